@@ -29,13 +29,13 @@ from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.run_folder import earlier
 from tilewright.trainer.config import Config, from_command_line
-from tilewright.trainer.data.batches import Bins, evaluation_batches
+from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.prepared import check_targets, prepare
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.scoring import Score, scores
+from tilewright.trainer.scoring import Score, batches_of, scores
 from tilewright.trainer.tables import COLUMNS
 
 PROGRAM = "python -m tilewright.trainer.evaluate"
@@ -155,16 +155,8 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
 
 
 def _scores(engine: Engine, one: Set, config: Config, each_token: bool) -> Iterator[Score]:
-    mesh = engine.mesh
-    batches = evaluation_batches(
-        one.bins,
-        config.train.micro_batch_size,
-        mesh.batch_rank,
-        mesh.layout.data,
-        pin=mesh.device.type == "cuda",
-        cp=mesh.context,
-        tp=mesh.layout.tp,
-    )
+    size = config.train.eval_micro_batch_size or config.train.micro_batch_size
+    batches = batches_of(one.bins, size, engine.mesh)
     for some in scores(engine, batches, each_token=each_token):
         yield from some
 

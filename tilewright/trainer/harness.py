@@ -25,11 +25,11 @@ from tilewright.trainer import build
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config, load
-from tilewright.trainer.data.batches import Bins, evaluation_batches
+from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.evaluate import filled_engine
 from tilewright.trainer.parallel.mesh import Mesh, join
-from tilewright.trainer.scoring import Score, scores
+from tilewright.trainer.scoring import Score, batches_of, scores
 
 
 class LanguageModel(TemplateLM):
@@ -138,14 +138,6 @@ class LanguageModel(TemplateLM):
             rows["labels"].append(labels)
         if not rows["input_ids"]:
             return []
-        mesh, data, train = self.engine.mesh, self.config.data, self.config.train
-        bins = Bins(datasets.Dataset.from_dict(rows), data, numbered=True)
-        batches = evaluation_batches(
-            bins,
-            train.micro_batch_size,
-            mesh.batch_rank,
-            mesh.layout.data,
-            cp=mesh.context,
-            tp=mesh.layout.tp,
-        )
+        bins = Bins(datasets.Dataset.from_dict(rows), self.config.data, numbered=True)
+        batches = batches_of(bins, self.config.train.micro_batch_size, self.engine.mesh)
         return sorted(s for some in scores(self.engine, batches) for s in some)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import pathlib
 import signal
@@ -18,7 +17,7 @@ from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
 from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.config import Config, resolved
-from tilewright.trainer.data.batches import Batches, Bins, evaluation_batches
+from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss
@@ -30,10 +29,9 @@ from tilewright.trainer.plugins.callback import Callback, Step, callbacks
 from tilewright.trainer.plugins.certificate import facts, files_of_data
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
-from tilewright.trainer.scoring import evaluation
+from tilewright.trainer.resume import resume
+from tilewright.trainer.scoring import batches_of, evaluation
 from tilewright.trainer.tables import LOSSES
-
-log = logging.getLogger("tilewright")
 
 
 def train(config: Config, mesh: Mesh) -> None:
@@ -75,7 +73,8 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             if (signum := interrupts.asked()) and run.done < plan.total:
                 run.stop(signum)
             values = run.evaluate() if plan.evaluates(run.done) else None
-            if plan.saves(run.done) or run.saves_best(values):
+            best = run.config.train.save_best and run.saver.improves(values)
+            if plan.saves(run.done) or best:
                 run.save(values)
 
 
@@ -101,22 +100,17 @@ class Run:
     callbacks: list[Callback] = dataclasses.field(default_factory=list)
 
     def begin(self) -> None:
-        """Evaluates before the first step. Raises ValueError if train.best_metric is a name that
-        evaluations do not report.
-        """
-        t = self.config.train
+        """Evaluates before the first step. Raises ValueError as `Best.check`."""
+        t, values = self.config.train, None
         whole = self.done == 0 and self.plan.evaluates(0)
         # One batch has the names.
         if number := t.eval_sanity_batches or int(t.best_metric is not None and not whole):
-            self._check_best(self._evaluated(number))
+            values = self._evaluated(number)
             self.metrics.restart_clock()
         if whole:
-            self._check_best(self.evaluate() or {})
-
-    def _check_best(self, values: Mapping[str, float]) -> None:
-        name = self.config.train.best_metric
-        if name is not None and name not in values:
-            raise ValueError(f"train.best_metric = {name}: evaluations report {', '.join(values)}")
+            values = self.evaluate()
+        if self.saver.best is not None and values is not None:
+            self.saver.best.check(values)
 
     def _evaluated(self, most: float | None) -> dict[str, float]:
         """What an evaluation reports of so many batches of each data set, by name; nothing without
@@ -125,19 +119,8 @@ class Run:
         if not self.held:
             return {}
         t = self.config.train
-        sets = {
-            name: evaluation_batches(
-                bins,
-                t.eval_micro_batch_size or t.micro_batch_size,
-                self.mesh.batch_rank,
-                self.mesh.layout.data,
-                pin=self.mesh.device.type == "cuda",
-                cp=self.mesh.context,
-                tp=self.mesh.layout.tp,
-                most=most,
-            )
-            for name, bins in self.held.items()
-        }
+        size = t.eval_micro_batch_size or t.micro_batch_size
+        sets = {n: batches_of(bins, size, self.mesh, most) for n, bins in self.held.items()}
         # The next steps draw what they would have drawn.
         with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
             return evaluation(self.engine, sets, self.loss, accuracy=t.eval_accuracy)
@@ -152,10 +135,6 @@ class Run:
         for callback in self.callbacks:
             callback.evaluated(self.done, values)
         return values
-
-    def saves_best(self, values: Mapping[str, float] | None) -> bool:
-        """Whether an evaluation is one after which the best checkpoint is saved."""
-        return self.config.train.save_best and self.saver.improves(values or {})
 
     def save(self, values: Mapping[str, float] | None = None) -> None:
         """values: of an evaluation of these weights."""
@@ -191,9 +170,6 @@ class Run:
         if empty := self.engine.empty_steps:
             steps = self.done - self.start
             self.metrics.say(f"{empty} of {steps} steps had no label, and no effect")
-        if (best := self.saver.best) and best.step is not None:
-            name = self.saver.folder(best.step).name
-            self.metrics.say(f"the best checkpoint is {name}: {best.metric}={best.value:.5g}")
         for callback in self.callbacks:
             callback.close()
         self.metrics.close()
@@ -210,10 +186,14 @@ class Run:
         """Waits for the last checkpoint, and ends the run with how to continue."""
         self.saver.finish()
         how, last = self.saver.go_on(), self.saver.last
-        if last is not None and step_of(last) == self.done:
+        if last is not None and checkpoint.step_of(last) == self.done:
             # Its weights and this batch gave it, whatever the learning rate is now.
             earlier = [p for p in checkpoint.complete(self.config.train.output_dir) if p != last]
-            before = max((p for p in earlier if step_of(p) < self.done), key=step_of, default=None)
+            before = max(
+                (p for p in earlier if checkpoint.step_of(p) < self.done),
+                key=checkpoint.step_of,
+                default=None,
+            )
             how = (
                 f"{last.name} has the weights that gave this: lower train.lr or look at the data, "
                 f"and {'start anew' if before is None else f'resume from {before}'}"
@@ -238,28 +218,6 @@ class Run:
             ) from None
 
 
-def _load(
-    config: Config, made: build.Built, folders: list[pathlib.Path]
-) -> tuple[pathlib.Path | None, dict[str, Any]]:
-    """Fills the engine from the first folder that is not damaged, and sets the position in the
-    data. Returns the folder that the run goes on from, and its state: None and {} without folders,
-    or if the run takes the weights alone.
-    """
-    if not folders:
-        return None, {}
-    t, batches = config.train, made.batches
-    free = {"base"} if t.allow_other_base else set()
-    free |= set() if t.load_optimizer else {"optimizer", "data"}
-    wanted = {k: v for k, v in made.identity.items() if k not in free}
-    options = made.ops, t.verify_checkpoint, t.load_optimizer
-    resumed, state = made.engine.load(folders, wanted, *options)
-    if not t.load_optimizer:
-        return None, {}
-    batches.load_state_dict(state["data"])
-    batches.tokens = state.get("tokens", 0)
-    return resumed, state
-
-
 def prepare(config: Config, mesh: Mesh) -> Run:
     """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
     first.
@@ -270,10 +228,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     witness = Witness(t, mesh)
     made = build.build(config, mesh)
     engine, batches, held = made.engine, made.batches, made.held
-    resumed, state = _load(config, made, folders)
+    resumed, state = resume(config, mesh, made, folders)
     start = state.get("step", 0)
-    if not folders and t.load_checkpoint_path and mesh.main:
-        log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
         raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
@@ -334,9 +290,3 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     )
     run.callbacks = callbacks(run)
     return run
-
-
-def step_of(folder: pathlib.Path) -> int:
-    """The step of a checkpoint, by its name; -1 for a folder that has been renamed."""
-    number = folder.name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else -1

@@ -13,9 +13,11 @@ import torch
 
 from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.data.batches import Bins, evaluation_batches
 from tilewright.trainer.engine import Batch, Engine, Sums
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import LossFunction, TokenLosses
+from tilewright.trainer.parallel.mesh import Mesh
 
 
 class Score(NamedTuple):
@@ -38,6 +40,22 @@ def statistics(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.
     """The loss of language modeling, and `TokenLosses.statistics`, as a loss for `Engine`."""
     logprob, entropy, hits = per_token.statistics()
     return -logprob.double().sum(), count_labels(batch), logprob, entropy, hits
+
+
+def batches_of(
+    bins: Bins, size: int, mesh: Mesh, most: float | None = None
+) -> Iterable[dict[str, torch.Tensor]]:
+    """This rank's batches of a data set to evaluate on. See `evaluation_batches`."""
+    return evaluation_batches(
+        bins,
+        size,
+        mesh.batch_rank,
+        mesh.layout.data,
+        pin=mesh.device.type == "cuda",
+        cp=mesh.context,
+        tp=mesh.layout.tp,
+        most=most,
+    )
 
 
 class WithHits:

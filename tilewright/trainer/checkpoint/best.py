@@ -33,6 +33,13 @@ class Best:
             return new
         return cls(**stored)
 
+    def check(self, values: Mapping[str, float]) -> None:
+        """Raises ValueError if evaluations do not report the number."""
+        if self.metric not in values:
+            raise ValueError(
+                f"train.best_metric = {self.metric}: evaluations report {', '.join(values)}"
+            )
+
     def improved_by(self, values: Mapping[str, float]) -> bool:
         """Whether an evaluation is better; one that is not finite never is."""
         value = values.get(self.metric, math.nan)

@@ -63,6 +63,7 @@ from tilewright.trainer.checkpoint.run_folder import (
     find,
     publish,
     recover,
+    step_of,
     time_after,
 )
 from tilewright.trainer.parallel.mesh import Group, Mesh, checkpoint_group
@@ -80,6 +81,7 @@ __all__ = [
     "recover",
     "restore",
     "resume",
+    "step_of",
 ]
 log = logging.getLogger("tilewright")
 
@@ -181,9 +183,9 @@ class Saver:
     def folder(self, step: int) -> pathlib.Path:
         return self.root / f"global_step_{step}"
 
-    def improves(self, values: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than that of the best checkpoint."""
-        return self.best is not None and self.best.improved_by(values)
+    def improves(self, values: Mapping[str, float] | None) -> bool:
+        """Whether there was an evaluation, and better than that of the best checkpoint."""
+        return self.best is not None and self.best.improved_by(values or {})
 
     def save(
         self,

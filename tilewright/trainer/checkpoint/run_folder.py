@@ -82,6 +82,12 @@ def complete(output_dir: str) -> list[pathlib.Path]:
     return [p for p in folders if (p / "state.json").is_file()]
 
 
+def step_of(folder: pathlib.Path) -> int:
+    """The step of a checkpoint, by its name; -1 for a folder that has been renamed."""
+    number = folder.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
+
+
 @contextlib.contextmanager
 def claim(output_dir: str, mesh: Mesh) -> Iterator[None]:
     """Creates the folder, and locks it for this run: a second live run is refused. Cleans up what a

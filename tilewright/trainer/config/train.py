@@ -907,7 +907,8 @@ class Train(Section):
         min_length=1,
     )
     """A number that evaluations report, such as eval_loss, by which a checkpoint is the best: of
-    those that are written right after an evaluation. null: none is.
+    those that are written right after an evaluation. null: none is. Where nothing else is evaluated
+    before the first step, one batch is, so that a name that is not reported is known there.
     """
     best_mode: Literal["min", "max"] | None = field(
         None,

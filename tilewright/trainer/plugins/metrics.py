@@ -249,5 +249,11 @@ class Report(Callback):
     def evaluated(self, done: int, values: Mapping[str, float]) -> None:
         self.run.metrics.evaluation(done, values)
 
+    def close(self) -> None:
+        saver = self.run.saver
+        if (best := saver.best) and best.step is not None:
+            name = saver.folder(best.step).name
+            self.run.metrics.say(f"the best checkpoint is {name}: {best.metric}={best.value:.5g}")
+
 
 CALLBACKS.add("report", Plugin(Report, 50, lambda run: True))
