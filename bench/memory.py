@@ -15,7 +15,6 @@ import gc
 import itertools
 import json
 import multiprocessing
-import os
 import pathlib
 import subprocess
 import sys
@@ -128,8 +127,8 @@ def most_allocated(config: Any, ranks: Any) -> int:
                 engine.forward_backward(batches, language_modeling)
             # Alone, a stage that is not the last sees no denominator.
             engine.optim_step(max_norm=config.train.max_grad_norm, denominator=1.0)
-    events: list[Any] = profile.profiler.kineto_results.experimental_event_tree()  # pyright: ignore
-    changes = []
+    results: Any = profile.profiler
+    events, changes = results.kineto_results.experimental_event_tree(), []
     while events:
         event = events.pop()
         events += event.children
@@ -191,7 +190,6 @@ def measure(
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     subprocess.run(
         [*start, str(size), "-m", "bench.memory", *paths],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         check=True,
     )

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewright.bench import overhead
+from bench import overhead
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import cross_entropy
 from tilewright.selection import operations
