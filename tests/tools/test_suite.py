@@ -1322,6 +1322,8 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
         (("tilewright/trainer/config/config.py", "", "another = 1\n"), set()),
         (("tilewright/bench/plan.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/sources.py", "", "another = 1\n"), set()),
+        (("bench/suite.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),
         (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
@@ -1334,9 +1336,7 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         ),
         (("tilewright/core/checks.py", "", "another = 1\n"), set(OPS)),
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
-        (("tilewright/bench/sources.py", "", "another = 1\n"), set()),
         (("bench/overhead.py", "", "another = 1\n"), {"", *OPS}),
-        (("bench/suite.py", "", "another = 1\n"), set()),
         (("lab/tilewright_lab/pretend.py", "", "another = 1\n"), {"", *OPS}),
         (
             (
