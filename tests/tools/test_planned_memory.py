@@ -48,3 +48,14 @@ def test_routes_are_even():
     routes = memory.even_routes(shape, 12)
     assert routes.shape == (1, 12, 4 * 2)
     assert torch.bincount(routes.flatten().long()).tolist() == [24] * 4
+
+
+def test_the_committed_plans_are_within_what_the_documentation_says():
+    [path] = (memory.ROOT / "bench/results").glob("memory-plan-*/memory.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * len(memory.LAYOUTS) * len(memory.SCHEDULES)
+    assert (
+        "nine layouts with five schedules" in (memory.ROOT / "docs/trainer/memory.md").read_text()
+    )
+    for row in rows:
+        assert row["counted"] == pytest.approx([row["planned"]] * len(row["counted"]), rel=0.1)
