@@ -48,6 +48,10 @@ COMMANDS = {
         "bench.layouts",
         "train with each layout of the trainer, and of transformers' Trainer, on a CPU",
     ),
+    "memory": (
+        "bench.memory",
+        "compare the trainer's plan of memory with the allocator's count, for pipelines on a CPU",
+    ),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }
 BUDGETED = ("suite", "search")  # their minutes count from the start of the process

@@ -15,9 +15,10 @@ import torch
 
 from bench import variants
 from bench.stages import questions
-from tilewright.bench import launches, pretend
+from tilewright.bench import launches
 from tilewright.core.registry import Op
 from tilewright.selection import operations
+from tilewright_lab import pretend
 from tilewright_lab.gate import compile_gate
 from tilewright_lab.gate.compilers import labeled
 

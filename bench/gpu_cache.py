@@ -4,14 +4,14 @@
         [--goals DIR] [--what WHAT,..]
 
 It compiles the kernels of the suite's stages `smoke` to `counters` on a device of this compute
-capability, and every candidate of the configuration search behind the goals (--goals DIR:
-those that the results in DIR show to be missed). The ops' own code paths run (see
-`bench.pretend`), so the cache keys equal those of a launch on the GPU if these are the same there:
-the sources with their line numbers, Triton's Python files and library, ptxas, and the environment
-variables in the key (such as TRITON_PTXAS_PATH). Triton's library differs for each version of
-Python; nothing else in a key depends on it. --triton DIR names the unpacked build for another
-version, whose library is used in the keys. The packed cache holds what a launch needs, machine code
-and its description, but no text.
+capability, and every candidate of the configuration search behind the goals (--goals DIR: those
+that the results in DIR show to be missed). The ops' own code paths run (see
+`tilewright_lab.pretend`), so the cache keys equal those of a launch on the GPU if these are the
+same there: the sources with their line numbers, Triton's Python files and library, ptxas, and the
+environment variables in the key (such as TRITON_PTXAS_PATH). Triton's library differs for each
+version of Python; nothing else in a key depends on it. --triton DIR names the unpacked build for
+another version, whose library is used in the keys. The packed cache holds what a launch needs,
+machine code and its description, but no text.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from bench import variants
 from bench.stages import goals as of_goals
 from bench.stages import questions
 from tilewright import selection
-from tilewright.bench import contract, launches, pretend, run
+from tilewright.bench import contract, launches, run
 from tilewright.bench.options import names
 from tilewright.bench.units import BY_NAME, smallest
 from tilewright.core import platform, registry
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
+from tilewright_lab import pretend
 
 WHAT = ("smoke", "goals", "ab", "search")
 COMMIT = "commit.json"  # beside the archive; see `run.record_commit`

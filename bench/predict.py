@@ -2,10 +2,10 @@
 
     python -m bench predict [--device h200|h100] [--op OP,..] [--roofs PATH] [--out FILE] [--check]
 
-The cases run on a simulated device (`bench.pretend`), which tells their launches and computes
-nothing; committed budgets and counts of the kernels, and the device's rates, turn launches into
-seconds. With --roofs, a folder of the suite's results or its roofline.json, measured rates take the
-place of the defaults, and the folder's times stand beside the predicted ones.
+The cases run on a simulated device (`tilewright_lab.pretend`), which tells their launches and
+computes nothing; committed budgets and counts of the kernels, and the device's rates, turn launches
+into seconds. With --roofs, a folder of the suite's results or its roofline.json, measured rates
+take the place of the defaults, and the folder's times stand beside the predicted ones.
 
 Without --device, --op and --roofs it writes docs/predicted.md, of both devices; with one of them
 it prints. Exit code: 0; 1 with --check if the
@@ -31,9 +31,9 @@ from bench.predicted.roofs import Roofs
 from bench.stages.goals import Aim, goals_on
 from bench.stages.questions import implementation
 from tilewright import selection
-from tilewright.bench import pretend
 from tilewright.bench.options import names
 from tilewright.core.registry import Case, Goal, ImplementationUnavailable, Op, short
+from tilewright_lab import pretend
 
 COMMAND = "python -m bench predict"
 PAGE = pathlib.Path("docs/predicted.md")

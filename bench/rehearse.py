@@ -2,12 +2,12 @@
 
     python -m bench rehearse [--minutes 8] [--arch 90]
 
-The suite's own units run on a simulated device (`bench.pretend`): inputs are made, the contract's
-and the clock's calls take the ops' GPU paths down to Triton's `JITFunction.run`, and nothing is
-computed. What they do is counted: processes, launches, kernels that are loaded from the cache of
-`gpu-cache` and those that it lacks, the truth in float64. The costs below turn counts into seconds,
-and the suite's shares say which units a call of these minutes reaches. An estimate, which shows
-that the plan fits, and not how fast a kernel is.
+The suite's own units run on a simulated device (`tilewright_lab.pretend`): inputs are made, the
+contract's and the clock's calls take the ops' GPU paths down to Triton's `JITFunction.run`, and
+nothing is computed. What they do is counted: processes, launches, kernels that are loaded from the
+cache of `gpu-cache` and those that it lacks, the truth in float64. The costs below turn counts into
+seconds, and the suite's shares say which units a call of these minutes reaches. An estimate, which
+shows that the plan fits, and not how fast a kernel is.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from bench import gpu_cache
 from bench.stages import questions
 from bench.suite import FIRST, GROUPS, SUITE, units
 from tilewright import selection
-from tilewright.bench import contract, pieces, pretend, run, runner, store, timing
+from tilewright.bench import contract, pieces, run, runner, store, timing
 from tilewright.bench import units as timed
 from tilewright.bench.options import at_least
 from tilewright.bench.plan import Chosen
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import DTYPES, failures
 from tilewright.core import registry
+from tilewright_lab import pretend
 
 # Seconds, on a machine of 16 cores and one H200; each is more rather than less.
 SCRIPT = 5.0  # unpacking the cache and correcting the paths in it

@@ -20,10 +20,11 @@ import torch
 
 from bench.stages import goals
 from tilewright import selection
-from tilewright.bench import pretend, runner, store, tune
+from tilewright.bench import runner, store, tune
 from tilewright.bench.options import has_device
 from tilewright.core import platform
 from tilewright.core.registry import short
+from tilewright_lab import pretend
 
 
 def compile_beforehand(ops: Sequence[str], goals: pathlib.Path, until: float) -> None:

@@ -36,19 +36,20 @@ from typing import Any
 
 import torch
 
-from bench import variants
+from bench import overhead, variants
 from bench.stages.checks import check_unit, parity_unit
 from bench.stages.goals import goal_units, others, overhead_unit, products
 from bench.stages.questions import ab_unit, implementation
 from bench.stages.smoke import FAILURES_AT_MOST, smoke_units
 from bench.stages.tools import counter_units, sanitize_units
-from tilewright.bench import contract, overhead, plan, pretend, run
+from tilewright.bench import contract, plan, run
 from tilewright.bench import units as timed
 from tilewright.bench.plan import Chosen, Group, Plan, supported, tagged
 from tilewright.bench.runner import Unit
 from tilewright.bench.timed import RUN
 from tilewright.bench.units import TIMED, smallest
 from tilewright.core.registry import Op
+from tilewright_lab import pretend
 
 # Stages in their order, each with its weight: a stage's share of a call is its weight over the sum
 # of the weights of all stages that the call was asked for. The weights of the stages up to

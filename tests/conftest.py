@@ -142,7 +142,9 @@ assert "tilewright" not in sys.modules
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((root, os.path.join(root, "tests"))),
+        "PYTHONPATH": os.pathsep.join(
+            (root, *(os.path.join(root, folder) for folder in ("lab", "tests")))
+        ),
         "TRITON_INTERPRET": "0",
     }
     with forked.python(imports, root, variables) as command:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bench.overhead import LEVELS
 from bench.page.comparisons import Device, flaws, newest_rows, recovered, spread
 from bench.page.raw import Entry, Raw, Source, newest
 from bench.page.reasons import Reason, why
 from bench.page.text import COMMAND, TITLES, cell, in_order, listed, number, table
 from tilewright import selection
 from tilewright.bench import report
-from tilewright.bench.overhead import LEVELS
 from tilewright.bench.timing import LEAST_ROUNDS
 
 

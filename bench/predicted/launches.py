@@ -14,12 +14,13 @@ from unittest import mock
 import torch
 
 from tilewright import selection
-from tilewright.bench import contract, pretend
+from tilewright.bench import contract
 from tilewright.bench.launches import requested_keys
 from tilewright.core.registry import Case, Implementation, Op
 from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import KernelSpec
+from tilewright_lab import pretend
 from tilewright_lab.gate import compilers
 
 # Constants that decide a launch's tile, registers or shared memory. Where another one differs, a

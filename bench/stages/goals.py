@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bench import overhead
 from bench.page import goals
-from tilewright.bench import overhead, peers, run, sources, store
+from tilewright.bench import peers, run, sources, store
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import BY_NAME, constants, threads, time_unit
 from tilewright.core import platform, registry

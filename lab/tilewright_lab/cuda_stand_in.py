@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tilewright.bench.pretend import DEVICES
 from tilewright.core.torch_names import RAW_STREAM
 from tilewright.kernels.device import SMS
 from tilewright_lab.emulator.memory import Memory, bytes_at, span
+from tilewright_lab.pretend import DEVICES
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ALLOCATE = {

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewright.bench import overhead
+from bench import overhead
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import cross_entropy
 from tilewright.selection import operations
@@ -240,7 +240,7 @@ def kept():
 
 @pytest.fixture(scope="module")
 def ran():
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}"}
     done = subprocess.run(
         [sys.executable, __file__], env=variables, cwd=ROOT, text=True, capture_output=True
     )

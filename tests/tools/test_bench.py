@@ -12,7 +12,8 @@ import time
 import pytest
 import torch
 
-from tilewright.bench import contract, overhead, plan, providers, report, run, store, timing
+from bench import overhead
+from tilewright.bench import contract, plan, providers, report, run, store, timing
 from tilewright.bench.__main__ import main
 from tilewright.bench.peers import PEERS
 from tilewright.bench.timed import RUN

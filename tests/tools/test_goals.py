@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from bench import overhead
 from bench.page import goals
-from tilewright.bench import overhead
 from tilewright.core.registry import Goal
 from tilewright.ops import OPS
 

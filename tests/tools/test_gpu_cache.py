@@ -25,9 +25,10 @@ def measured(folder):
 
     from bench import gate_variants, gpu_cache, variants
     from bench.gpu_cache import Call
-    from tilewright.bench import launches, pretend
+    from tilewright.bench import launches
     from tilewright.kernels.norm import rmsnorm_triton
     from tilewright.ops import OPS
+    from tilewright_lab import pretend
     from tilewright_lab.gate import compilers as gate_compilers
 
     key, first = (
@@ -116,7 +117,7 @@ def measured(folder):
 
 @pytest.fixture(scope="module")
 def ran(compiling, tmp_path_factory):
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}"}
     folder = tmp_path_factory.mktemp("gpu_cache")
     done = subprocess.run(
         [compiling, __file__, folder], env=variables, cwd=ROOT, text=True, capture_output=True

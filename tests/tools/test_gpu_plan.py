@@ -105,7 +105,6 @@ def tree(tmp_path_factory):
         ("ops/__init__.py", PLAN),
         ("bench/timing.py", TIMING),
         ("bench/run.py", RUN),
-        ("bench/overhead.py", OVERHEAD),
         ("bench/runner.py", FORKS),
     ):
         with (tree / "tilewright" / path).open("a") as file:
@@ -113,6 +112,8 @@ def tree(tmp_path_factory):
     for folder in ("bench", "lab/tilewright_lab"):
         left = shutil.ignore_patterns("__pycache__", "results", "carry.py", "gpu.sh")
         shutil.copytree(ROOT / folder, tree / folder, ignore=left)
+    with (tree / "bench/overhead.py").open("a") as file:
+        file.write(OVERHEAD)
     for folder in ("tests/ops", "tests/nn", "bench/results", "docs", "csrc", "out"):
         (tree / folder).mkdir(parents=True)
     script, least = (ROOT / "bench/gpu.sh").read_text(), "(m > 0.1 ? m : 0.1)"

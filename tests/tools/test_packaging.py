@@ -114,6 +114,7 @@ def test_everything_else_works_without_triton(with_torch):
 PLANNED = """
 import pathlib, sys
 sys.modules["triton"] = None
+sys.path.insert(0, "lab")
 from tilewright import selection
 from bench import suite
 from tilewright.bench import plan, run

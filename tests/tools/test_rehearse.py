@@ -15,10 +15,11 @@ def measured():
     """The rehearsed parts, and the units of two stages, in a process where Triton compiles."""
     from bench.rehearse import rehearse
     from bench.suite import units
-    from tilewright.bench import pretend, run
+    from tilewright.bench import run
     from tilewright.bench.plan import Chosen
     from tilewright.bench.units import DTYPES
     from tilewright.ops import OPS
+    from tilewright_lab import pretend
 
     parts = rehearse(8.0)
     with pretend.gpu(90, compiles=False):
@@ -32,7 +33,7 @@ def measured():
 
 @pytest.fixture(scope="module")
 def found(compiling):
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}"}
     done = subprocess.run(
         [compiling, __file__], env=variables, cwd=ROOT, text=True, capture_output=True
     )

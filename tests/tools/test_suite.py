@@ -1296,10 +1296,9 @@ def digests():
 def copied(tmp_path, monkeypatch):
     """The folder of a copy of the sources, whose digests are asked for."""
     root = sources.PACKAGE.parent
-    for folder in ("tilewright", "csrc"):
-        shutil.copytree(
-            root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-        )
+    left = shutil.ignore_patterns("*.so", "__pycache__", "results")
+    for folder in ("tilewright", "csrc", "bench", "lab/tilewright_lab"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=left)
     for name in ("PACKAGE", "CSRC"):
         monkeypatch.setattr(sources, name, tmp_path / getattr(sources, name).relative_to(root))
     monkeypatch.setattr(sources, "CORE", [tmp_path / p.relative_to(root) for p in sources.CORE])
@@ -1323,6 +1322,8 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
         (("tilewright/trainer/config/config.py", "", "another = 1\n"), set()),
         (("tilewright/bench/plan.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/sources.py", "", "another = 1\n"), set()),
+        (("bench/suite.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),
         (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
@@ -1335,6 +1336,8 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         ),
         (("tilewright/core/checks.py", "", "another = 1\n"), set(OPS)),
         (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
+        (("bench/overhead.py", "", "another = 1\n"), {"", *OPS}),
+        (("lab/tilewright_lab/pretend.py", "", "another = 1\n"), {"", *OPS}),
         (
             (
                 "tilewright/bench/bounds.py",

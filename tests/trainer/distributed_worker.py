@@ -21,9 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from bench.memory import most_allocated
 from tilewright.kernels import tuning
 from tilewright.nn import sharded
-from tilewright.trainer import evaluate, memory_plan, train
+from tilewright.trainer import evaluate, train
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
@@ -151,39 +152,6 @@ def overflow(config, ranks, bins):
     dist.all_gather_object(errors, error)
     after = weights(engine.model, ranks)
     return {"errors": errors, "same": all(torch.equal(t, after[n]) for n, t in before.items())}
-
-
-def most_allocated(config, ranks):
-    """The most bytes of tensors at one time while a model is built and takes two steps."""
-    draw = torch.Generator().manual_seed(0)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        engine = engine_of(config, ranks)
-        batch, n = memory_plan.full_batch(config, ranks), config.train.gradient_accumulation_steps
-        vocabulary = engine.model.config.vocab_size
-        batch["input_ids"] = torch.randint(vocabulary, batch["input_ids"].shape, generator=draw)
-        for _ in range(2):
-            for batches in [[batch] * n] if ranks.layout.pp > 1 else [[batch]] * n:
-                engine.forward_backward(batches, language_modeling)
-            # Alone, a stage that is not the last sees no denominator.
-            engine.optim_step(max_norm=config.train.max_grad_norm, denominator=1.0)
-    events, changes = profile.profiler.kineto_results.experimental_event_tree(), []
-    while events:
-        event = events.pop()
-        events += event.children
-        if event.name == "[memory]":
-            what = event.extra_fields
-            changes.append((event.start_time_ns, what.ptr, what.alloc_size))
-    live, total, most = {}, 0, 0  # without what was allocated before
-    for _, address, size in sorted(changes, key=lambda change: change[0]):
-        if size > 0:
-            live[address] = size
-            total += size
-        else:
-            total -= live.pop(address, 0)
-        most = max(most, total)
-    return most
 
 
 class Count:

@@ -10,6 +10,7 @@ import sys
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +18,12 @@ import torch.distributed as dist
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from distributed_worker import most_allocated
 from helpers import as_on_a_gpu
 from ranks import run_modes
 from symmetric_ranks import symmetric_ranks
 from test_trainer import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
 
+from bench.memory import most_allocated
 from tilewright.core.torch_names import FakeTensor, no_zero_bubble
 from tilewright.trainer import memory_plan, train
 from tilewright.trainer.build import engine_around, unfilled
@@ -204,6 +205,18 @@ def test_the_plan_says_whose_it_is(size, said, tmp_path, monkeypatch):
     assert line.split("  ")[0] == said
 
 
+@pytest.mark.parametrize("spread", [1, 2])
+def test_a_plan_of_spread_experts_says_that_it_takes_routing_to_be_even(
+    spread, tmp_path, monkeypatch
+):
+    sizes = dict.fromkeys(memory_plan.PARTS, 0)
+    found = memory_plan.RankPlan(0, sizes, sizes, {}, {})
+    monkeypatch.setattr(memory_plan, "plan", lambda *arguments: found)
+    options = {"train__expert_parallel_size": spread, "train__data_parallel_mode": "fsdp2"}
+    said = list(memory_plan.report(full_config(tmp_path, MOE, **options), 2, CPU))
+    assert said[1].startswith("for tokens routed evenly: a rank whose") == (spread == 2)
+
+
 PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
 TURNS = {
@@ -267,6 +280,32 @@ def test_the_plan_of_a_stage_is_what_the_allocator_of_its_rank_counts(case, rank
     assert found.whole["head"] == 0 or "head" in own
 
 
+# Four processes, of which two are alike. `python -m bench memory` does this for every layout.
+INSIDE = {
+    "tensors": (QWEN3, {"tensor_parallel_size": 2}),
+    "experts": (MOE, {"expert_parallel_size": 2, "pipeline_parallel_schedule": "GPipe"}),
+}
+
+
+@pytest.fixture(scope="module")
+def combined(tmp_path_factory):
+    folder, modes = tmp_path_factory.mktemp("combined"), {}
+    for case, (shape, options) in INSIDE.items():
+        path = staged(folder / case, shape, {"model__merge_qkv": False}, **options)
+        modes[f"{case}/memory"] = [path]
+    run_modes(4, folder, modes)
+    return folder
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_the_plan_of_a_pipeline_with_another_layout_is_what_gloo_ranks_count(case, combined):
+    """Within 5 %, if each expert gets its share of the tokens."""
+    config = load(str(combined / case / "config.yaml"))
+    counted = [int((combined / case / f"memory_{rank}").read_text()) for rank in range(4)]
+    found = [memory_plan.plan(config, shape_of(config), 4, rank, CPU).total for rank in (0, 2)]
+    assert np.repeat(found, 2) == pytest.approx(counted, rel=0.05)
+
+
 def test_a_plan_of_a_pipeline_is_printed_for_each_of_its_ranks(tmp_path, monkeypatch, capsys):
     sizes, asked = dict.fromkeys(memory_plan.PARTS, 0), []
 
@@ -316,9 +355,7 @@ SPREAD = {
 
 @pytest.mark.parametrize("case", SPREAD)
 def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path, recwarn):
-    """Within 1 %, of one rank; with experts, whose messages depend on the router, within 6 %. With
-    gloo this would depend on the time at which its threads let a finished message go.
-    """
+    """Within 1 %, of one rank; with experts, whose messages depend on the router, within 6 %."""
     size, shape, options = SPREAD[case]
     options = {f"train__{name}": value for name, value in options.items()}
     fsdp2 = {"train__data_parallel_mode": "fsdp2", "model__merge_qkv": False}

@@ -1,6 +1,6 @@
-"""Undocumented parts of PyTorch, in one place in case a version changes them (bench/pretend.py,
-which simulates a GPU, has its own). They exist in torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0, none of
-which says that one is deprecated.
+"""Undocumented parts of PyTorch, in one place in case a version changes them
+(lab/tilewright_lab/pretend.py, which simulates a GPU, has its own). They exist in torch 2.11.0,
+2.13.0, 2.14.1 and 2.15.0, none of which says that one is deprecated.
 """
 
 from __future__ import annotations

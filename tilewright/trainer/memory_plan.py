@@ -38,7 +38,7 @@ from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_o
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.tables import LAYOUTS, LOSSES
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -88,6 +88,7 @@ def plan(
     """
     layout_of(config.train, size)
     recomputed = config.train.enable_gradient_checkpointing
+    LAYOUTS.names()  # imports modules, some of which make tensors that are not the run's
     join_pretended_group(rank, size)
     try:
         with balanced_routing():
@@ -318,6 +319,8 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
     axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     yield f"plan of memory, {axes or 'one process'}{experts}, on {device.type}"
+    if layout.expert > 1:
+        yield "for tokens routed evenly: a rank whose experts get more than their share needs more"
     planned = plan if layout.pp == 1 else plan_apart
     for first in range(0, size, size // layout.pp):
         found = planned(config, shape, size, first, device, True)

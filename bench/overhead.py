@@ -21,11 +21,12 @@ from unittest import mock
 
 import torch
 
-from tilewright.bench import pretend, timing
+from tilewright.bench import timing
 from tilewright.core import platform
 from tilewright.core.registry import Op, short
 from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.selection import operations
+from tilewright_lab import pretend
 
 # Microseconds of a call above Triton's launch of its first kernel, on a GPU's machine: without and
 # with a graph recorded.
