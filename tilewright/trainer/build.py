@@ -23,12 +23,14 @@ from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine
+from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import freeze_router
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim.optim import build_optimizer
+from tilewright.trainer.optim.per_step import at_step
 from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -129,6 +131,8 @@ def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
     # bfloat16.
     half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
     parts.autocast = torch.bfloat16 if half else None
+    t = config.train
+    parts.model.shaping = Shaping(at_step(t.loss_temperature, 0), at_step(t.z_loss, 0))
     return Engine(parts, _optimizer(parts, config), mesh)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import pathlib
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -55,17 +56,17 @@ def loop(run: Run, interrupts: Interrupts) -> None:
         for callback in run.callbacks:
             stack.enter_context(callback.running())
         for number in range(run.done + 1, plan.total + 1):
-            before, batches = run.batches.tokens, next(steps)
-            step = Step(number, batches)
+            before, began = run.batches.tokens, time.perf_counter()
+            step = Step(number, next(steps), waited=time.perf_counter() - began)
             for callback in run.callbacks:
                 callback.before_step(step)
             # An error that names the target is worth one synchronization, in the first step: later,
             # a target out of range makes the loss NaN.
             first = number == run.start + 1
+            engine.set_values(plan.values(number - 1))
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(step.batches, run.loss)
             with run.refusing(number):
-                engine.set_values(plan.values(number - 1))
                 step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
             run.done, step.tokens = number, run.batches.tokens - before
             for callback in run.callbacks:

@@ -377,7 +377,15 @@ class Train(Section):
         Refuse(_absent_columns),
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
-    """What is minimized; language_modeling: the cross-entropy of the labels."""
+    """What is minimized; language_modeling: the cross-entropy of the labels;
+    weighted_language_modeling: with each token's weight, from the column weight.
+    """
+    loss_temperature: Number = field(1.0, Resume.NEXT_STEP, differs=OURS, gt=0)
+    """Divides the logits of losses in training; or a mapping, as weight_decay."""
+    z_loss: Number = field(0.0, Resume.NEXT_STEP, differs=OURS, ge=0)
+    """Times the squared log-sum-exp of a token's logits, is added to its loss in training, and
+    reported with it; or a mapping, as weight_decay.
+    """
     # optimizer
     optimizer: Annotated[str, RowOf(OPTIMIZERS)] = field(
         "adamw",
