@@ -258,7 +258,11 @@ class Data(Section):
         Refuse("must be a number of samples (1 or more) or a fraction between 0 and 1").when(
             lambda c: no_size(c.data.val_set_size)
         ),
-        Only("test_datasets", []).because("give one of them"),
+        Refuse("give one of them, or set train.do_test", "test_datasets").when(
+            lambda c: (
+                c.data.val_set_size is not None and c.data.test_datasets and not c.train.do_test
+            )
+        ),
     )
     """Held out of datasets for evaluation: a number of samples, or a fraction below 1."""
     shuffle_merged_datasets: bool = field(True, Resume.OTHER_ORDER, stored="shuffle")

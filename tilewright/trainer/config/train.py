@@ -185,7 +185,8 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
 
 def _nothing_held_out(config: Config) -> str | None:
     data = config.data
-    held = data.test_datasets or data.val_set_size is not None
+    during = [] if config.train.do_test else data.test_datasets
+    held = during or data.val_set_size is not None
     return None if held else "there is nothing to evaluate on"
 
 
@@ -709,6 +710,18 @@ class Train(Section):
     """Bins in a forward pass of an evaluation; null: micro_batch_size."""
     eval_accuracy: bool = field(False, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS)
     """Also report eval_accuracy, the share of labels that are the most probable token."""
+    do_test: bool = field(
+        False,
+        Resume.EVALUATION,
+        Refuse("there is nothing to test on", "data.test_datasets").when(
+            lambda c: c.train.do_test and not c.data.test_datasets
+        ),
+        differs=OURS,
+        names="do_predict",
+    )
+    """Evaluate on test_datasets once, after the last step, and report test_loss and so on, instead
+    of during training, for which val_set_size holds samples out.
+    """
     # memory and speed
     enable_mixed_precision: bool = field(
         True,
