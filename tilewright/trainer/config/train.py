@@ -446,6 +446,7 @@ class Train(Section):
             lambda c: _decays(c) and c.train.lr_min > c.train.lr
         ),
         ge=0,
+        names="min_lr lr_end",
     )
     """Learning rate at the end of the decay; the least one, for square_annealing and schedules
     without an end.
@@ -533,6 +534,7 @@ class Train(Section):
         ),
         differs=OURS,
         gt=0,
+        names="num_cycles",
     )
     """Waves of the cosine in the decay, null: 0.5; cosine_with_restarts: descents, null: 1."""
     lr_power: float = field(1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0)
@@ -599,13 +601,25 @@ class Train(Section):
     """
     # dropout
     hidden_dropout: float = field(
-        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="resid_pdrop", ge=0, lt=1
+        0.0,
+        Resume.NEXT_STEP,
+        *DROPPED,
+        differs=OURS,
+        names="resid_pdrop",
+        ge=0,
+        lt=1,
     )
     """Probability of an element of attention's or an MLP's output to be dropped before it is added
     to the residual stream; the others are divided by 1 - p. Off in evaluation.
     """
     attention_dropout: float = field(
-        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="attn_pdrop", ge=0, lt=1
+        0.0,
+        Resume.NEXT_STEP,
+        *DROPPED,
+        differs=OURS,
+        names="attn_pdrop",
+        ge=0,
+        lt=1,
     )
     """The same for attention's weights after the softmax."""
     ffn_dropout: float = field(
