@@ -24,6 +24,7 @@ from test_trainer import (
     write_config,
 )
 
+from tilewright.trainer.config import ConfigError
 from tilewright.trainer.losses.loss import Loss, count_labels
 from tilewright.trainer.tables import LOSSES
 
@@ -283,3 +284,23 @@ def test_what_a_loss_reports_is_reported_of_evaluations(tmp_path, monkeypatch):
     assert "eval_perplexity" not in row, "of a loss in nats alone"
     assert row["eval_thrice"] == pytest.approx(3 * row["eval_loss"])
     assert row["eval_thrice/plays"] == pytest.approx(3 * row["eval_loss/plays"])
+
+
+def test_a_test_split_is_evaluated_once_after_the_last_step(tmp_path):
+    path = two_sets(tmp_path, train__do_test=True, data__val_set_size=4)[0]
+    run(path)
+    found = [row for row in rows(tmp_path / "several") if "loss" not in row]
+    tests = [row for row in found if "test_loss" in row]
+    [last] = tests
+    assert found[-1] is last and last["step"] == 2
+    assert {"test_loss", "test_loss/plays", "test_loss/letters", "test_perplexity"} <= last.keys()
+    during = [row for row in found if "eval_loss" in row]
+    assert [row["step"] for row in during] == [0, 2]
+    assert all("eval_loss/plays" not in row for row in during), "what was held out alone"
+
+
+def test_a_test_split_needs_one(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"train\.do_test = true, data\.test_datasets = \[\]: there is n"
+    ):
+        load(write_config(tmp_path, train__do_test=True))

@@ -10,10 +10,13 @@ pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 
 import yaml
-from test_trainer import run, tensors, write_config
+from test_trainer import rows, run, tensors, write_config
 
 from tilewright.trainer import engine
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import ConfigError, load, resolved
+from tilewright.trainer.models.head import Shaping, TokenLosses
+from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.matrices import Parts
 from tilewright.trainer.optim.muon import Muon, Settings
 from tilewright.trainer.optim.optim import set_values
@@ -168,3 +171,57 @@ def test_a_run_sets_them_before_each_step_and_a_resumed_run_has_the_same_bits(
     assert seen == before and norms == pytest.approx(norm[3:])
     for name, tensor in tensors(tmp_path, 6).items():
         assert torch.equal(tensor, whole[name]), name
+
+
+# ---- losses
+
+
+def of_head(values, shaping=None):
+    """A loss of a tiny head and its gradient, from values of fields."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 5, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 8, generator=generator)
+    labels = torch.tensor([[3, IGNORE, 0, 10, 7]])
+    losses = TokenLosses(hidden, weight, labels, Ops.resolve(), shaping=Shaping(**values))
+    total = losses.sum()
+    total.backward()
+    logits = (hidden.detach().double() @ weight.double().T)[0]
+    return total.detach(), hidden.grad, logits, labels[0]
+
+
+@pytest.mark.parametrize("temperature, z_loss", [(1.0, 0.0), (2.0, 0.0), (1.0, 0.3), (0.7, 0.1)])
+def test_losses_are_shaped_as_the_formula_says(temperature, z_loss):
+    values = {"loss_temperature": temperature, "z_loss": z_loss}
+    total, grad, logits, labels = of_head(values)
+    logits = (logits / temperature).requires_grad_()
+    lse = logits.logsumexp(-1)
+    seen = labels != IGNORE
+    each = lse - logits.gather(1, labels.clamp_min(0)[:, None])[:, 0] + z_loss * lse**2
+    want = each[seen].sum()
+    torch.testing.assert_close(total.double(), want.detach(), rtol=1e-5, atol=1e-5)
+    plain = of_head({})[1]
+    assert torch.equal(grad, plain) == (values == {"loss_temperature": 1.0, "z_loss": 0.0})
+
+
+def test_losses_change_from_step_to_step_and_evaluations_do_not(tmp_path):
+    """Each step's loss is that of a run whose field has that step's value; with lr 0 no weight
+    changes.
+    """
+    common = {"train__max_steps": 3, "train__save_hf_weights": False, "data__val_set_size": 3}
+    common |= {"train__lr": 1e-30, "train__lr_min": 0.0}
+
+    def losses(name, **more):
+        run(write_config(tmp_path / name, **common, **more))
+        found = rows(tmp_path / name)
+        return (
+            [row["loss"] for row in found if "loss" in row],
+            [row["eval_loss"] for row in found if "eval_loss" in row],
+        )
+
+    falling = {"schedule": "linear", "from": 3.0, "to": 1.0, "steps": 3}
+    found, evaluated = losses("falling", train__loss_temperature=falling)
+    for step, value in enumerate((3.0, 2.0, 1.0)):
+        plain, same = losses(f"plain{step}", train__loss_temperature=value)
+        assert found[step] == plain[step] and evaluated == same
+    shaped, same = losses("z", train__z_loss={**falling, "to": 0.0, "from": 0.2})
+    assert shaped[2] == plain[2] and shaped[0] > plain[0] and same == evaluated

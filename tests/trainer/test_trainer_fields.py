@@ -142,10 +142,12 @@ ROWS = [
     row("data.datasets.0.data_files", "b.jsonl", "losses", data__datasets="@files"),
     row("data.datasets.0.ds_type", "text", "losses", **TEXT | {"data__datasets": "@mixed"}),
     row("data.datasets.0.max_seq_len", 5, "size"),
+    row("data.datasets.0.max_samples", 9, "size"),
     row("data.datasets.0.shards", 3, "size", data__datasets="@shards"),
     row("data.datasets.0.shards_idx", 1, "losses", data__datasets="@shards"),
     row("data.datasets.0.preprocess_shards", 3, "prepared"),
     row("data.test_datasets", "@tests", "evaluations"),
+    row("data.mixing", "random", "losses", **TWO),
     row("data.dataset_prepared_path", "@prepared", "folders"),
     row("data.select_columns", ["input_ids"], "losses", data__datasets="@labels"),
     row("data.sample_packing_method", "multipack", "losses"),
@@ -241,6 +243,8 @@ ROWS = [
     row("train.no_decay_modules", ["norm"], "weights", train__weight_decay=0.5),
     row("train.no_decay_params", ["layernorm"], "weights", train__weight_decay=0.5),
     row("train.layerwise_lr_bound", 0.5, "weights"),
+    row("train.loss_temperature", 2.0, "losses"),
+    row("train.z_loss", 0.1, "losses"),
     row("train.max_grad_norm", 1e-3, "weights", train__optimizer="sgd"),
     row("train.hidden_dropout", 0.3, "losses"),
     row("train.attention_dropout", 0.3, "losses"),
@@ -379,6 +383,10 @@ ROWS = [
 ]
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
+    "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
+    "data.samples_per_epoch": "test_mixing.py::test_a_run_is_given_the_mixture",
+    "train.do_test": "test_evaluation.py::test_a_test_split_is_evaluated_once_after_the_last_step",
+    "train.eval_accuracy": "test_evaluation.py::test_accuracy_is_the_share_of_most_probable_labels",
     "model.revision": "test_commands.py::test_what_the_hub_is_asked_for",
     "data.datasets.name": "test_data.py::test_what_the_network_is_asked_for",
     "data.datasets.revision": "test_data.py::test_what_the_network_is_asked_for",

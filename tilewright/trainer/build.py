@@ -14,7 +14,7 @@ from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import TOKENS
-from tilewright.trainer.config import Config, Model, Train
+from tilewright.trainer.config import Config, Dataset, Model, Train
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins
@@ -23,12 +23,14 @@ from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine
+from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import freeze_router
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim.optim import build_optimizer
+from tilewright.trainer.optim.per_step import at_step
 from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -129,6 +131,8 @@ def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
     # bfloat16.
     half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
     parts.autocast = torch.bfloat16 if half else None
+    t = config.train
+    parts.model.shaping = Shaping(at_step(t.loss_temperature, 0), at_step(t.z_loss, 0))
     return Engine(parts, _optimizer(parts, config), mesh)
 
 
@@ -149,34 +153,46 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def build_data(
-    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
-) -> tuple[Batches, dict[str, Bins]]:
-    """Training batches, and the bins of each data set to evaluate on, by its name.
-
-    columns: further ones that batches have.
-    """
-    d = config.data
+def prepared(
+    entries: list[Dataset],
+    config: Config,
+    mesh: Mesh,
+    vocab: int,
+    columns: Columns | None = None,
+    *,
+    shuffle: bool,
+) -> Any:
+    """See `prepare`. Rank 0 prepares."""
 
     def tokenizer():
         path = config.model.tokenizer_path
         assert path is not None  # at least config_path is given
         return load_tokenizer(path, config.model.revision)
 
-    options: dict[str, Any] = {
-        "main": mesh.main,
-        "broadcast": mesh.control.broadcast,
-        "columns": columns,
-    }
+    return prepare(
+        entries,
+        config,
+        tokenizer,
+        vocab,
+        shuffle=shuffle,
+        columns=columns,
+        main=mesh.main,
+        broadcast=mesh.control.broadcast,
+    )
+
+
+def build_data(
+    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
+) -> tuple[Batches, dict[str, Bins]]:
+    """Training batches, and the bins of each data set to evaluate on during training, by its name.
+
+    columns: further ones that batches have.
+    """
+    d, t = config.data, config.train
     training, held = split_validation(
-        prepare(d.datasets, config, tokenizer, vocab, **options), d.val_set_size, config.train.seed
+        prepared(d.datasets, config, mesh, vocab, columns, shuffle=True), d.val_set_size, t.seed
     )
     check_targets(training, "the data sets to train on")
-    sets = {} if held is None else {"held_out": held}
-    for name, entry in zip(titles(d.test_datasets), d.test_datasets, strict=True):
-        sets[name] = prepare([entry], config, tokenizer, vocab, shuffle=False, **options)
-    for name, one in sets.items():
-        check_targets(one, f"the data set to evaluate on, {name}")
     columns = columns or {}
     bins = Bins(training, d, columns=columns)
     if mesh.main:
@@ -184,15 +200,33 @@ def build_data(
     batches = Batches(
         bins,
         d,
-        config.train,
+        t,
         rank=mesh.batch_rank,
         world_size=mesh.layout.data,
         pin=mesh.device.type == "cuda",
         cp=mesh.context,
         tp=mesh.layout.tp,
     )
-    packed = d.eval_sample_packing is not False
-    return batches, {n: Bins(s, d, packed=packed, columns=columns) for n, s in sets.items()}
+    sets = {} if held is None else {"held_out": held_bins("held_out", held, config, columns)}
+    if not t.do_test:
+        sets |= test_sets(config, mesh, vocab, columns)
+    return batches, sets
+
+
+def test_sets(config: Config, mesh: Mesh, vocab: int, columns: Columns) -> dict[str, Bins]:
+    """The bins of each of data.test_datasets, by its name."""
+    entries, found = config.data.test_datasets, {}
+    for name, entry in zip(titles(entries), entries, strict=True):
+        dataset = prepared([entry], config, mesh, vocab, columns, shuffle=False)
+        found[name] = held_bins(name, dataset, config, columns)
+    return found
+
+
+def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **options: Any) -> Bins:
+    """The bins of a data set to evaluate on. options: of `Bins`."""
+    check_targets(dataset, f"the data set to evaluate on, {name}")
+    packed = config.data.eval_sample_packing is not False
+    return Bins(dataset, config.data, packed=packed, columns=columns, **options)
 
 
 def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
@@ -241,7 +275,7 @@ def identity(
 class Built:
     """What a run is made of.
 
-    held: the data sets that it is evaluated on, by name.
+    held: the data sets that it is evaluated on, by name.   last: once, after the last step.
     identity: see `identity`.
     ops: the implementation of each op.
     export_as: the arguments of `Engine.export`.
@@ -251,6 +285,7 @@ class Built:
     engine: Engine
     batches: Batches
     held: dict[str, Bins]
+    last: dict[str, Bins]
     identity: dict[str, dict[str, Any]]
     ops: dict[str, str]
     export_as: dict[str, Any]
@@ -263,7 +298,9 @@ def build(config: Config, mesh: Mesh) -> Built:
     export_as = exported(config)
     dtype = compute_dtype(config.train)
     ops = choose_ops(config.model, shape, mesh, dtype, config.train.attention_dropout > 0)
-    batches, held = build_data(config, mesh, shape.vocab_size, columns_of(config, shape))
+    columns = columns_of(config, shape)
+    batches, held = build_data(config, mesh, shape.vocab_size, columns)
+    last = test_sets(config, mesh, shape.vocab_size, columns) if config.train.do_test else {}
     dropout.check(config.train, shape, batches.per_step)
     engine = build_engine(config, shape, mesh, ops)
     return Built(
@@ -271,6 +308,7 @@ def build(config: Config, mesh: Mesh) -> Built:
         engine,
         batches,
         held,
+        last,
         identity(config, shape, batches, engine.parts.origin),
         ops.names()
         | adapters.operations(engine.parts.whole, mesh.device, dtype)

@@ -21,7 +21,7 @@ import torch
 
 from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
-from tilewright.trainer.models.head import LossFunction
+from tilewright.trainer.models.head import LossFunction, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
@@ -186,11 +186,15 @@ class Engine:
         return torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
 
     def set_values(self, values: Mapping[str, float]) -> None:
-        """Sets what has another value in the next step, by the names of the fields.
+        """Sets what has another value in the next step, by the names of the fields. Call it before
+        `forward_backward`.
 
         Raises ValueError for a field that the optimizer's groups have no place for.
         """
-        set_values(self.optimizer, self.decays, values)
+        of_losses = {name: v for name, v in values.items() if name in Shaping._fields}
+        self.model.shaping = self.model.shaping._replace(**of_losses)
+        rest = {name: v for name, v in values.items() if name not in of_losses}
+        set_values(self.optimizer, self.decays, rest)
 
     def optim_step(
         self,

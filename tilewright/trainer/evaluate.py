@@ -30,7 +30,6 @@ from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.run_folder import earlier
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
-from tilewright.trainer.data.prepared import check_targets, prepare
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.models.model_config import ModelConfig
@@ -94,18 +93,8 @@ def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
     entries = data.test_datasets or data.datasets
     columns = {"id": dataclasses.replace(COLUMNS["id"], asked_by="--scores")}
     for name, entry in zip(titles(entries), entries, strict=True):
-        dataset = prepare(
-            [entry],
-            config,
-            lambda: build.load_tokenizer(str(config.model.tokenizer_path), config.model.revision),
-            vocab,
-            shuffle=False,
-            columns=columns,
-            main=mesh.main,
-            broadcast=mesh.control.broadcast,
-        )
-        check_targets(dataset, name)
-        bins = Bins(dataset, data, packed=data.eval_sample_packing is not False, numbered=True)
+        dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False)
+        bins = build.held_bins(name, dataset, config, {}, numbered=True)
         yield Set(name, bins, dataset["id"])
 
 

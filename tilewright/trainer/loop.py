@@ -7,10 +7,9 @@ import dataclasses
 import math
 import pathlib
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
-
-import torch
 
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
@@ -44,6 +43,7 @@ def train(config: Config, mesh: Mesh) -> None:
         run = prepare(config, mesh)
         with run.interruptible():
             loop(run, interrupts)
+            run.test()
             run.export()
         run.close()
 
@@ -55,17 +55,17 @@ def loop(run: Run, interrupts: Interrupts) -> None:
         for callback in run.callbacks:
             stack.enter_context(callback.running())
         for number in range(run.done + 1, plan.total + 1):
-            before, batches = run.batches.tokens, next(steps)
-            step = Step(number, batches)
+            before, began = run.batches.tokens, time.perf_counter()
+            step = Step(number, next(steps), waited=time.perf_counter() - began)
             for callback in run.callbacks:
                 callback.before_step(step)
             # An error that names the target is worth one synchronization, in the first step: later,
             # a target out of range makes the loss NaN.
             first = number == run.start + 1
+            engine.set_values(plan.values(number - 1))
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(step.batches, run.loss)
             with run.refusing(number):
-                engine.set_values(plan.values(number - 1))
                 step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
             run.done, step.tokens = number, run.batches.tokens - before
             for callback in run.callbacks:
@@ -87,6 +87,7 @@ class Run:
     engine: Engine
     batches: Batches
     held: dict[str, Bins]
+    last: dict[str, Bins]
     loss: Loss
     plan: Plan
     metrics: Metrics
@@ -105,29 +106,25 @@ class Run:
         whole = self.done == 0 and self.plan.evaluates(0)
         # One batch has the names.
         if number := t.eval_sanity_batches or int(t.best_metric is not None and not whole):
-            values = self._evaluated(number)
+            values = self._evaluated(self.held, number)
             self.metrics.restart_clock()
         if whole:
             values = self.evaluate()
         if self.saver.best is not None and values is not None:
             self.saver.best.check(values)
 
-    def _evaluated(self, most: float | None) -> dict[str, float]:
-        """What an evaluation reports of so many batches of each data set, by name; nothing without
-        data for it.
-        """
-        if not self.held:
+    def _evaluated(self, held: dict[str, Bins], most: float | None = None) -> dict[str, float]:
+        """What an evaluation reports of so many batches of each of these; nothing without any."""
+        if not held:
             return {}
         t = self.config.train
         size = t.eval_micro_batch_size or t.micro_batch_size
-        sets = {n: batches_of(bins, size, self.mesh, most) for n, bins in self.held.items()}
-        # The next steps draw what they would have drawn.
-        with torch.random.fork_rng([self.mesh.device] if self.mesh.device.type == "cuda" else []):
-            return evaluation(self.engine, sets, self.loss, accuracy=t.eval_accuracy)
+        sets = {n: batches_of(bins, size, self.mesh, most) for n, bins in held.items()}
+        return evaluation(self.engine, sets, self.loss, accuracy=t.eval_accuracy)
 
     def evaluate(self) -> dict[str, float] | None:
         """What an evaluation reports, by name; None if there is nothing to evaluate on."""
-        values = self._evaluated(self.config.train.eval_max_batches)
+        values = self._evaluated(self.held, self.config.train.eval_max_batches)
         if not values:
             return None
         if not math.isfinite(loss := values["eval_loss"]):
@@ -135,6 +132,12 @@ class Run:
         for callback in self.callbacks:
             callback.evaluated(self.done, values)
         return values
+
+    def test(self) -> None:
+        """Reports an evaluation on train.do_test's data sets."""
+        if values := self._evaluated(self.last):
+            found = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
+            self.metrics.evaluation(self.done, found)
 
     def save(self, values: Mapping[str, float] | None = None) -> None:
         """values: of an evaluation of these weights."""
@@ -268,6 +271,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         engine=engine,
         batches=batches,
         held=held,
+        last=made.last,
         loss=LOSSES[t.loss],
         plan=plan,
         metrics=metrics,

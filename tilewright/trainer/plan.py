@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tilewright.trainer.config import Train
+from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.optim.optim import IN_GROUPS
 from tilewright.trainer.optim.per_step import PerStep, at_step
 from tilewright.trainer.optim.schedules import schedule, too_short
@@ -42,8 +43,9 @@ class Plan:
         return schedule(step - shift, self.total - shift, self.train)
 
     def values(self, step: int) -> dict[str, float]:
-        """Of the optimizer's fields that change from step to step; step: from 0."""
-        found = {name: getattr(self.train, name) for name in IN_GROUPS}
+        """Of the fields that change from step to step, by name; step: from 0."""
+        names = (*IN_GROUPS, *Shaping._fields)
+        found = {name: getattr(self.train, name) for name in names}
         at = step - self._scheduled
         return {n: v.at(at) for n, v in found.items() if isinstance(v, PerStep)}
 

@@ -78,9 +78,12 @@ def evaluation(
     """What an evaluation reports, of all sets together: eval_loss, eval_NAME for each further sum
     of the loss, eval_perplexity of a loss in nats, and with `accuracy` eval_accuracy; and the same
     of each of several sets, as eval_loss/SET. Every rank must call it.
+
+    What follows draws the random numbers that it would have drawn without it.
     """
-    own = WithHits(loss) if accuracy else loss
-    found = {name: engine.forward(batches, own) for name, batches in sets.items()}
+    own, device = WithHits(loss) if accuracy else loss, engine.mesh.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        found = {name: engine.forward(batches, own) for name, batches in sets.items()}
     values = _reported(Sums.joined(list(found.values())), loss)
     if len(found) > 1:
         for name, sums in found.items():

@@ -125,13 +125,16 @@ class Dataset(Section):
         ge=0,
     )
     """Which part, from 0."""
-    max_samples: int | None = field(None, Resume.OTHER_CONTENTS, READ, differs=OURS, ge=1)
+    max_samples: int | None = field(
+        None, Resume.OTHER_CONTENTS, READ, differs=OURS, names="dev_choose_samples", ge=1
+    )
     """Rows that are taken, from the beginning; null: all."""
     weight: float | None = field(
         None,
         Resume.OTHER_CONTENTS,
         Only("data.mixing", *WEIGHED).because("concat takes every sample once"),
         differs=OURS,
+        names="train_dataset_prob",
         gt=0,
     )
     """Its share of the samples is this over the sum of the weights; null: see data.mixing."""
@@ -258,7 +261,11 @@ class Data(Section):
         Refuse("must be a number of samples (1 or more) or a fraction between 0 and 1").when(
             lambda c: no_size(c.data.val_set_size)
         ),
-        Only("test_datasets", []).because("give one of them"),
+        Refuse("give one of them, or set train.do_test", "test_datasets").when(
+            lambda c: (
+                c.data.val_set_size is not None and c.data.test_datasets and not c.train.do_test
+            )
+        ),
     )
     """Held out of datasets for evaluation: a number of samples, or a fraction below 1."""
     shuffle_merged_datasets: bool = field(True, Resume.OTHER_ORDER, stored="shuffle")

@@ -269,8 +269,8 @@ def field(
     """A field, which means what the string below it says.
 
     differs: the default or meaning in xorl's documentation, and why it is another here.
-    names: in transformers' TrainingArguments, TRL and peft, where they are too unlike the field's,
-    with spaces between.
+    names: in transformers' TrainingArguments, TRL, peft, ERNIEKit and NxDT, where too unlike the
+    field's, with spaces between.
     stored: its name in the identity of a run, if it has another one there.
     limits: of pydantic's Field. An example of a required field stands in where it is missing.
     """

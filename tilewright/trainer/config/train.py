@@ -185,7 +185,8 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
 
 def _nothing_held_out(config: Config) -> str | None:
     data = config.data
-    held = data.test_datasets or data.val_set_size is not None
+    during = [] if config.train.do_test else data.test_datasets
+    held = during or data.val_set_size is not None
     return None if held else "there is nothing to evaluate on"
 
 
@@ -377,7 +378,15 @@ class Train(Section):
         Refuse(_absent_columns),
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
-    """What is minimized; language_modeling: the cross-entropy of the labels."""
+    """What is minimized; language_modeling: the cross-entropy of the labels;
+    weighted_language_modeling: with each token's weight, from the column weight.
+    """
+    loss_temperature: Number = field(1.0, Resume.NEXT_STEP, differs=OURS, gt=0)
+    """Divides the logits of losses in training; or a mapping, as weight_decay."""
+    z_loss: Number = field(0.0, Resume.NEXT_STEP, differs=OURS, ge=0)
+    """Times the squared log-sum-exp of a token's logits, is added to its loss in training, and
+    reported with it; or a mapping, as weight_decay.
+    """
     # optimizer
     optimizer: Annotated[str, RowOf(OPTIMIZERS)] = field(
         "adamw",
@@ -437,6 +446,7 @@ class Train(Section):
             lambda c: _decays(c) and c.train.lr_min > c.train.lr
         ),
         ge=0,
+        names="min_lr lr_end",
     )
     """Learning rate at the end of the decay; the least one, for square_annealing and schedules
     without an end.
@@ -524,6 +534,7 @@ class Train(Section):
         ),
         differs=OURS,
         gt=0,
+        names="num_cycles",
     )
     """Waves of the cosine in the decay, null: 0.5; cosine_with_restarts: descents, null: 1."""
     lr_power: float = field(1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0)
@@ -590,13 +601,25 @@ class Train(Section):
     """
     # dropout
     hidden_dropout: float = field(
-        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="resid_pdrop", ge=0, lt=1
+        0.0,
+        Resume.NEXT_STEP,
+        *DROPPED,
+        differs=OURS,
+        names="resid_pdrop",
+        ge=0,
+        lt=1,
     )
     """Probability of an element of attention's or an MLP's output to be dropped before it is added
     to the residual stream; the others are divided by 1 - p. Off in evaluation.
     """
     attention_dropout: float = field(
-        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="attn_pdrop", ge=0, lt=1
+        0.0,
+        Resume.NEXT_STEP,
+        *DROPPED,
+        differs=OURS,
+        names="attn_pdrop",
+        ge=0,
+        lt=1,
     )
     """The same for attention's weights after the softmax."""
     ffn_dropout: float = field(
@@ -701,6 +724,18 @@ class Train(Section):
     """Bins in a forward pass of an evaluation; null: micro_batch_size."""
     eval_accuracy: bool = field(False, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS)
     """Also report eval_accuracy, the share of labels that are the most probable token."""
+    do_test: bool = field(
+        False,
+        Resume.EVALUATION,
+        Refuse("there is nothing to test on", "data.test_datasets").when(
+            lambda c: c.train.do_test and not c.data.test_datasets
+        ),
+        differs=OURS,
+        names="do_predict",
+    )
+    """Evaluate on test_datasets once, after the last step, and report test_loss and so on, instead
+    of during training, for which val_set_size holds samples out.
+    """
     # memory and speed
     enable_mixed_precision: bool = field(
         True,

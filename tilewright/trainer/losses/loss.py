@@ -29,6 +29,7 @@ RESERVED = {
     "empty_steps",
     "tokens",
     "tokens_per_second",
+    "data_seconds",
     "seconds",
     "seconds_left",
     "mfu",

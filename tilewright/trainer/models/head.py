@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,19 @@ from tilewright.trainer.models.ops_choice import Ops
 SCORED = 1024  # tokens whose logits are in memory at a time: a multiple of the blocks of rows
 
 
+class Shaping(NamedTuple):
+    """What training's losses of tokens are beside cross-entropy.
+
+    loss_temperature: divides the logits.   z_loss: times the squared log-sum-exp of the logits, in
+    nats, is added (arXiv:2204.02311, section 5).
+    """
+
+    loss_temperature: float = 1.0
+    z_loss: float = 0.0
+
+
 class TokenLosses:
-    """Negative log-probabilities of labels [B, S], 0 where a label is IGNORE.
+    """Negative log-probabilities of labels [B, S], shaped, and 0 where a label is IGNORE.
 
     Either `sum()`, whose gradient the head computes in its forward pass, or `values()`, whose
     upstream gradient may differ per token: the backward pass then recomputes the logits.
@@ -31,10 +42,14 @@ class TokenLosses:
         labels: torch.Tensor,
         ops: Ops,
         group: dist.ProcessGroup | None = None,
+        shaping: Shaping = Shaping(),  # noqa: B008
     ) -> None:
         """group: of the ranks that have the weight's rows, if it is this rank's shard of them."""
+        if shaping.loss_temperature != 1.0:
+            # Not the logits, of which there are more; rounded to the dtype of the hidden states.
+            hidden = hidden / shaping.loss_temperature
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
-        self._group = group
+        self._group, self._z_loss = group, shaping.z_loss
         self.computed: torch.Tensor | None = None
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
 
@@ -84,12 +99,14 @@ class TokenLosses:
             return tw.cross_entropy(
                 logits(*self._operands, self._ops),
                 self._labels,
+                z_loss=self._z_loss,
                 reduction=reduction,
                 implementation=name,
             )
         return tw.linear_cross_entropy(
             *in_autocast(*self._operands),
             self._labels,
+            z_loss=self._z_loss,
             reduction=reduction,
             fp32_logits=numerics.lm_head_fp32,
             group=self._group,

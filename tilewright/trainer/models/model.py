@@ -18,7 +18,7 @@ from torch import nn
 from tilewright.nn import in_row_blocks
 from tilewright.nn.sharded import local
 from tilewright.ops.attention.context_parallel import ContextParallel
-from tilewright.trainer.models.head import LossFunction, TokenLosses, logits
+from tilewright.trainer.models.head import LossFunction, Shaping, TokenLosses, logits
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import MLP, Attention, norm, residual_norm
 from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks
@@ -156,6 +156,7 @@ class Transformer(nn.Module):
         self.model = Decoder(config, ops, merge_qkv)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cp, self.tp = ContextParallel(), TensorParallel()
+        self.shaping = Shaping()
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
         self.tie()
@@ -236,4 +237,7 @@ class Transformer(nn.Module):
     def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
         """hidden: this rank's shard of the final hidden states."""
         weight, group = local(self.lm_head.weight), self.tp.group
-        return TokenLosses(self.tp.gather_for_all(hidden), weight, labels, self.ops, group)
+        # Evaluations are of the cross-entropy itself.
+        shaping = self.shaping if torch.is_grad_enabled() else Shaping()
+        whole = self.tp.gather_for_all(hidden)
+        return TokenLosses(whole, weight, labels, self.ops, group, shaping)

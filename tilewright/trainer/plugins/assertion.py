@@ -33,7 +33,7 @@ from tilewright.trainer.tables import CALLBACKS
 CHECKSUMS = "checksums.jsonl"
 FIELD = "train.assert_deterministic"
 # Of a row of metrics.jsonl, what no bits of the run decide.
-OF_TIME = ("tokens_per_second", "seconds", "seconds_left", "mfu", "memory_gb")
+OF_TIME = ("tokens_per_second", "data_seconds", "seconds", "seconds_left", "mfu", "memory_gb")
 
 
 class Earlier:

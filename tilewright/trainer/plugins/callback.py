@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """An optimizer step. number: from 1.   sums, norm, tokens: once it is taken; tokens are those
-    that all ranks together processed.   values: numbers to report, to which callbacks may add.
+    """An optimizer step.
+
+    number: from 1.
+    waited: seconds for its batches.
+    sums, norm, tokens: once it is taken; tokens are those that all ranks together processed.
+    values: numbers to report, to which callbacks may add.
     """
 
     number: int
     batches: Sequence[Batch]
+    waited: float = 0.0
     sums: Sums | None = None
     norm: float = 0.0
     tokens: int = 0

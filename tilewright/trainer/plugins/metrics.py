@@ -238,7 +238,7 @@ class Report(Callback):
         empty = run.engine.empty_steps
         losses = {"empty_steps": empty} if math.isnan(loss) else {"loss": loss}
         numbers = {"lr": lr, "grad_norm": step.norm, **sums.router(), **sums.reported()}
-        step.values = {**losses, **numbers, **step.values}
+        step.values = {**losses, **numbers, "data_seconds": step.waited, **step.values}
         if losses.get("empty_steps") == 1:
             run.metrics.say(
                 f"step {step.number}: no token of it has a label, so no weight has changed; later "
