@@ -11,6 +11,8 @@ from bench import memory
 from bench.__main__ import main
 from tilewright.trainer.models.model_config import ModelConfig
 
+pytestmark = pytest.mark.packages
+
 
 @pytest.fixture
 def asked(monkeypatch):

@@ -252,7 +252,8 @@ def test_latent_attention_pads_values_only_for_implementations_of_one_width(attn
         assert widths == {config.head_dim if padded else config.v_head_dim}
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        # Sums of float32 in another order, relative to the largest number of the tensor.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(0.1, b.abs().max().item()))
     assert attention_request(config).value_dim == config.v_head_dim
     assert attention_request(config, implementation="native").value_dim is None
     assert not takes_values("flash_attention_2", config.head_dim, config.v_head_dim)

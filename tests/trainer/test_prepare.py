@@ -287,14 +287,14 @@ def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_pa
     features = datasets.Dataset.from_list([row]).features
     entry = Dataset(path="a.jsonl", type=kind)
     with caplog.at_level(logging.WARNING, "tilewright"):
-        encode.check_columns(entry, [*row], features)
-        encode.check_columns(entry, [*row, "id", "meta"], features)
+        encode.check_columns(entry, [*row], features, {})
+        encode.check_columns(entry, [*row, "id", "meta"], features, {})
     assert len(caplog.messages) == 2
     assert all(m.startswith(f"a.jsonl: the column {said}") for m in caplog.messages)
     caplog.clear()
     columns = [*DATASETS[kind].needed[0], *DATASETS[kind].optional, *row]  # the right one as well
     integers = datasets.List(datasets.Value("int64"))
-    encode.check_columns(entry, columns, {"input_ids": integers, "labels": integers})
+    encode.check_columns(entry, columns, {"input_ids": integers, "labels": integers}, {})
     assert not caplog.messages
 
 
@@ -302,9 +302,8 @@ def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_pa
 def test_columns_of_alpaca_get_a_hint(kind):
     said = "has .*; of Alpaca's columns make `prompt` .* set type to prompt_completion$"
     with pytest.raises(ValueError, match=said):
-        encode.check_columns(
-            Dataset(path="a.jsonl", type=kind), ["instruction", "input", "output"], {}
-        )
+        names = ["instruction", "input", "output"]
+        encode.check_columns(Dataset(path="a.jsonl", type=kind), names, {}, {})
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, made, monkeypatch):

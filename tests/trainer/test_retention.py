@@ -12,8 +12,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from test_evaluation import three_steps
-from test_trainer import QWEN3, Engine, Mesh, rows, run, tensors, write_config
+from test_trainer import QWEN3, Mesh, rows, run, tensors, write_config
 
+from tilewright.trainer import loop
 from tilewright.trainer.checkpoint import run_folder
 from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.checkpoint.checkpoint_files import read_metadata, read_state, verify
@@ -44,7 +45,7 @@ def best_of(folder, step):
 def losses(monkeypatch):
     """Evaluations report these losses; the first is that of the names before the first step."""
     given = []
-    monkeypatch.setattr(Engine, "evaluate", lambda *_: given.pop(0))
+    monkeypatch.setattr(loop, "evaluation", lambda *_, **__: {"eval_loss": given.pop(0)})
     return given
 
 
@@ -121,7 +122,8 @@ def test_what_is_not_finite_is_never_best():
 def test_a_number_that_no_evaluation_reports_is_told_before_the_first_step(start, tmp_path):
     path = write_config(tmp_path, **{**HELD, **BEST, "train__best_metric": "eval_loss/a"})
     with pytest.raises(
-        ValueError, match=r"best_metric = eval_loss/a: evaluations report eval_loss$"
+        ValueError,
+        match=r"best_metric = eval_loss/a: evaluations report eval_loss, eval_perplexity$",
     ):
         run(path, f"--train.eval_on_start={start}")
     assert not [row for row in rows(tmp_path) if "loss" in row]

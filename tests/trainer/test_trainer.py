@@ -1305,7 +1305,7 @@ def test_a_loss_of_evaluation_that_is_not_finite_ends_the_run_before_a_checkpoin
     path = write_config(tmp_path, train__save_steps=2, data__val_set_size=4)
     losses = iter([4.0, 3.5, math.nan])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "evaluate", lambda *_: next(losses))
+        patch.setattr(loop, "evaluation", lambda *_, **__: {"eval_loss": next(losses)})
         message = r"step 4: the loss of evaluation is nan, so it is not saved; .*/global_step_2$"
         with pytest.raises(ValueError, match=message):
             run(path)
@@ -1449,7 +1449,7 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
     for line in lines:
         line["labels"] = [-100] * 8 + line["input_ids"][8:]
     (tmp_path / "ten.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    clock, save, evaluate = [0.0], checkpoint.Saver.save, Engine.evaluate
+    clock, save, evaluate = [0.0], checkpoint.Saver.save, loop.evaluation
 
     def now():
         clock[0] += 1
@@ -1459,13 +1459,13 @@ def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
         clock[0] += 1000
         return save(*arguments)
 
-    def evaluates(*arguments):
+    def evaluates(*arguments, **options):
         clock[0] += 1000
-        return evaluate(*arguments)
+        return evaluate(*arguments, **options)
 
     monkeypatch.setattr(loop.Metrics.__init__.__globals__["time"], "perf_counter", now)
     monkeypatch.setattr(checkpoint.Saver, "save", slow)
-    monkeypatch.setattr(Engine, "evaluate", evaluates)
+    monkeypatch.setattr(loop, "evaluation", evaluates)
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
     test = [{"path": str(tmp_path / "two.jsonl")}]
     options |= {"train__lr_decay_style": "linear", "data__test_datasets": test}

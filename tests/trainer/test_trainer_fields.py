@@ -148,6 +148,7 @@ ROWS = [
     row("data.datasets.0.preprocess_shards", 3, "prepared"),
     row("data.test_datasets", "@tests", "evaluations"),
     row("data.mixing", "random", "losses", **TWO),
+    row("data.samples_per_epoch", 5, "size", **TWO | {"data__mixing": "random"}),
     row("data.dataset_prepared_path", "@prepared", "folders"),
     row("data.select_columns", ["input_ids"], "losses", data__datasets="@labels"),
     row("data.sample_packing_method", "multipack", "losses"),
@@ -384,7 +385,6 @@ ROWS = [
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
     "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
-    "data.samples_per_epoch": "test_mixing.py::test_a_run_is_given_the_mixture",
     "train.do_test": "test_evaluation.py::test_a_test_split_is_evaluated_once_after_the_last_step",
     "train.eval_accuracy": "test_evaluation.py::test_accuracy_is_the_share_of_most_probable_labels",
     "model.revision": "test_commands.py::test_what_the_hub_is_asked_for",

@@ -9,16 +9,12 @@ print(simple_evaluate(model, tasks=["lambada_openai"])["results"])
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
-from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
-from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
-    get_rolling_token_windows,
-    make_disjoint_window,
-)
 
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer import build
@@ -31,8 +27,12 @@ from tilewright.trainer.evaluate import filled_engine
 from tilewright.trainer.parallel.mesh import Mesh, join
 from tilewright.trainer.scoring import Score, batches_of, scores
 
+# An optional package, which the type checker does not know.
+Base: Any = importlib.import_module("lm_eval.api.model").TemplateLM
+utils: Any = importlib.import_module("lm_eval.utils")
 
-class LanguageModel(TemplateLM):
+
+class LanguageModel(Base):
     """A model whose log-probabilities the harness asks for, computed as by `evaluate`: packed, and
     spread over ranks as configured. Every rank must make the same requests.
 
@@ -103,8 +103,8 @@ class LanguageModel(TemplateLM):
     ) -> list[float]:
         windows = [
             [
-                make_disjoint_window(window)
-                for window in get_rolling_token_windows(
+                utils.make_disjoint_window(window)
+                for window in utils.get_rolling_token_windows(
                     token_list=self.tok_encode(request.args[0]),
                     prefix_token=self.prefix_token_id,
                     max_seq_len=self.max_length,

@@ -80,9 +80,10 @@ def main(argv: list[str] | None = None) -> int:
     def work(mesh: Mesh) -> None:
         train(config, mesh)
 
+    again = [*argv, "--train.load_checkpoint_path", "auto"]
     if only_plan:
         return launch.run(None, lambda mesh: None, first=plan)
-    return launch.run(config.train, work, first=check, again=argv)
+    return launch.run(config.train, work, first=check, again=again)
 
 
 if __name__ == "__main__":

@@ -125,16 +125,13 @@ class Dataset(Section):
         ge=0,
     )
     """Which part, from 0."""
-    max_samples: int | None = field(
-        None, Resume.OTHER_CONTENTS, READ, differs=OURS, names="dev_choose_samples", ge=1
-    )
+    max_samples: int | None = field(None, Resume.OTHER_CONTENTS, READ, differs=OURS, ge=1)
     """Rows that are taken, from the beginning; null: all."""
     weight: float | None = field(
         None,
         Resume.OTHER_CONTENTS,
         Only("data.mixing", *WEIGHED).because("concat takes every sample once"),
         differs=OURS,
-        names="train_dataset_prob",
         gt=0,
     )
     """Its share of the samples is this over the sum of the weights; null: see data.mixing."""
