@@ -117,7 +117,10 @@ def most_allocated(config: Any, ranks: Any) -> int:
         shape = hf.shape_of(config.model)
         ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
         engine = build_engine(config, shape, ranks, ops)
-        batch, n = memory_plan.full_batch(config, ranks), config.train.gradient_accumulation_steps
+        batch, n = (
+            memory_plan.full_batch(config, ranks, shape),
+            config.train.gradient_accumulation_steps,
+        )
         size = batch["input_ids"].shape
         batch["input_ids"] = torch.randint(shape.vocab_size, size, generator=draw)
         if ranks.layout.expert > 1:

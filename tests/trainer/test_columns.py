@@ -16,7 +16,7 @@ from tilewright.trainer.build import columns_of
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import Batches, Bins, collate
-from tilewright.trainer.data.prepared import prepare
+from tilewright.trainer.data.prepared import prepare, split_validation
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.losses.weighted import weighted_language_modeling
 from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
@@ -302,6 +302,79 @@ def test_columns_of_a_set_that_was_saved_are_checked(given, said, tmp_path):
     with pytest.raises(ValueError) as caught:
         prepare(own.data.datasets, own, None, 97, columns=columns)
     assert str(caught.value) == f"data.skip_prepare_dataset: {tmp_path}: {said}"
+
+
+def paired(tmp_path, **fields):
+    """Two sets of ten pairs each, whose numbers are the same, prepared and packed."""
+    entries = []
+    for k in range(2):
+        rows = [
+            {"input_ids": [100 * k + p + 1] * (2 + p % 3), "pair": p, "role": role}
+            for p in range(10)
+            for role in range(2)
+        ]
+        entries.append(written(tmp_path / f"{k}.jsonl", rows))
+    own = config(tmp_path / "prepared", *entries, **fields)
+    columns = {n: COLUMNS[n] for n in ("pair", "role")}
+    made = prepare(own.data.datasets, own, lambda: None, 297, columns=columns)
+    return own, made, columns
+
+
+def documents(bins):
+    """(first token, role) of each document, bin by bin."""
+    return [
+        [(int(ids[0]), int(more["role"])) for ids, _, more in bins[i]] for i in range(len(bins))
+    ]
+
+
+def check_pairs(found, *, once=True):
+    """Both members of a pair follow each other in one bin."""
+    units = []
+    for b in found:
+        assert len(b) % 2 == 0
+        for first, second in zip(b[::2], b[1::2], strict=True):
+            assert first[0] == second[0] and (first[1], second[1]) == (0, 1)
+            units.append(first[0])
+    if once:
+        assert len({*units}) == len(units)
+    return units
+
+
+@pytest.mark.parametrize("method", ["sequential", "multipack"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_pairs_stay_together_whatever_is_shuffled(method, packed, tmp_path):
+    own, made, columns = paired(tmp_path, sample_packing_method=method)
+    units = check_pairs(documents(Bins(made, own.data, packed=packed, columns=columns)))
+    assert sorted(units) == [*range(1, 11), *range(101, 111)]
+    assert units != sorted(units), "and are shuffled"
+
+
+def test_pairs_are_held_out_whole(tmp_path):
+    own, made, columns = paired(tmp_path)
+    training, held = split_validation(made, 6, 3, columns)
+    first = check_pairs(documents(Bins(training, own.data, columns=columns)))
+    second = check_pairs(documents(Bins(held, own.data, packed=False, columns=columns)))
+    assert len(second) == 6 and sorted([*first, *second]) == [*range(1, 11), *range(101, 111)]
+
+
+@pytest.mark.parametrize("mixing, count", [("random", 50), ("interleave_over", None)])
+def test_pairs_are_mixed_whole(mixing, count, tmp_path):
+    fields = {"mixing": mixing, "samples_per_epoch": count, "shuffle_merged_datasets": False}
+    own, made, columns = paired(tmp_path, **fields)
+    units = check_pairs(documents(Bins(made, own.data, columns=columns)), once=False)
+    assert len(units) == (count or 20) and {*units} == {*range(1, 11), *range(101, 111)}
+
+
+def test_a_set_that_was_saved_without_a_column_has_its_default(tmp_path):
+    rows = {"input_ids": [[5, 6], [7, 8, 9]], "labels": [[5, 6], [7, 8, 9]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path)
+    own = config(tmp_path, skip_prepare_dataset=True)
+    columns = {"weight": COLUMNS["weight"]}
+    made = prepare(own.data.datasets, own, None, 97, columns=columns)
+    batch = collate([Bins(made, own.data, columns=columns)[0]], 1, columns=columns)
+    assert batch["weight"].tolist() == [[1, 0, 1, 1, 0]]
+    with pytest.raises(ValueError, match="has no column reward"):
+        prepare(own.data.datasets, own, None, 97, columns={"reward": COLUMNS["reward"]})
 
 
 def test_a_pair_longer_than_a_bin_is_refused(tmp_path):

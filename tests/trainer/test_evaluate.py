@@ -18,6 +18,7 @@ from ranks import run_modes  # noqa: E402
 from tilewright.trainer import evaluate, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import load  # noqa: E402
+from tilewright.trainer.data import prepared  # noqa: E402
 from tilewright.trainer.data.sources import titles  # noqa: E402
 from tilewright.trainer.models import head  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
@@ -222,6 +223,34 @@ def test_a_checkpoint_is_scored_as_its_export(settings, tmp_path):
         settings[1], tmp_path / "hf.jsonl", f"--model.model_path={folder / 'hf'}"
     )
     assert found != scored(settings[1], tmp_path / "before.jsonl")
+
+
+def test_a_checkpoint_without_states_is_scored_without_a_warning(settings, tmp_path, caplog):
+    more = [f"--train.output_dir={tmp_path}", "--train.max_steps=1", "--train.save_epochs=0"]
+    assert train.main([settings[1], *more, "--train.save_optimizer=false"]) == 0
+    caplog.clear()
+    folder = tmp_path / "checkpoints/global_step_1"
+    own = [*more[:1], f"--train.load_checkpoint_path={folder}"]
+    assert scored(settings[1], tmp_path / "own.jsonl", *own)
+    assert not [r.message for r in caplog.records if "computed differently" in r.message]
+
+
+def test_evaluating_pushes_nothing(settings, tmp_path, monkeypatch):
+    def pushed(*_):
+        raise AssertionError("a data set is pushed")
+
+    monkeypatch.setattr(prepared, "_push", pushed)
+    hub = ["--data.push_dataset_to_hub=me/mine", "--data.hf_use_auth_token=true"]
+    own = [*hub, f"--data.dataset_prepared_path={tmp_path / 'prepared'}"]
+    assert scored(settings[1], tmp_path / "scores.jsonl", *own)
+
+
+def test_weights_that_would_be_drawn_are_not_evaluated(settings):
+    config = load(
+        settings[1], ["--model.model_path=null", f"--model.config_path={settings[0]}/model"]
+    )
+    with pytest.raises(ValueError, match="there are no weights to evaluate"):
+        evaluate.filled_engine(config, None, Mesh())
 
 
 @pytest.mark.parametrize(

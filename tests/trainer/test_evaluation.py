@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import signal
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from test_trainer import (
     write_config,
 )
 
+from tilewright.trainer import launch, loop, train
 from tilewright.trainer.config import ConfigError
+from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss, count_labels
 from tilewright.trainer.tables import LOSSES
 
@@ -304,3 +307,39 @@ def test_a_test_split_needs_one(tmp_path):
         ConfigError, match=r"train\.do_test = true, data\.test_datasets = \[\]: there is n"
     ):
         load(write_config(tmp_path, train__do_test=True))
+
+
+def test_a_test_follows_the_last_checkpoint_and_its_export(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(loop.Run, "export", lambda run: done.append("export"))
+    monkeypatch.setattr(loop.Run, "test", lambda run: done.append("test"))
+    run(write_config(tmp_path, train__max_steps=1))
+    assert done == ["export", "test"]
+
+
+def test_an_evaluation_that_a_signal_has_cut_off_is_made_up_for(tmp_path, monkeypatch):
+    options = {**HELD, **STEPS, "train__eval_steps": 2, "train__max_steps": 4}
+    path = write_config(tmp_path, **options)
+    signals = iter([None, signal.SIGTERM])
+    monkeypatch.setattr(Interrupts, "asked", lambda self: next(signals, None))
+    with pytest.raises(Stopped, match="SIGTERM after step 2 of 4"):
+        run(path)
+    assert evaluated(tmp_path) == []
+    run(path, "--train.load_checkpoint_path=auto")
+    assert evaluated(tmp_path) == [2, 4]
+    run(path, "--train.load_checkpoint_path=auto", "--train.max_steps=6")
+    assert evaluated(tmp_path) == [2, 4, 6], "none twice"
+
+
+def test_how_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(launch, "run", lambda *_, again=None, **__: found.append(again) or 0)
+    monkeypatch.setattr(train, "check_data", lambda config: None)
+    path = write_config(tmp_path)
+    named = ["--train.load_checkpoint_path=x", "--train.load_optimizer=false"]
+    for argv in ([path], [path, *named], [path, "--train.save_optimizer=false"]):
+        train.main(argv)
+    assert found[0] == [path, "--train.load_checkpoint_path", "auto"]
+    assert load(found[1][0], found[1][1:]).train.load_optimizer
+    assert load(found[1][0], found[1][1:]).train.load_checkpoint_path == "auto"
+    assert found[2] is None

@@ -386,7 +386,9 @@ def test_autocast_keeps_no_casts_of_weights(tmp_path):
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
         return language_modeling(per_token, batch)
 
-    engine_of(config).forward_backward([memory_plan.full_batch(config, Mesh())], loss)
+    engine_of(config).forward_backward(
+        [memory_plan.full_batch(config, Mesh(), shape_of(config))], loss
+    )
     assert seen == [(True, False)]
 
 
@@ -527,3 +529,11 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.startswith("5 kills, 5 resumes, ")
+
+
+def test_a_loss_that_reads_columns_has_a_plan(tmp_path):
+    """Its batches have them."""
+    config = full_config(tmp_path, train__loss="weighted_language_modeling")
+    found = memory_plan.plan(config, shape_of(config), 1, 0, CPU)
+    plain = memory_plan.plan(full_config(tmp_path), shape_of(config), 1, 0, CPU)
+    assert sum(found.peak.values()) >= sum(plain.peak.values()) > 0

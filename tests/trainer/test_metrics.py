@@ -3,6 +3,7 @@
 import io
 import json
 import resource
+import types
 
 import pytest
 
@@ -170,3 +171,16 @@ def test_tensorboard_reads_what_is_logged(log_dir, reports, tmp_path):
     assert found["loss"] == [(11, 1.5), (12, 1.5)] and found["eval_loss"] == [(10, 2.5)]
     assert found["tokens_per_second"] == [(11, 500.0), (12, 500.0)]
     assert found.keys() == {key for row in rows(tmp_path) for key in row if key != "step"}
+
+
+def test_every_evaluation_reaches_wandb(reports):
+    made, step = reports
+    held, logged = made(wandb_log_interval=7), []
+    held.wandb = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)))
+    for number in (11, 14):
+        step(held, number, 2.0)
+    held.evaluation(15, {"eval_loss": 2.5})
+    held.evaluation(16, {"test_loss": 3.5})
+    assert [at for at, _ in logged] == [14, 15, 16]
+    assert logged[1][1] == {"eval_loss": 2.5} and logged[2][1] == {"test_loss": 3.5}
+    held.wandb = None

@@ -1,5 +1,6 @@
 """Which checkpoints are written, with which parts, and which stay: strategies, the best, kills."""
 
+import json
 import math
 import os
 import pathlib
@@ -38,12 +39,14 @@ def there(folder):
 
 
 def best_of(folder, step):
-    return read_state(folder / f"out/checkpoints/global_step_{step}")["best"]
+    found = read_state(folder / f"out/checkpoints/global_step_{step}")["best"]
+    assert found.pop("over").endswith("most=None")
+    return found
 
 
 @pytest.fixture
 def losses(monkeypatch):
-    """Evaluations report these losses; the first is that of the names before the first step."""
+    """Evaluations report these losses."""
     given = []
     monkeypatch.setattr(loop, "evaluation", lambda *_, **__: {"eval_loss": given.pop(0)})
     return given
@@ -65,7 +68,7 @@ def losses(monkeypatch):
 )
 def test_a_run_saves_when_its_strategy_says(settings, steps, losses, tmp_path):
     best = BEST if "best" in str(settings) else {}
-    losses += [9.0, 3.0, 2.0, 4.0, 2.0, 1.0, 1.5]
+    losses += [3.0, 2.0, 4.0, 2.0, 1.0, 1.5]
     options = {**three_steps(tmp_path, **HELD), **best}
     options |= {f"train__{name}": value for name, value in settings.items()}
     path = pathlib.Path(write_config(tmp_path, **options))
@@ -77,19 +80,19 @@ def test_a_run_saves_when_its_strategy_says(settings, steps, losses, tmp_path):
 
 def test_a_resumed_run_knows_the_best_and_what_is_resumed_from_stays(losses, tmp_path, capsys):
     path = write_config(tmp_path, **HELD, **BEST, train__save_steps=1, train__save_total_limit=2)
-    losses += [9.0, 4.0, 2.0, 3.0, 3.0]
+    losses += [4.0, 2.0, 3.0, 3.0]
     run(path, "--train.max_steps=4")
     assert there(tmp_path) == [2, 4]
     want = {"metric": "eval_loss", "mode": "min", "value": 2.0, "step": 2}
     assert best_of(tmp_path, 4) == want
     assert "the best checkpoint is global_step_2: eval_loss=2\n" in capsys.readouterr().out
-    losses += [9.0, 3.0, 2.0]
+    losses += [3.0, 2.0]
     run(path, AUTO)  # 2 is the best still, and 4 is resumed from
     assert there(tmp_path) == [2, 4, 6] and best_of(tmp_path, 6) == want
-    losses += [9.0, 1.0, 5.0]
+    losses += [1.0, 5.0]
     run(path, AUTO, "--train.max_steps=8")
     assert there(tmp_path) == [6, 7, 8] and best_of(tmp_path, 8) == {**want, "value": 1, "step": 7}
-    losses += [9.0, 0.5]
+    losses += [0.5]
     run(path, AUTO, "--train.max_steps=9", "--train.best_mode=max")  # no comparison with others
     assert best_of(tmp_path, 9) == {**want, "mode": "max", "value": 0.5, "step": 9}
     assert not losses
@@ -98,7 +101,7 @@ def test_a_resumed_run_knows_the_best_and_what_is_resumed_from_stays(losses, tmp
 def test_a_checkpoint_without_an_evaluation_is_not_the_best(losses, tmp_path):
     """Nor is an evaluation without a checkpoint."""
     options = {**HELD, **BEST, "train__eval_steps": 2, "train__save_steps": 3}
-    losses += [9.0, 1.0, 4.0, 2.0]
+    losses += [1.0, 4.0, 2.0]
     run(write_config(tmp_path, **options))
     assert there(tmp_path) == [3, 6]
     assert best_of(tmp_path, 3)["step"] is None and best_of(tmp_path, 6)["step"] == 6
@@ -139,7 +142,7 @@ def test_one_that_could_not_be_written_is_not_the_best(losses, tmp_path, monkeyp
         real(aside, target)
 
     monkeypatch.setattr(run_folder, "replace_folder", replace)
-    losses += [9.0, 5.0, 3.0, 1.0, 4.0, 2.0, 6.0]
+    losses += [5.0, 3.0, 1.0, 4.0, 2.0, 6.0]
     options = {"train__save_steps": 1, "train__save_total_limit": 1, "train__save_async": True}
     run(write_config(tmp_path, **HELD, **BEST, **options))
     assert "global_step_3" in caplog.text
@@ -231,7 +234,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_and_the_best(again, losse
     """Of a checkpoint's publication, with those that it supersedes, and of the clean-up by the next
     start. again: the checkpoint replaces one of its step.
     """
-    losses += [9.0, 4.0, 2.0, 3.0, 3.0, 3.0]
+    losses += [4.0, 2.0, 3.0, 3.0, 3.0]
     run(write_config(tmp_path, **HELD, **BEST, train__save_steps=1, train__max_steps=5))
     folder = tmp_path / "out/checkpoints"
     whole = tmp_path / "whole"
@@ -267,3 +270,49 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_and_the_best(again, losse
             verify(folder / f"global_step_{step}", state["files"])
         number += 1
     assert there(tmp_path) == [1, 2, 5] and kills > 10
+
+
+def test_the_best_of_other_data_or_of_another_folder_does_not_count(losses, tmp_path):
+    """Its value is one of other batches, or its checkpoint is not there."""
+    path = write_config(tmp_path, **HELD, **BEST, train__save_steps=1, train__save_total_limit=9)
+    losses += [2.0, 3.0]
+    run(path, "--train.max_steps=2")
+    assert best_of(tmp_path, 2)["step"] == 1
+    losses += [5.0]
+    run(path, AUTO, "--train.max_steps=3", "--train.eval_max_batches=1")
+    state = read_state(tmp_path / "out/checkpoints/global_step_3")["best"]
+    assert (state["value"], state["step"]) == (5.0, 3)
+    losses += [6.0]
+    other = tmp_path / "out/checkpoints/global_step_2"
+    run(
+        path,
+        "--train.max_steps=3",
+        f"--train.load_checkpoint_path={other}",
+        f"--train.output_dir={tmp_path / 'elsewhere'}",
+    )
+    state = read_state(tmp_path / "elsewhere/checkpoints/global_step_3")["best"]
+    assert (state["value"], state["step"]) == (6.0, 3)
+
+
+def test_a_name_that_depends_on_labels_is_known_without_them(tmp_path):
+    """The first batch has no label."""
+    lines = [{"input_ids": [5] * 30, "labels": [-100] * 30}]
+    lines += [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 3
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_config(
+        tmp_path,
+        data__test_datasets=[{"path": str(data)}],
+        train__max_steps=2,
+        train__eval_strategy="steps",
+        train__eval_steps=1,
+        train__eval_accuracy=True,
+        train__eval_max_batches=1,
+        train__eval_micro_batch_size=1,
+        train__best_metric="eval_accuracy",
+    )
+    run(path)
+    assert not [row for row in rows(tmp_path) if "eval_loss" in row], "and the run goes on"
+    run(path, "--train.eval_max_batches=2", f"--train.output_dir={tmp_path / 'more'}")
+    found = map(json.loads, (tmp_path / "more/metrics.jsonl").read_text().splitlines())
+    assert sum("eval_accuracy" in row for row in found) == 2

@@ -161,6 +161,7 @@ def prepared(
     columns: Columns | None = None,
     *,
     shuffle: bool,
+    push: bool = True,
 ) -> Any:
     """See `prepare`. Rank 0 prepares."""
 
@@ -178,6 +179,7 @@ def prepared(
         columns=columns,
         main=mesh.main,
         broadcast=mesh.control.broadcast,
+        push=push,
     )
 
 
@@ -189,9 +191,8 @@ def build_data(
     columns: further ones that batches have.
     """
     d, t = config.data, config.train
-    training, held = split_validation(
-        prepared(d.datasets, config, mesh, vocab, columns, shuffle=True), d.val_set_size, t.seed
-    )
+    whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
+    training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     check_targets(training, "the data sets to train on")
     columns = columns or {}
     bins = Bins(training, d, columns=columns)
@@ -310,10 +311,18 @@ def build(config: Config, mesh: Mesh) -> Built:
         held,
         last,
         identity(config, shape, batches, engine.parts.origin),
-        ops.names()
-        | adapters.operations(engine.parts.whole, mesh.device, dtype)
-        | dropout.operations(config.train, mesh.device.type, dtype),
+        names_of_ops(ops, engine, config),
         export_as,
+    )
+
+
+def names_of_ops(ops: Ops, engine: Engine, config: Config) -> dict[str, str]:
+    """The implementation of each op of a run."""
+    device, dtype = engine.mesh.device, compute_dtype(config.train)
+    return (
+        ops.names()
+        | adapters.operations(engine.parts.whole, device, dtype)
+        | dropout.operations(config.train, device.type, dtype)
     )
 
 

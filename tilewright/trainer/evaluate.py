@@ -91,11 +91,13 @@ class Totals:
 def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
     data = config.data
     entries = data.test_datasets or data.datasets
-    columns = {"id": dataclasses.replace(COLUMNS["id"], asked_by="--scores")}
+    # A folder that was prepared for training has no other columns than those of the loss.
+    columns = {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
     for name, entry in zip(titles(entries), entries, strict=True):
-        dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False)
+        dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False, push=False)
         bins = build.held_bins(name, dataset, config, {}, numbered=True)
-        yield Set(name, bins, dataset["id"])
+        ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
+        yield Set(name, bins, ids)
 
 
 def evaluate(
@@ -106,11 +108,7 @@ def evaluate(
     file: where scores are written, at the end, in the order of the data.
     """
     t = config.train
-    if config.model.model_path is None and t.load_checkpoint_path is None:
-        raise ValueError(
-            "model.model_path = null, train.load_checkpoint_path = null: give one of them; there "
-            "are no weights to evaluate"
-        )
+    check_weights(config)
     with reproducible(t.seed, t.enable_full_determinism):
         shape = hf.shape_of(config.model)
         chosen = list(sets(config, mesh, shape.vocab_size))
@@ -129,8 +127,18 @@ def evaluate(
     return found
 
 
+def check_weights(config: Config) -> None:
+    """Raises ValueError for a configuration whose weights would be drawn."""
+    if config.model.model_path is None and config.train.load_checkpoint_path is None:
+        raise ValueError(
+            "model.model_path = null, train.load_checkpoint_path = null: give one of them; there "
+            "are no weights to evaluate"
+        )
+
+
 def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
-    """With the weights of the model's folder, or of a checkpoint."""
+    """With the weights of the model's folder, or of a checkpoint. Raises as `check_weights`."""
+    check_weights(config)
     ops = build.choose_ops(config.model, shape, mesh, build.compute_dtype(config.train))
     engine = build.build_engine(config, shape, mesh, ops)
     path = config.train.load_checkpoint_path
@@ -138,8 +146,9 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
         folders = earlier(config.train.output_dir, path)
         if not folders:
             raise ValueError(f"train.load_checkpoint_path = {path}: there is no checkpoint")
-        model = build.model_identity(config, shape)
-        engine.load(folders, {"model": model}, {}, config.train.verify_checkpoint)
+        wanted = {"model": build.model_identity(config, shape)}
+        names = build.names_of_ops(ops, engine, config)
+        engine.load(folders, wanted, names, config.train.verify_checkpoint, states=False)
     return engine
 
 

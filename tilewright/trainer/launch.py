@@ -40,7 +40,7 @@ def run(
 
     train: by which the processes join; None: each works alone.
     first: (rank, processes, device), called before they meet.
-    again: the arguments of `tilewright.trainer.train` with which a stopped run goes on.
+    again: the arguments of `tilewright.trainer.train` with which a stopped run goes on, if it can.
     """
     mesh, stays = Mesh(), False
     rank, size, local = platform.launched() or (0, 1, 0)
@@ -54,9 +54,8 @@ def run(
     except KeyboardInterrupt as interrupt:
         stays = True
         said = str(interrupt) or "interrupted before the first step"
-        if isinstance(interrupt, Stopped):
-            line = platform.launch_line("tilewright.trainer.train", again or [])
-            said += f"; to go on: {line}"
+        if isinstance(interrupt, Stopped) and again is not None:
+            said += f"; to go on: {platform.launch_line('tilewright.trainer.train', again)}"
         # torchrun shows it for a rank that no signal has reached, and that ends like the others.
         platform.report_failure(said, later=False)
         if rank == 0:

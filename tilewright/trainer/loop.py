@@ -29,7 +29,7 @@ from tilewright.trainer.plugins.certificate import facts, files_of_data
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
 from tilewright.trainer.resume import resume
-from tilewright.trainer.scoring import batches_of, evaluation
+from tilewright.trainer.scoring import batches_of, evaluation, reported_names
 from tilewright.trainer.tables import LOSSES
 
 
@@ -43,8 +43,8 @@ def train(config: Config, mesh: Mesh) -> None:
         run = prepare(config, mesh)
         with run.interruptible():
             loop(run, interrupts)
-            run.test()
             run.export()
+            run.test()
         run.close()
 
 
@@ -68,6 +68,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             with run.refusing(number):
                 step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
             run.done, step.tokens = number, run.batches.tokens - before
+            run.owes = plan.evaluates(number)
             for callback in run.callbacks:
                 callback.after_step(step)
             if (signum := interrupts.asked()) and run.done < plan.total:
@@ -98,25 +99,21 @@ class Run:
     export_as: dict[str, Any]
     start: int
     done: int
+    owes: bool  # an evaluation of these weights
     callbacks: list[Callback] = dataclasses.field(default_factory=list)
 
     def begin(self) -> None:
-        """Evaluates before the first step. Raises ValueError as `Best.check`."""
-        t, values = self.config.train, None
-        whole = self.done == 0 and self.plan.evaluates(0)
-        # One batch has the names.
-        if number := t.eval_sanity_batches or int(t.best_metric is not None and not whole):
-            values = self._evaluated(self.held, number)
+        """Evaluates before the first step, and where the run that it resumes was stopped before it
+        could.
+        """
+        if number := self.config.train.eval_sanity_batches:
+            self._evaluated(self.held, number)
             self.metrics.restart_clock()
-        if whole:
-            values = self.evaluate()
-        if self.saver.best is not None and values is not None:
-            self.saver.best.check(values)
+        if self.plan.evaluates(self.done) and (self.done == 0 or self.owes):
+            self.evaluate()
 
     def _evaluated(self, held: dict[str, Bins], most: float | None = None) -> dict[str, float]:
         """What an evaluation reports of so many batches of each of these; nothing without any."""
-        if not held:
-            return {}
         t = self.config.train
         size = t.eval_micro_batch_size or t.micro_batch_size
         sets = {n: batches_of(bins, size, self.mesh, most) for n, bins in held.items()}
@@ -125,6 +122,7 @@ class Run:
     def evaluate(self) -> dict[str, float] | None:
         """What an evaluation reports, by name; None if there is nothing to evaluate on."""
         values = self._evaluated(self.held, self.config.train.eval_max_batches)
+        self.owes = False
         if not values:
             return None
         if not math.isfinite(loss := values["eval_loss"]):
@@ -134,8 +132,8 @@ class Run:
         return values
 
     def test(self) -> None:
-        """Reports an evaluation on train.do_test's data sets."""
-        if values := self._evaluated(self.last):
+        """Reports an evaluation on train.do_test's data sets, of a run that has taken steps."""
+        if self.done > self.start and (values := self._evaluated(self.last)):
             found = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
             self.metrics.evaluation(self.done, found)
 
@@ -146,6 +144,7 @@ class Run:
             "tokens": self.batches.tokens,
             "run": self.identity,
             "ops": self.ops,
+            "owes_evaluation": self.owes,
         }
         self.engine.save(self.saver, self.done, state, values)
         self.metrics.restart_clock()
@@ -242,6 +241,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
         )
+    names = reported_names(held, LOSSES[t.loss], accuracy=t.eval_accuracy)
+    best = Best.of(t, state.get("best"), held, names)
     own = facts(config, mesh, (batches, held), made.identity, made.ops)
     files = files_of_data(config) if mesh.main else {}
     certified = witness.start(engine, own, files, start, plan.total)
@@ -283,7 +284,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             resumed,
             keep=t.save_total_limit or 0,
             base=config.lora.save_base,
-            best=Best.of(t, state.get("best")),
+            best=best,
             states=t.save_optimizer,
         ),
         identity=made.identity,
@@ -291,6 +292,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         export_as=made.export_as,
         start=start,
         done=start,
+        owes=state.get("owes_evaluation", False),
     )
     run.callbacks = callbacks(run)
     return run

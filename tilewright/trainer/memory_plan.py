@@ -26,7 +26,13 @@ from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.core.torch_names import join_pretended_group
 from tilewright.ops.moe.expert_transport import balanced_routing
-from tilewright.trainer.build import choose_ops, compute_dtype, engine_around, unfilled
+from tilewright.trainer.build import (
+    choose_ops,
+    columns_of,
+    compute_dtype,
+    engine_around,
+    unfilled,
+)
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, Train
 from tilewright.trainer.data.batches import collate
@@ -112,7 +118,7 @@ def _measured(
     # Compiled code saves less or as much; tracing it needs real tensors.
     eager = {"enable_compile": False, "enable_activation_offload": False}
     config = config.model_copy(update={"train": t.model_copy(update=eager)})
-    batch, tracker = full_batch(config, mesh), Tracker(mesh.device)
+    batch, tracker = full_batch(config, mesh, shape), Tracker(mesh.device)
     with tracker.watching():
         with tracker.owned_by("parameters"):
             parts = unfilled(config, shape, mesh, ops, mesh.device)
@@ -177,12 +183,14 @@ def _by_part(sizes: Counter[str]) -> dict[str, int]:
     return parts
 
 
-def full_batch(config: Config, mesh: Mesh) -> dict[str, torch.Tensor]:
+def full_batch(config: Config, mesh: Mesh, shape: ModelConfig) -> dict[str, torch.Tensor]:
     """This rank's micro-batch of full bins of one document each."""
     length = config.data.sample_packing_sequence_len
-    document = (np.zeros(length, np.int64), np.zeros(length, np.int64))
+    columns = {name: c for name, c in columns_of(config, shape).items() if c.batched}
+    further = {name: c.filled(length) for name, c in columns.items()}
+    document = (np.zeros(length, np.int64), np.zeros(length, np.int64), further)
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
-    return collate([[document]] * config.train.micro_batch_size, multiple, mesh.context)
+    return collate([[document]] * config.train.micro_batch_size, multiple, mesh.context, columns)
 
 
 def _mark(parts: Parts, tracker: Tracker) -> dict[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -77,10 +77,13 @@ def evaluation(
 ) -> dict[str, float]:
     """What an evaluation reports, of all sets together: eval_loss, eval_NAME for each further sum
     of the loss, eval_perplexity of a loss in nats, and with `accuracy` eval_accuracy; and the same
-    of each of several sets, as eval_loss/SET. Every rank must call it.
+    of each of several sets, as eval_loss/SET. Nothing without a label. Every rank must
+    call it.
 
     What follows draws the random numbers that it would have drawn without it.
     """
+    if not sets:
+        return {}
     own, device = WithHits(loss) if accuracy else loss, engine.mesh.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = {name: engine.forward(batches, own) for name, batches in sets.items()}
@@ -91,7 +94,19 @@ def evaluation(
     return values
 
 
+def reported_names(sets: Collection[str], loss: LossFunction, *, accuracy: bool) -> list[str]:
+    """The names of what `evaluation` reports, of sets with labels."""
+    if not sets:
+        return []
+    names = ["eval_loss", *(f"eval_{name}" for name in getattr(loss, "reports", ()))]
+    names += ["eval_perplexity"] * getattr(loss, "nats", False) + ["eval_accuracy"] * accuracy
+    return names + [f"{n}/{one}" for one in sets for n in names if len(sets) > 1]
+
+
 def _reported(sums: Sums, loss: LossFunction) -> dict[str, float]:
+    """Nothing of batches without labels."""
+    if not sums.denominator:
+        return {}
     more = sums.reported()
     hits, labels = more.pop("hits", 0.0), more.pop("labels", 0.0)
     values = {"eval_loss": sums.mean} | {f"eval_{name}": v for name, v in more.items()}

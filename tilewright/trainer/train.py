@@ -80,10 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     def work(mesh: Mesh) -> None:
         train(config, mesh)
 
-    again = [*argv, "--train.load_checkpoint_path", "auto"]
+    # A run that began with the weights of a checkpoint goes on from its own.
+    rest = [] if config.train.load_optimizer else ["--train.load_optimizer", "true"]
+    again = [*argv, *rest, "--train.load_checkpoint_path", "auto"]
     if only_plan:
         return launch.run(None, lambda mesh: None, first=plan)
-    return launch.run(config.train, work, first=check, again=again)
+    return launch.run(
+        config.train, work, first=check, again=again if config.train.save_optimizer else None
+    )
 
 
 if __name__ == "__main__":

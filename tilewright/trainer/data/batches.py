@@ -28,6 +28,7 @@ from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.units import starts_of, unfolded
 from tilewright.trainer.parallel.mesh import padding
 
 BIN_ENDS = "bin_ends"
@@ -67,16 +68,18 @@ class Bins(torch.utils.data.Dataset):
         numbered: bool = False,
     ):
         self._read = {name: c for name, c in columns.items() if c.batched}
+        # A set that was saved elsewhere may lack columns with a default.
+        self._absent = self._read.keys() - {*dataset.column_names}
         self.columns = self._read | (DOCUMENT if numbered else {})
-        names = [*TOKENS, *self._read]
-        self.dataset, self.data = dataset.with_format("numpy", columns=names), data
+        self._names = [*TOKENS, *(name for name in self._read if name not in self._absent)]
+        self.dataset, self.data = dataset.with_format("numpy", columns=self._names), data
         self.lengths = lengths = lengths_of(dataset)
         self.tokens = int(lengths.sum())
+        units = starts_of(dataset, self._read)
         if packed:
             method = (
                 "sequential" if data.sample_packing_sequentially else data.sample_packing_method
             )
-            units = self._units()
             bins = packing.pack(
                 lengths if units is None else self._joined(units),
                 data.sample_packing_sequence_len,
@@ -84,19 +87,10 @@ class Bins(torch.utils.data.Dataset):
                 data.sample_packing_group_size,
                 data.sample_packing_mp_start_method,
             )
-            self.bins = bins if units is None else packing.unfolded(bins, units)
         else:
-            self.bins = [np.array([i]) for i in range(len(lengths))]
+            bins = [np.array([i]) for i in range(len(lengths) if units is None else len(units) - 1)]
+        self.bins = bins if units is None else [unfolded(b, units) for b in bins]
         self.sizes = np.array([lengths[b].sum() for b in self.bins], dtype=np.int64)  # tokens
-
-    def _units(self) -> np.ndarray | None:
-        """Where units of packing begin, and where the last ends; None: each document is one."""
-        joined = [name for name, c in self._read.items() if c.together]
-        if not joined or not len(self.lengths):
-            return None
-        values = np.stack([self.dataset[name][:] for name in joined])
-        changes = (values[:, 1:] != values[:, :-1]).any(0).nonzero()[0] + 1
-        return np.array([0, *changes, len(self.lengths)])
 
     def _joined(self, units: np.ndarray) -> np.ndarray:
         """The number of tokens of each unit."""
@@ -126,7 +120,7 @@ class Bins(torch.utils.data.Dataset):
         few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
         rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
         digest = hashlib.sha256(self.lengths.tobytes())
-        for name in (*TOKENS, *self._read):
+        for name in self._names:
             for sample in rows[name]:
                 values = np.asarray(sample)
                 whole = values.dtype.kind in "iu"
@@ -143,7 +137,12 @@ class Bins(torch.utils.data.Dataset):
         rows = self.dataset[numbers]
         if not self.columns:
             return list(zip(*(rows[name] for name in TOKENS), strict=True))
-        further = {name: [c.shaped(v) for v in rows[name]] for name, c in self._read.items()}
+        further: dict[str, list] = {}
+        for name, column in self._read.items():
+            if name in self._absent:
+                further[name] = [column.read(None, int(n)) for n in self.lengths[numbers]]
+            else:
+                further[name] = [column.shaped(v) for v in rows[name]]
         if "document" in self.columns:
             further["document"] = list(numbers)
         each = ({name: values[j] for name, values in further.items()} for j in range(len(numbers)))

@@ -78,11 +78,6 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]
     return [np.array(sorted(c)) for c in contents]
 
 
-def unfolded(bins: list[np.ndarray], units: np.ndarray) -> list[np.ndarray]:
-    """Bins of units as bins of documents.   units: the first document of each, and the end."""
-    return [np.concatenate([np.arange(int(units[u]), int(units[u + 1])) for u in b]) for b in bins]
-
-
 def pack(
     lengths: np.ndarray,
     capacity: int,

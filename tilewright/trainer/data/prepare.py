@@ -34,6 +34,7 @@ from tilewright.trainer.data.encode import (
 from tilewright.trainer.data.rows import Documents, Part, Rows
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
+from tilewright.trainer.data.units import Units
 from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
@@ -191,10 +192,12 @@ def prepare_entry(
     vocab: int,
     writer: Writer,
     columns: Columns,
+    units: Units,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
-    samples.
+    samples.   units: those of the samples that have been written.
     """
+    units.begin_set()
     data, most, kind = config.data, longest(entry, config.data), DATASETS[entry.type]
     names, features = source.column_names, source.features
     try:
@@ -216,7 +219,7 @@ def prepare_entry(
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
             for j in range(chunks):
                 for part in encoded(Job(source.shard(chunks, j), encoder), count):
-                    writer.write(part.batch)
+                    writer.write(units.numbered(part.batch, writer.samples))
                     bar.update(part.batch.num_rows)
                     cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
                     short += part.short

@@ -31,6 +31,7 @@ from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
 from tilewright.trainer.data.types.tokenized import NotIntegers
+from tilewright.trainer.data.units import Units, starts_of, unfolded
 from tilewright.trainer.tables import DATASETS
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
@@ -71,17 +72,21 @@ def _build(
     check_sources(entries)
     data, seed, order, begun = config.data, config.train.seed, [], time.monotonic()
     path, counts = folder / "samples.arrow", Counts()
+    units = Units(columns)
     with contextlib.closing(Writer(path, schema(columns))) as writer:
         for i, entry in enumerate(entries):
             # Training and evaluation must not share documents.
             source = _source(entry, config, vocab, (seed, i, int(shuffle)))
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
-            first = writer.samples
-            found = prepare_entry(source, entry, config, loaded, vocab, writer, columns)
+            first = writer.samples, len(units.first)
+            found = prepare_entry(source, entry, config, loaded, vocab, writer, columns, units)
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
-            part = np.arange(first, first + found.made)
+            # Of samples, or where some belong together of units.
+            part = np.arange(first[0], writer.samples)
+            if units.names:
+                part = np.arange(first[1], len(units.first))
             if shuffle and data.shuffle_before_merging_datasets:
                 part = np.random.default_rng(seed).permutation(part)
             order.append(part)
@@ -92,6 +97,8 @@ def _build(
     merged = mixed(order, how, weights, data.samples_per_epoch, seed)
     if shuffle and data.shuffle_merged_datasets:
         merged = np.random.default_rng(seed).permutation(merged)
+    if units.names:
+        merged = unfolded(merged, np.array([*units.first, writer.samples]))
     if shuffle:
         np.save(folder / ORDER, merged)
     if (count := min(data.num_dataset_shards_to_save or 1, writer.samples)) > 1:
@@ -159,6 +166,7 @@ def prepare(
     columns: Columns | None = None,
     main: bool = True,
     broadcast: Callable[[str | None], str | None] = lambda name: name,
+    push: bool = True,
 ):
     """The merged, tokenized data set with columns input_ids, labels and further ones that are asked
     for, from the cache if present.
@@ -166,6 +174,7 @@ def prepare(
     main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
     the others wait there and read it. Another name could be theirs: files and answers of servers
     change.
+    push: to data.push_dataset_to_hub.
     """
     data, columns = config.data, columns or {}
     root = pathlib.Path(data.dataset_prepared_path)
@@ -207,7 +216,8 @@ def prepare(
                 aside.mkdir()
                 _build(entries, config, tokenizer, vocab, shuffle, aside, columns)
                 replace_folder(aside, folder)
-            _push(folder, config, split)
+            if push:
+                _push(folder, config, split)
     broadcast(folder.name)
     return _load(folder)
 
@@ -257,7 +267,8 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, check: 
     except Exception as error:  # readers' exceptions have no common base
         reason = " ".join(str(error).split())
         raise ValueError(f"data.skip_prepare_dataset: {root}: cannot be read: {reason}") from error
-    if absent := {*TOKENS, *columns} - {*prepared.column_names}:
+    needed = {*TOKENS, *(n for n, c in columns.items() if c.default is None)}
+    if absent := needed - {*prepared.column_names}:
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
@@ -270,6 +281,8 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, check: 
             _check_samples(prepared, vocab)
             tokens = prepared.data.column("input_ids")
             for name, column in columns.items():
+                if name not in prepared.column_names:
+                    continue
                 try:
                     column.check(prepared.data.column(name), tokens)
                 except ValueError as error:
@@ -311,14 +324,19 @@ def _check_samples(prepared, vocab: int) -> None:
                 )
 
 
-def split_validation(dataset, size: int | float | None, seed: int):
+def split_validation(dataset, size: int | float | None, seed: int, columns: Columns | None = None):
     """Returns (training, validation or None), both in the original order. size: a count, or a
-    fraction below 1.
+    fraction below 1; of samples, or, where some belong together, of units.
     """
     if size is None:
         return dataset, None
-    count = int(size) if size >= 1 else max(1, round(len(dataset) * size))
-    if count >= len(dataset):
-        raise ValueError(f"data.val_set_size = {size} leaves no training sample of {len(dataset)}")
-    order = np.random.default_rng(seed).permutation(len(dataset))
-    return dataset.select(np.sort(order[count:])), dataset.select(np.sort(order[:count]))
+    starts = starts_of(dataset, columns or {})
+    of = len(dataset) if starts is None else len(starts) - 1
+    count = int(size) if size >= 1 else max(1, round(of * size))
+    if count >= of:
+        raise ValueError(f"data.val_set_size = {size} leaves no training sample of {of}")
+    order = np.random.default_rng(seed).permutation(of)
+    parts = np.sort(order[count:]), np.sort(order[:count])
+    if starts is not None:
+        parts = unfolded(parts[0], starts), unfolded(parts[1], starts)
+    return dataset.select(parts[0]), dataset.select(parts[1])

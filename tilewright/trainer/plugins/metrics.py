@@ -185,7 +185,7 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")
         if self.wandb is not None and (
-            "eval_loss" in row or row["step"] % self.train.wandb_log_interval == 0
+            "grad_norm" not in row or row["step"] % self.train.wandb_log_interval == 0
         ):
             self.wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
         if self.board is not None:

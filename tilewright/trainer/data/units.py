@@ -1,0 +1,76 @@
+"""Documents that belong together, such as the members of a pair: one unit in every order, split and
+bin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilewright.trainer.data.columns.column import Column
+
+
+def together(columns: Mapping[str, Column]) -> list[str]:
+    """The columns whose equal values join consecutive documents."""
+    return [name for name, c in columns.items() if c.together and c.batched]
+
+
+class Units:
+    """Numbers the units of documents as they are written: a number is that of one unit, whatever
+    data sets and rows have been merged.
+
+    first: the first document of each.
+    """
+
+    def __init__(self, columns: Mapping[str, Column]):
+        self.names = together(columns)
+        self.first: list[int] = []
+        self._last: np.ndarray | None = None
+
+    def begin_set(self) -> None:
+        """A unit ends with its data set."""
+        self._last = None
+
+    def numbered(self, batch: pa.RecordBatch, at: int) -> pa.RecordBatch:
+        """Samples with the numbers of their units.   at: the number of the first sample."""
+        if not self.names or not batch.num_rows:
+            return batch
+        values = np.stack([batch.column(n).to_numpy(zero_copy_only=False) for n in self.names])
+        begins = np.ones(batch.num_rows, bool)
+        begins[1:] = (values[:, 1:] != values[:, :-1]).any(0)
+        if self._last is not None:
+            begins[0] = (values[:, 0] != self._last).any()
+        numbers = len(self.first) - 1 + np.cumsum(begins)
+        self._last = values[:, -1]
+        self.first += (at + begins.nonzero()[0]).tolist()
+        for name in self.names:
+            i = batch.schema.get_field_index(name)
+            made = pa.array(numbers, batch.schema.field(i).type)
+            batch = batch.set_column(i, batch.schema.field(i), made)
+        return batch
+
+
+def unfolded(units: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The documents of units, in order.   starts: the first document of each unit, and the end."""
+    lengths = starts[units + 1] - starts[units]
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts[units] - before, lengths)
+
+
+def starts_of(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray | None:
+    """The first document of each unit of a prepared set, and the end; None: all are units of one
+    document.
+    """
+    names = [name for name in together(columns) if name in dataset.column_names]
+    if not names or not len(dataset):
+        return None
+    # The datasets package has no public name for the rows of a selection or shuffle.
+    rows = dataset._indices
+    rows = np.arange(len(dataset)) if rows is None else rows.column(0).to_numpy()
+    values = np.stack([dataset.data.column(name).to_numpy()[rows] for name in names])
+    changes = (values[:, 1:] != values[:, :-1]).any(0)
+    changes |= np.diff(rows) != 1  # a unit that is taken twice in a row
+    return np.array([0, *(changes.nonzero()[0] + 1), len(rows)])
