@@ -536,4 +536,5 @@ def test_a_loss_that_reads_columns_has_a_plan(tmp_path):
     config = full_config(tmp_path, train__loss="weighted_language_modeling")
     found = memory_plan.plan(config, shape_of(config), 1, 0, CPU)
     plain = memory_plan.plan(full_config(tmp_path), shape_of(config), 1, 0, CPU)
-    assert sum(found.peak.values()) >= sum(plain.peak.values()) > 0
+    # It keeps no gradient of the head from its forward pass, and has a column of small numbers.
+    assert sum(found.peak.values()) == pytest.approx(sum(plain.peak.values()), rel=0.02)
