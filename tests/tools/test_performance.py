@@ -1017,7 +1017,7 @@ def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
     )
     for path, text in page.texts.items():
         assert path.read_text() == text, f"run `{COMMAND}`"
-    assert len(page.texts[out].splitlines()) < 400
+    assert len(page.texts[out].splitlines()) < 500  # two processors and a GPU
     assert not page.unexplained
 
 
