@@ -202,7 +202,8 @@ def test_each_file_of_the_page_is_a_row(tmp_path, tree):
 
 def test_a_pipeline_reports_what_one_process_does(tmp_path, tree):
     """The further sums of a loss are of the last stage alone."""
-    prepared(tmp_path, loss="focal", gradient_accumulation_steps=2, save_hf_weights=False)
+    options = {"gradient_accumulation_steps": 2, "save_hf_weights": False, "z_loss": 0.1}
+    prepared(tmp_path, loss="focal", **options)
     trainer, found = ("-m", "tilewright.trainer.train", "config.yaml", "--train.max_steps=1"), {}
     ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     stages = "--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"

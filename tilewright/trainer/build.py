@@ -129,15 +129,12 @@ def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> En
 def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
     # bfloat16.
-    half = config.train.enable_mixed_precision and config.train.data_parallel_mode != "fsdp2"
-    parts.autocast = torch.bfloat16 if half else None
     t = config.train
+    half = t.enable_mixed_precision and t.data_parallel_mode != "fsdp2"
+    parts.autocast = torch.bfloat16 if half else None
     parts.model.shaping = Shaping(at_step(t.loss_temperature, 0), at_step(t.z_loss, 0))
-    return Engine(parts, _optimizer(parts, config), mesh)
-
-
-def _optimizer(parts: Parts, config: Config) -> torch.optim.Optimizer:
-    return build_optimizer(parts.model, config.train, parts.whole, config.lora.lora_plus_scale)
+    optimizer = build_optimizer(parts.model, t, parts.whole, config.lora.lora_plus_scale)
+    return Engine(parts, optimizer, mesh)
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:

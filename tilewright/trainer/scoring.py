@@ -77,8 +77,7 @@ def evaluation(
 ) -> dict[str, float]:
     """What an evaluation reports, of all sets together: eval_loss, eval_NAME for each further sum
     of the loss, eval_perplexity of a loss in nats, and with `accuracy` eval_accuracy; and the same
-    of each of several sets, as eval_loss/SET. Nothing without a label. Every rank must
-    call it.
+    of each of several sets, as eval_loss/SET. {} if no batch has a label. Every rank must call it.
 
     What follows draws the random numbers that it would have drawn without it.
     """
@@ -104,7 +103,7 @@ def reported_names(sets: Collection[str], loss: LossFunction, *, accuracy: bool)
 
 
 def _reported(sums: Sums, loss: LossFunction) -> dict[str, float]:
-    """Nothing of batches without labels."""
+    """{} if no batch had a label."""
     if not sums.denominator:
         return {}
     more = sums.reported()

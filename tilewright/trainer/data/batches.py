@@ -28,7 +28,7 @@ from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.data.units import starts_of, unfolded
+from tilewright.trainer.data.units import rows_of, starts_of, unfolded
 from tilewright.trainer.parallel.mesh import padding
 
 BIN_ENDS = "bin_ends"
@@ -46,9 +46,8 @@ def lengths_of(dataset) -> np.ndarray:
         [np.empty(0, np.int64)]
         + [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in stored.chunks]
     ).astype(np.int64)
-    # The datasets package has no public name for the rows of a selection or shuffle.
-    rows = dataset._indices
-    return lengths if rows is None else lengths[rows.column(0).to_numpy()]
+    rows = rows_of(dataset)
+    return lengths if rows is None else lengths[rows]
 
 
 class Bins(torch.utils.data.Dataset):
@@ -114,6 +113,11 @@ class Bins(torch.utils.data.Dataset):
         return {"bins": len(self), "tokens": self.tokens, "contents": self.fingerprint()}
 
     def fingerprint(self) -> str:
+        """A hash of the contents. They are read once."""
+        return self._contents
+
+    @functools.cached_property
+    def _contents(self) -> str:
         """A hash of every sample's length, and of the contents of samples spread over the data: all
         of them, or as many as have four million tokens in total.
         """

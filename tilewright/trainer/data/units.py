@@ -60,6 +60,13 @@ def unfolded(units: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) + np.repeat(starts[units] - before, lengths)
 
 
+def rows_of(dataset: Any) -> np.ndarray | None:
+    """The rows of the stored table that a data set consists of, in order; None: all of them."""
+    # The datasets package has no public name for the rows of a selection or shuffle.
+    rows = dataset._indices
+    return None if rows is None else rows.column(0).to_numpy()
+
+
 def starts_of(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray | None:
     """The first document of each unit of a prepared set, and the end; None: all are units of one
     document.
@@ -67,9 +74,8 @@ def starts_of(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray | None:
     names = [name for name in together(columns) if name in dataset.column_names]
     if not names or not len(dataset):
         return None
-    # The datasets package has no public name for the rows of a selection or shuffle.
-    rows = dataset._indices
-    rows = np.arange(len(dataset)) if rows is None else rows.column(0).to_numpy()
+    rows = rows_of(dataset)
+    rows = np.arange(len(dataset)) if rows is None else rows
     values = np.stack([dataset.data.column(name).to_numpy()[rows] for name in names])
     changes = (values[:, 1:] != values[:, :-1]).any(0)
     changes |= np.diff(rows) != 1  # a unit that is taken twice in a row
