@@ -13,6 +13,8 @@ mark on a CPU, in its whole life. MFU is the trainer's: `mfu` counts attention a
 in a bin, `mfu_documents` within the documents that there are. A provider differs if a loss, or the
 norm of the first step's gradients, is further from the trainer's than rounding explains.
 
+With --profile only the trainer runs, and step_kernels.json lists the kernels of its steps.
+
 With --curve the trainer trains SmolLM2-135M's shape on seven plays instead, on the device and, if
 that is a GPU, for the first steps on the CPU in float32, to put both curves of the loss side by
 side.
@@ -40,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import step_kernels
 from bench.end_to_end import DTYPES, SEED, Shape, of_transformers
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, has_device, names
@@ -382,6 +385,23 @@ def measure(
         yield row
 
 
+# ---- kernels of a step
+
+
+def profile(job: Job, limit: float) -> dict[str, Any]:
+    """The kernels of the trainer's steps; see `bench/step_kernels.py`."""
+    write_inputs(job)
+    config = configuration(job)
+    config["train"] |= step_kernels.fields(job.path("trace"))
+    store.write_json(job.path("trainer.yaml"), config)
+    found, reason, said = launch(job, "trainer", limit)
+    row = {"status": "error" if reason else "ok", "reason": reason, "printed": said}
+    row |= {"samples_ms": [s["seconds"] * 1e3 for s in found]}
+    if reason:
+        return row
+    return row | step_kernels.summary(step_kernels.read(job.path("trace")))
+
+
 # ---- curves of the loss
 
 
@@ -432,6 +452,11 @@ def _measured(args: argparse.Namespace, meta: dict[str, Any]) -> Iterator[dict[s
         return
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         job = Job(shape, args.device, args.dtype, args.steps, folder)
+        if args.profile:
+            row = profile(job, args.seconds)
+            print(row["reason"] or step_kernels.table(row), flush=True)
+            yield row
+            return
         case, limits = f"{args.shape}_{shape.tokens}_tokens", (args.seconds, args.budget)
         for row in measure(job, case, args.providers, args.skip, limits, meta["device"]):
             print(shown(row), flush=True)
@@ -471,6 +496,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--curve", action="store_true", help="the loss on real text: curve.json")
     parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="the kernels of the trainer's steps: step_kernels.json",
+    )
+    parser.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", help="write end_to_end.json there"
     )
     parser.add_argument(
@@ -493,7 +523,14 @@ def main(argv: Sequence[str]) -> int:
             parser.error(reason)
     args.shape = args.shape or ("smollm2-135m" if args.curve else "llama-3.2-1b")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    args.steps = args.steps or (200 if args.curve else 25)
+    if args.profile and args.curve:
+        parser.error("argument --profile: not with --curve")
+    if args.profile and (args.steps or step_kernels.AFTER + 2) < step_kernels.AFTER + 2:
+        parser.error(f"argument --steps: with --profile at least {step_kernels.AFTER + 2}")
+    args.steps = args.steps or (
+        200 if args.curve else step_kernels.AFTER + 2 if args.profile else 25
+    )
+    name = "curve" if args.curve else "step_kernels" if args.profile else "end_to_end"
     fields = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
     settings: Any = SimpleNamespace(**fields)
     meta = run.metadata(args.device, settings, ["end-to-end", *argv], args.commit, trainer=True)
@@ -502,7 +539,7 @@ def main(argv: Sequence[str]) -> int:
         rows.append(row)
         if args.out:
             store.write_json(
-                args.out / ("curve.json" if args.curve else "end_to_end.json"),
+                args.out / f"{name}.json",
                 {"schema": report.SCHEMA, "meta": meta, "rows": rows},
             )
     return int(any(row["status"] not in ("ok", "unavailable") for row in rows))

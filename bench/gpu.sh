@@ -17,6 +17,10 @@
 #     steps     optimizer steps end to end, and the curve of a loss (the trainer's packages are needed)
 #     report    the page
 #
+# And two that are run if they are named:
+#     parity    of `rest`: the contract, CUDA graphs and large tensors, in bfloat16
+#     kernels   the kernels of the trainer's steps
+#
 # RESULTS is a folder such as bench/results/nvidia-h200-2026-12-01. Each stage has a share of the minutes, and what it
 # does not use is the next one's. A call resumes where an earlier one stopped (see docs/gpu.md, which has the calls of half
 # an hour). Tests that passed run again only if the sources change. If $OUT is set, each finished result is
@@ -36,6 +40,7 @@ weight() {
     case $1 in
     smoke) echo 18 ;; products) echo 33 ;; ab) echo 13 ;; goals) echo 24 ;; host) echo 4 ;; check) echo 8 ;;
     search) echo 60 ;; again) echo 30 ;; rest) echo 80 ;; tests) echo 50 ;; steps) echo 50 ;; report) echo 5 ;;
+    parity) echo 45 ;; kernels) echo 25 ;;
     *) return 1 ;;
     esac
 }
@@ -48,7 +53,7 @@ of_suite() {   # the suite's stages of this one; none: not of the suite, or one 
 }
 read -ra stages <<<"${*:-$all}"
 for stage in "${stages[@]}"; do
-    weight "$stage" >/dev/null || { echo "unknown stage $stage; have $all" >&2; exit 2; }
+    weight "$stage" >/dev/null || { echo "unknown stage $stage; have $all parity kernels" >&2; exit 2; }
 done
 export PYTHONUNBUFFERED=1 TILEWRIGHT_REQUIRE=triton PYTHONPATH=$PWD:$PWD/lab${PYTHONPATH:+:$PYTHONPATH}
 # Blocks cached for bfloat16 are too small for float64 truth; expandable segments can be reused.
@@ -144,6 +149,8 @@ while [ "${#stages[@]}" -gt 0 ]; do
         --work "$results/tune" "${commit[@]}" ;;
     again) suite --stage roofline,products,goals --minutes "$time" ;;
     rest) suite --skip smoke --minutes "$time" ;;
+    parity) suite --stage parity,graph,big --dtype bfloat16 --minutes "$time" ;;
+    kernels) "$PYTHON" -m bench end-to-end --device cuda --profile --out "$results" "${commit[@]}" ;;
     tests) tests "$time" ;;
     steps) steps "$time" ;;
     report) "$PYTHON" -m bench report ;;

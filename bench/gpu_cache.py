@@ -1,11 +1,11 @@
 """Fills Triton's cache, without a GPU, with the kernels that the first calls on a GPU launch.
 
     python -m bench gpu-cache [--arch 90] [--out FILE.tar.gz] [--triton DIR]
-        [--goals DIR] [--what WHAT,..]
+        [--goals DIR] [--what WHAT,..] [--dtype DTYPE,..]
 
 It compiles the kernels of the suite's stages `smoke` to `counters` on a device of this compute
 capability, and every candidate of the configuration search behind the goals (--goals DIR: those
-that the results in DIR show to be missed). The ops' own code paths run (see
+that the results in DIR show to be missed). --what parity is for the stages `parity` and `graph`. The ops' own code paths run (see
 `tilewright_lab.pretend`), so the cache keys equal those of a launch on the GPU if these are the
 same there: the sources with their line numbers, Triton's Python files and library, ptxas, and the
 environment variables in the key (such as TRITON_PTXAS_PATH). Triton's library differs for each
@@ -48,7 +48,8 @@ from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
 from tilewright_lab import pretend
 
-WHAT = ("smoke", "goals", "ab", "search")
+WHAT = ("smoke", "goals", "ab", "search", "parity")
+USUAL = WHAT[: WHAT.index("parity")]
 COMMIT = "commit.json"  # beside the archive; see `run.record_commit`
 LARGEST = 48 * 2**20  # bytes of the archive: it travels with the sources, in a few tens of MiB
 DTYPE = torch.bfloat16  # of goals without a dtype, of variants, and of the search
@@ -58,6 +59,8 @@ DTYPE = torch.bfloat16  # of goals without a dtype, of variants, and of the sear
 class Call:
     """Forward and backward of one implementation on one case; with `launch`, under this `config`
     of that launch.
+
+    layout: of the upstream gradients, whose strides specialize kernels.
     """
 
     op: str
@@ -68,6 +71,7 @@ class Call:
     launch: str | None = None
     key: tuple = ()
     config: tuple[tuple[str, Any], ...] = ()
+    layout: str = contract.LAYOUTS[0]
 
     def run(self) -> None:
         """Requests all kernels of the call from Triton; call it inside `pretend.gpu`."""
@@ -79,7 +83,7 @@ class Call:
             if self.launch:
                 tunable = next(t for t in impl.tunables() if t.name == self.launch)
                 stack.enter_context(tunable.override(pretend.CUDA, self.key, dict(self.config)))
-            contract.run(op, impl.name, kwargs)
+            contract.run(op, impl.name, kwargs, self.layout)
             with torch.no_grad():  # the "forward" of `run.passes`, which searches time too
                 op.public(
                     **{
@@ -92,9 +96,15 @@ class Call:
 
 # Long: the parts of a plan, one after the other.
 def calls(
-    parts: Sequence[str], ops: Iterable[registry.Op], goals: pathlib.Path | None = None
+    parts: Sequence[str],
+    ops: Iterable[registry.Op],
+    goals: pathlib.Path | None = None,
+    dtypes: Sequence[torch.dtype] = (DTYPE,),
 ) -> list[Call]:
-    """All calls of these parts of the plan on a device; call it inside `pretend.gpu`."""
+    """All calls of these parts of the plan on a device; call it inside `pretend.gpu`.
+
+    dtypes: of the part `parity`; the others have their own.
+    """
     planned: dict[Call, None] = {}
     ops = list(ops)
     by_name = {op.name: op for op in ops}
@@ -111,6 +121,14 @@ def calls(
         # The stages `smoke`, `host` and `sanitize`: by name, since `auto` may not be our kernel.
         if "smoke" in parts and small is not None and "triton" in op.names():
             planned[Call(op.name, "triton", small.name, "contract", registry.short(DTYPE))] = None
+        # And `graph`, which takes a part of them.
+        if "parity" in parts:
+            for case in op.cases if "triton" in op.names() else ():
+                for dtype in dtypes if "contract" in case.tags else ():
+                    if dtype in op.implementation("triton").dtypes:
+                        call = Call(op.name, "triton", case.name, "contract", registry.short(dtype))
+                        for layout in contract.LAYOUTS:
+                            planned[dataclasses.replace(call, layout=layout)] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)
             if "goals" in parts:
@@ -353,9 +371,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add(
         "--what",
         type=names(WHAT),
-        default=list(WHAT),
+        default=list(USUAL),
         metavar="WHAT,..",
-        help=f"parts of the plan (default: {','.join(WHAT)})",
+        help=f"parts of the plan, of {','.join(WHAT)} (default: {','.join(USUAL)})",
+    )
+    add(
+        "--dtype",
+        type=names(BY_NAME),
+        default=[registry.short(DTYPE)],
+        metavar="DTYPE,..",
+        help="of the part parity (default: %(default)s)",
     )
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
     add(
@@ -382,7 +407,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         p.error(f"argument --triton: {error}")
     with pretend.gpu(args.arch, args.name, compiles=False):
-        todo = calls(args.what, [ops[n] for n in args.op], args.goals)
+        todo = calls(
+            args.what, [ops[n] for n in args.op], args.goals, [BY_NAME[n] for n in args.dtype]
+        )
     cached, messages = fill(todo, args.arch, key, args.jobs, began + 60 * args.minutes, args.name)
     kinds = collections.Counter(
         "no time" if s.endswith(": no time") else "raised" for s in messages

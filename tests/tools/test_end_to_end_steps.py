@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import end_to_end_steps as steps
+from bench import step_kernels
 from bench.__main__ import main
 from bench.page.build import build
 
@@ -85,3 +86,41 @@ def test_documents_fill_each_step():
         assert all(d.min() >= 0 and d.max() < shape.vocabulary for d in made)
         fields = steps.packed(made, "cpu")
         assert (fields["position_ids"] == 0).sum() == (fields["labels"] == -100).sum() == len(made)
+
+
+def test_kernels_of_a_step_are_those_of_the_trace(tmp_path):
+    out = tmp_path / "out"
+    options = ["--shape", "tiny", "--profile", "--out", str(out)]
+    assert main(["end-to-end", "--device", "cpu", *options]) == 0
+    (row,) = json.loads((out / "step_kernels.json").read_text())["rows"]
+    assert row["status"] == "ok" and len(row["samples_ms"]) == step_kernels.AFTER + 2
+    launches = {k["kernel"]: k["launches"] for k in row["kernels"]}
+    # Of two layers with four products each, and of the head, each with both gradients.
+    assert sum(launches.get(n, 0) for n in ("aten::mm", "tilewright::product_cpp_")) == 27
+    assert 0 < row["busy_ms"] <= row["span_ms"]
+
+
+def test_a_kernel_is_told_by_the_operator_that_launched_it():
+    def event(kind, name, begin, length, number):
+        about = {"cat": kind, "name": name, "ts": begin, "dur": length, "tid": 1}
+        return about | {"args": {"External id": number}}
+
+    found = step_kernels.summary(
+        [
+            event("cpu_op", "rope", 0.0, 5.0, 1),
+            event("cpu_op", "rmsnorm", 6.0, 2.0, 2),
+            event("kernel", "_forward", 10.0, 30.0, 1),
+            event("kernel", "_forward", 50.0, 10.0, 1),
+            event("kernel", "_forward", 100.0, 20.0, 2),
+            event("gpu_memset", "Memset", 130.0, 2.0, 7),
+        ],
+        steps=2,
+    )
+    assert [(k["operator"], k["kernel"], k["launches"], k["us"]) for k in found["kernels"]] == [
+        ("rope", "_forward", 1.0, 20.0),
+        ("rmsnorm", "_forward", 0.5, 10.0),
+        ("", "Memset", 0.5, 1.0),
+    ]
+    assert found["span_ms"] == pytest.approx(122e-3 / 2) and found["busy_ms"] == 31e-3
+    with pytest.raises(ValueError, match="no operator"):
+        step_kernels.summary([])
