@@ -5,13 +5,13 @@
 
 It compiles the kernels of the suite's stages `smoke` to `counters` on a device of this compute
 capability, and every candidate of the configuration search behind the goals (--goals DIR: those
-that the results in DIR show to be missed). --what parity is for the stages `parity` and `graph`. The ops' own code paths run (see
-`tilewright_lab.pretend`), so the cache keys equal those of a launch on the GPU if these are the
-same there: the sources with their line numbers, Triton's Python files and library, ptxas, and the
-environment variables in the key (such as TRITON_PTXAS_PATH). Triton's library differs for each
-version of Python; nothing else in a key depends on it. --triton DIR names the unpacked build for
-another version, whose library is used in the keys. The packed cache holds what a launch needs,
-machine code and its description, but no text.
+that the results in DIR show to be missed). --what parity is for the stages `parity` and `graph`.
+The ops' own code paths run (see `tilewright_lab.pretend`), so the cache keys equal those of a
+launch on the GPU if these are the same there: the sources with their line numbers, Triton's Python
+files and library, ptxas, and the environment variables in the key (such as TRITON_PTXAS_PATH).
+Triton's library differs for each version of Python; nothing else in a key depends on it. --triton
+DIR names the unpacked build for another version, whose library is used in the keys. The packed
+cache holds what a launch needs, machine code and its description, but no text.
 """
 
 from __future__ import annotations
