@@ -78,7 +78,7 @@ HOST = ("rmsnorm", "silu_mul", "rope", "cross_entropy", "moe_mlp", "adamw_")
 
 
 GROUPS = (
-    Group(("smoke",), most=64),
+    Group(("smoke",), most=8, per_core=0.5),
     Group(("roofline", "products", "ab", "goals", "host", "sanitize", "counters")),
     # Half of the cores: each process starts compilers.
     Group(("parity", "graph"), most=8, per_core=0.5),

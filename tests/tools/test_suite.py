@@ -429,7 +429,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, pathlib, sys, time\nfrom tilewright.bench import runner\n"
-        "runner.end_with_parent(os.getppid())\n"
+        "runner.begin_worker(os.getppid())\n"
         "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     boss = tmp_path / "boss.py"
@@ -451,7 +451,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
 
 
 def test_a_worker_whose_supervisor_is_gone_already_does_not_begin(tmp_path, capfd):
-    code = "from tilewright.bench import runner; runner.end_with_parent(1); print('began')"
+    code = "from tilewright.bench import runner; runner.begin_worker(1); print('began')"
     (tmp_path / "worker.py").write_text(code)
     assert forked.Forked([sys.executable, str(tmp_path / "worker.py")]).wait() == 1
     assert capfd.readouterr().out == ""

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tilewright.bench import bounds, grid
 from tilewright.bench.bounds import ATOL, Bound, Parts
@@ -439,8 +440,8 @@ def no_capture(op: Op, implementation: str, case: Case) -> str | None:
 
 
 def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -> list[Finding]:
-    """Captures forward and backward in a CUDA graph, replays it on other values, and compares with
-    a direct call.
+    """Captures forward and backward in a CUDA graph, replays it on tensors of other values, and
+    compares with a direct call.
 
     Raises what the capture raises: kernel launches and allocations are allowed in it,
     synchronization with the device is not.
@@ -455,7 +456,12 @@ def check_capture(op: Op, implementation: str, case: Case, dtype: torch.dtype) -
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         recorded, _ = run(op, implementation, static, grads=grads)
-    fresh = case.make("cuda", dtype, 1)
+    # What is no tensor, such as a seed, is a constant of the graph.
+    fresh = pytree.tree_map(
+        lambda new, old: new if isinstance(new, torch.Tensor) else old,
+        case.make("cuda", dtype, 1),
+        static,
+    )
     direct, _ = run(op, implementation, convert(fresh, None), grads=grads)
     with torch.no_grad():
         for static_tensor, value in zip(leaves(static), leaves(fresh), strict=True):

@@ -334,7 +334,7 @@ def _work(
     plan: Plan, args: argparse.Namespace, groups, task: Mapping[str, Any], meta: dict[str, Any]
 ) -> None:
     """Runs a worker's units and ends the process."""
-    runner.end_with_parent(task["parent"])
+    runner.begin_worker(task["parent"])
     out = args.out / store.UNITS
     for stage, units_ in groups[task["group"]].items():
         if stage in plan.on_roof and not runner.has_succeeded(out / "roofline.json"):

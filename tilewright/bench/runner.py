@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import json
 import os
 import pathlib
@@ -212,8 +213,13 @@ def _partial_document(
     )
 
 
-def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this worker when its supervisor `parent` dies (Linux)."""
+def begin_worker(parent: int) -> None:
+    """What a worker does once it has imported everything: the kernel (Linux) shall kill it when its
+    supervisor `parent` dies, and no collection go through what is there. Modules are a million
+    objects, and capturing a CUDA graph or releasing a case's memory collects each time.
+    """
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before prctl

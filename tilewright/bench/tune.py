@@ -320,7 +320,7 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     except ValueError as error:
         p.error(str(error))
     if task is not None:
-        runner.end_with_parent(task["parent"])
+        runner.begin_worker(task["parent"])
         runner.work(
             plan,
             out,
