@@ -73,13 +73,17 @@ CURVE_CPU_STEPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained, and the folder that holds all files of it."""
+    """What is trained, and the folder that holds all files of it.
+
+    attention: the trainer's attn_implementation; None: its default.
+    """
 
     shape: Shape
     device: str
     dtype: str
     steps: int
     folder: str
+    attention: str | None = None
 
     def path(self, *parts: str) -> pathlib.Path:
         return pathlib.Path(self.folder, *parts)
@@ -121,8 +125,9 @@ def configuration(job: Job, **data: Any) -> dict[str, Any]:
     """The trainer's. It is stopped after its last step that counts, since it would write a
     checkpoint after the last one of all.
     """
+    attention = {} if job.attention is None else {"attn_implementation": job.attention}
     return {
-        "model": {"model_path": str(job.path("model"))},
+        "model": {"model_path": str(job.path("model")), **attention},
         "data": {
             "datasets": [{"path": str(job.path("documents.jsonl")), "type": "tokenized"}],
             "dataset_prepared_path": str(job.path("prepared")),
@@ -451,7 +456,7 @@ def _measured(args: argparse.Namespace, meta: dict[str, Any]) -> Iterator[dict[s
             yield row
         return
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        job = Job(shape, args.device, args.dtype, args.steps, folder)
+        job = Job(shape, args.device, args.dtype, args.steps, folder, args.attention)
         if args.profile:
             row = profile(job, args.seconds)
             print(row["reason"] or step_kernels.table(row), flush=True)
@@ -485,6 +490,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip", type=at_least(0, int), default=5, help="untimed first steps, default %(default)s"
     )
+    parser.add_argument("--attention", metavar="NAME", help="of the trainer (default: its default)")
     parser.add_argument(
         "--seconds", type=at_least(1, float), default=60.0, help="of a process, default %(default)s"
     )

@@ -40,31 +40,39 @@ class Variant:
         return {"now": self.now, "other": self.other}
 
 
-# Specialized warps, for sm_90.
-_ROLES_FORWARD = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True}
-_ROLES_BACKWARD = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
+# One loop of all warps, and two kernels for the gradients, where sm_90 takes specialized warps.
+_LOOP = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "ROLES": False}
+_APART = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 8, "num_stages": 2, "ROLES": False}
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
     Variant(
-        "attention, rows of 64: specialized warps, for one loop of eight",
+        "attention, rows of 64: one loop of eight warps, for specialized ones",
         "attention",
         "llama-3.2-1b_8k",
         "attention/forward",
-        _ROLES_FORWARD,
+        _LOOP,
     ),
     Variant(
-        "attention, rows of 64: all gradients in one kernel, for two kernels",
+        "attention, rows of 64: two kernels for the gradients, for one",
         "attention",
         "llama-3.2-1b_8k",
         "attention/backward_kv",
-        _ROLES_BACKWARD,
+        _APART,
         whole=True,
     ),
     Variant(
         "attention, rows of 64: triton, for native",
         "attention",
         "llama-3.2-1b_8k",
+        None,
+        "triton",
+        "native",
+    ),
+    Variant(
+        "attention of packed documents, rows of 64: triton, for native",
+        "attention",
+        "llama-3.2-1b_8k_packed",
         None,
         "triton",
         "native",

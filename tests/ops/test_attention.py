@@ -1005,6 +1005,26 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
 
 
+def test_a_gradient_that_shares_memory_is_copied_before_pytorchs_kernels_read_it():
+    """That of a sum has strides of 0, whatever is transposed in between."""
+    seen = []
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: seen.append(grad.stride()))
+    out = vendors.Unexpanded.apply(y)
+    assert out.data_ptr() == y.data_ptr()
+    (grad,) = torch.autograd.grad(3 * out.transpose(1, 2).sum(), x, retain_graph=True)
+    assert torch.equal(grad, torch.full_like(x, 3.0)) and seen == [x.stride()]
+    dense = torch.randn(2, 4, 3, 5).transpose(1, 2)
+    out.backward(dense)
+    assert seen[1] == dense.stride(), "others are not copied"
+    assert torch.autograd.gradgradcheck(
+        vendors.Unexpanded.apply, x.detach().double().requires_grad_()
+    )
+    assert torch.equal(torch.func.vmap(vendors.Unexpanded.apply)(x), x)
+    assert torch.equal(torch.func.jvp(vendors.Unexpanded.apply, (x,), (dense,))[1], dense)
+
+
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):
     monkeypatch.setattr(platform, "no_cuda", lambda: "no CUDA device")
     for name, flash in vendors.FLASH.items():

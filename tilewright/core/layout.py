@@ -17,6 +17,12 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def unexpanded(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if elements share memory because a dimension is expanded."""
+    shared = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if shared else x
+
+
 def share_no_element(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether q and k provably share no element: their address ranges are disjoint, or both fit
     into disjoint parts of a period that their larger strides are multiples of, as slices of one

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.core import platform
-from tilewright.core.layout import last_contiguous
+from tilewright.core.layout import last_contiguous, unexpanded
 from tilewright.core.registry import Implementation, always, nothing
 from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
@@ -33,6 +33,31 @@ HALVES = (torch.bfloat16, torch.float16)
 # ---- PyTorch's fused attention: one call per document, so no mask is built
 
 
+class Unexpanded(torch.autograd.Function):
+    """x, whose upstream gradient has no strides of 0, as that of a sum has. PyTorch 2.11's fused
+    attention reads such a gradient beyond its memory on CUDA: cuDNN's, and the memory-efficient one
+    (an H100: gradients of 1e37).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return unexpanded(grad)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent.view_as(tangent)
+
+
 def _fused(q, k, v, variant):
     width, widest = v.shape[3], max(v.shape[3], q.shape[3])
     if q.device.type == "cpu" and v.shape[3] != q.shape[3]:
@@ -44,9 +69,10 @@ def _fused(q, k, v, variant):
     grouped = False
     if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
         grouped = True
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
     )
+    return Unexpanded.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):

@@ -433,6 +433,7 @@ GATED_DELTA_RULE = Op(
             documents=(0, 1, 66, 66, 137),
             state=True,
             output_final_state=True,
+            tags=cases.HOST,
         ),
         _case("strided", _Shape(1, 66, 2, 2, 64, 128), strided=True),
         _case("wide", _Shape(1, 65, 1, 1, 128, 64), use_qk_l2norm=True),
@@ -463,4 +464,5 @@ GATED_DELTA_RULE = Op(
         Request(key_dim=128, value_dim=512),
         Request(key_dim=256, value_dim=128, float32=True),
     ),
+    eager_reads_host="host",
 )

@@ -38,15 +38,19 @@ class AddRMSNorm(RMSNorm):
         if self.native:
             total = x + residual
             return super().forward(total), total
-        return tw.add_rmsnorm(
-            x,
-            residual,
-            local(self.weight),
-            self.eps,
-            offset=self.offset,
-            cast=self.cast,
-            implementation=self.add_implementation,
-        )
+        # Autocast would widen both to float32 on a GPU, and products narrow the result again: two
+        # more passes over memory each. The sum is computed and kept in the residual stream's dtype
+        # either way, and the bits that products read are the same.
+        with torch.autocast(x.device.type, enabled=False):
+            return tw.add_rmsnorm(
+                x,
+                residual,
+                local(self.weight),
+                self.eps,
+                offset=self.offset,
+                cast=self.cast,
+                implementation=self.add_implementation,
+            )
 
 
 def norm(config: ModelConfig, ops: Ops, size: int) -> RMSNorm:
