@@ -324,8 +324,9 @@ FLASH = {
 
 def slower_than_triton(device_type: str, request: Request | None) -> str | None:
     """Of PyTorch's and FlashAttention 2's kernels, on compute capability 9.0: Triton's specialized
-    warps are faster in rows of 128 (measured on an H100, docs/performance.md). request: None for
-    the usual call.
+    warps are faster in rows of 128, and with packed documents in rows of 64, 2.6 times (measured on
+    an H100, docs/performance.md); whole sequences in rows of 64 are faster by cuDNN, 4 %. request:
+    None for the usual call.
     """
     if device_type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         return None
@@ -333,7 +334,8 @@ def slower_than_triton(device_type: str, request: Request | None) -> str | None:
         return "triton"
     as_wide = request.value_dim in (None, request.head_dim)
     whole = not (request.softcap or request.dropout or request.shorter)
-    return "triton" if 64 < request.head_dim <= 128 and as_wide and whole else None
+    least = 32 if request.packed else 64
+    return "triton" if least < request.head_dim <= 128 and as_wide and whole else None
 
 
 def beside_flash_attention_3(device_type: str) -> str | None:
@@ -352,7 +354,8 @@ def native_does(device_type: str) -> str | None:
     faster = beside_flash_attention_3(device_type)
     return faster and (
         "dense attention is cuDNN's; documents and windows are FlashAttention 2's kernels. `auto` "
-        "takes triton, which is faster, for rows of 65 to 128 elements; " + faster
+        "takes triton, which is faster, for rows of 65 to 128 elements, with packed documents of 33 "
+        "to 128; " + faster
     )
 
 
