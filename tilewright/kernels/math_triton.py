@@ -44,6 +44,18 @@ def exp_or_zero(x):
 
 
 @triton.jit
+def exp2_or_zero(x):
+    """2^x to 2 ulp; 0 where that is below 2^-126."""
+    if HARDWARE:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), to a few ulp."""
     return reciprocal(1.0 + exp_or_zero(-x))
@@ -106,6 +118,22 @@ def tanh_and_derivative(x):
     h = q / (1.0 + q)
     far = 1.0 - 2.0 * h
     return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
+
+
+@triton.jit
+def softcapped(x, cap, inverse):
+    """cap * tanh(x / cap) to some ulp of cap, and 1 - tanh^2 to some ulp.   inverse: 1 / cap.
+
+    Softmax reads differences of such values, so an error relative to the cap is one relative to
+    the range of logits. tanh = 1 - 2 h, h = 1 / (1 + e), e = exp(2 x / cap), takes five
+    instructions where `tanh_and_derivative` takes twenty; 1 - h, which would cancel, is e h. Both
+    saturate at infinities and keep NaN.
+    """
+    e = exp2_or_zero(x * (2.0 * 1.4426950408889634 * inverse))
+    h = reciprocal(1.0 + e)
+    # An fma: a product would be contracted with a difference that follows. The minimum, since
+    # infinity times 0 is NaN; h has the NaN that it drops.
+    return tl.fma(h, -2.0 * cap, cap), 4.0 * h * (tl.minimum(e, 8.507059173023462e37) * h)
 
 
 @triton.jit

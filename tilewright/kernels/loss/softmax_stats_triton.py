@@ -34,7 +34,7 @@ from tilewright.kernels.loss.operators import (
     empty_statistics,
     into,
 )
-from tilewright.kernels.math_triton import tanh_and_derivative
+from tilewright.kernels.math_triton import exp2_or_zero, softcapped
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -104,10 +104,7 @@ def _below(z, peak, inverse, CAPPED: tl.constexpr):
 @triton.jit
 def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
     if CAPPED == SOFTCAP:
-        t, _ = tanh_and_derivative(x * inverse)
-        # Rounded: a product would be contracted with the difference from the peak, which was
-        # rounded, and be off by half an ulp of the peak.
-        x = tl.fma(t, softcap, 0.0)
+        x, _ = softcapped(x, softcap, inverse)
     return x
 
 
@@ -326,7 +323,7 @@ def _step(
             sz = (sz + s * lower) * shrink
         s = s * shrink
     below = _below(z, shift, inverse, CAPPED)
-    e = tl.exp2(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
+    e = exp2_or_zero(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
     if MEAN:
         sz += e * tl.maximum(below, FLOOR)
     s += e
@@ -490,10 +487,9 @@ def _gradient(
     slope = x
     z = x
     if CAPPED == SOFTCAP:
-        t, slope = tanh_and_derivative(x * inverse)
-        z = tl.fma(t, softcap, 0.0)  # as in `_capped`
+        z, slope = softcapped(x, softcap, inverse)
     below = _below(z, peak, inverse, CAPPED)
-    p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
+    p = exp2_or_zero(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
     if MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
     else:
