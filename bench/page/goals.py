@@ -139,6 +139,23 @@ def _value(goal: Goal, row: dict, rows: Mapping[str, dict], peak: float | None) 
     return min(theirs) / ours if ours and theirs else None
 
 
+def _held(device: Device) -> list[Measured]:
+    """All measured cases of the goals that hold for a device."""
+    return [
+        case
+        for op in selection.operations().values()
+        for goal in op.goals
+        if goal.holds_for(device.name, device.capability)
+        for case in _goal_cases(op, goal, device)[0]
+    ]
+
+
+def _tally(device: Device) -> str:
+    cases = _held(device)
+    met = sum(case.met for case in cases)
+    return f"{device.name}: of {len(cases)} goals of a case that were measured, {met} are met."
+
+
 def goals(devices: Sequence[Device]) -> list[str]:
     rows = []
     for op in selection.operations().values():
@@ -150,7 +167,8 @@ def goals(devices: Sequence[Device]) -> list[str]:
         return [*out, "No op has a goal yet.", ""]
     return [
         *out,
-        "[Performance goals](goals.md) of the registry, and their newest measurements.",
+        "[Performance goals](goals.md) of the registry, and their newest measurements. "
+        + " ".join(_tally(d) for d in devices if _held(d)),
         "",
         *table(
             ["op", "device", "goal", "worst", "best", "verdict"],

@@ -381,36 +381,41 @@ def end_to_end(device: Device, results: Raw) -> list[str]:
     ]
 
 
+def _loop(e: Entry) -> str:
+    """A provider of optimizer steps, and the attention that its call named."""
+    attention = e.source.meta.get("settings", {}).get("attention")
+    return f"{e.data['provider']}, attention {attention}" if attention else e.data["provider"]
+
+
 def steps(device: Device, results: Raw) -> list[str]:
     """Whole optimizer steps, beside those of the plain transformers loop from the same call."""
     calls: dict[tuple, dict[str, Entry]] = {}
     for e in results.of("steps", (device.kind, device.name)):
         calls.setdefault((e.case, e.data["dtype"], e.source), {})[e.data["provider"]] = e
-    latest = newest(
-        (next(iter(c.values())) for c in calls.values()), lambda e: (e.case, e.data["dtype"])
+    shown = newest(
+        (e for call in calls.values() for e in call.values()),
+        lambda e: (e.case, e.data["dtype"], _loop(e)),
     )
     rows = []
-    for first in latest.values():
-        found = calls[first.case, first.data["dtype"], first.source]
-        plain = found["transformers"].data if "transformers" in found else {}
-        for name, e in found.items():
-            d = e.data
-            cells: list[Any] = [first.case, d["dtype"], name]
-            if d["status"] == "ok":
-                beside = plain.get("status") == "ok" and name != "transformers"
-                apart = d.get("loss_difference")
-                cells += [
-                    f"{number(d['median_ms'])} [{number(d['p20_ms'])}, {number(d['p80_ms'])}]",
-                    number(d["tokens_per_second"]),
-                    "" if d["mfu"] is None else f"{d['mfu']:.1%}",
-                    number(d["peak_mib"]),
-                    number(plain["median_ms"] / d["median_ms"]) if beside else "",
-                    number(d["peak_mib"] / plain["peak_mib"]) if beside else "",
-                    "" if apart is None else f"{apart:.1e}",
-                ]
-            else:
-                cells += [f"{d['status']}: {d['reason']}", *[""] * 6]
-            rows.append((cells, [e.source]))
+    for (case, dtype, loop), e in sorted(shown.items(), key=lambda item: item[0][:2]):
+        d, call = e.data, calls[case, dtype, e.source]
+        plain = call["transformers"].data if "transformers" in call else {}
+        cells: list[Any] = [case, dtype, loop]
+        if d["status"] == "ok":
+            beside = plain.get("status") == "ok" and d["provider"] != "transformers"
+            apart = d.get("loss_difference")
+            cells += [
+                f"{number(d['median_ms'])} [{number(d['p20_ms'])}, {number(d['p80_ms'])}]",
+                number(d["tokens_per_second"]),
+                "" if d["mfu"] is None else f"{d['mfu']:.1%}",
+                number(d["peak_mib"]),
+                number(plain["median_ms"] / d["median_ms"]) if beside else "",
+                number(d["peak_mib"] / plain["peak_mib"]) if beside else "",
+                "" if apart is None else f"{apart:.1e}",
+            ]
+        else:
+            cells += [f"{d['status']}: {d['reason']}", *[""] * 6]
+        rows.append((cells, [e.source]))
     if not rows:
         return []
     head = ["model", "dtype", "loop", "ms a step", "tokens/s", "MFU", "peak MiB"]
