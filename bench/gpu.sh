@@ -61,8 +61,10 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 began=$SECONDS
 code=0
 # A fresh machine reads libraries from its disk, page by page as they are first used, for minutes. WARM=1 reads PyTorch's
-# in one go.
+# in one go, and keeps the modules that Python compiles, which an image may forbid.
 if [ "${WARM:-}" = 1 ]; then
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$PWD/build/pycache}
     packages=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
     timeout 60 find "$packages"/torch "$packages"/nvidia "$packages"/triton "$packages"/sympy -type f \
         \( -name '*.so*' -o -name '*.py' -o -name '*.pyc' -o -name ptxas \) -print0 2>/dev/null |

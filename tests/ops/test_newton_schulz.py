@@ -262,3 +262,13 @@ def test_the_result_is_contiguous_whatever_the_strides(name):
         assert found.is_contiguous() and found.shape == strided.shape
         expected = newton_schulz_eager(strided.contiguous(), [*QUINTIC] * 5, 1e-7)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_fills_a_device_takes_large_tiles(monkeypatch):
+    module = pytest.importorskip("tilewright.kernels.optim.newton_schulz_triton")
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    found = [module._as_if(B, M, None) for B, M in ((1, 768), (12, 768), (13, 768), (64, 768))]
+    assert found == [768, 768, module.LARGE, module.LARGE], "21 tiles a matrix, for 264"
+    assert module._as_if(1, 4096, None) == module._as_if(64, 4096, None) == 4096
+    small, large = (module.SYMMETRIC.heuristic(M, 2, True) for M in (found[0], found[-1]))
+    assert small["BLOCK"] == 64 and large["BLOCK"] == 128

@@ -19,7 +19,7 @@ OTHERS = (
     "performance.md", "performance_ops.md", "predicted.md", "predicted_measured.md", "margins.md",
     "goals.md",
 )  # fmt: skip
-H100 = "nvidia-h100-2026-11-26"
+H100, SECOND = "nvidia-h100-2026-11-26", "nvidia-h100-2026-11-26b"
 PAGES = [
     ROOT / name
     for name in ("README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -102,14 +102,35 @@ def gradients_together():
     return found["other"]["median"] / 1e3
 
 
-def optimizer_step(provider, name):
-    rows = raw(H100, "end_to_end.json", lambda d: d["rows"])
+def packed(way):
+    """Milliseconds of attention over packed documents in rows of 64, as a question timed it."""
+    about = "attention of packed documents, rows of 64"
+    answers = raw(SECOND, "suite.jsonl", lambda rows: [t for d in rows for t in d.get("timed", ())])
+    [found] = [
+        t for t in answers if t["question"].startswith(about) and t["pass"] == "forward_backward"
+    ]
+    return found[way]["median"] / 1e3
+
+
+def documents_of_128():
+    """PyTorch's time over Triton's, of packed documents."""
+    units = raw(SECOND, "suite.jsonl", lambda rows: {d.get("unit"): d for d in rows})
+    rows = units["goals/attention.qwen3-30b-a3b_32k_packed.bfloat16"]["rows"]
+    ours, theirs = (
+        next(r for r in rows if r["provider"] == name)["forward_backward"]["median_ms"]
+        for name in ("triton", "native")
+    )
+    return theirs / ours
+
+
+def optimizer_step(provider, name, folder=H100):
+    rows = raw(folder, "end_to_end.json", lambda d: d["rows"])
     return next(r[name] for r in rows if r["provider"] == provider)
 
 
-def peak(provider):
+def peak(provider, folder=H100):
     """MiB, of three digits."""
-    return float(f"{optimizer_step(provider, 'peak_mib'):.3g}")
+    return float(f"{optimizer_step(provider, 'peak_mib', folder):.3g}")
 
 
 MOE, NORM = "moe_mlp.qwen3-30b-a3b_32768", "add_rmsnorm.qwen3-8b"
@@ -136,8 +157,11 @@ SOURCES = {
         "161 ms": lambda: optimizer_step("accelerate", "median_ms"),
         "47,700 MiB": lambda: peak("transformers"),
         "32,100 MiB": lambda: peak("accelerate"),
-        "30,200 MiB": lambda: peak("trainer"),
-        "46 %": lambda: 100 * optimizer_step("trainer", "mfu"),
+        "155 ms": lambda: optimizer_step("trainer", "median_ms", SECOND),
+        "30,000 MiB": lambda: peak("trainer", SECOND),
+        "48 %": lambda: 100 * optimizer_step("trainer", "mfu", SECOND),
+        "1.74 ms": lambda: packed("now"),
+        "0.66 ms": lambda: packed("other"),
         "35.8 ms": lambda: timed(MOE, "native"),
         "15.1 ms": lambda: timed(MOE, "triton"),
         "450 TFLOP/s": experts_backward,
@@ -222,10 +246,19 @@ SOURCES = {
         "8 GiB": ("tilewright/bench/piece.py", "MEMORY = 8 * 2**30"),
         "16 GiB": "twice that",
     },
+    "docs/guide.md": {
+        "1.9 times": documents_of_128,
+        "2.6 times": lambda: packed("now") / packed("other"),
+    },
     "docs/gpu.md": {
         "15 MiB": ("bench/carry.py", "BACK_MIB = 15"),
         "60 s": ("bench/end_to_end_steps.py", "default=60.0"),
         "40 s": "from the script's start to its first result, on one machine",
+        "10 s": (f"bench/results/{SECOND}/calls.txt", "from the disk in 9 s"),
+        "82 s": (f"bench/results/{SECOND}/calls.txt", "80 of 80 units"),
+        "68 s": (f"bench/results/{SECOND}/calls.txt", "674 of 1010 units"),
+        "45 s": (f"bench/results/{SECOND}/calls.txt", "the first after 45 s"),
+        "55 s": (f"bench/results/{SECOND}/calls.txt", "took 56 s with attention triton"),
     },
     "docs/numerics.md": {
         "2 %": ("tilewright/core/cases.py", "DETECTED = 0.02"),
