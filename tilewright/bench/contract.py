@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tilewright.bench import bounds, grid
 from tilewright.bench.bounds import ATOL, Bound, Parts
@@ -35,6 +34,7 @@ from tilewright.bench.tensors import (  # noqa: F401  callers use `contract.erro
     upstream,
 )
 from tilewright.core.registry import Case, Op
+from tilewright.core.torch_names import pytree
 
 
 def run(
