@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import TOKENS
-from tilewright.trainer.config import Config, Dataset, Model, Train
+from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
+from tilewright.trainer.config.preference import kind
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins
@@ -23,6 +25,7 @@ from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine
+from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -35,7 +38,8 @@ from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters, dropout
-from tilewright.trainer.tables import COLUMNS, LOSSES
+from tilewright.trainer.reference import Reference
+from tilewright.trainer.tables import COLUMNS
 
 log = logging.getLogger("tilewright")
 
@@ -227,10 +231,43 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
     return Bins(dataset, config.data, packed=packed, columns=columns, **options)
 
 
+def loss_of_run(config: Config) -> Loss:
+    """What a run minimizes."""
+    return loss_of(config.train.loss, config.preference, kind(config))
+
+
+def reference(
+    config: Config,
+    shape: ModelConfig,
+    mesh: Mesh,
+    ops: Ops,
+    made: Callable[[Config, ModelConfig, Mesh, Ops], Parts] = build_model,
+) -> Reference | None:
+    """What a run's loss compares with, unless the data hold it.   made: makes a second model."""
+    match kind(config):
+        case "adapters_off":
+            return Reference()
+        case "model":
+            m, path = config.model, config.preference.reference_path
+            own = path is None or path == m.model_path
+            model = m if own else m.model_copy(update={"model_path": path})
+            # Whole weights, whatever the policy trains.
+            plain = config.model_copy(update={"model": model, "lora": Lora()})
+            other = shape if own else hf.shape_of(model)
+            if other.vocab_size != shape.vocab_size:
+                raise ValueError(
+                    f"preference.reference_path = {path}: it has a vocabulary of "
+                    f"{other.vocab_size}, the model one of {shape.vocab_size}"
+                )
+            return Reference(made(plain, other, mesh, ops), own)
+        case _:
+            return None
+
+
 def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
     """The columns that a run reads beside tokens and labels."""
     t = config.train
-    asked = {c: f"train.loss = {t.loss}" for c in LOSSES[t.loss].columns if c not in TOKENS}
+    asked = {c: f"train.loss = {t.loss}" for c in loss_of_run(config).columns if c not in TOKENS}
     if t.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}
@@ -301,6 +338,7 @@ def build(config: Config, mesh: Mesh) -> Built:
     last = test_sets(config, mesh, shape.vocab_size, columns) if config.train.do_test else {}
     dropout.check(config.train, shape, batches.per_step)
     engine = build_engine(config, shape, mesh, ops)
+    engine.reference = reference(config, shape, mesh, ops)
     return Built(
         shape,
         engine,

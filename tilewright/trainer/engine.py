@@ -27,6 +27,7 @@ from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.reference import Reference
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -93,6 +94,7 @@ class Engine:
     """A prepared model and its optimizer on a mesh. Every rank must make the same calls.
 
     empty_steps: the number of steps so far whose denominator was 0.
+    reference: what losses compare with; None: nothing, or what the data hold.
     """
 
     def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, mesh: Mesh):
@@ -101,6 +103,7 @@ class Engine:
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
         self.decays = decays(optimizer)
         self.empty_steps = 0
+        self.reference: Reference | None = None
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
     @property
@@ -112,15 +115,24 @@ class Engine:
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        sums = self._sums(self.parts.forward_backward(list(batches), loss), loss)
+        sums = self._sums(self.parts.forward_backward(self._with_reference(batches), loss), loss)
         own = sums.totals[:2]
         self._totals = own if self._totals is None else self._totals + own
         return sums
 
-    def forward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
-        """The same without gradients and without noise."""
-        with self.evaluating():
+    def forward(
+        self, batches: Iterable[Batch], loss: LossFunction, *, training: bool = False
+    ) -> Sums:
+        """The same without gradients and, unless `training`, without noise and dropout."""
+        batches = self._with_reference(batches)
+        with torch.no_grad() if training else self.evaluating():
             return self._sums(self.parts.forward(batches, loss), loss)
+
+    def _with_reference(self, batches: Iterable[Batch]) -> list[Batch]:
+        if self.reference is None:
+            return list(batches)
+        with self.evaluating():
+            return self.reference.added(self.parts, batches)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

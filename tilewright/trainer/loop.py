@@ -30,7 +30,6 @@ from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
 from tilewright.trainer.resume import resume
 from tilewright.trainer.scoring import batches_of, evaluation, reported_names
-from tilewright.trainer.tables import LOSSES
 
 
 def train(config: Config, mesh: Mesh) -> None:
@@ -242,7 +241,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(
             f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
         )
-    names = reported_names(held, LOSSES[t.loss], accuracy=t.eval_accuracy)
+    loss = build.loss_of_run(config)
+    names = reported_names(held, loss, accuracy=t.eval_accuracy)
     best = Best.of(t, state.get("best"), held, names)
     own = facts(config, mesh, (batches, held), made.identity, made.ops)
     files = files_of_data(config) if mesh.main else {}
@@ -274,7 +274,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         batches=batches,
         held=held,
         last=made.last,
-        loss=LOSSES[t.loss],
+        loss=loss,
         plan=plan,
         metrics=metrics,
         witness=witness,

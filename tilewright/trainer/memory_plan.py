@@ -10,6 +10,7 @@ layout may have more ranks than there are processes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import multiprocessing
 from collections import Counter
@@ -31,6 +32,8 @@ from tilewright.trainer.build import (
     columns_of,
     compute_dtype,
     engine_around,
+    loss_of_run,
+    reference,
     unfilled,
 )
 from tilewright.trainer.checkpoint import hf
@@ -44,7 +47,7 @@ from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_o
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
-from tilewright.trainer.tables import LAYOUTS, LOSSES
+from tilewright.trainer.tables import LAYOUTS
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -123,6 +126,9 @@ def _measured(
         with tracker.owned_by("parameters"):
             parts = unfilled(config, shape, mesh, ops, mesh.device)
             engine = engine_around(parts, config, mesh)
+            engine.reference = reference(
+                config, shape, mesh, ops, functools.partial(unfilled, init_device=mesh.device)
+            )
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
                 offload_activations(parts.model, limit, NoCopies(mesh.device))
@@ -131,7 +137,7 @@ def _measured(
         owners = tracker.own("parameters", stored)
         for step in range(max(1, steps)):
             for micro_batches in _calls(t, last=step == steps - 1):
-                engine.forward_backward([batch] * micro_batches, LOSSES[t.loss])
+                engine.forward_backward([batch] * micro_batches, loss_of_run(config))
             owners |= tracker.own(
                 "gradients", [p.grad for p in engine.parameters if p.grad is not None]
             )

@@ -4,7 +4,8 @@ A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
     last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1],
     and further columns that are asked for: [1, T] or [1, T, width] if they are per token,
-    [documents] if they are per document; with dropout, bin_ends int32 [bins]: the first token after
+    [documents] if they are per document, and then `lengths` [documents], the number of each one's
+    tokens that the rank has; with dropout, bin_ends int32 [bins]: the first token after
     each bin. Padding is a document of its own.
 With context parallelism what is per token is this rank's shard of the row, and the ranks of one row
 read the same bins.
@@ -192,8 +193,12 @@ def collate(
             tensors[name] = torch.from_numpy(row.astype(column.dtype, copy=False))
         else:
             of_documents[name] = torch.from_numpy(np.array(values, column.dtype))
+    cp = cp or ContextParallel()
+    if of_documents:
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        of_documents["lengths"] = torch.bincount(shard(numbers, 0, cp), minlength=len(lengths))
     return {
-        **{name: shard(t[None], 1, cp or ContextParallel()) for name, t in tensors.items()},
+        **{name: shard(t[None], 1, cp) for name, t in tensors.items()},
         **of_documents,
         "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
         **({BIN_ENDS: torch.from_numpy(of_bins).int()} if ends else {}),

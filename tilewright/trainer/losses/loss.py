@@ -8,14 +8,18 @@ token has the same weight however a step is split into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
+from tilewright.trainer.tables import LOSSES
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config.preference import Preference
 
 # Numbers that are reported with every step or evaluation.
 RESERVED = {
@@ -45,12 +49,15 @@ class Loss:
     columns: of a batch that it reads. A run whose batches have not all of them is refused.
     reports: names of further sums, which are reported over the denominator.
     nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
+    settled: the section preference and the kind of its reference -> the loss that a run has, of a
+        row that depends on them.
     """
 
     function: LossFunction
     columns: tuple[str, ...] = ("labels",)
     reports: tuple[str, ...] = ()
     nats: bool = False
+    settled: Callable[[Preference, str], Loss] | None = None
 
     def __post_init__(self) -> None:
         if taken := sorted(RESERVED & {*self.reports}):
@@ -67,6 +74,12 @@ class Loss:
                 f"{len(self.reports)} more to report, got {len(found)} in all"
             )
         return found
+
+
+def loss_of(name: str, preference: Preference, reference: str) -> Loss:
+    """What train.loss = name minimizes.   reference: the kind, as `config.preference.kind` says."""
+    row = LOSSES[name]
+    return row if row.settled is None else row.settled(preference, reference)
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,23 @@ class Shaping(NamedTuple):
     z_loss: float = 0.0
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """Each rank's result depends on every rank's argument, so gradients are added as well."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad = grads[0].clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
 class TokenLosses:
     """Negative log-probabilities of labels [B, S], shaped, and 0 where a label is IGNORE.
 
@@ -43,15 +61,29 @@ class TokenLosses:
         ops: Ops,
         group: dist.ProcessGroup | None = None,
         shaping: Shaping = Shaping(),  # noqa: B008
+        sequence: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
-        """group: of the ranks that have the weight's rows, if it is this rank's shard of them."""
+        """group: of the ranks that have the weight's rows, if it is this rank's shard of them.
+        sequence: the groups over whose ranks the tokens of a sequence are sharded.
+        """
         if shaping.loss_temperature != 1.0:
             # Not the logits, of which there are more; rounded to the dtype of the hidden states.
             hidden = hidden / shaping.loss_temperature
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
-        self._group, self._z_loss = group, shaping.z_loss
+        self._group, self._z_loss, self._sequence = group, shaping.z_loss, sequence
         self.computed: torch.Tensor | None = None
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
+
+    def over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums over the whole sequence of this rank's, differentiable: every rank gets them."""
+        for group in self._sequence:
+            sums = _SumOverRanks.apply(sums, group)
+        return sums
+
+    @property
+    def share(self) -> float:
+        """One over the number of ranks that `over_ranks` sums over: totals are added over them."""
+        return 1.0 / math.prod(group.size() for group in self._sequence)
 
     def sum(self) -> torch.Tensor:
         return self.reduced("sum")

@@ -240,4 +240,5 @@ class Transformer(nn.Module):
         # Evaluations are of the cross-entropy itself.
         shaping = self.shaping if torch.is_grad_enabled() else Shaping()
         whole = self.tp.gather_for_all(hidden)
-        return TokenLosses(whole, weight, labels, self.ops, group, shaping)
+        sequence = tuple(g for g in (self.cp.ulysses, self.cp.ring) if g is not None)
+        return TokenLosses(whole, weight, labels, self.ops, group, shaping, sequence)

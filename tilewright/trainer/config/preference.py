@@ -1,0 +1,95 @@
+"""The section preference: what train.loss = preference minimizes, and what it compares with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tilewright.trainer.config.section import Only, Refuse, Resume, RowOf, Section, field
+from tilewright.trainer.tables import PREFERENCES
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config
+
+OURS = "ours: xorl's local configuration has no preferences"
+PREFERRED = Only("train.loss", "preference")
+KINDS = ("adapters_off", "model", "column")
+
+
+def _read_by(name: str) -> Only:
+    """Of an option of the formulas."""
+    return Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
+
+
+def kind(config: Config) -> str:
+    """What the reference is: none, or one of KINDS."""
+    p = config.preference
+    if config.train.loss != "preference" or not PREFERENCES[p.loss].reference:
+        return "none"
+    if p.reference != "auto":
+        return p.reference
+    return "adapters_off" if config.lora.enable_lora else "model"
+
+
+def _computed(config: Config) -> bool:
+    return kind(config) in ("adapters_off", "model")
+
+
+class Preference(Section):
+    loss: Annotated[str, RowOf(PREFERENCES)] = field(
+        "sigmoid",
+        Resume.NEXT_STEP,
+        PREFERRED,
+        names="loss_type",
+        differs=("none", OURS),
+    )
+    """The formula, of a table."""
+    beta: float = field(0.1, Resume.NEXT_STEP, _read_by("beta"), differs=("none", OURS), gt=0)
+    """What log-ratios to the reference are multiplied by."""
+    label_smoothing: float = field(
+        0.0, Resume.NEXT_STEP, _read_by("label_smoothing"), differs=("none", OURS), ge=0, lt=0.5
+    )
+    """The probability that a pair's answers are in the wrong order."""
+    simpo_gamma: float = field(
+        0.5, Resume.NEXT_STEP, _read_by("simpo_gamma"), differs=("none", OURS), ge=0
+    )
+    """The margin that simpo aims at."""
+    dpop_lambda: float = field(
+        50.0, Resume.NEXT_STEP, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
+    )
+    """dpop's weight of a chosen answer that is less probable than under the reference."""
+    sft_ratio: float = field(
+        0.0, Resume.NEXT_STEP, PREFERRED, names="sft_loss_ratio", differs=("none", OURS), ge=0
+    )
+    """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
+    reference: Literal["auto", "adapters_off", "model", "column"] = field(
+        "auto",
+        Resume.NEXT_STEP,
+        PREFERRED,
+        Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.reference]),
+        Refuse("there are no adapters", "lora.enable_lora").when(
+            lambda c: c.preference.reference == "adapters_off" and not c.lora.enable_lora
+        ),
+        Refuse(
+            "a pipeline's log-probabilities are on its last stage", "train.pipeline_parallel_size"
+        ).when(lambda c: _computed(c) and c.train.pipeline_parallel_size > 1),
+        Refuse(
+            "merging changes the weights without adapters, which are the reference",
+            "lora.merge_lora_interval",
+        ).when(lambda c: kind(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
+        differs=("none", OURS),
+    )
+    """What answers are compared with. adapters_off: the model without its adapters; model: a second
+    one, frozen; column: the column reference_logprob of the data; auto: adapters_off with LoRA,
+    else model.
+    """
+    reference_path: str | None = field(
+        None,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        Refuse("no second model is read", "reference").when(
+            lambda c: c.preference.reference_path is not None and kind(c) != "model"
+        ),
+        names="ref_model",
+        differs=("none", OURS),
+    )
+    """The folder of the reference model; null: model.model_path."""

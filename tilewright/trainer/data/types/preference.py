@@ -1,0 +1,141 @@
+"""Pairs of answers to one prompt, of which one is preferred, as two documents each: the chosen
+answer, then the rejected one. Labels are the answers alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.data import chat
+from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
+from tilewright.trainer.data.types.tokenized import NotIntegers
+from tilewright.trainer.tables import DATASETS
+
+ROLES = (("chosen", 0), ("rejected", 1))
+YIELDS = ("pair", "role")
+IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def _pair(answers: list[chat.Sample], most: int) -> Iterator[Sample]:
+    """The two documents. Each has at most half of a bin, so that both are in one: answers are cut
+    from their ends.
+    """
+    if answers[0] == answers[1]:
+        raise Refused("its chosen answer is its rejected one")
+    cut = [(ids[: most // 2], labels[: most // 2]) for ids, labels in answers]
+    for (name, _), (_, labels) in zip(ROLES, cut, strict=True):
+        if all(token == IGNORE for token in labels[1:]):
+            raise Refused(
+                f"its {name} answer has no token within {most // 2}, half of the longest sample; "
+                "a longer bin (data.sample_packing_sequence_len) or max_seq_len would hold it"
+            )
+    # Consecutive pairs must differ; equal ones are in one bin, as they would be anyway.
+    digest = hashlib.sha256(np.array([t for ids, _ in cut for t in (*ids, -1)], np.int64).tobytes())
+    number = int.from_bytes(digest.digest()[:8], "big") >> 1
+    for (_, role), (ids, labels) in zip(ROLES, cut, strict=True):
+        yield ids, labels, {"pair": number, "role": role}
+
+
+def _last(samples: list[chat.Sample], name: str) -> chat.Sample:
+    """The sample of the whole conversation."""
+    if len(samples) > 1:
+        raise Refused(
+            f"its {name} conversation has several answers, of which the chat template renders an "
+            "earlier one in another way once it goes on; give the earlier turns in `prompt`"
+        )
+    return samples[0]
+
+
+def _messages_of(row: dict[str, Any], name: str) -> tuple[list, list]:
+    """The messages that are given for both answers, and those of the named one."""
+    both = [row.get(n) for n, _ in ROLES]
+    if not all(isinstance(b, list) and b for b in both):
+        raise Refused("chosen and rejected must both be strings, or lists of messages")
+    prompt = row.get("prompt")
+    if prompt is None:  # TRL's implicit prompt: what both begin with
+        count = 0
+        while count < min(map(len, both)) - 1 and both[0][count] == both[1][count]:
+            count += 1
+        if not count:
+            raise Refused("it has no prompt, and chosen and rejected begin with other messages")
+        return both[0][:count], row[name][count:]
+    if not isinstance(prompt, list):
+        raise Refused("its prompt must be a list of messages, as chosen and rejected are")
+    return prompt, row[name]
+
+
+def _of_strings(tokenizer: Any, row: dict[str, Any], name: str) -> chat.Sample:
+    prompt, answer = row.get("prompt"), row.get(name)
+    if prompt is None:
+        raise Refused("it has no prompt: of strings the part that both begin with is not taken")
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        raise Refused(f"prompt and {name} must both be strings, or lists of messages")
+    if not answer:
+        raise Refused(f"its {name} answer is empty")
+    return chat.prompt_completion(tokenizer, {"prompt": prompt, "completion": answer})[0]
+
+
+def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    listed = getattr(asked.features["chosen"], "dtype", "list") not in ("string", "large_string")
+    if pictures := {"images", "image"} & {*asked.features}:
+        raise ValueError(f"{asked.path}: type {asked.kind} reads no column `{min(pictures)}`")
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=listed)
+
+    def sample(row: dict[str, Any], name: str) -> chat.Sample:
+        if not listed:
+            return _of_strings(asked.tokenizer, row, name)
+        prompt, answer = _messages_of(row, name)
+        given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
+        return _last(chat.prompt_completion(asked.tokenizer, given), name)
+
+    return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked.most)
+
+
+def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    def samples(row: dict[str, Any]) -> Iterator[Sample]:
+        for name in IDS:
+            if not row.get(name):
+                raise Refused(f"its {name} are {'null' if row.get(name) is None else 'empty'}")
+            if any(token is None for token in row[name]):
+                raise Refused(f"a token of its {name} is null")
+        prompt = list(row["prompt_ids"])
+        answers = (list(row[name]) for name in IDS[1:])
+        both = [(prompt + a, [IGNORE] * len(prompt) + a) for a in answers]
+        return _pair(both, asked.most)
+
+    return samples
+
+
+def _check(path: str, features: Any) -> None:
+    for name in IDS:
+        kind = getattr(getattr(features[name], "feature", None), "dtype", "")
+        if not kind.startswith(("int", "uint")):
+            raise NotIntegers(path, name, features[name])
+
+
+DATASETS.add(
+    "preference",
+    DatasetType(
+        (("chosen", "rejected"),),
+        _preference,
+        optional=("prompt", "tools"),
+        says="pairs of answers",
+        yields=YIELDS,
+    ),
+)
+DATASETS.add(
+    "preference_tokenized",
+    DatasetType(
+        (IDS,),
+        _tokenized,
+        says="pairs of answers that are tokens",
+        check=_check,
+        tokenizer=False,
+        yields=YIELDS,
+    ),
+)

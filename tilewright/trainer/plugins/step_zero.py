@@ -1,0 +1,74 @@
+"""Before the first step of a preference run: the policy is its reference, bit for bit.
+
+Every loss has a known value then (the logistic one ln 2), and its gradient is that of a margin of
+0. A run that begins elsewhere has another reference than it says, dropout, noise, or numerics that
+differ between the two passes, and no later number shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewright.trainer.losses.preferences import pairs_of
+from tilewright.trainer.models.head import TokenLosses
+from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.tables import CALLBACKS
+
+if TYPE_CHECKING:
+    from tilewright.trainer.loop import Run
+
+TERMS = ("chosen", "rejected")
+
+
+class StepZero(Callback):
+    def before_step(self, step: Step) -> None:
+        run = self.run
+        if step.number > 1:
+            return
+        found: list[str] = []
+
+        def look(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+            pairs, is_pair = pairs_of(per_token, batch, reference=True)
+            apart = torch.stack((pairs.up, pairs.down)).ne(0) & is_pair
+            # One synchronization a micro-batch, in the first step alone.
+            for term, document in apart.nonzero()[:1].tolist():
+                values = [float(p[document]) for p in (pairs[term], pairs[term + 2])]
+                pair = int(is_pair[: document + 1].sum())
+                found.append(
+                    f"micro-batch {len(found) + 1}, pair {pair}: log-probability of the "
+                    f"{TERMS[term]} answer {values[0]:.9g}, under the reference {values[1]:.9g}"
+                )
+            if not apart.any():
+                found.append("")
+            count = per_token.share * apart.any(0).double().sum()
+            return count, per_token.share * is_pair.double().sum()
+
+        sums = run.engine.forward(step.batches, look, training=True)
+        differing, pairs = (int(round(n)) for n in sums.totals.tolist())
+        reference = run.engine.reference
+        assert reference is not None
+        if not reference.own:
+            run.metrics.say(
+                f"reference: another model, under which {differing} of {pairs} pairs of the first "
+                "step have other log-probabilities"
+            )
+        elif differing:
+            here = next((f for f in found if f), "on another process")
+            raise ValueError(
+                f"the policy is not its reference before the first step: {differing} of {pairs} "
+                f"pairs differ, first {here}. Dropout, noise on weights and adapters that are not "
+                "0 make such a difference; preference.reference_path names another model"
+            )
+        else:
+            run.metrics.say(
+                f"reference: all {pairs} pairs of the first step have margins of exactly 0"
+            )
+
+
+CALLBACKS.add(
+    "step_zero",
+    Plugin(StepZero, 35, lambda run: run.done == 0 and run.engine.reference is not None),
+)
