@@ -43,18 +43,26 @@ class Preference(Section):
         differs=("none", OURS),
     )
     """The formula, of a table."""
-    beta: float = field(0.1, Resume.NEXT_STEP, _read_by("beta"), differs=("none", OURS), gt=0)
+    beta: float = field(
+        0.1, Resume.NEXT_STEP, PREFERRED, _read_by("beta"), differs=("none", OURS), gt=0
+    )
     """What log-ratios to the reference are multiplied by."""
     label_smoothing: float = field(
-        0.0, Resume.NEXT_STEP, _read_by("label_smoothing"), differs=("none", OURS), ge=0, lt=0.5
+        0.0,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        _read_by("label_smoothing"),
+        differs=("none", OURS),
+        ge=0,
+        lt=0.5,
     )
     """The probability that a pair's answers are in the wrong order."""
     simpo_gamma: float = field(
-        0.5, Resume.NEXT_STEP, _read_by("simpo_gamma"), differs=("none", OURS), ge=0
+        0.5, Resume.NEXT_STEP, PREFERRED, _read_by("simpo_gamma"), differs=("none", OURS), ge=0
     )
     """The margin that simpo aims at."""
     dpop_lambda: float = field(
-        50.0, Resume.NEXT_STEP, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
+        50.0, Resume.NEXT_STEP, PREFERRED, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
     )
     """dpop's weight of a chosen answer that is less probable than under the reference."""
     sft_ratio: float = field(

@@ -8,7 +8,7 @@ differ between the two passes, and no later number shows it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from tilewright.trainer.losses.preferences import pairs_of
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.plugins.callback import Callback, Plugin, Step
 from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
 
 TERMS = ("chosen", "rejected")
 
@@ -47,7 +44,7 @@ class StepZero(Callback):
             return count, per_token.share * is_pair.double().sum()
 
         sums = run.engine.forward(step.batches, look, training=True)
-        differing, pairs = (int(round(n)) for n in sums.totals.tolist())
+        differing, pairs = (round(n) for n in sums.totals.tolist())
         reference = run.engine.reference
         assert reference is not None
         if not reference.own:

@@ -1,0 +1,588 @@
+"""Preference training: formulas against TRL's code, whole runs against two transformers models."""
+
+import collections
+import importlib
+import itertools
+import json
+import math
+import pathlib
+import random
+import types
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+from ranks import run_modes  # noqa: E402
+
+from tilewright.trainer import build, train  # noqa: E402
+from tilewright.trainer.columns import IGNORE  # noqa: E402
+from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.config.preference import kind  # noqa: E402
+from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
+from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs  # noqa: E402
+from tilewright.trainer.losses.preference.formulas import log1mexp  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
+
+pytestmark = pytest.mark.packages
+
+EVERY = pytest.mark.parametrize("name", PREFERENCES.names())
+VOCAB = 64
+
+
+def pairs(*shape, seed=0, scale=3.0):
+    g = torch.Generator().manual_seed(seed)
+    sums = [-scale * torch.rand(*shape, generator=g, dtype=torch.float64) * 9 for _ in range(4)]
+    tokens = [torch.randint(1, 9, shape, generator=g).double() for _ in range(2)]
+    return Pairs(*sums, *tokens)
+
+
+# ---- formulas
+
+
+def trls_dpo(name, p, o):
+    """TRL's trainer on log-probabilities that a model would give, one token of them an answer."""
+    trainer = pytest.importorskip("trl").DPOTrainer
+    module = importlib.import_module(trainer.__module__)
+    # Answers of as many tokens; their log-probability is on the first.
+    tokens = torch.cat((p.chosen_tokens, p.rejected_tokens)).long()
+    S = int(tokens.max())
+    mask = torch.arange(S) < tokens[:, None]
+    given = torch.zeros(len(tokens), S, dtype=torch.float64)
+    given[:, 0] = torch.cat((p.chosen, p.rejected))
+    zeros = torch.zeros_like(given)
+    outputs = types.SimpleNamespace(
+        log_probs=given, entropy=zeros, mean_logits=zeros, is_top1=mask, log_sum_sq_probs=zeros
+    )
+    completion = torch.cat((torch.zeros(len(mask), 1, dtype=torch.bool), mask), 1).long()
+    this = types.SimpleNamespace(
+        model=types.SimpleNamespace(training=False),
+        accelerator=types.SimpleNamespace(
+            device=torch.device("cpu"), gather=lambda t: t, gather_for_metrics=lambda t: t
+        ),
+        args=types.SimpleNamespace(),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        use_weighting=False,
+        beta=o.beta,
+        label_smoothing=o.label_smoothing,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": completion,
+        "attention_mask": completion,
+        "completion_mask": completion,
+        "ref_chosen_logps": p.ref_chosen,
+        "ref_rejected_logps": p.ref_rejected,
+    }
+    assert module.math is math
+    return trainer._compute_loss(this, lambda **_: outputs, inputs, False)
+
+
+DPO = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard")
+
+
+@pytest.mark.parametrize("name", [*DPO, "apo_zero", "apo_down", "sigmoid_norm"])
+def test_a_formula_is_trls(name):
+    smoothed = name in ("exo_pair", "robust")
+    o = Options(beta=0.3, label_smoothing=0.1 if smoothed else 0.0)
+    for seed in range(3):
+        p = pairs(5, seed=seed)
+        torch.testing.assert_close(
+            PREFERENCES[name].function(p, o).mean(), trls_dpo(name, p, o), rtol=1e-6, atol=1e-9
+        )
+
+
+def test_simpo_and_orpo_are_trls():
+    pytest.importorskip("trl")
+    p, o = pairs(5), Options(beta=2.0, simpo_gamma=0.7)
+    mean = p.means
+    cpo = importlib.import_module("trl.experimental.cpo.cpo_trainer").CPOTrainer
+    this = types.SimpleNamespace(
+        beta=o.beta,
+        alpha=0.0,
+        loss_type="simpo",
+        simpo_gamma=o.simpo_gamma,
+        label_smoothing=0.0,
+        accelerator=types.SimpleNamespace(device="cpu"),
+    )
+    found = PREFERENCES["simpo"].function(p, o)
+    torch.testing.assert_close(found, cpo.cpo_loss(this, mean.chosen, mean.rejected)[0])
+    orpo = importlib.import_module("trl.experimental.orpo.orpo_trainer").ORPOTrainer
+    # It adds beta times the log-sigmoid to the log-likelihood, and computes it in float32.
+    found = -PREFERENCES["orpo"].function(p, o)
+    expected = orpo.odds_ratio_loss(this, mean.chosen, mean.rejected)[0].double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dpop_and_label_smoothing_are_as_published():
+    p, o = pairs(4), Options(beta=0.2, label_smoothing=0.2, dpop_lambda=5.0)
+    for i in range(4):
+        c, r, C, R = (float(t[i]) for t in p[:4])
+        z = 0.2 * ((c - r) - (C - R))
+        smoothed = -0.8 * math.log(1 / (1 + math.exp(-z))) - 0.2 * math.log(1 / (1 + math.exp(z)))
+        z = 0.2 * ((c - C) - (r - R) - 5 * max(0.0, C - c))
+        positive = math.log1p(math.exp(-z))
+        found = (PREFERENCES[n].function(p, o)[i].item() for n in ("sigmoid", "dpop"))
+        assert [*found] == pytest.approx([smoothed, positive], rel=1e-12)
+
+
+@EVERY
+def test_gradients_are_finite_differences(name):
+    row, o = PREFERENCES[name], Options(beta=0.7, label_smoothing=0.1)
+    p = pairs(6, seed=3)
+
+    def loss(chosen, rejected):
+        return row.function(p._replace(chosen=chosen, rejected=rejected), o)
+
+    assert torch.autograd.gradcheck(loss, [t.requires_grad_() for t in p[:2]])
+
+
+@EVERY
+@pytest.mark.parametrize("margin", [1e4, -1e4, 1e-12], ids=str)
+def test_extremes_are_finite(name, margin):
+    """Margins of 1e4, answers that are certain, and a probability of exactly 1."""
+    for other in (-1e-12, 0.0, -1e4):
+        c = torch.tensor([min(0.0, other + margin), other], dtype=torch.float64).requires_grad_()
+        r = torch.tensor([other, other], dtype=torch.float64).requires_grad_()
+        ones = torch.ones(2, dtype=torch.float64)
+        p = Pairs(c, r, torch.full_like(ones, -3.0), torch.full_like(ones, -2.0), ones, ones)
+        loss = PREFERENCES[name].function(p, Options())
+        assert loss.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), (c, r)))
+
+
+def test_log1mexp_is_exact_on_both_sides():
+    mpmath = pytest.importorskip("mpmath")
+    for x in (-1e-12, -1e-3, -0.5, -math.log(2), -0.7, -5.0, -50.0, -700.0):
+        found = log1mexp(torch.tensor(x, dtype=torch.float64)).item()
+        with mpmath.workdps(60):
+            expected = float(mpmath.log(1 - mpmath.exp(mpmath.mpf(x))))
+        assert found == pytest.approx(expected, rel=1e-14)
+
+
+# Where the policy is its reference, whatever the answers; by beta, for no label smoothing.
+AT_ZERO = {
+    "sigmoid": lambda b: math.log(2),
+    "sigmoid_norm": lambda b: math.log(2),
+    "robust": lambda b: math.log(2),
+    "hinge": lambda b: 1.0,
+    "ipo": lambda b: 1 / (4 * b * b),
+    "nca_pair": lambda b: 2 * math.log(2),
+    "bco_pair": lambda b: 2 * math.log(2),
+    "sppo_hard": lambda b: 1 / (2 * b * b),
+    "apo_zero": lambda b: 1.0,
+    "apo_down": lambda b: 1.0,
+    "dpop": lambda b: math.log(2),
+    "exo_pair": lambda b: -math.log(2) - 0.5 * (math.log1p(-1e-3) + math.log(1e-3)),
+}
+
+
+@EVERY
+def test_a_formula_has_its_closed_value_at_the_reference(name):
+    row = PREFERENCES[name]
+    assert (name in AT_ZERO) == row.reference
+    if row.reference:
+        p = pairs(5)
+        p = p._replace(ref_chosen=p.chosen, ref_rejected=p.rejected)
+        expected = torch.full((5,), AT_ZERO[name](0.3), dtype=torch.float64)
+        torch.testing.assert_close(row.function(p, Options(beta=0.3)), expected, rtol=1e-12, atol=0)
+
+
+@EVERY
+def test_a_formula_reads_what_it_says(name):
+    row, p = PREFERENCES[name], pairs(5, seed=1)
+    base = Options(0.3, 0.1, 0.5, 2.0)
+    for option in Options._fields:
+        other = row.function(p, base._replace(**{option: 0.23}))
+        assert (not torch.equal(other, row.function(p, base))) == (option in row.reads), option
+    moved = row.function(p._replace(ref_chosen=p.ref_chosen + 1), base)
+    assert (not torch.equal(moved, row.function(p, base))) == row.reference
+    with pytest.raises(ValueError, match="'gamma' is none of"):
+        Formula(row.function, ("gamma",))
+
+
+# ---- data
+
+
+class Words:
+    """A tokenizer of words, with offsets and a chat template."""
+
+    is_fast, chat_template, eos_token_id = True, "there", 1
+    all_special_ids, added_tokens_decoder = (1,), {}
+
+    def __call__(self, text, **_):
+        ids, offsets, at = [], [], 0
+        for word in text.split(" "):
+            ids.append(2 + sum(map(ord, word)) % (VOCAB - 2))
+            offsets.append((at, at + len(word)))
+            at += len(word) + 1
+        return {"input_ids": ids, "offset_mapping": offsets}
+
+    def get_chat_template(self, tools=None):
+        return "no generation blocks"
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, **_):
+        text = "".join(f"<{m['role']}> {m['content']} " for m in messages)
+        return text + ("<assistant> " if add_generation_prompt else "")
+
+
+def samples(row, most=64, kind="preference", **features):
+    listed = isinstance(row.get("chosen"), list)
+    features = {"chosen": types.SimpleNamespace(dtype="list" if listed else "string"), **features}
+    return [*DATASETS[kind].samples(Asked("data", kind, most, Words(), features))(row)]
+
+
+def answers(found):
+    return [[t for t in labels if t != IGNORE] for _, labels, _ in found]
+
+
+def test_strings_are_two_documents_with_the_answers_labels():
+    found = samples({"prompt": "to be ", "chosen": "or not", "rejected": "and so on"})
+    assert [f[2]["role"] for f in found] == [0, 1] and len({f[2]["pair"] for f in found}) == 1
+    (chosen, rejected), words = found, Words()
+    assert list(chosen[0]) == words("to be or not")["input_ids"] + [1]
+    assert answers(found) == [
+        words("or not")["input_ids"] + [1],
+        words("and so on")["input_ids"] + [1],
+    ]
+    assert list(rejected[0][:2]) == list(chosen[0][:2])
+
+
+def test_an_implicit_prompt_is_what_both_conversations_begin_with():
+    user = {"role": "user", "content": "why"}
+    given = [[user, {"role": "assistant", "content": a}] for a in ("because", "no idea")]
+    implicit = samples({"chosen": given[0], "rejected": given[1]})
+    explicit = samples({"prompt": [user], "chosen": given[0][1:], "rejected": given[1][1:]})
+    assert implicit == explicit and len(implicit) == 2
+    assert answers(implicit)[0] == Words()("because ")["input_ids"][:-1] + answers(implicit)[0][1:]
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"prompt": "a ", "chosen": "b", "rejected": "b"}, "is its rejected one"),
+        ({"prompt": "a ", "chosen": "", "rejected": "b"}, "chosen answer is empty"),
+        ({"prompt": "a ", "chosen": "c", "rejected": None}, "rejected must both be strings"),
+        ({"chosen": "c", "rejected": "d"}, "it has no prompt"),
+        ({"prompt": "a " * 40, "chosen": "c", "rejected": "d"}, "no token within 32"),
+        ({"chosen": [], "rejected": []}, "lists of messages"),
+        (
+            {
+                "chosen": [{"role": "user", "content": "x"}],
+                "rejected": [{"role": "user", "content": "y"}],
+            },
+            "begin with other messages",
+        ),
+        ({"prompt": "p", "chosen": [{}], "rejected": [{}]}, "prompt must be a list"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_row_that_is_no_pair_is_refused(row, said):
+    with pytest.raises(Refused, match=said):
+        samples(row)
+
+
+def test_tokens_are_taken_as_they_are_and_bad_ones_refused():
+    row = {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8, 9]}
+    found = samples(row, kind="preference_tokenized")
+    assert [[*ids] for ids, *_ in found] == [[5, 6, 7], [5, 6, 8, 9]]
+    assert answers(found) == [[7], [8, 9]]
+    for changed, said in (
+        ({"chosen_ids": []}, "chosen_ids are empty"),
+        ({"prompt_ids": None}, "prompt_ids are null"),
+        ({"rejected_ids": [None]}, "rejected_ids is null"),
+    ):
+        with pytest.raises(Refused, match=said):
+            samples(row | changed, kind="preference_tokenized")
+    with pytest.raises(ValueError, match="reads no column `images`"):
+        samples({"chosen": "a", "rejected": "b"}, images=None)
+
+
+# ---- runs
+
+
+def rows(count, seed):
+    rng = random.Random(seed)
+
+    def ids(low, high):
+        return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
+
+    return [
+        {"prompt_ids": ids(2, 9), "chosen_ids": ids(1, 8), "rejected_ids": ids(1, 8)}
+        for _ in range(count)
+    ]
+
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """(folder, path of a configuration): eight bins a step, each of one or more pairs."""
+    folder = tmp_path_factory.mktemp("preference")
+    for name, seed in (("model", 0), ("other", 1)):
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(**SMALL)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
+    text = "".join(json.dumps(row) + "\n" for row in rows(120, 1))
+    (folder / "pairs.jsonl").write_text(text)
+    tree = {
+        "model": {"model_path": str(folder / "model")},
+        "data": {
+            "datasets": [{"path": str(folder / "pairs.jsonl"), "type": "preference_tokenized"}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "sample_packing_sequence_len": 64,
+            "pad_to_multiple_of": 16,
+        },
+        "train": {
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "none",
+            "loss": "preference",
+            "gradient_accumulation_steps": 8,
+            "max_steps": STEPS,
+            "lr": 1e-2,
+            "optimizer": "sgd",
+            "lr_decay_style": "constant",
+            "max_grad_norm": 0.0,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_hf_weights": False,
+            "save_strategy": "no",
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return folder, str(folder / "config.yaml")
+
+
+def metrics(folder):
+    lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def trained(settings, name, *options):
+    folder, path = settings
+    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
+    return metrics(folder / name)
+
+
+@pytest.fixture(scope="module")
+def alone(settings):
+    return trained(settings, "alone")
+
+
+def plain(settings, reference="model", beta=0.1):
+    """The losses and margins of a loop over two of transformers' models, a pair at a time."""
+    folder, path = settings
+    load_model = transformers.LlamaForCausalLM.from_pretrained
+    policy, other = (load_model(folder / name) for name in ("model", reference))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
+    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
+    steps, found = made.batches.steps(), []
+
+    def logprob(model, ids, labels):
+        logits = model(ids[None]).logits[0].log_softmax(-1)
+        kept = labels != IGNORE
+        return logits[kept].gather(1, labels[kept][:, None]).sum()
+
+    for _ in range(STEPS):
+        terms = []
+        for batch in next(steps):
+            ends = batch["cu_seqlens"].tolist()
+            spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
+            for chosen, rejected, role in zip(spans, spans[1:], batch["role"], strict=False):
+                if role != 0:
+                    continue
+                answers = [
+                    (batch["input_ids"][0, s], batch["labels"][0, s]) for s in (chosen, rejected)
+                ]
+                c, r = (logprob(policy, *a) for a in answers)
+                with torch.no_grad():
+                    C, R = (logprob(other, *a) for a in answers)
+                terms.append(beta * ((c - r) - (C - R)))
+        margins = torch.stack(terms)
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), margins.mean().item(), (margins > 0).double().mean().item()))
+    return found
+
+
+@pytest.mark.parametrize("reference", ["model", "other"])
+def test_a_run_is_dpo_on_two_models(reference, settings, alone):
+    option = f"--preference.reference_path={settings[0] / reference}"
+    rows = alone if reference == "model" else trained(settings, "elsewhere", option)
+    for row, (loss, margin, accuracy) in zip(rows, plain(settings, reference), strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["reward_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-6)
+        assert row["reward_accuracy"] == pytest.approx(accuracy)
+    first = alone[0]
+    assert first["loss"] == math.log(2) and first["drift"] == first["reward_margin"] == 0.0
+    assert alone[-1]["drift"] > 0
+
+
+OPTIONS = {
+    "run_ddp": ["--train.data_parallel_mode=ddp", "--train.gradient_accumulation_steps=4"],
+    "run_fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=4"],
+    "run_ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
+    "run_ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
+    "run_tp": ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def spread(settings):
+    folder, path = settings
+    modes = {
+        name: [path, f"--train.output_dir={folder / name}", "--model.merge_qkv=false", *options]
+        for name, options in OPTIONS.items()
+    }
+    run_modes(2, folder, modes)
+    return {name: metrics(folder / name) for name in OPTIONS}
+
+
+NAMES = ("loss", "grad_norm", "reward_margin", "reward_chosen", "logprob_rejected", "drift")
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        for name in NAMES:
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
+        assert a["reward_accuracy"] == pytest.approx(b["reward_accuracy"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_train_as_one_process(name, spread, alone):
+    same(spread[name], alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train.micro_batch_size=4", "--train.gradient_accumulation_steps=2"],
+        ["--train.enable_gradient_checkpointing=true"],
+        ["--model.batch_invariant=true"],
+    ],
+    ids=["micro_batches", "recomputed", "batch_invariant"],
+)
+def test_a_step_does_not_depend_on_how_it_is_computed(options, settings, alone):
+    same(trained(settings, "_".join(options)[8:30], *options), alone)
+
+
+def test_adapters_off_is_the_model_that_they_are_on(settings):
+    lora = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
+    own = trained(settings, "adapters_off", *lora)
+    second = trained(settings, "second", *lora, "--preference.reference=model")
+    assert own[0]["loss"] == math.log(2)
+    same(own, second)
+    assert own[-1]["drift"] > 0
+
+
+@EVERY
+def test_every_formula_trains(name, settings):
+    found = trained(settings, f"of_{name}", f"--preference.loss={name}", "--train.max_steps=2")
+    if PREFERENCES[name].reference:
+        assert found[0]["loss"] == pytest.approx(AT_ZERO[name](0.1), rel=1e-12)
+    assert found[0]["grad_norm"] > 0 and math.isfinite(found[1]["loss"])
+    assert found[1]["logprob_chosen"] != found[0]["logprob_chosen"]
+
+
+def test_the_likelihood_of_chosen_answers_is_added(settings, alone):
+    found = trained(settings, "sft", "--preference.sft_ratio=0.5", "--train.max_steps=1")[0]
+    assert found["logprob_chosen"] == alone[0]["logprob_chosen"] < 0
+    assert math.log(2) + 0.5 < found["loss"] < math.log(2) - 0.5 * found["logprob_chosen"]
+
+
+def test_evaluation_reports_rewards_of_each_set(settings):
+    folder, _ = settings
+    (folder / "held.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(9, 5)))
+    data = [{"path": str(folder / "held.jsonl"), "type": "preference_tokenized"}]
+    trained(settings, "held", f"--data.test_datasets={json.dumps(data)}")
+    lines = map(json.loads, (folder / "held" / "metrics.jsonl").read_text().splitlines())
+    before, *_, after = [row for row in lines if "eval_loss" in row]
+    assert before["eval_loss"] == pytest.approx(math.log(2), rel=1e-12)
+    assert before["eval_reward_margin"] == before["eval_drift"] == 0 < after["eval_drift"]
+
+
+# ---- the check before the first step
+
+
+def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, capsys):
+    with pytest.raises(ValueError, match=r"first micro-batch 1, pair 1: log-probability of the"):
+        trained(settings, "dropped", "--train.hidden_dropout=0.2")
+    trained(settings, "said", f"--preference.reference_path={settings[0] / 'other'}")
+    assert "reference: another model, under which" in capsys.readouterr().out
+    made = build.reference
+
+    def wrong(*arguments):
+        found = made(*arguments)
+        with torch.no_grad():
+            found.parts.model.model.norm.weight[0] += 1e-3
+        return found
+
+    monkeypatch.setattr(build, "reference", wrong)
+    with pytest.raises(ValueError, match=r"\d+ of \d+ pairs differ"):
+        trained(settings, "wrong")
+
+
+def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys):
+    save = ["--train.save_strategy=steps", "--train.save_steps=2", "--train.max_steps=2"]
+    folder, path = settings
+    out = f"--train.output_dir={folder / 'half'}"
+    train.train(load(path, [out, *save]), Mesh())
+    capsys.readouterr()
+    train.train(load(path, [out, "--train.load_checkpoint_path=auto"]), Mesh())
+    assert "reference:" not in capsys.readouterr().out
+    found = metrics(folder / "half")
+    assert [r["loss"] for r in found[-2:]] == [r["loss"] for r in alone[-2:]]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--train.loss=language_modeling", "--preference.beta=0.2"], "preference reads this"),
+        (["--preference.loss=hinge", "--preference.label_smoothing=0.1"], "exo_pair"),
+        (["--preference.loss=simpo", "--preference.reference=model"], "preference.loss"),
+        (["--preference.loss=simp"], "did you mean simpo"),
+        (["--preference.reference=adapters_off"], "there are no adapters"),
+        (["--preference.reference=column", "--preference.reference_path=x"], "no second model"),
+        (
+            ["--train.pipeline_parallel_size=2", "--train.data_parallel_mode=fsdp2"],
+            "on its last stage",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_settings_that_nothing_reads_are_refused(options, said, settings):
+    with pytest.raises(ConfigError, match=said):
+        load(settings[1], options)
+
+
+def test_what_the_reference_is_by_default(settings):
+    assert kind(load(settings[1])) == "model"
+    assert kind(load(settings[1], ["--lora.enable_lora=true"])) == "adapters_off"
+    assert kind(load(settings[1], ["--preference.loss=orpo"])) == "none"
+    column = load(settings[1], ["--preference.reference=column"])
+    assert kind(column) == "column" and "reference_logprob" in build.loss_of_run(column).columns
