@@ -21,7 +21,6 @@ from ranks import run_modes  # noqa: E402
 from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.config.preference import kind  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
 from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs  # noqa: E402
 from tilewright.trainer.losses.preference.formulas import log1mexp  # noqa: E402
@@ -509,6 +508,26 @@ def test_every_formula_trains(name, settings):
     assert found[1]["logprob_chosen"] != found[0]["logprob_chosen"]
 
 
+@pytest.mark.parametrize(
+    "loss, option",
+    [
+        ("sigmoid", "label_smoothing=0.2"),
+        ("hinge", "beta=0.4"),
+        ("simpo", "simpo_gamma=1.5"),
+        ("dpop", "dpop_lambda=3"),
+    ],
+)
+def test_an_option_changes_the_loss(loss, option, settings):
+    """At the latest in the second step: at the reference some do not matter."""
+    own = [f"--preference.loss={loss}", "--train.max_steps=2"]
+    name = option.partition("=")[0]
+    without = trained(settings, f"without_{name}", *own)
+    assert (
+        trained(settings, f"with_{name}", *own, f"--preference.{option}")[1]["loss"]
+        != (without[1]["loss"])
+    )
+
+
 def test_the_likelihood_of_chosen_answers_is_added(settings, alone):
     found = trained(settings, "sft", "--preference.sft_ratio=0.5", "--train.max_steps=1")[0]
     assert found["logprob_chosen"] == alone[0]["logprob_chosen"] < 0
@@ -581,8 +600,10 @@ def test_settings_that_nothing_reads_are_refused(options, said, settings):
 
 
 def test_what_the_reference_is_by_default(settings):
-    assert kind(load(settings[1])) == "model"
-    assert kind(load(settings[1], ["--lora.enable_lora=true"])) == "adapters_off"
-    assert kind(load(settings[1], ["--preference.loss=orpo"])) == "none"
+    assert build.kind(load(settings[1])) == "model"
+    assert build.kind(load(settings[1], ["--lora.enable_lora=true"])) == "adapters_off"
+    assert build.kind(load(settings[1], ["--preference.loss=orpo"])) == "none"
     column = load(settings[1], ["--preference.reference=column"])
-    assert kind(column) == "column" and "reference_logprob" in build.loss_of_run(column).columns
+    assert (
+        build.kind(column) == "column" and "reference_logprob" in build.loss_of_run(column).columns
+    )

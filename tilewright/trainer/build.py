@@ -16,7 +16,6 @@ from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
-from tilewright.trainer.config.preference import kind
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins
@@ -25,7 +24,7 @@ from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine
-from tilewright.trainer.losses.loss import Loss, loss_of
+from tilewright.trainer.losses.loss import Loss, kind_of_reference, loss_of
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -234,6 +233,10 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
 def loss_of_run(config: Config) -> Loss:
     """What a run minimizes."""
     return loss_of(config.train.loss, config.preference, kind(config))
+
+
+def kind(config: Config) -> str:
+    return kind_of_reference(config.train.loss, config.preference, config.lora.enable_lora)
 
 
 def reference(

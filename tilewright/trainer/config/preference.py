@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 OURS = "ours: xorl's local configuration has no preferences"
 PREFERRED = Only("train.loss", "preference")
-KINDS = ("adapters_off", "model", "column")
 
 
 def _read_by(name: str) -> Only:
@@ -20,18 +19,15 @@ def _read_by(name: str) -> Only:
     return Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
 
 
-def kind(config: Config) -> str:
-    """What the reference is: none, or one of KINDS."""
+def _adapters_off(config: Config) -> bool:
     p = config.preference
-    if config.train.loss != "preference" or not PREFERENCES[p.loss].reference:
-        return "none"
-    if p.reference != "auto":
-        return p.reference
-    return "adapters_off" if config.lora.enable_lora else "model"
+    return p.reference == "adapters_off" or (p.reference == "auto" and config.lora.enable_lora)
 
 
 def _computed(config: Config) -> bool:
-    return kind(config) in ("adapters_off", "model")
+    p = config.preference
+    compares = config.train.loss == "preference" and PREFERENCES[p.loss].reference
+    return compares and p.reference != "column"
 
 
 class Preference(Section):
@@ -65,9 +61,7 @@ class Preference(Section):
         50.0, Resume.NEXT_STEP, PREFERRED, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
     )
     """dpop's weight of a chosen answer that is less probable than under the reference."""
-    sft_ratio: float = field(
-        0.0, Resume.NEXT_STEP, PREFERRED, names="sft_loss_ratio", differs=("none", OURS), ge=0
-    )
+    sft_ratio: float = field(0.0, Resume.NEXT_STEP, PREFERRED, differs=("none", OURS), ge=0)
     """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
     reference: Literal["auto", "adapters_off", "model", "column"] = field(
         "auto",
@@ -83,7 +77,7 @@ class Preference(Section):
         Refuse(
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
-        ).when(lambda c: kind(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
+        ).when(lambda c: _computed(c) and _adapters_off(c) and c.lora.merge_lora_interval > 0),
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
@@ -95,7 +89,9 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         Refuse("no second model is read", "reference").when(
-            lambda c: c.preference.reference_path is not None and kind(c) != "model"
+            lambda c: (
+                c.preference.reference_path is not None and (not _computed(c) or _adapters_off(c))
+            )
         ),
         names="ref_model",
         differs=("none", OURS),

@@ -16,7 +16,7 @@ import torch
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.tables import LOSSES, PREFERENCES
 
 if TYPE_CHECKING:
     from tilewright.trainer.config.preference import Preference
@@ -76,8 +76,19 @@ class Loss:
         return found
 
 
+def kind_of_reference(name: str, preference: Preference, adapters: bool) -> str:
+    """What train.loss = name compares with: none, adapters_off, model or column.   adapters:
+    whether the model has some.
+    """
+    if LOSSES[name].settled is None or not PREFERENCES[preference.loss].reference:
+        return "none"
+    if preference.reference != "auto":
+        return preference.reference
+    return "adapters_off" if adapters else "model"
+
+
 def loss_of(name: str, preference: Preference, reference: str) -> Loss:
-    """What train.loss = name minimizes.   reference: the kind, as `config.preference.kind` says."""
+    """What train.loss = name minimizes.   reference: see `kind_of_reference`."""
     row = LOSSES[name]
     return row if row.settled is None else row.settled(preference, reference)
 

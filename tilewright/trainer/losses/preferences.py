@@ -89,7 +89,12 @@ def preference(
 
 def settled(section: Preference, reference: str) -> Loss:
     formula = PREFERENCES[section.loss]
-    options = Options(**{name: getattr(section, name) for name in Options._fields})
+    options = Options(
+        beta=section.beta,
+        label_smoothing=section.label_smoothing,
+        simpo_gamma=section.simpo_gamma,
+        dpop_lambda=section.dpop_lambda,
+    )
     function = functools.partial(
         preference, formula=formula, options=options, sft_ratio=section.sft_ratio
     )
