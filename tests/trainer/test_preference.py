@@ -8,6 +8,7 @@ import math
 import pathlib
 import random
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -239,7 +240,8 @@ class Words:
 def samples(row, most=64, kind="preference", **features):
     listed = isinstance(row.get("chosen"), list)
     features = {"chosen": types.SimpleNamespace(dtype="list" if listed else "string"), **features}
-    return [*DATASETS[kind].samples(Asked("data", kind, most, Words(), features))(row)]
+    made: Any = DATASETS[kind].samples(Asked("data", kind, most, Words(), features))(row)
+    return [*made]
 
 
 def answers(found):
@@ -556,7 +558,7 @@ def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, caps
     made = build.reference
 
     def wrong(*arguments):
-        found = made(*arguments)
+        found: Any = made(*arguments)
         with torch.no_grad():
             found.parts.model.model.norm.weight[0] += 1e-3
         return found

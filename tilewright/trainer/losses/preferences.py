@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.tables import LOSSES, PREFERENCES
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config.preference import Preference
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
 COLUMNS = ("labels", "pair", "role")
@@ -102,4 +101,4 @@ def settled(section: Preference, reference: str) -> Loss:
     return Loss(function, (*COLUMNS, *more), REPORTS)
 
 
-LOSSES.add("preference", Loss(preference, COLUMNS, REPORTS, settled=settled))
+LOSSES.add("preference", dataclasses.replace(settled(Preference(), "model"), settled=settled))

@@ -53,7 +53,7 @@ def _last(samples: list[chat.Sample], name: str) -> chat.Sample:
 
 def _messages_of(row: dict[str, Any], name: str) -> tuple[list, list]:
     """The messages that are given for both answers, and those of the named one."""
-    both = [row.get(n) for n, _ in ROLES]
+    both: list[Any] = [row.get(n) for n, _ in ROLES]
     if not all(isinstance(b, list) and b for b in both):
         raise Refused("chosen and rejected must both be strings, or lists of messages")
     prompt = row.get("prompt")

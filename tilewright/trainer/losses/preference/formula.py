@@ -50,9 +50,13 @@ class Pairs(NamedTuple):
     @property
     def means(self) -> Pairs:
         """Means over tokens for the sums."""
-        over = (self.chosen_tokens, self.rejected_tokens) * 2
-        found = (t / n for t, n in zip(self[:4], over, strict=True))
-        return Pairs(*found, self.chosen_tokens, self.rejected_tokens)
+        of_chosen, of_rejected = self.chosen_tokens, self.rejected_tokens
+        return self._replace(
+            chosen=self.chosen / of_chosen,
+            rejected=self.rejected / of_rejected,
+            ref_chosen=self.ref_chosen / of_chosen,
+            ref_rejected=self.ref_rejected / of_rejected,
+        )
 
 
 @dataclass(frozen=True)
