@@ -510,7 +510,7 @@ ALTERNATIVES = (
         "attention",
         "attention/forward",
         "ROLES",
-        ("gqa", "full", "documents", "window", "sinks", "cache"),
+        ("gqa", "full", "documents", "cache"),
     ),
     ("attention", "attention/backward_kv", "ROLES", ("gqa", "full", "sinks", "cache")),
     ("dequantize_nf4", "dequantize_nf4/dequantize", "GATHER", ("ragged", "matrix nested")),

@@ -554,7 +554,7 @@ def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, caps
     with pytest.raises(ValueError, match=r"first micro-batch 1, pair 1: log-probability of the"):
         trained(settings, "dropped", "--train.hidden_dropout=0.2")
     trained(settings, "said", f"--preference.reference_path={settings[0] / 'other'}")
-    assert "reference: another model, under which" in capsys.readouterr().out
+    assert "reference: other weights than the policy begins with" in capsys.readouterr().out
     made = build.reference
 
     def wrong(*arguments):
@@ -587,6 +587,8 @@ def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys)
         (["--preference.loss=hinge", "--preference.label_smoothing=0.1"], "exo_pair"),
         (["--preference.loss=simpo", "--preference.reference=model"], "preference.loss"),
         (["--preference.loss=simp"], "did you mean simpo"),
+        (["--train.z_loss=0.1"], "log-probabilities as they are"),
+        (["--train.loss_temperature=2"], "log-probabilities as they are"),
         (["--preference.reference=adapters_off"], "there are no adapters"),
         (["--preference.reference=column", "--preference.reference_path=x"], "no second model"),
         (
@@ -599,6 +601,37 @@ def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys)
 def test_settings_that_nothing_reads_are_refused(options, said, settings):
     with pytest.raises(ConfigError, match=said):
         load(settings[1], options)
+
+
+@pytest.mark.parametrize(
+    "roles, document", [((1, 0), 0), ((0, 0), 1), ((0,), 0), ((0, 1, 0), 2)], ids=str
+)
+def test_documents_that_are_no_pairs_are_refused(roles, document, settings, tmp_path):
+    """Of rows that are tokens, whose columns are the user's."""
+    given = [
+        {"input_ids": [1, 2, 3 + i], "pair": 4, "role": r, "reference_logprob": -1.0}
+        for i, r in enumerate(roles)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in given))
+    data = json.dumps([{"path": str(tmp_path / "rows.jsonl"), "type": "tokenized"}])
+    options = ["--preference.reference=column", f"--data.datasets={data}"]
+    with pytest.raises(ValueError, match=f"document {document} has role {roles[document]}: a pair"):
+        trained(settings, "no_pairs", *options)
+
+
+def test_the_reference_may_be_a_column(settings, tmp_path):
+    given = [
+        {"input_ids": [1, 2, 3 + i], "pair": 4, "role": i, "reference_logprob": [0.0, -1.0, -0.5]}
+        for i in range(2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in given))
+    data = json.dumps([{"path": str(tmp_path / "rows.jsonl"), "type": "tokenized"}])
+    options = ["--preference.reference=column", f"--data.datasets={data}", "--train.max_steps=1"]
+    options.append("--train.gradient_accumulation_steps=1")
+    [row] = trained(settings, "column", *options)
+    up, down = row["logprob_chosen"] + 1.5, row["logprob_rejected"] + 1.5
+    assert row["reward_chosen"] == pytest.approx(0.1 * up, rel=1e-6)
+    assert row["loss"] == pytest.approx(math.log1p(math.exp(-0.1 * (up - down))), rel=1e-6)
 
 
 def test_what_the_reference_is_by_default(settings):

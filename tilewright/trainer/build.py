@@ -239,6 +239,10 @@ def kind(config: Config) -> str:
     return kind_of_reference(config.train.loss, config.preference, config.lora.enable_lora)
 
 
+def same_place(path: str, other: str | None) -> bool:
+    return other is not None and pathlib.Path(path).resolve() == pathlib.Path(other).resolve()
+
+
 def reference(
     config: Config,
     shape: ModelConfig,
@@ -252,7 +256,7 @@ def reference(
             return Reference()
         case "model":
             m, path = config.model, config.preference.reference_path
-            own = path is None or path == m.model_path
+            own = path is None or same_place(path, m.model_path)
             model = m if own else m.model_copy(update={"model_path": path})
             # Whole weights, whatever the policy trains.
             plain = config.model_copy(update={"model": model, "lora": Lora()})

@@ -115,7 +115,9 @@ class Engine:
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        sums = self._sums(self.parts.forward_backward(self._with_reference(batches), loss), loss)
+        with self.evaluating() if self.reference else contextlib.nullcontext():
+            batches = list(self._with_reference(batches))
+        sums = self._sums(self.parts.forward_backward(batches, loss), loss)
         own = sums.totals[:2]
         self._totals = own if self._totals is None else self._totals + own
         return sums
@@ -124,15 +126,18 @@ class Engine:
         self, batches: Iterable[Batch], loss: LossFunction, *, training: bool = False
     ) -> Sums:
         """The same without gradients and, unless `training`, without noise and dropout."""
-        batches = self._with_reference(batches)
+        if training and self.reference:
+            with self.evaluating():
+                batches = list(self._with_reference(batches))
         with torch.no_grad() if training else self.evaluating():
-            return self._sums(self.parts.forward(batches, loss), loss)
+            more = batches if training else self._with_reference(batches)
+            return self._sums(self.parts.forward(more, loss), loss)
 
-    def _with_reference(self, batches: Iterable[Batch]) -> list[Batch]:
+    def _with_reference(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Micro-batches, one at a time, with what they are compared with."""
         if self.reference is None:
-            return list(batches)
-        with self.evaluating():
-            return self.reference.added(self.parts, batches)
+            return batches
+        return (self.reference.added(self.parts, batch) for batch in batches)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,15 +49,11 @@ class Reference:
             parts.wrapped.eval()
 
     @torch.no_grad()
-    def added(self, policy: Parts, batches: Iterable[Batch]) -> list[Batch]:
-        """Micro-batches with the column reference_logprob."""
-        batches = list(batches)
+    def added(self, policy: Parts, batch: Batch) -> Batch:
+        """A micro-batch with the column reference_logprob."""
         parts = policy if self.parts is None else self.parts
         off = adapters_off(policy.model) if self.parts is None else contextlib.nullcontext()
         with off:
-            outcomes = parts.forward(batches, _values)
-        found = []
-        for batch, outcome in zip(batches, outcomes, strict=True):
-            assert outcome.per_token is not None, "a pipeline, which is refused"
-            found.append({**batch, "reference_logprob": -outcome.per_token})
-        return found
+            [outcome] = parts.forward([batch], _values)
+        assert outcome.per_token is not None, "a pipeline, which is refused"
+        return {**batch, "reference_logprob": -outcome.per_token}

@@ -489,7 +489,7 @@ def _gradient(
     if CAPPED == SOFTCAP:
         z, slope = softcapped(x, softcap, inverse)
     below = _below(z, peak, inverse, CAPPED)
-    p = exp2_or_zero(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
+    p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
     if MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
     else:

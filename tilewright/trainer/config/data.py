@@ -59,7 +59,8 @@ class Dataset(Section):
     )
     """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
     rows with messages, rendered by the tokenizer's chat template, loss on the assistant's answers;
-    prompt_completion: rows with prompt and completion, loss on the completion.
+    prompt_completion: rows with prompt and completion, loss on the completion; preference and
+    preference_tokenized: pairs of answers, for train.loss = preference.
     """
     name: str | None = field(
         None,

@@ -132,6 +132,14 @@ def _absent_columns(config: Config) -> str | None:
     return None
 
 
+# Of a loss whose values per token are compared with those of a model that does not learn.
+UNSHAPED = Refuse("a preference is one of log-probabilities as they are", "loss").when(
+    lambda c: (
+        c.train.loss == "preference" and (c.train.loss_temperature != 1.0 or c.train.z_loss != 0.0)
+    )
+)
+
+
 def _wrong_callbacks(config: Config) -> str | None:
     names = config.train.callbacks
     if len({*names}) < len(names):
@@ -379,11 +387,12 @@ class Train(Section):
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
     """What is minimized; language_modeling: the cross-entropy of the labels;
-    weighted_language_modeling: with each token's weight, from the column weight.
+    weighted_language_modeling: with each token's weight, from the column weight; preference: what
+    the section preference says.
     """
-    loss_temperature: Number = field(1.0, Resume.NEXT_STEP, differs=OURS, gt=0)
+    loss_temperature: Number = field(1.0, Resume.NEXT_STEP, UNSHAPED, differs=OURS, gt=0)
     """Divides the logits of losses in training; or a mapping, as weight_decay."""
-    z_loss: Number = field(0.0, Resume.NEXT_STEP, differs=OURS, ge=0)
+    z_loss: Number = field(0.0, Resume.NEXT_STEP, UNSHAPED, differs=OURS, ge=0)
     """Times the squared log-sum-exp of a token's logits, is added to its loss in training, and
     reported with it; or a mapping, as weight_decay.
     """

@@ -67,6 +67,24 @@ def rows_of(dataset: Any) -> np.ndarray | None:
     return None if rows is None else rows.column(0).to_numpy()
 
 
+def check_pairs(dataset: Any, starts: np.ndarray) -> None:
+    """Raises ValueError for a unit whose documents are not chosen answers, each followed by its
+    rejected one.   starts: of the units, see `starts_of`.
+    """
+    rows = rows_of(dataset)
+    roles = dataset.data.column("role").to_numpy()
+    roles = roles if rows is None else roles[rows]
+    place = np.arange(len(roles)) - np.repeat(starts[:-1], np.diff(starts))
+    wrong = roles != place % 2
+    wrong[starts[1:] - 1] |= np.diff(starts) % 2 == 1
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"document {i} has role {roles[i]}: a pair must be a chosen answer (role 0) and, after "
+            "it, the rejected one (role 1), with one number in pair"
+        )
+
+
 def starts_of(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray | None:
     """The first document of each unit of a prepared set, and the end; None: all are units of one
     document.

@@ -18,6 +18,7 @@ from tilewright.trainer.tables import LOSSES, PREFERENCES
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
 COLUMNS = ("labels", "pair", "role")
+# Over the pairs. drift: how far both answers are from the reference, in nats.
 REPORTS = (
     "reward_accuracy",
     "reward_margin",
@@ -81,7 +82,8 @@ def preference(
         if not formula.reference:  # rewards are log-probabilities per token
             up, down = options.beta * pairs.means.chosen, options.beta * pairs.means.rejected
         found += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
-        found.append(pairs.up.abs() + pairs.down.abs())
+        if formula.reference:
+            found.append(pairs.up.abs() + pairs.down.abs())
     share = per_token.share
     return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
 
@@ -98,7 +100,7 @@ def settled(section: Preference, reference: str) -> Loss:
         preference, formula=formula, options=options, sft_ratio=section.sft_ratio
     )
     more = ("reference_logprob",) if reference == "column" else ()
-    return Loss(function, (*COLUMNS, *more), REPORTS)
+    return Loss(function, (*COLUMNS, *more), REPORTS if formula.reference else REPORTS[:-1])
 
 
 LOSSES.add("preference", dataclasses.replace(settled(Preference(), "model"), settled=settled))

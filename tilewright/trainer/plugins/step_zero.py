@@ -47,17 +47,18 @@ class StepZero(Callback):
         differing, pairs = (round(n) for n in sums.totals.tolist())
         reference = run.engine.reference
         assert reference is not None
-        if not reference.own:
+        if not reference.own or run.config.train.load_checkpoint_path is not None:
             run.metrics.say(
-                f"reference: another model, under which {differing} of {pairs} pairs of the first "
-                "step have other log-probabilities"
+                f"reference: other weights than the policy begins with, under which {differing} of "
+                f"{pairs} pairs of the first step have other log-probabilities"
             )
         elif differing:
             here = next((f for f in found if f), "on another process")
             raise ValueError(
                 f"the policy is not its reference before the first step: {differing} of {pairs} "
-                f"pairs differ, first {here}. Dropout, noise on weights and adapters that are not "
-                "0 make such a difference; preference.reference_path names another model"
+                f"pairs differ, first {here}. Dropout, noise on weights, and a quantized policy "
+                "beside a reference that is not make such a difference; preference.reference_path "
+                "names another model"
             )
         else:
             run.metrics.say(

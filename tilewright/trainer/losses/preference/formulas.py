@@ -3,8 +3,9 @@
 Sources: sigmoid, Rafailov et al. (arXiv:2305.18290), with label smoothing Mitchell's note of 2023;
 robust, arXiv:2403.00409; hinge, arXiv:2305.10425; ipo, arXiv:2310.12036; exo_pair,
 arXiv:2402.00856; nca_pair, arXiv:2402.05369; bco_pair,
-arXiv:2404.04656; sppo_hard, arXiv:2405.00675; apo_zero and apo_down,
-arXiv:2408.06266; dpop, arXiv:2402.13228; simpo, arXiv:2405.14734; orpo, arXiv:2403.07691.
+arXiv:2404.04656 without its shift of rewards; sppo_hard, arXiv:2405.00675; apo_zero and apo_down,
+arXiv:2408.06266; dpop, arXiv:2402.13228; simpo, arXiv:2405.14734; orpo, arXiv:2403.07691,
+which adds the likelihood of the chosen answer (sft_ratio: 1); sigmoid_norm, TRL's of that name.
 """
 
 from __future__ import annotations
