@@ -19,6 +19,8 @@ transformers = pytest.importorskip("transformers")
 
 from ranks import run_modes  # noqa: E402
 
+from tilewright import ops  # noqa: E402
+from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
 from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
@@ -26,6 +28,7 @@ from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E
 from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs  # noqa: E402
 from tilewright.trainer.losses.preference.formulas import log1mexp  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+from tilewright.trainer.reference import adapters_off  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
 
 pytestmark = pytest.mark.packages
@@ -490,6 +493,41 @@ def test_ranks_train_as_one_process(name, spread, alone):
 )
 def test_a_step_does_not_depend_on_how_it_is_computed(options, settings, alone):
     same(trained(settings, "_".join(options)[8:30], *options), alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train.enable_mixed_precision=true"],
+        ["--train.enable_mixed_precision=true", "--lora.enable_lora=true"],
+        [
+            "--lora.enable_qlora=true",
+            "--lora.enable_lora=true",
+            "--lora.quant_format=nf4",
+            "--lora.quant_group_size=32",
+        ],
+    ],
+    ids=["bfloat16", "bfloat16, adapters", "quantized"],
+)
+def test_both_passes_round_alike(options, settings):
+    lora = ["--train.optimizer=adamw"] if len(options) > 1 else []
+    name = "_".join(o.partition(".")[2][:20] for o in options)
+    first, *_, last = trained(settings, name, *options, *lora)
+    assert first["loss"] == math.log(2) and first["drift"] == 0.0 < last["drift"]
+
+
+def test_adapters_of_experts_are_off_too():
+    torch.manual_seed(0)
+    layer = LoRAExperts(torch.randn(4, 12, 8), torch.randn(4, 8, 6), rank=2, alpha=4)
+    for p in layer.adapters().values():
+        torch.nn.init.normal_(p)
+    x, index = torch.randn(5, 8), torch.randint(4, (5, 2))
+    arguments = x, index, torch.rand(5, 2)
+    with adapters_off(layer):
+        off = layer(*arguments)
+    expected = ops.moe_mlp(x, layer.gate_up_proj, layer.down_proj, *arguments[1:])
+    torch.testing.assert_close(off, expected)
+    assert (layer(*arguments) - off).abs().max() > 0.1 and layer.scale == 2.0
 
 
 def test_adapters_off_is_the_model_that_they_are_on(settings):

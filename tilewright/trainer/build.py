@@ -129,12 +129,18 @@ def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> En
     return engine_around(build_model(config, shape, mesh, ops), config, mesh)
 
 
-def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
+def computing(parts: Parts, train: Train, mesh: Mesh) -> Parts:
+    """Parts that compute as a run's: on its device, in its precision."""
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
     # bfloat16.
+    half = train.enable_mixed_precision and train.data_parallel_mode != "fsdp2"
+    parts.autocast, parts.device = torch.bfloat16 if half else None, mesh.device
+    return parts
+
+
+def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
     t = config.train
-    half = t.enable_mixed_precision and t.data_parallel_mode != "fsdp2"
-    parts.autocast = torch.bfloat16 if half else None
+    computing(parts, t, mesh)
     parts.model.shaping = Shaping(at_step(t.loss_temperature, 0), at_step(t.z_loss, 0))
     optimizer = build_optimizer(parts.model, t, parts.whole, config.lora.lora_plus_scale)
     return Engine(parts, optimizer, mesh)
@@ -266,7 +272,8 @@ def reference(
                     f"preference.reference_path = {path}: it has a vocabulary of "
                     f"{other.vocab_size}, the model one of {shape.vocab_size}"
                 )
-            return Reference(made(plain, other, mesh, ops), own)
+            parts = made(plain, other, mesh, ops)
+            return Reference(computing(parts, config.train, mesh), own)
         case _:
             return None
 

@@ -99,7 +99,6 @@ class Engine:
 
     def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, mesh: Mesh):
         self.parts, self.optimizer, self.mesh = parts, optimizer, mesh
-        parts.device = mesh.device
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
         self.decays = decays(optimizer)
         self.empty_steps = 0

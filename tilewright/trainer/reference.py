@@ -55,5 +55,6 @@ class Reference:
         off = adapters_off(policy.model) if self.parts is None else contextlib.nullcontext()
         with off:
             [outcome] = parts.forward([batch], _values)
+        parts.reshard()  # no backward pass does it
         assert outcome.per_token is not None, "a pipeline, which is refused"
         return {**batch, "reference_logprob": -outcome.per_token}
