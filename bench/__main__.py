@@ -44,6 +44,10 @@ COMMANDS = {
         "bench.end_to_end",
         "time training steps of the trainer and of transformers' model, on a CPU or a GPU",
     ),
+    "preference": (
+        "bench.preference",
+        "time steps of DPO by the trainer and by TRL, on a CPU",
+    ),
     "layouts": (
         "bench.layouts",
         "train with each layout of the trainer, and of transformers' Trainer, on a CPU",

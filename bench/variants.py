@@ -40,43 +40,9 @@ class Variant:
         return {"now": self.now, "other": self.other}
 
 
-# One loop of all warps, and two kernels for the gradients, where sm_90 takes specialized warps.
-_LOOP = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "ROLES": False}
-_APART = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 8, "num_stages": 2, "ROLES": False}
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
 VARIANTS = (
-    Variant(
-        "attention, rows of 64: one loop of eight warps, for specialized ones",
-        "attention",
-        "llama-3.2-1b_8k",
-        "attention/forward",
-        _LOOP,
-    ),
-    Variant(
-        "attention, rows of 64: two kernels for the gradients, for one",
-        "attention",
-        "llama-3.2-1b_8k",
-        "attention/backward_kv",
-        _APART,
-        whole=True,
-    ),
-    Variant(
-        "attention, rows of 64: triton, for native",
-        "attention",
-        "llama-3.2-1b_8k",
-        None,
-        "triton",
-        "native",
-    ),
-    Variant(
-        "attention of packed documents, rows of 64: triton, for native",
-        "attention",
-        "llama-3.2-1b_8k_packed",
-        None,
-        "triton",
-        "native",
-    ),
     Variant(
         "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",
         "linear_cross_entropy",

@@ -195,6 +195,12 @@ SOURCES = {
         "0.52 GB": lambda: size("cute"),
         "0.26 GB": lambda: size("formats"),
     },
+    "docs/trainer/preference.md": {
+        "3.6 minutes": (
+            "bench/results/training-preference-amd-epyc-2026-11-26/README.md",
+            "It took 3.6 minutes in all",
+        ),
+    },
     "docs/trainer/data.md": {
         "98 %": ("tests/trainer/test_data.py", "0.98"),
         "1 MiB": ("tilewright/trainer/data/types/text.py", "PIECE = 1 << 20"),

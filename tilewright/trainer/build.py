@@ -23,6 +23,7 @@ from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
+from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.losses.loss import Loss, kind_of_reference, loss_of
 from tilewright.trainer.models.head import Shaping
@@ -199,8 +200,8 @@ def build_data(
     d, t = config.data, config.train
     whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
-    check_targets(training, "the data sets to train on")
     columns = columns or {}
+    check_samples(training, "the data sets to train on", config, columns)
     bins = Bins(training, d, columns=columns)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
@@ -229,9 +230,16 @@ def test_sets(config: Config, mesh: Mesh, vocab: int, columns: Columns) -> dict[
     return found
 
 
+def check_samples(dataset: Any, what: str, config: Config, columns: Columns) -> None:
+    """Raises ValueError for samples that the run cannot learn from."""
+    check_targets(dataset, what)
+    if loss_of_run(config).pairs:
+        check_pairs(dataset, columns)
+
+
 def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **options: Any) -> Bins:
     """The bins of a data set to evaluate on. options: of `Bins`."""
-    check_targets(dataset, f"the data set to evaluate on, {name}")
+    check_samples(dataset, f"the data set to evaluate on, {name}", config, columns)
     packed = config.data.eval_sample_packing is not False
     return Bins(dataset, config.data, packed=packed, columns=columns, **options)
 

@@ -29,7 +29,7 @@ from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.data.units import check_pairs, rows_of, starts_of, unfolded
+from tilewright.trainer.data.units import rows_of, starts_of, unfolded
 from tilewright.trainer.parallel.mesh import padding
 
 BIN_ENDS = "bin_ends"
@@ -76,8 +76,6 @@ class Bins(torch.utils.data.Dataset):
         self.lengths = lengths = lengths_of(dataset)
         self.tokens = int(lengths.sum())
         units = starts_of(dataset, self._read)
-        if units is not None and "role" in self._read:
-            check_pairs(dataset, units)
         if packed:
             method = (
                 "sequential" if data.sample_packing_sequentially else data.sample_packing_method

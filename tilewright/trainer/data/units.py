@@ -67,11 +67,13 @@ def rows_of(dataset: Any) -> np.ndarray | None:
     return None if rows is None else rows.column(0).to_numpy()
 
 
-def check_pairs(dataset: Any, starts: np.ndarray) -> None:
+def check_pairs(dataset: Any, columns: Mapping[str, Column]) -> None:
     """Raises ValueError for a unit whose documents are not chosen answers, each followed by its
-    rejected one.   starts: of the units, see `starts_of`.
+    rejected one.
     """
-    rows = rows_of(dataset)
+    rows, starts = rows_of(dataset), starts_of(dataset, columns)
+    if starts is None:
+        return
     roles = dataset.data.column("role").to_numpy()
     roles = roles if rows is None else roles[rows]
     place = np.arange(len(roles)) - np.repeat(starts[:-1], np.diff(starts))

@@ -49,6 +49,7 @@ class Loss:
     columns: of a batch that it reads. A run whose batches have not all of them is refused.
     reports: names of further sums, which are reported over the denominator.
     nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
+    pairs: whether documents must be a chosen and a rejected answer in turn.
     settled: the section preference and the kind of its reference -> the loss that a run has, of a
         row that depends on them.
     """
@@ -57,6 +58,7 @@ class Loss:
     columns: tuple[str, ...] = ("labels",)
     reports: tuple[str, ...] = ()
     nats: bool = False
+    pairs: bool = False
     settled: Callable[[Preference, str], Loss] | None = None
 
     def __post_init__(self) -> None:

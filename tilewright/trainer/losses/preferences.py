@@ -100,7 +100,8 @@ def settled(section: Preference, reference: str) -> Loss:
         preference, formula=formula, options=options, sft_ratio=section.sft_ratio
     )
     more = ("reference_logprob",) if reference == "column" else ()
-    return Loss(function, (*COLUMNS, *more), REPORTS if formula.reference else REPORTS[:-1])
+    reports = REPORTS if formula.reference else REPORTS[:-1]
+    return Loss(function, (*COLUMNS, *more), reports, pairs=True)
 
 
 LOSSES.add("preference", dataclasses.replace(settled(Preference(), "model"), settled=settled))

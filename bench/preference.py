@@ -1,0 +1,257 @@
+"""Steps of DPO on a CPU: the trainer's and TRL's, each in a process of its own, in turns.
+
+    python -m bench preference --out DIR [--layers N] [--tokens N] [--steps N] [--rounds N]
+
+Both begin from the same random weights, of SmolLM2-135M's shape, and take the same pairs in the
+same order, one a step: a prompt of a quarter of the tokens, and two answers. Weights, products and
+AdamW's states are float32, the reference is a second model, and nothing is recomputed. Texts are
+numbers of tokens, which a tokenizer of words reads.
+
+A step's time is that from the end of one to the end of the next; the first of each process is left
+out. Memory is a process's high-water mark, and `above` what it is above the weights of both models.
+The losses must agree, which shows that both compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from bench.end_to_end import SEED, Shape, of_transformers
+from bench.end_to_end_steps import largest_difference
+from tilewright.bench import report, run, store, timing
+from tilewright.bench.options import at_least
+from tilewright.core import platform
+
+PROVIDERS = ("trainer", "trl")
+END = "<end>"
+LR, BETA = 1e-5, 0.1
+AGREEMENT = 1e-4  # relative, of losses in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """tokens: of a prompt with an answer."""
+
+    folder: str
+    layers: int
+    tokens: int
+    steps: int
+
+    def path(self, *parts: str) -> pathlib.Path:
+        return pathlib.Path(self.folder, *parts)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(tokens=self.tokens, layers=self.layers)
+
+
+def write_inputs(job: Job) -> int:
+    """Writes a model with its tokenizer, and the pairs. Returns the bytes of the weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model, vocabulary = of_transformers(job.shape), job.shape.vocabulary
+    model.save_pretrained(job.path("model"))
+    words = {str(i): i for i in range(vocabulary - 1)} | {END: vocabulary - 1}
+    made = Tokenizer(models.WordLevel(words, unk_token=END))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=END)
+    tokenizer.save_pretrained(job.path("model"))
+    rng = random.Random(SEED)
+
+    def text(count: int) -> str:
+        return " ".join(str(int(vocabulary ** rng.random()) - 1) for _ in range(count))
+
+    prompt, answer = job.tokens // 4, job.tokens - job.tokens // 4 - 1  # and the end
+    with job.path("pairs.jsonl").open("w") as file:
+        for _ in range(job.steps):
+            row = {"prompt": text(prompt) + " ", "chosen": text(answer), "rejected": text(answer)}
+            file.write(json.dumps(row) + "\n")
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def configuration(job: Job, out: str) -> dict[str, Any]:
+    model = str(job.path("model"))
+    return {
+        "model": {"model_path": model, "tokenizer_path": model},
+        "data": {
+            "datasets": [{"path": str(job.path("pairs.jsonl")), "type": "preference"}],
+            "dataset_prepared_path": str(job.path("prepared")),
+            "sample_packing_sequence_len": 2 * job.tokens,
+            "shuffle_before_merging_datasets": False,
+            "shuffle_merged_datasets": False,
+        },
+        "train": {
+            "output_dir": out,
+            "data_parallel_mode": "none",
+            "loss": "preference",
+            "max_steps": job.steps,
+            "lr": LR,
+            "lr_decay_style": "constant",
+            "adam_beta2": 0.999,
+            "adam_epsilon": 1e-8,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_strategy": "no",
+            "save_hf_weights": False,
+            "log_format": "structured",
+        },
+        "preference": {"loss": "sigmoid", "beta": BETA},
+    }
+
+
+def train_trl(job: Job, out: str) -> None:
+    """Writes a line for each step, with the trainer's names."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    from tilewright.trainer.plugins.metrics import memory_gb
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            job.path("model"), dtype=torch.float32, attn_implementation="sdpa"
+        )
+
+    rows = [json.loads(line) for line in job.path("pairs.jsonl").read_text().splitlines()]
+    ended: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ended.append(time.perf_counter())
+
+    args = DPOConfig(
+        output_dir=out,
+        per_device_train_batch_size=1,
+        max_steps=job.steps,
+        max_length=job.tokens,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        beta=BETA,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        train_sampling_strategy="sequential",
+    )
+    trainer = DPOTrainer(
+        load(),
+        load(),
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(job.path("model")),
+        callbacks=[Clock()],
+    )
+    began = time.perf_counter()
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    spans = [b - a for a, b in zip([began, *ended], ended, strict=False)]
+    pathlib.Path(out).mkdir(exist_ok=True)
+    with pathlib.Path(out, "metrics.jsonl").open("w") as file:
+        for i, (loss, seconds) in enumerate(zip(losses, spans, strict=True), 1):
+            row = {"step": i, "loss": loss, "seconds": seconds, "memory_gb": memory_gb()}
+            file.write(json.dumps(row) + "\n")
+
+
+def run_once(job: Job, provider: str, number: int) -> list[dict[str, Any]]:
+    """The lines of one process's steps. Raises RuntimeError with the end of what it printed."""
+    from tilewright.trainer.plugins.metrics import rows
+
+    out = str(job.path(f"{provider}-{number}"))
+    config = job.path(f"{provider}-{number}.yaml")
+    store.write_json(config, configuration(job, out))  # JSON is YAML
+    command = [sys.executable, "-m", "tilewright.trainer.train", str(config)]
+    if provider == "trl":
+        asked = json.dumps({"job": dataclasses.asdict(job), "out": out})
+        command = [sys.executable, "-m", "bench.preference", asked]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = [row for row in rows(pathlib.Path(out, "metrics.jsonl")) if "loss" in row]
+    if done.returncode or len(found) != job.steps:
+        raise RuntimeError(f"{provider}: {(done.stderr or done.stdout)[-2000:]}")
+    return found
+
+
+def figures(provider: str, found: list[list[dict[str, Any]]], weights: int) -> dict[str, Any]:
+    samples = [row["seconds"] for steps in found for row in steps[1:]]
+    t = timing.Timing.of(samples)
+    peak = max(steps[-1]["memory_gb"] for steps in found) * 1e9
+    return {
+        "provider": provider,
+        "median_s": t.median,
+        "p20_s": t.p20,
+        "p80_s": t.p80,
+        "samples_s": samples,
+        "peak_mib": peak / 2**20,
+        "above_mib": (peak - 2 * weights) / 2**20,
+        "losses": [row["loss"] for row in found[0]],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 1: the losses differ."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench preference",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, default in (("layers", 30), ("tokens", 1024), ("steps", 4), ("rounds", 2)):
+        parser.add_argument(f"--{name}", type=at_least(1, int), default=default, metavar="N")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write preference.json")
+    args = parser.parse_args(argv)
+    for module in (*platform.EXTRAS["trainer"], "trl"):
+        if reason := platform.no_module(module):
+            parser.error(reason)
+    settings: Any = SimpleNamespace(**{k: v for k, v in vars(args).items() if k != "out"})
+    meta = run.metadata("cpu", settings, ["preference", *argv], trainer=True)
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+        job = Job(folder, args.layers, args.tokens, args.steps)
+        weights = write_inputs(job)
+        found: dict[str, list] = {provider: [] for provider in PROVIDERS}
+        for number in range(args.rounds):
+            for provider in PROVIDERS:
+                found[provider].append(run_once(job, provider, number))
+    ours, theirs = rows = [figures(p, found[p], weights) for p in PROVIDERS]
+    apart = largest_difference(ours["losses"], theirs["losses"])
+    ratios = {
+        "times_as_fast": theirs["median_s"] / ours["median_s"],
+        "of_its_memory": ours["peak_mib"] / theirs["peak_mib"],
+        "of_its_memory_above_the_weights": ours["above_mib"] / theirs["above_mib"],
+        "losses_differ": apart,
+    }
+    for row in rows:
+        print(
+            f"{row['provider']:<8} {row['median_s']:.2f} s [{row['p20_s']:.2f}, "
+            f"{row['p80_s']:.2f}]  peak {row['peak_mib']:.0f} MiB, above the weights "
+            f"{row['above_mib']:.0f}  loss {row['losses'][0]:.5f} -> {row['losses'][-1]:.5f}"
+        )
+    print("  ".join(f"{name} {value:.3g}" for name, value in ratios.items()))
+    if args.out:
+        document = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
+        args.out.mkdir(parents=True, exist_ok=True)
+        store.write_json(args.out / "preference.json", document | {"rows": rows, **ratios})
+    return int(apart > AGREEMENT)
+
+
+if __name__ == "__main__":
+    _asked = json.loads(sys.argv[1])
+    train_trl(Job(**_asked["job"]), _asked["out"])
