@@ -123,6 +123,15 @@ def documents_of_128():
     return theirs / ours
 
 
+def preferences(name):
+    folder = "training-preference-amd-epyc-2026-11-26"
+    return raw(folder, "preference.json", lambda d: d[name])
+
+
+def dpo(provider, name):
+    return next(r[name] for r in preferences("rows") if r["provider"] == provider)
+
+
 def optimizer_step(provider, name, folder=H100):
     rows = raw(folder, "end_to_end.json", lambda d: d["rows"])
     return next(r[name] for r in rows if r["provider"] == provider)
@@ -196,6 +205,13 @@ SOURCES = {
         "0.26 GB": lambda: size("formats"),
     },
     "docs/trainer/preference.md": {
+        "10.0 s": lambda: dpo("trainer", "median_s"),
+        "17.2 s": lambda: dpo("trl", "median_s"),
+        "1.72 times": lambda: preferences("times_as_fast"),
+        "5,760 MiB": lambda: float(f"{dpo('trainer', 'peak_mib'):.3g}"),
+        "8,380 MiB": lambda: float(f"{dpo('trl', 'peak_mib'):.3g}"),
+        "0.01 %": "the limit of losses_differ, in words",
+        "2 x": CUSTOM,
         "3.6 minutes": (
             "bench/results/training-preference-amd-epyc-2026-11-26/README.md",
             "It took 3.6 minutes in all",
