@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -122,13 +123,11 @@ def calls(
         if "smoke" in parts and small is not None and "triton" in op.names():
             planned[Call(op.name, "triton", small.name, "contract", registry.short(DTYPE))] = None
         # And `graph`, which takes a part of them.
-        if "parity" in parts:
-            for case in op.cases if "triton" in op.names() else ():
-                for dtype in dtypes if "contract" in case.tags else ():
-                    if dtype in op.implementation("triton").dtypes:
-                        call = Call(op.name, "triton", case.name, "contract", registry.short(dtype))
-                        for layout in contract.LAYOUTS:
-                            planned[dataclasses.replace(call, layout=layout)] = None
+        if "parity" in parts and "triton" in op.names():
+            for case, dtype, layout in itertools.product(op.cases, dtypes, contract.LAYOUTS):
+                if "contract" in case.tags and dtype in op.implementation("triton").dtypes:
+                    call = Call(op.name, "triton", case.name, "contract", registry.short(dtype))
+                    planned[dataclasses.replace(call, layout=layout)] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)
             if "goals" in parts:

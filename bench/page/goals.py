@@ -150,10 +150,14 @@ def _held(device: Device) -> list[Measured]:
     ]
 
 
-def _tally(device: Device) -> str:
-    cases = _held(device)
-    met = sum(case.met for case in cases)
-    return f"{device.name}: of {len(cases)} goals of a case that were measured, {met} are met."
+def _tallies(devices: Sequence[Device]) -> str:
+    counts = [(d.name, _held(d)) for d in devices]
+    return " ".join(
+        f"{name}: of {len(cases)} goals of a case that were measured, "
+        f"{sum(case.met for case in cases)} are met."
+        for name, cases in counts
+        if cases
+    )
 
 
 def goals(devices: Sequence[Device]) -> list[str]:
@@ -168,7 +172,7 @@ def goals(devices: Sequence[Device]) -> list[str]:
     return [
         *out,
         "[Performance goals](goals.md) of the registry, and their newest measurements. "
-        + " ".join(_tally(d) for d in devices if _held(d)),
+        + _tallies(devices),
         "",
         *table(
             ["op", "device", "goal", "worst", "best", "verdict"],

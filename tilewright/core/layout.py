@@ -17,10 +17,9 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def unexpanded(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if elements share memory because a dimension is expanded."""
-    shared = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if shared else x
+def is_expanded(x: torch.Tensor) -> bool:
+    """Whether elements share memory because a dimension is expanded."""
+    return any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def share_no_element(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -60,9 +59,7 @@ def check_overwritable(name: str, x: torch.Tensor, compiling: bool) -> None:
             f"{list(x.stride())}; pass {name}.contiguous() or inplace=False"
         )
     # An empty tensor shares nothing, whatever its strides: PyTorch may have set them to 0.
-    if x.numel() and any(
-        n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
-    ):
+    if x.numel() and is_expanded(x):
         raise ValueError(
             f"inplace=True cannot overwrite {name}, an expanded tensor whose elements share "
             f"memory; pass {name}.contiguous() or inplace=False"

@@ -25,7 +25,7 @@ from tilewright.trainer.data.prepared import check_targets, prepare, split_valid
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
-from tilewright.trainer.losses.loss import Loss, kind_of_reference, loss_of
+from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -246,11 +246,12 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
 
 def loss_of_run(config: Config) -> Loss:
     """What a run minimizes."""
-    return loss_of(config.train.loss, config.preference, kind(config))
+    return loss_of(config.train.loss, config.preference)
 
 
 def kind(config: Config) -> str:
-    return kind_of_reference(config.train.loss, config.preference, config.lora.enable_lora)
+    """What a run compares with; see `Preference.kind_of_reference`."""
+    return config.preference.kind_of_reference(config.train.loss, config.lora.enable_lora)
 
 
 def same_place(path: str, other: str | None) -> bool:

@@ -114,9 +114,7 @@ class Engine:
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        with self.evaluating() if self.reference else contextlib.nullcontext():
-            batches = list(self._with_reference(batches))
-        sums = self._sums(self.parts.forward_backward(batches, loss), loss)
+        sums = self._sums(self.parts.forward_backward(self._compared(batches), loss), loss)
         own = sums.totals[:2]
         self._totals = own if self._totals is None else self._totals + own
         return sums
@@ -125,15 +123,21 @@ class Engine:
         self, batches: Iterable[Batch], loss: LossFunction, *, training: bool = False
     ) -> Sums:
         """The same without gradients and, unless `training`, without noise and dropout."""
-        if training and self.reference:
-            with self.evaluating():
-                batches = list(self._with_reference(batches))
-        with torch.no_grad() if training else self.evaluating():
-            more = batches if training else self._with_reference(batches)
-            return self._sums(self.parts.forward(more, loss), loss)
+        if training:
+            batches = self._compared(batches)
+            with torch.no_grad():
+                return self._sums(self.parts.forward(batches, loss), loss)
+        with self.evaluating():  # one micro-batch at a time
+            return self._sums(self.parts.forward(self._with_reference(batches), loss), loss)
+
+    def _compared(self, batches: Iterable[Batch]) -> list[Batch]:
+        """The micro-batches of a step, with what they are compared with."""
+        if self.reference is None:
+            return list(batches)
+        with self.evaluating():
+            return list(self._with_reference(batches))
 
     def _with_reference(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Micro-batches, one at a time, with what they are compared with."""
         if self.reference is None:
             return batches
         return (self.reference.added(self.parts, batch) for batch in batches)

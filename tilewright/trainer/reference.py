@@ -51,10 +51,11 @@ class Reference:
     @torch.no_grad()
     def added(self, policy: Parts, batch: Batch) -> Batch:
         """A micro-batch with the column reference_logprob."""
-        parts = policy if self.parts is None else self.parts
-        off = adapters_off(policy.model) if self.parts is None else contextlib.nullcontext()
-        with off:
-            [outcome] = parts.forward([batch], _values)
-        parts.reshard()  # no backward pass does it
+        if self.parts is None:
+            with adapters_off(policy.model):
+                [outcome] = policy.forward([batch], _values)
+        else:
+            [outcome] = self.parts.forward([batch], _values)
+            self.parts.reshard()  # no backward pass does it
         assert outcome.per_token is not None, "a pipeline, which is refused"
         return {**batch, "reference_logprob": -outcome.per_token}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.core import platform
-from tilewright.core.layout import last_contiguous, unexpanded
+from tilewright.core.layout import is_expanded, last_contiguous
 from tilewright.core.registry import Implementation, always, nothing
 from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
@@ -51,7 +51,7 @@ class Unexpanded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return unexpanded(grad)
+        return grad.contiguous() if is_expanded(grad) else grad
 
     @staticmethod
     def jvp(ctx, tangent):

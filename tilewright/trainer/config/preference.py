@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 OURS = "ours: xorl's local configuration has no preferences"
 PREFERRED = Only("train.loss", "preference")
+COMPUTED = ("adapters_off", "model")  # references that are a second pass
 
 
 def _read_by(name: str) -> Only:
@@ -19,15 +20,8 @@ def _read_by(name: str) -> Only:
     return Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
 
 
-def _adapters_off(config: Config) -> bool:
-    p = config.preference
-    return p.reference == "adapters_off" or (p.reference == "auto" and config.lora.enable_lora)
-
-
-def _computed(config: Config) -> bool:
-    p = config.preference
-    compares = config.train.loss == "preference" and PREFERENCES[p.loss].reference
-    return compares and p.reference != "column"
+def _kind(config: Config) -> str:
+    return config.preference.kind_of_reference(config.train.loss, config.lora.enable_lora)
 
 
 class Preference(Section):
@@ -73,11 +67,11 @@ class Preference(Section):
         ),
         Refuse(
             "a pipeline's log-probabilities are on its last stage", "train.pipeline_parallel_size"
-        ).when(lambda c: _computed(c) and c.train.pipeline_parallel_size > 1),
+        ).when(lambda c: _kind(c) in COMPUTED and c.train.pipeline_parallel_size > 1),
         Refuse(
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
-        ).when(lambda c: _computed(c) and _adapters_off(c) and c.lora.merge_lora_interval > 0),
+        ).when(lambda c: _kind(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
@@ -89,11 +83,19 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         Refuse("no second model is read", "reference").when(
-            lambda c: (
-                c.preference.reference_path is not None and (not _computed(c) or _adapters_off(c))
-            )
+            lambda c: c.preference.reference_path is not None and _kind(c) != "model"
         ),
         names="ref_model",
         differs=("none", OURS),
     )
     """The folder of the reference model; null: model.model_path."""
+
+    def kind_of_reference(self, loss: str, adapters: bool) -> str:
+        """What a run compares with: none, adapters_off, model or column.   loss: train.loss.
+        adapters: whether the model has some.
+        """
+        if loss != "preference" or not PREFERENCES[self.loss].reference:
+            return "none"
+        if self.reference != "auto":
+            return self.reference
+        return "adapters_off" if adapters else "model"

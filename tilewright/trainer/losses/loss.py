@@ -16,7 +16,7 @@ import torch
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.head import LossFunction, TokenLosses
-from tilewright.trainer.tables import LOSSES, PREFERENCES
+from tilewright.trainer.tables import LOSSES
 
 if TYPE_CHECKING:
     from tilewright.trainer.config.preference import Preference
@@ -50,8 +50,7 @@ class Loss:
     reports: names of further sums, which are reported over the denominator.
     nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
     pairs: whether documents must be a chosen and a rejected answer in turn.
-    settled: the section preference and the kind of its reference -> the loss that a run has, of a
-        row that depends on them.
+    settled: the section preference -> the loss that a run has, of a row that depends on it.
     """
 
     function: LossFunction
@@ -59,7 +58,7 @@ class Loss:
     reports: tuple[str, ...] = ()
     nats: bool = False
     pairs: bool = False
-    settled: Callable[[Preference, str], Loss] | None = None
+    settled: Callable[[Preference], Loss] | None = None
 
     def __post_init__(self) -> None:
         if taken := sorted(RESERVED & {*self.reports}):
@@ -78,21 +77,10 @@ class Loss:
         return found
 
 
-def kind_of_reference(name: str, preference: Preference, adapters: bool) -> str:
-    """What train.loss = name compares with: none, adapters_off, model or column.   adapters:
-    whether the model has some.
-    """
-    if LOSSES[name].settled is None or not PREFERENCES[preference.loss].reference:
-        return "none"
-    if preference.reference != "auto":
-        return preference.reference
-    return "adapters_off" if adapters else "model"
-
-
-def loss_of(name: str, preference: Preference, reference: str) -> Loss:
-    """What train.loss = name minimizes.   reference: see `kind_of_reference`."""
+def loss_of(name: str, preference: Preference) -> Loss:
+    """What train.loss = name minimizes."""
     row = LOSSES[name]
-    return row if row.settled is None else row.settled(preference, reference)
+    return row if row.settled is None else row.settled(preference)
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def preference(
     return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
 
 
-def settled(section: Preference, reference: str) -> Loss:
+def settled(section: Preference) -> Loss:
     formula = PREFERENCES[section.loss]
     options = Options(
         beta=section.beta,
@@ -99,9 +99,9 @@ def settled(section: Preference, reference: str) -> Loss:
     function = functools.partial(
         preference, formula=formula, options=options, sft_ratio=section.sft_ratio
     )
-    more = ("reference_logprob",) if reference == "column" else ()
+    more = ("reference_logprob",) if section.reference == "column" else ()
     reports = REPORTS if formula.reference else REPORTS[:-1]
     return Loss(function, (*COLUMNS, *more), reports, pairs=True)
 
 
-LOSSES.add("preference", dataclasses.replace(settled(Preference(), "model"), settled=settled))
+LOSSES.add("preference", dataclasses.replace(settled(Preference()), settled=settled))
