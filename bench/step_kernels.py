@@ -15,6 +15,7 @@ from typing import Any
 # over, and a trace of few steps is read in a second.
 FIRST, AFTER = 6, 9
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+GAPS = 12
 
 
 def fields(folder: pathlib.Path) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def _leaves(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def summary(events: Sequence[dict[str, Any]], steps: int = AFTER - FIRST) -> dict[str, Any]:
     """Of a step: milliseconds from the first kernel's begin to the last one's end (`span_ms`) and
-    in kernels (`busy_ms`), and of each operator's kernels, longest first, launches and
-    microseconds.
+    in kernels (`busy_ms`), of each operator's kernels, longest first, launches and microseconds,
+    and the waits without a kernel (`gaps`), longest first, by the operators before and after.
     """
     operators = [e for e in events if e.get("cat") == "cpu_op" and "dur" in e]
     by_number = {e.get("args", {}).get("External id"): e["name"] for e in operators}
@@ -66,11 +67,19 @@ def summary(events: Sequence[dict[str, Any]], steps: int = AFTER - FIRST) -> dic
     if not launched:
         raise ValueError("the trace has no operator and no kernel")
     total: dict[tuple[str, str], list[float]] = {}
-    for e in launched:
+    waits: dict[tuple[str, str], list[float]] = {}
+    until, before = min(e["ts"] for e in launched), ""
+    for e in sorted(launched, key=lambda e: e["ts"]):
         of = by_number.get(e.get("args", {}).get("External id"), "") if kernels else e["name"]
-        entry = total.setdefault((of, e["name"]), [0, 0.0])
-        entry[0] += 1
-        entry[1] += e["dur"]
+        _count(total, (of, e["name"]), e["dur"])
+        if e["ts"] > until:
+            _count(waits, (before, of), e["ts"] - until)
+        if e["ts"] + e["dur"] > until:
+            until, before = e["ts"] + e["dur"], of
+    gaps = [
+        {"after": a, "before": b, "times": count / steps, "us": us / steps}
+        for (a, b), (count, us) in waits.items()
+    ]
     rows = [
         {"operator": of, "kernel": name, "launches": count / steps, "us": us / steps}
         for (of, name), (count, us) in total.items()
@@ -80,7 +89,14 @@ def summary(events: Sequence[dict[str, Any]], steps: int = AFTER - FIRST) -> dic
         "span_ms": (end - begin) / steps / 1e3,
         "busy_ms": sum(r["us"] for r in rows) / 1e3,
         "kernels": sorted(rows, key=lambda r: -r["us"]),
+        "gaps": sorted(gaps, key=lambda g: -g["us"])[:GAPS],
     }
+
+
+def _count(found: dict[tuple[str, str], list[float]], key: tuple[str, str], us: float) -> None:
+    entry = found.setdefault(key, [0, 0.0])
+    entry[0] += 1
+    entry[1] += us
 
 
 def table(found: dict[str, Any], most: int = 45) -> str:
@@ -88,5 +104,10 @@ def table(found: dict[str, Any], most: int = 45) -> str:
     lines += [
         f"  {r['us']:9.0f} us {r['launches']:6.1f} x {r['operator'][:44]:<44} {r['kernel'][:60]}"
         for r in found["kernels"][:most]
+    ]
+    lines += [
+        f"  {g['us']:9.0f} us {g['times']:6.1f} x without a kernel between {g['after'] or '-'} and "
+        f"{g['before'] or '-'}"
+        for g in found["gaps"]
     ]
     return "\n".join(lines)

@@ -122,5 +122,11 @@ def test_a_kernel_is_told_by_the_operator_that_launched_it():
         ("", "Memset", 0.5, 1.0),
     ]
     assert found["span_ms"] == pytest.approx(122e-3 / 2) and found["busy_ms"] == 31e-3
+    assert [(g["after"], g["before"], g["times"], g["us"]) for g in found["gaps"]] == [
+        ("rope", "rmsnorm", 0.5, 20.0),
+        ("rope", "rope", 0.5, 5.0),
+        ("rmsnorm", "", 0.5, 5.0),
+    ]
+    assert "between rope and rmsnorm" in step_kernels.table(found)
     with pytest.raises(ValueError, match="no operator"):
         step_kernels.summary([])

@@ -2,6 +2,7 @@
 for another constant.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -112,6 +113,7 @@ def measured(folder):
             what: [[c.op, c.case, c.launch, len(c.config)] for c in calls]
             for what, calls in plan.items()
         },
+        "parity": [[c.op, c.case, c.layout] for c in plan["parity"]],
     }
 
 
@@ -157,11 +159,23 @@ def test_a_gpu_that_is_not_there_says_that_it_is(ran):
 
 
 def test_the_plan_is_all_that_a_first_call_launches(ran):
+    from tilewright.bench import contract
     from tilewright.ops import OPS
 
     goals = {op for op, *_ in ran["plan"]["goals"]}
     assert goals == {op.name for op in OPS.values() if op.goals}
     assert {op for op, *_ in ran["plan"]["smoke"]} == set(OPS), "each by name"
+    small = {
+        (op.name, case.name)
+        for op in OPS.values()
+        for case in op.cases
+        if "contract" in case.tags and "triton" in op.names()
+    }
+    parity = {tuple(each) for each in ran["parity"]}
+    assert len(parity) == len(ran["parity"])
+    halves = {name for name in OPS if torch.bfloat16 in OPS[name].implementation("triton").dtypes}
+    expected = itertools.product([s for s in small if s[0] in halves], contract.LAYOUTS)
+    assert parity == {(*each, layout) for each, layout in expected}
     search = {launch: 0 for *_, launch, _ in ran["plan"]["search"]}
     for _, _, launch, constants in ran["plan"]["search"]:
         assert constants

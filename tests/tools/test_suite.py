@@ -931,6 +931,9 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     code, calls, said = call("goals", "search", "ab", "host")
     stages = [c.split("--stage ")[1].split()[0] for c in calls if "--stage" in c]
     assert stages == ["goals", "ab,host"]
+    of_steps, of_contract = call("kernels", "parity")[1][0::2]
+    assert "end-to-end --device cuda --profile" in of_steps
+    assert "--stage parity,graph,big --dtype bfloat16" in of_contract
     assert call("reprt")[0] == 2
     assert "--commit abc" in call("goals", COMMIT="abc")[1][0]
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from helpers import processes
+from helpers import DEVICE, processes
 from test_trainer import QWEN3, engine_of, make_bins, rows, run, shape_of, write_config
 
 from tilewright.nn.sharded import whole
@@ -26,7 +26,7 @@ from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate, evaluation_batches
-from tilewright.trainer.engine import NotFinite
+from tilewright.trainer.engine import NotFinite, Sums
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.memory_plan import NoCopies
@@ -100,6 +100,47 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path, caplog):
     assert found == want
     again.export(tmp_path / "hf")
     assert (tmp_path / "hf/model.safetensors").is_file()
+
+
+def test_numbers_are_on_their_way_before_the_optimizer_steps(monkeypatch):
+    """On a GPU a copy that is asked for later waits for the optimizer, and the device then for the
+    next batch.
+    """
+    happened = []
+
+    class OnDevice:
+        is_cuda = True
+
+        def __init__(self, *values):
+            self.host = torch.tensor(values)
+
+        def to(self, device, non_blocking):
+            happened.append((device, non_blocking))
+            return self.host
+
+    class Event:
+        def record(self):
+            happened.append("recorded")
+
+        def synchronize(self):
+            happened.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    sums = Sums(OnDevice(6.0, 2.0, 4.0), [], OnDevice([1.0, 3.0, 0.5, 0.25]), 1, ("reward",))
+    assert happened == [("cpu", True), "recorded"] * 2
+    assert (sums.mean, sums.denominator, sums.reported()) == (3.0, 2.0, {"reward": 2.0})
+    assert sums.router()["expert_load"] == 1.5
+    assert happened[4:] == ["waited"] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="what a CUDA device does at the same time")
+def test_numbers_do_not_wait_for_what_a_device_does_next():
+    sums, done = Sums(torch.tensor([6.0, 2.0], device="cuda").double(), []), torch.cuda.Event()
+    torch.cuda._sleep(2**31)  # cycles, a second
+    done.record()
+    assert sums.mean == 3.0 and not done.query()
+    torch.cuda.synchronize()
 
 
 def test_gradients_do_not_depend_on_how_a_step_is_called(tmp_path):

@@ -18,6 +18,7 @@ from tilewright import ops as tw  # noqa: E402
 from tilewright.ops.attention.attention import takes_values  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.models.initialize import init_weights  # noqa: E402
+from tilewright.trainer.models.layers import AddRMSNorm  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.models.ops_choice import attention_request  # noqa: E402
 from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
@@ -135,6 +136,23 @@ SHAPES = {
 
 
 IDS = torch.arange(12)[None]
+
+
+def test_the_residual_stream_keeps_its_dtypes_under_autocast(monkeypatch):
+    """On a GPU autocast would widen both of a fused norm's inputs to float32."""
+    seen, op = [], tw.add_rmsnorm
+
+    def recorded(x, residual, *args, **options):
+        seen.append((torch.is_autocast_enabled("cpu"), x.dtype, residual.dtype))
+        return op(x, residual, *args, **options)
+
+    monkeypatch.setattr(tw, "add_rmsnorm", recorded)
+    norm = AddRMSNorm(16, 1e-6, Ops.resolve(device_type="cpu", dtype=torch.bfloat16))
+    x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, total = norm(x, residual)
+    assert seen == [(False, torch.bfloat16, torch.float32)]
+    assert total.dtype == torch.float32, "of a model's embeddings, which are float32"
 
 
 def theirs(name, tmp_path):

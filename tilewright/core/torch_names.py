@@ -65,6 +65,9 @@ def in_forward_mode() -> bool:
 # Read by packages that import only under CUDA builds; a CPU build has none.
 RAW_STREAM = _C, "_cuda_getCurrentRawStream"
 
+# ATen's GEMMs from 16-bit operands into, and accumulating onto, a float32 result: CUDA only.
+HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
+
 # ---- autograd
 
 BelowAutograd = _C._AutoDispatchBelowAutograd

@@ -10,6 +10,7 @@ from torch import nn
 
 from tilewright import ops
 from tilewright.core import checks
+from tilewright.nn.linear import linear
 from tilewright.nn.sharded import local
 from tilewright.ops import products
 from tilewright.ops.loss.vocabulary import world_size
@@ -115,9 +116,10 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """torch.nn.Linear that uses this library's float32 GEMM on a CPU with AVX-512.
 
-    It accumulates in float32, in an order that depends on shapes alone. On other devices, in other
-    dtypes, with a bias, with fewer than 48 rows, and under torch.autocast or torch.compile it is
-    torch.nn.Linear.
+    It accumulates in float32, in an order that depends on shapes alone. Under torch.autocast on
+    CUDA the gradients of float32 parameters are computed in float32, not rounded to autocast's
+    dtype first. Otherwise, in other dtypes, with a bias, with fewer than 48 rows, and under
+    torch.compile it is torch.nn.Linear.
 
     Example:
         >>> import torch
@@ -138,7 +140,7 @@ class Linear(nn.Linear):
             and not torch.is_autocast_enabled("cpu")
         ):
             return products.linear(x, weight)
-        return nn.functional.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
 
 class SwiGLU(nn.Module):

@@ -36,9 +36,26 @@ class NotFinite(ValueError):
     """A loss or a norm that is infinite or NaN."""
 
 
+class Reading:
+    """Numbers on their way to the host from now on: reading them waits for what the device was
+    asked for before, not for the optimizer's step that may have followed.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._host = tensor.to("cpu", non_blocking=True)  # in pinned memory
+        self._there = torch.cuda.Event() if tensor.is_cuda else None
+        if self._there is not None:
+            self._there.record()
+
+    def tensor(self) -> torch.Tensor:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host
+
+
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """The sums of one call over all ranks. Reading a number synchronizes.
+    """The sums of one call over all ranks. Reading a number waits for this call alone.
 
     totals: [loss, denominator, *further sums of the loss], float64.   per_token: this rank's, one
         entry per micro-batch.
@@ -51,6 +68,15 @@ class Sums:
     reports: torch.Tensor | None = None
     passes: int = 1
     names: tuple[str, ...] = ()
+    _read: list[Reading] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._read.extend(Reading(t) for t in (self.totals, self.reports) if t is not None)
+
+    @property
+    def values(self) -> list[float]:
+        """`totals` on the host."""
+        return self._read[0].tensor().tolist()
 
     @classmethod
     def joined(cls, sums: list[Sums]) -> Sums:
@@ -59,19 +85,19 @@ class Sums:
 
     @property
     def denominator(self) -> float:
-        return float(self.totals[1])
+        return self.values[1]
 
     @property
     def mean(self) -> float:
         """NaN if the denominator is 0: a sum without a target has no mean."""
-        total, denominator = self.totals[:2].tolist()
+        total, denominator, *_ = self.values
         return total / denominator if denominator else math.nan
 
     def reported(self) -> dict[str, float]:
         """The loss's further sums over its denominator, by name."""
         if not self.names:
             return {}
-        _, denominator, *more = self.totals.tolist()
+        _, denominator, *more = self.values
         return {n: v / denominator for n, v in zip(self.names, more, strict=True) if denominator}
 
     def router(self) -> dict[str, float]:
@@ -82,7 +108,7 @@ class Sums:
         """
         if self.reports is None:
             return {}
-        report = self.reports / self.passes
+        report = self._read[1].tensor() / self.passes
         load = report[:, :-2].amax(1) / report[:, :-2].mean(1)
         balance, z = report[:, -2:].mean(0)
         names = ("expert_load", "worst_expert_load", "load_balance_loss", "z_loss")

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, declare
 from tilewright.core.registry import Case, Implementation, Judged, Op
-from tilewright.core.torch_names import FakeTensor, ProcessGroup
+from tilewright.core.torch_names import HAS_OUT_DTYPE, FakeTensor, ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
     Softmax,
@@ -76,8 +76,6 @@ CHUNK = Tunable(
 # The block of the logits' gradient that is cast to float32 at a time where the GEMM needs that. It
 # fits in a core's cache.
 BLOCK_BYTES = MiB
-# ATen's GEMMs from 16-bit operands into, and accumulating onto, a float32 result: CUDA only.
-HAS_OUT_DTYPE = "dtype_out" in torch.ops.aten.addmm.overloads()
 ACCUMULATE = ("fp32", "bf16")
 
 # Declarations (core.takes): of a head and its targets, and of what some losses on it take.

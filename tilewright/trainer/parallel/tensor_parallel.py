@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tilewright.core import torch_names
 from tilewright.nn import Linear
+from tilewright.nn.linear import linear
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
 from tilewright.trainer.models.model_config import ModelConfig
@@ -84,7 +85,7 @@ class ColumnParallelLinear(Linear):
     tp = TensorParallel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, local(self.weight), self.tp.own(local(self.bias)))
+        return linear(x, local(self.weight), self.tp.own(local(self.bias)))
 
 
 class RowParallelLinear(Linear):
@@ -95,7 +96,7 @@ class RowParallelLinear(Linear):
     tp = TensorParallel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, local(self.weight), local(self.bias) * float(self.tp.rank == 0))
+        return linear(x, local(self.weight), local(self.bias) * float(self.tp.rank == 0))
 
 
 def check(config: ModelConfig, size: int) -> None:

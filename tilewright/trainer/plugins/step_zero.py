@@ -44,7 +44,7 @@ class StepZero(Callback):
             return count, per_token.share * is_pair.double().sum()
 
         sums = run.engine.forward(step.batches, look, training=True)
-        differing, pairs = (round(n) for n in sums.totals.tolist())
+        differing, pairs = (round(n) for n in sums.values)
         reference = run.engine.reference
         assert reference is not None
         if not reference.own or run.config.train.load_checkpoint_path is not None:
