@@ -1009,24 +1009,29 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
 
 
-def test_a_gradient_that_shares_memory_is_copied_before_pytorchs_kernels_read_it():
-    """That of a sum has strides of 0, whatever is transposed in between."""
+def test_a_gradient_that_pytorchs_kernels_misread_is_copied():
+    """That of a sum has strides of 0, whatever is transposed in between; every other column of
+    another tensor is not contiguous.
+    """
     seen = []
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     y = x * 1
     y.register_hook(lambda grad: seen.append(grad.stride()))
-    out = vendors.Unexpanded.apply(y)
+    out = vendors.ReadableGradient.apply(y)
     assert out.data_ptr() == y.data_ptr()
     (grad,) = torch.autograd.grad(3 * out.transpose(1, 2).sum(), x, retain_graph=True)
     assert torch.equal(grad, torch.full_like(x, 3.0)) and seen == [x.stride()]
     dense = torch.randn(2, 4, 3, 5).transpose(1, 2)
-    out.backward(dense)
+    out.backward(dense, retain_graph=True)
     assert seen[1] == dense.stride(), "others are not copied"
+    columns = torch.randn(2, 3, 4, 10)[..., ::2]
+    (grad,) = torch.autograd.grad(out, x, columns, retain_graph=True)
+    assert torch.equal(grad, columns) and seen[2] == x.stride()
     assert torch.autograd.gradgradcheck(
-        vendors.Unexpanded.apply, x.detach().double().requires_grad_()
+        vendors.ReadableGradient.apply, x.detach().double().requires_grad_()
     )
-    assert torch.equal(torch.func.vmap(vendors.Unexpanded.apply)(x), x)
-    assert torch.equal(torch.func.jvp(vendors.Unexpanded.apply, (x,), (dense,))[1], dense)
+    assert torch.equal(torch.func.vmap(vendors.ReadableGradient.apply)(x), x)
+    assert torch.equal(torch.func.jvp(vendors.ReadableGradient.apply, (x,), (dense,))[1], dense)
 
 
 def test_flash_attention_that_is_not_here_says_so(monkeypatch):

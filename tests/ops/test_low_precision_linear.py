@@ -4,6 +4,7 @@ test_contract.py.
 """
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from helpers import DEVICE, skip_unless_usable
 
 from tilewright.core import platform
-from tilewright.ops import dequantize_mxfp8, low_precision_linear, quantize_mxfp8
+from tilewright.ops import OPS, dequantize_mxfp8, low_precision_linear, quantize_mxfp8
 from tilewright.ops.quant.low_precision_linear import LOW_PRECISION_LINEAR, RECIPES, Request
 from tilewright.ops.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
@@ -402,3 +403,19 @@ def test_a_network_learns_nearly_as_in_float32(recipe):
     assert last < 0.25 * first, "the task is learned"
     # FP4 also adds the noise of its own forward to the loss: 1 to 2 % of the target's variance.
     assert other < last + {"nvfp4": 0.06}.get(recipe, 0.01) * first
+
+
+@pytest.mark.parametrize("name", ["low_precision_linear", "low_precision_grouped_gemm"])
+def test_gradients_of_float32_weights_have_the_errors_of_fp8_tensor_cores(name):
+    """On a GPU; the other tensors are bfloat16, whose own roundings are larger."""
+    op = OPS[name]
+    case = next(c for c in op.cases if c.name == "block_fp8 float32_weight")
+    kwargs = case.make("cpu", torch.bfloat16, 0)
+    found = {
+        name: op.atol(torch.bfloat16, kwargs | {"x": SimpleNamespace(is_cuda=True)}, f"grad {name}")
+        for name, t in kwargs.items()
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    }
+    wide = [n for n in found if kwargs[n].dtype == torch.float32 and n != "bias"]
+    assert len(wide) == 1
+    assert found == {name: 2**-9 if name in wide else None for name in found}

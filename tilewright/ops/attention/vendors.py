@@ -33,10 +33,10 @@ HALVES = (torch.bfloat16, torch.float16)
 # ---- PyTorch's fused attention: one call per document, so no mask is built
 
 
-class Unexpanded(torch.autograd.Function):
-    """x, whose upstream gradient has no strides of 0, as that of a sum has. PyTorch 2.11's fused
-    attention reads such a gradient beyond its memory on CUDA: cuDNN's, and the memory-efficient one
-    (an H100: gradients of 1e37).
+class ReadableGradient(torch.autograd.Function):
+    """x, whose upstream gradient is copied if it has strides of 0, as that of a sum has, or a last
+    dimension that is not contiguous. PyTorch 2.11's fused attention misreads such gradients on
+    CUDA: cuDNN's, and the memory-efficient one (an H100: gradients of 1e37).
     """
 
     generate_vmap_rule = True
@@ -51,7 +51,7 @@ class Unexpanded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.contiguous() if is_expanded(grad) else grad
+        return grad.contiguous() if is_expanded(grad) else last_contiguous(grad)
 
     @staticmethod
     def jvp(ctx, tangent):
@@ -72,7 +72,7 @@ def _fused(q, k, v, variant):
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
     )
-    return Unexpanded.apply(out) if out.is_cuda and out.requires_grad else out
+    return ReadableGradient.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
