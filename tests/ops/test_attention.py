@@ -1009,6 +1009,26 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_large_tensors_reach_pytorchs_kernels_in_parts(batch, monkeypatch):
+    """Parts of the batch, or of the heads if that is one; a sequence of one head is not divided."""
+    tensors, grad = qkv(9, batch=batch), heads(HQ, 9, batch=batch)
+    whole = step(tensors, grad, "sdpa")
+    seen, fused = [], vendors.F.scaled_dot_product_attention
+
+    def recorded(q, k, v, **options):
+        seen.append((*q.shape[:2], k.shape[1]))
+        return fused(q, k, v, **options)
+
+    monkeypatch.setattr(vendors.F, "scaled_dot_product_attention", recorded)
+    for most, part in ((tensors[0][:1].numel() + 1, (1, HQ, HK)), (1, (1, HQ // HK, 1))):
+        seen.clear()
+        monkeypatch.setattr(vendors, "MOST", most)
+        for a, b in zip(step(tensors, grad, "sdpa"), whole, strict=True):
+            torch.testing.assert_close(a, b)
+        assert set(seen) == {part} and len(seen) == batch * HK // part[2]
+
+
 def test_a_gradient_that_pytorchs_kernels_misread_is_copied():
     """That of a sum has strides of 0, whatever is transposed in between; every other column of
     another tensor is not contiguous.

@@ -58,6 +58,28 @@ class ReadableGradient(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
+# Elements of a tensor from which gradients of PyTorch 2.11's kernels are wrong: cuDNN's, and its
+# FlashAttention 2's (an H100: errors of 8 to 19, of 64 heads and 4,097 sequences of 64).
+MOST = 2**31
+
+
+def in_parts(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """attend(q, k, v), in parts of the batch, or else of the heads, of fewer than MOST elements."""
+    B, Hk = k.shape[:2]
+    if max(q.numel(), k.numel(), v.numel()) < MOST or B == Hk == 1:
+        return attend(q, k, v)
+    dim = int(B == 1)
+    cut = k.shape[dim] // 2
+    sizes = [(t.shape[dim] // k.shape[dim] * cut, t.shape[dim]) for t in (q, k, v)]
+    halves = [t.split((at, n - at), dim) for t, (at, n) in zip((q, k, v), sizes, strict=True)]
+    return torch.cat([in_parts(attend, *half) for half in zip(*halves, strict=True)], dim)
+
+
 def _fused(q, k, v, variant):
     width, widest = v.shape[3], max(v.shape[3], q.shape[3])
     if q.device.type == "cpu" and v.shape[3] != q.shape[3]:
@@ -69,10 +91,14 @@ def _fused(q, k, v, variant):
     grouped = False
     if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
         grouped = True
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
-    )
-    return ReadableGradient.apply(out) if out.is_cuda and out.requires_grad else out
+
+    def attend(q, k, v):
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
+        )
+        return ReadableGradient.apply(out) if out.is_cuda and out.requires_grad else out
+
+    return in_parts(attend, q, k, v)
 
 
 def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
@@ -150,11 +176,14 @@ def native():
     attend, grouped = varlen()
 
     def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-        causal, window, _, scale, _ = variant
-        B, H, S, _ = q.shape
-        if not q.numel() or (cu_seqlens is None and not window):
+        if not q.numel() or (cu_seqlens is None and not variant.window):
             with sdpa_kernel(backends, set_priority=True):
                 return _fused(q, k, v, variant)
+        return in_parts(lambda *qkv: packed(*qkv, cu_seqlens, variant, max_seqlen), q, k, v)
+
+    def packed(q, k, v, cu_seqlens, variant, max_seqlen):
+        causal, window, _, scale, _ = variant
+        B, H, S, _ = q.shape
         cu, longest = _boundaries(q, cu_seqlens, max_seqlen)
         if not grouped and k.shape[1] != H:
             k, v = (t.repeat_interleave(H // k.shape[1], 1) for t in (k, v))
