@@ -248,7 +248,6 @@ UNCOALESCED = {
         (
             "_nvfp4_rows",
             "_block_fp8_quantize",
-            "_mxfp8_both",
             "_silu_mul_quantize",
             "_rmsnorm_quantize",
         ),

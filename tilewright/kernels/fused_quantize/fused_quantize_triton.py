@@ -29,7 +29,7 @@ from tilewright.kernels.norm.operators import sizes
 from tilewright.kernels.quant import operators as quantizing
 from tilewright.kernels.quant import quantize_triton
 from tilewright.kernels.quant.hadamard_triton import TILE, butterflies, sign_mask, signed
-from tilewright.kernels.quant.operators import Codes
+from tilewright.kernels.quant.operators import FP8, Codes
 from tilewright.kernels.quant.quantize_triton import (
     E2M1,
     E4M3,
@@ -234,188 +234,62 @@ def nvfp4_quantize(x, global_scale, options):
     return codes
 
 
-# ---- block-scaled FP8
+# ---- block-scaled FP8 or MXFP8 of a matrix, or MXFP8 of silu(gate) * up, and of its transpose
 
 
 @triton.jit
-def _block_fp8_put(
-    x,
-    at,
-    inside,
-    data_ptr,
+def _by_rows(x, SIDE: tl.constexpr, LOW: tl.constexpr):
+    """[SIDE, SIDE] of what `_fp8_both` loads."""
+    x = tl.permute(tl.reshape(x, (LOW, SIDE // LOW, SIDE)), (1, 0, 2))
+    return tl.reshape(x, (SIDE, SIDE))
+
+
+@triton.jit
+def _by_threads(x, LOW: tl.constexpr, WIDE: tl.constexpr):
+    """The reverse."""
+    SIDE: tl.constexpr = x.shape[0]
+    x = tl.permute(tl.reshape(x, (SIDE // LOW, LOW, SIDE)), (1, 0, 2))
+    return tl.reshape(x, (SIDE * SIDE // WIDE, WIDE))
+
+
+@triton.jit
+def _offsets(row, low, c, stride, UNIT: tl.constexpr):
+    """Only the last term differs between the rows of a thread."""
+    return (row * stride * UNIT + c) + low * stride * UNIT
+
+
+@triton.jit
+def _put_scales(
+    inverse,
     inverse_ptr,
-    first,
+    b,
     rows,
+    columns,
     row0,
     column0,
-    columns,
-    key,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
 ):
-    """Quantizes the tile x at (row0, column0) of a matrix whose first row of blocks is number
-    `first` overall.
-    """
-    if RANDOM:
-        random = random_bits(at, key, RANDOM)
-    else:
-        random = 0
-    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
-    code, inverse = fp8_tile(x.to(tl.float32), random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
-    tl.store(data_ptr + at, code, mask=inside)
-    r = row0 // ROWS + tl.arange(0, x.shape[0] // ROWS)
-    g = column0 // COLUMNS + tl.arange(0, x.shape[1] // COLUMNS)
+    """Stores the inverse scales of the tile at (row0, column0) of matrix b."""
+    r = row0 // ROWS + tl.arange(0, inverse.shape[0])
+    g = column0 // COLUMNS + tl.arange(0, inverse.shape[1])
+    down = (rows + ROWS - 1) // ROWS
     across = (columns + COLUMNS - 1) // COLUMNS
     tl.store(
-        inverse_ptr + (first + r)[:, None] * across + g[None, :],
+        inverse_ptr + (b * down + r)[:, None] * across + g[None, :],
         inverse,
-        mask=(r < (rows + ROWS - 1) // ROWS)[:, None] & (g < across)[None, :],
+        mask=(r < down)[:, None] & (g < across)[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["R", "bands"])
-def _block_fp8_both(
+@triton.jit(do_not_specialize=["rows", "bands", "key"])
+def _fp8_both(
     x_ptr,
+    up_ptr,
     data_ptr,
     inverse_ptr,
     turned_ptr,
     turned_inverse_ptr,
-    R,
-    C,
-    bands,
-    tiles,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SIDE: tl.constexpr,
-    STRIP: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Quantizes a tile of SIDE x SIDE of x, and its transpose, each in strips. The second time x is
-    read from a cache: a tile held in registers for both leaves too few of them (ptxas spills 24
-    bytes for sm_100).
-    """
-    band = (tl.program_id(0) // tiles).to(tl.int64)
-    b = band // bands
-    row0 = (band % bands) * SIDE
-    column0 = (tl.program_id(0) % tiles) * SIDE
-    strip = tl.arange(0, STRIP)
-    side = tl.arange(0, SIDE)
-    for start in range(0, SIDE, STRIP):
-        r = row0 + start + strip
-        c = column0 + side
-        inside = (r < R)[:, None] & (c < C)[None, :]
-        at = (b * R + r)[:, None] * C + c[None, :]
-        x = tl.load(x_ptr + at, mask=inside, other=0.0)
-        _block_fp8_put(
-            x,
-            at,
-            inside,
-            data_ptr,
-            inverse_ptr,
-            b * ((R + ROWS - 1) // ROWS),
-            R,
-            row0 + start,
-            column0,
-            C,
-            0,
-            ROWS,
-            COLUMNS,
-            False,
-            HARDWARE,
-        )
-    for start in range(0, SIDE, STRIP):
-        r = row0 + side
-        c = column0 + start + strip
-        x = tl.load(
-            x_ptr + (b * R + r)[:, None] * C + c[None, :],
-            mask=(r < R)[:, None] & (c < C)[None, :],
-            other=0.0,
-        )
-        at = (b * C + c)[:, None] * R + r[None, :]
-        inside = (c < C)[:, None] & (r < R)[None, :]
-        _block_fp8_put(
-            tl.trans(x),
-            at,
-            inside,
-            turned_ptr,
-            turned_inverse_ptr,
-            b * ((C + ROWS - 1) // ROWS),
-            C,
-            column0 + start,
-            row0,
-            R,
-            0,
-            ROWS,
-            COLUMNS,
-            False,
-            HARDWARE,
-        )
-
-
-def _strips(rows: int, columns: int) -> dict:
-    """Strip sizes: 64 bytes of bf16 where x is transposed, or a block's rows. 16 elements per
-    thread, and 32 in the largest.
-    """
-    side, strip = max(rows, columns, 32), max(rows, 32)
-    return {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "SIDE": side,
-        "STRIP": strip,
-        "num_warps": max(1, min(16, side * strip // 512)),
-    }
-
-
-def fp8_quantize(x, fp8):
-    """With the transpose, one pass over x in MXFP8, and otherwise if blocks fill a square tile:
-    power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
-    do not fit in registers (ptxas spills 900 bytes and more for sm_90).
-    """
-    if not fp8.transpose:
-        return quantize_triton.fp8_quantize(x, fp8)
-    codes = quantizing.fp8_quantize(x, fp8)
-    if not x.numel():
-        return codes
-    rows, columns, mx, seed, _ = fp8
-    B, R, C = x.shape
-    if mx:
-        return _mxfp8(x.view(B * R, C), None, codes, seed)
-    side = max(rows, columns, 32)
-    if side > 128 or rows & (rows - 1) or columns & (columns - 1) or seed is not None:
-        one = fp8._replace(transpose=False)
-        return Codes(
-            *quantize_triton.fp8_quantize(x, one)[:2],
-            *quantize_triton.fp8_quantize(x.mT.contiguous(), one)[:2],
-        )
-    bands, tiles = cdiv(R, side), cdiv(C, side)
-    launch(
-        _block_fp8_both,
-        (B * bands * tiles,),
-        x,
-        *codes,
-        R,
-        C,
-        bands,
-        tiles,
-        HARDWARE=conversions(x.device),
-        **_strips(rows, columns),
-    )
-    return codes
-
-
-# ---- MXFP8 of a matrix, or of silu(gate) * up, and of its transpose
-
-
-@triton.jit(do_not_specialize=["rows", "bands", "key"])
-def _mxfp8_both(
-    x_ptr,
-    up_ptr,
-    data_ptr,
-    scale_ptr,
-    turned_ptr,
-    turned_scale_ptr,
     rows,
     columns,
     bands,
@@ -425,72 +299,98 @@ def _mxfp8_both(
     key,
     ROW_UNIT: tl.constexpr,
     UNIT: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
+    LOW: tl.constexpr,
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantizes a tile of HIGH x WIDE of x, or of silu(x) * up if up is given, and its transpose.
+    """Quantizes a tile of SIDE x SIDE of x, or of silu(x) * up if up is given, and its transpose.
     columns and strides are in units of UNIT elements, rows (of a matrix) of ROW_UNIT: this makes
     the alignment of stores explicit.
+
+    A thread has 16 bytes of LOW neighboring rows, and a warp all rows of an MXFP8 block, so that
+    most of a maximum is taken within a thread, in both directions, and codes of the transpose are
+    exchanged several at a time. The compiler lays x out like that as a tensor of rows of 16 bytes,
+    ordered by row % LOW, row // LOW and column.
     """
+    WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     R = rows * ROW_UNIT
     C = columns * UNIT
     band = (tl.program_id(0) // tiles).to(tl.int64)
     b = band // bands
-    row0 = (band % bands) * HIGH
-    column0 = (tl.program_id(0) % tiles) * WIDE
-    r = row0 + tl.arange(0, HIGH)
-    c = column0 + tl.arange(0, WIDE)
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    row = b * R + r
-    x = tl.load(x_ptr + (row * stride * UNIT)[:, None] + c[None, :], mask=inside, other=0.0)
+    row0 = (band % bands) * SIDE
+    column0 = (tl.program_id(0) % tiles) * SIDE
+    i = tl.arange(0, SIDE * SIDE // WIDE)[:, None]
+    high = i // (SIDE // WIDE) % (SIDE // LOW) * LOW
+    low = i // (SIDE // WIDE * (SIDE // LOW))
+    c = i % (SIDE // WIDE) * WIDE + tl.arange(0, WIDE)[None, :]
+    inside = (high + low < (R - row0).to(tl.int32)) & (c < C - column0)
+    row = b * R + row0 + high
+    low = low.to(tl.int64)
+    c += column0
+    at = _offsets(row, low, c, stride, UNIT)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
     y = widened(x)
     if up_ptr is not None:
-        up = tl.load(
-            up_ptr + (row * up_stride * UNIT)[:, None] + c[None, :], mask=inside, other=0.0
-        )
+        at = _offsets(row, low, c, up_stride, UNIT)
+        up = tl.load(up_ptr + at, mask=inside, other=0.0)
         y = rounded_to(activation_triton.activation(y, 0) * widened(up), x.dtype)
-    at = row[:, None] * C + c[None, :]
-    _block_fp8_put(
-        y, at, inside, data_ptr, scale_ptr, b * R, R, row0, column0, C, key, 1, 32, RANDOM, HARDWARE
-    )
+    y = _by_rows(y, SIDE, LOW)
+    at = _offsets(row, low, c, columns, UNIT)
+    if RANDOM:
+        random = random_bits(_by_rows(at, SIDE, LOW), key, RANDOM)
+    else:
+        random = 0
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    code, inverse = fp8_tile(y, random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
+    tl.store(data_ptr + at, _by_threads(code, LOW, WIDE), mask=inside)
+    _put_scales(inverse, inverse_ptr, b, R, C, row0, column0, ROWS, COLUMNS)
+    r = row0 + tl.arange(0, SIDE)
+    c = column0 + tl.arange(0, SIDE)
     at = (b * C + c)[:, None] * R + r[None, :]
-    inside = (c < C)[:, None] & (r < R)[None, :]
-    _block_fp8_put(
-        tl.trans(y),
-        at,
-        inside,
-        turned_ptr,
-        turned_scale_ptr,
-        b * C,
-        C,
-        column0,
-        row0,
-        R,
-        key,
-        1,
-        32,
-        RANDOM,
-        HARDWARE,
-    )
+    if RANDOM:
+        random = random_bits(at, key, RANDOM)
+    code, inverse = fp8_tile(tl.trans(y), random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
+    tl.store(turned_ptr + at, code, mask=(c < C)[:, None] & (r < R)[None, :])
+    _put_scales(inverse, turned_inverse_ptr, b, C, R, column0, row0, ROWS, COLUMNS)
 
 
 def _mxfp8_warps(random: bool) -> int:
-    """16 elements per thread, and 8 where each has random bits."""
-    return 16 if random else 8
+    """64 elements per thread, and 16 where each has random bits."""
+    return 8 if random else 2
 
 
-def _mxfp8(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, seed: int | None) -> Codes:
+def _tile(rows: int, columns: int, mx: bool, random: bool, itemsize: int) -> dict:
+    """The tile's side is that of a block; 64 in MXFP8, for rows of two sectors in each result.
+
+    64 elements per thread: each thread computes the scales of its rows and columns, so that fewer
+    elements take more instructions, and more take so many registers that an SM has too few loads in
+    flight.
+    """
+    side = 64 if mx else max(rows, columns, 32)
+    warps = _mxfp8_warps(random) if mx else max(1, side * side // 2048)
+    return {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "SIDE": side,
+        "LOW": side * side * itemsize // (512 * warps),
+        "num_warps": warps,
+    }
+
+
+def _both(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, fp8: FP8) -> Codes:
     """Fills codes [B, R, C] and their transposes from x and up [B * R, C] with contiguous columns,
     of at least one element.
     """
     B, R, C = codes.data.shape
-    bands, tiles = cdiv(R, HIGH), cdiv(C, WIDE)
+    c = _tile(fp8.rows, fp8.columns, fp8.mx, fp8.seed is not None, x.element_size())
+    bands, tiles = cdiv(R, c["SIDE"]), cdiv(C, c["SIDE"])
     by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
     row_unit = 16 if R % 16 == 0 else 1
     launch(
-        _mxfp8_both,
+        _fp8_both,
         (B * bands * tiles,),
         x,
         up,
@@ -501,16 +401,34 @@ def _mxfp8(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, seed: int | N
         tiles,
         x.stride(0) // by,
         0 if up is None else up.stride(0) // by,
-        seed or 0,
+        fp8.seed or 0,
         ROW_UNIT=row_unit,
         UNIT=by,
-        HIGH=HIGH,
-        WIDE=WIDE,
-        RANDOM=random_kind(seed, R, C),
+        RANDOM=random_kind(fp8.seed, R, C),
         HARDWARE=conversions(x.device),
-        num_warps=_mxfp8_warps(seed is not None),
+        **c,
     )
     return codes
+
+
+def fp8_quantize(x, fp8):
+    """With the transpose, one pass over x in MXFP8, and otherwise if blocks fill a square tile:
+    power-of-two sides up to 128. Not with stochastic rounding, whose random words for whole tiles
+    do not fit in registers (ptxas spills 900 bytes and more for sm_90).
+    """
+    if not fp8.transpose:
+        return quantize_triton.fp8_quantize(x, fp8)
+    rows, columns, mx, seed, _ = fp8
+    B, R, C = x.shape
+    uneven = max(rows, columns) > 128 or rows & (rows - 1) or columns & (columns - 1)
+    if x.numel() and not mx and (uneven or seed is not None):
+        one = fp8._replace(transpose=False)
+        return Codes(
+            *quantize_triton.fp8_quantize(x, one)[:2],
+            *quantize_triton.fp8_quantize(x.mT.contiguous(), one)[:2],
+        )
+    codes = quantizing.fp8_quantize(x, fp8)
+    return _both(x.view(B * R, C), None, codes, fp8) if x.numel() else codes
 
 
 # ---- silu(gate) * up, then FP8
@@ -569,7 +487,7 @@ def silu_mul_quantize(gate, up, R, fp8):
         return codes
     seed, block = fp8.seed, fp8.columns
     if fp8.transpose:
-        return _mxfp8(gate, up, codes, seed)
+        return _both(gate, up, codes, fp8)
     rows, columns = gate.shape
     across = cdiv(columns, block)
     groups = min(SILU_TILE // block, next_power_of_2(across))
@@ -888,53 +806,46 @@ def nvfp4_gate() -> list[KernelSpec]:
     return specs
 
 
+def _both_spec(
+    label: str, d: str, block: tuple, row_unit: int = 16, random: bool = False, silu: bool = False
+) -> KernelSpec:
+    """block: rows, columns, and whether it is MXFP8's. row_unit: 1 for an odd number of rows, whose
+    transpose is stored byte by byte; otherwise sides are multiples of 16.
+    """
+    c = _tile(*block, random, 2 if d == "bf16" else 4)
+    scales = "u8" if block[2] else "fp32"
+    codes = {"data": "u8", "inverse": scales, "turned": "u8", "turned_inverse": scales}
+    return spec(
+        _fp8_both,
+        f"{label}{' random' if random else ''}{' odd' if row_unit == 1 else ''}",
+        {"x": d, **({"up": d} if silu else {}), **codes},
+        {
+            **c,
+            "ROW_UNIT": row_unit,
+            "UNIT": 8 if d == "bf16" else 4,
+            "RANDOM": 2 * random,
+            "HARDWARE": 1,
+        },
+        store=0 if random or row_unit == 1 else 128,
+        per_sm=2 if d == "bf16" else 1,  # one loads while another quantizes
+        elements=2 * c["SIDE"] ** 2,
+        **{} if random else E4M3,
+    )
+
+
 def block_fp8_gate() -> list[KernelSpec]:
-    specs = []
-    codes = {"data": "u8", "inverse": "fp32", "turned": "u8", "turned_inverse": "fp32"}
-    for d in ("bf16", "fp32"):
-        for rows in (1, 128):
-            constexprs = {"HARDWARE": 1, **_strips(rows, 128)}
-            num_warps = constexprs.pop("num_warps")
-            specs.append(
-                spec(
-                    _block_fp8_both,
-                    f"block_fp8 quantize both {d} {rows}x128",
-                    {"x": d, **codes},
-                    constexprs,
-                    num_warps,
-                    divisible=("R", "C"),
-                    elements=2 * constexprs["SIDE"] * constexprs["STRIP"],
-                    **E4M3,
-                )
-            )
-    return specs
+    return [
+        _both_spec(f"block_fp8 quantize both {d} {rows}x128", d, (rows, 128, False))
+        for d in ("bf16", "fp32")
+        for rows in (1, 128)
+    ]
 
 
 def mxfp8_gate(silu: bool = False) -> list[KernelSpec]:
-    """Matrices whose sides are multiples of 16; and silu(gate) * up with an odd number of rows,
-    whose transpose is stored byte by byte.
-    """
     op = "silu_mul mxfp8" if silu else "mxfp8 quantize"
-    codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
     kinds = (("bf16", 16, False), ("bf16", 16, True), ("fp32", 16, False), ("bf16", 1, False))
     return [
-        spec(
-            _mxfp8_both,
-            f"{op} both {d}{' random' if random else ''}{' odd' if row_unit == 1 else ''}",
-            {"x": d, **({"up": d} if silu else {}), **codes},
-            {
-                "ROW_UNIT": row_unit,
-                "UNIT": 8 if d == "bf16" else 4,
-                "HIGH": HIGH,
-                "WIDE": WIDE,
-                "RANDOM": 2 * random,
-                "HARDWARE": 1,
-            },
-            _mxfp8_warps(random),
-            store=0,
-            elements=2 * HIGH * WIDE,
-            **{} if random else E4M3,
-        )
+        _both_spec(f"{op} both {d}", d, (1, MX_BLOCK, True), row_unit, random, silu)
         for d, row_unit, random in kinds[: 4 if silu else 3]
     ]
 

@@ -28,7 +28,7 @@ from tilewright.kernels.device import conversions
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import HARDWARE as COMPILED
-from tilewright.kernels.math_triton import largest_magnitude, widened
+from tilewright.kernels.math_triton import largest_magnitude, reciprocal, widened
 from tilewright.kernels.quant import aqn_triton, nf4_tables, operators
 from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, signed
 from tilewright.kernels.spec import KernelSpec
@@ -720,6 +720,30 @@ def nvfp4_dequantize(data, scale, global_scale, C, dtype, noise):
 
 
 @triton.jit
+def _fp8_quotients(floor):
+    """1 / floor and floor / 448, correctly rounded, for floor from 2^-100 on, infinity, or NaN.
+
+    div_rn branches for operands that its fast path does not take, so that a thread's divisions wait
+    for each other. Here quotients are corrected by their remainders, which FMA has exactly. That of
+    1 / floor is computed for 2^-4 floor, whose reciprocal is not subnormal.
+    """
+    if COMPILED:
+        finite = floor < float("inf")
+        near = reciprocal(floor * 0.0625)
+        nearer = tl.fma(near, tl.fma(floor * -0.0625, near, 1.0), near)
+        rounded = nearer * 0.0625
+        rest = tl.fma(-floor, rounded, 1.0) * 0.0625
+        inverse = tl.where(finite, tl.fma(rest, nearer, rounded), near)
+        part = floor * 0.002232142857142857  # 1 / 448
+        rest = tl.fma(part, -448.0, floor)
+        part = tl.where(finite, tl.fma(rest, 0.002232142857142857, part), part)
+    else:
+        inverse = tl.div_rn(1.0, floor)
+        part = tl.div_rn(floor, 448.0)
+    return inverse, part
+
+
+@triton.jit
 def _fp8_scales(most, MX: tl.constexpr):
     """Multipliers for blocks with these largest magnitudes, and the inverse scales: for MXFP8,
     exponent bytes.
@@ -733,8 +757,9 @@ def _fp8_scales(most, MX: tl.constexpr):
     else:
         floor = tl.where(most < 7.888609052210118e-31, 7.888609052210118e-31, most)  # 2^-100
         zero = most == 0.0
-        scale = tl.where(zero, 1.0, tl.div_rn(1.0, floor) * 448.0)
-        inverse = tl.where(zero, 1.0, tl.div_rn(floor, 448.0))
+        scale, inverse = _fp8_quotients(floor)
+        scale = tl.where(zero, 1.0, scale * 448.0)
+        inverse = tl.where(zero, 1.0, inverse)
     return scale, inverse
 
 
