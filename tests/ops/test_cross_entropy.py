@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from tilewright.bench import contract
-from tilewright.core.registry import ImplementationUnavailable
+from tilewright.core.registry import ImplementationUnavailable, short
 from tilewright.kernels.loss.operators import (
     LossInputs,
     LossOutputs,
@@ -241,6 +241,44 @@ def test_a_saturated_cap_costs_no_precision(name, scale):
     )
     (found,) = torch.autograd.grad(loss.sum(), x)
     torch.testing.assert_close(found.double(), truth, rtol=2e-6 + 4e-7 * scale, atol=0)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=short)
+@pytest.mark.parametrize("softcap", [2.0, 32.0, 64.0])
+def test_a_cap_of_any_size_in_wide_rows(name, dtype, softcap):
+    """A kernel needs no maximum of a row before its sum where the cap is small and logits have 16
+    bits, however far the maximum is from the cap.
+    """
+    skip_unless_usable(CROSS_ENTROPY, name, dtype)
+    V = 9001
+    x = torch.randn(9, V, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1], x[2], x[3, 5], x[4, 5000] = -math.inf, math.inf, math.inf, 12.0
+    for i in range(4):
+        x[5 + i, 6000 + i] = math.nan
+    y = torch.full((9,), 5000)
+    y[2:4] = 5
+    z = softcap * torch.tanh(x.double() / softcap)
+    truth = F.cross_entropy(z, y, reduction="none").to(DEVICE)
+    x = x.to(DEVICE).requires_grad_()
+    loss = cross_entropy(x, y.to(DEVICE), softcap=softcap, reduction="none", implementation=name)
+    assert (loss[:5] >= 0).all() and loss[5:].isnan().all()
+    # Some roundings of the cap; log V where all logits are equal.
+    torch.testing.assert_close(loss[:5].double(), truth[:5], rtol=2e-7, atol=4e-7 * softcap)
+    torch.testing.assert_close(loss[1:3].double(), truth[1:3], rtol=5e-7, atol=0)
+    (found,) = torch.autograd.grad(loss.sum(), x)
+    assert found[:5].isfinite().all() and found[5:].isnan().all()
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=short)
+def test_equal_logits_have_the_logarithm_of_their_number(name, dtype):
+    """To a rounding: exponentials by another formula than that of the largest have its error."""
+    skip_unless_usable(CROSS_ENTROPY, name, dtype)
+    x = torch.linspace(-60, 60, 41, device=DEVICE, dtype=dtype)[:, None].repeat(1, 4096)
+    y = torch.zeros(41, device=DEVICE, dtype=torch.int64)
+    loss = cross_entropy(x, y, softcap=30.0, reduction="none", implementation=name)
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log(4096)), rtol=0, atol=1.5e-6)
 
 
 # ---- rows and values that are difficult for kernels

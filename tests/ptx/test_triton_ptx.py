@@ -388,6 +388,26 @@ def any_row_of_logits(driver, V, stride, offset, dtype):
     assert torch.equal(before, memory)  # memory between rows is unchanged
 
 
+def capped_rows(driver, dtype):
+    """Infinities, and a NaN at any place of a block, under a softcap that needs no maximum: NaN
+    shows although a compiled polynomial does not have it.
+    """
+    from tilewright.kernels.loss import softmax_stats_triton as kernels
+    from tilewright.kernels.loss.operators import Scaling, Wanted
+    from tilewright.ops.loss import softmax_stats
+
+    inf = float("inf")
+    x = torch.randn(7, 9000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0], x[1, 5], x[2, 4500] = -inf, inf, 100
+    for i in range(4):
+        x[3 + i, 4200 + i] = float("nan")
+    args = x, torch.full((7,), 4500), None, Scaling(30.0), Wanted()
+    found, truth = kernels.forward(*args), softmax_stats.stats_eager(x.double(), *args[1:])
+    assert found.log_sum[3:].isnan().all()
+    for a, t in zip(found[:3], truth, strict=False):
+        torch.testing.assert_close(a[:3].double(), t[:3], rtol=1e-6, atol=1e-5)
+
+
 def losses_of_rows(driver):
     """In parts of more and fewer rows than a block of the kernel, of more targets than it counts at
     a time, with all options."""
@@ -817,6 +837,8 @@ def runs():
             if launch == "attention/forward" or name not in ("wide", "window", "latent"):
                 found[f"sm_90-{launch} ROLES-{name}"] = 90, *run
         found[f"sm_90-{launch} ROLES-apart"] = 90, apart, launch
+    for dtype in (F32, BF16):
+        found[f"sm_90-cross_entropy-capped_rows-{short(dtype)}"] = 90, capped_rows, dtype
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
     if COUNTS.exists():  # of this version of Triton

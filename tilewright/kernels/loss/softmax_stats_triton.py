@@ -3,7 +3,8 @@ are in tilewright/ops/loss/softmax_stats.py.
 
 T = rows, V = columns; rows are contiguous, with any row stride >= V. Forward: a program reads one
 row once, in column blocks, with a running maximum (a scalar) and running sums (one per lane of the
-block, reduced at the end). Backward: one program per output block; one read, one write, in place if
+block, reduced at the end). Under a small softcap, which bounds exponentials, the maximum is not
+needed before the end. Backward: one program per output block; one read, one write, in place if
 requested. Exponentials are base 2. Rows whose gradients are all 0 are written without being read.
 Between them `_losses`, one program, computes losses, their sum and their derivatives from the
 statistics, so that no small kernels are needed.
@@ -34,7 +35,13 @@ from tilewright.kernels.loss.operators import (
     empty_statistics,
     into,
 )
-from tilewright.kernels.math_triton import exp2_or_zero, softcapped
+from tilewright.kernels.math_triton import (
+    exp2_in_fmas,
+    exp2_or_zero,
+    softcapped,
+    tanh_and_derivative,
+    widened,
+)
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -82,16 +89,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1024.0)
 
 
-# How z follows from a logit x: x, softcap * tanh(x * inverse), or x * inverse. Peaks are those of
-# z, but of x if SCALED.
-PLAIN, SOFTCAP, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# How z follows from a logit x: x, x * inverse, softcap * tanh(x * inverse), or that to some ulp of
+# a softcap of at most BOUND, for logits of 16 bits. Peaks are those of z, but of x if SCALED.
+PLAIN, SCALED, SOFTCAP, BOUNDED = (tl.constexpr(mode) for mode in range(4))
+# In logits of 16 bits, entropies exceed the contract from 50 on. Up to 64, exp(z) and its sum over
+# 2^31 columns are in the range of float32.
+BOUND = 32.0
 
 
 @triton.jit
 def _below(z, peak, inverse, CAPPED: tl.constexpr):
     """z - peak, where z is x if SCALED: a product that is rounded before the difference is off by
     an ulp of the peak, which is more than the exponential's range where the peak is above 2^30. So
-    is a capped z, which may exceed the peak.
+    is a capped z, which may exceed the peak (by nothing that matters if it is BOUNDED).
     """
     below = z - peak
     if CAPPED == SOFTCAP:
@@ -102,9 +112,22 @@ def _below(z, peak, inverse, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _cap(x, softcap, inverse, CAPPED: tl.constexpr):
+    """z and its derivative."""
+    if CAPPED == BOUNDED:
+        z, slope = softcapped(x, softcap, inverse)
+    else:
+        t, slope = tanh_and_derivative(x * inverse)
+        # Rounded: a product would be contracted with the difference from the peak, which was
+        # rounded, and be off by half an ulp of the peak.
+        z = tl.fma(t, softcap, 0.0)
+    return z, slope
+
+
+@triton.jit
 def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
-    if CAPPED == SOFTCAP:
-        x, _ = softcapped(x, softcap, inverse)
+    if CAPPED >= SOFTCAP:
+        x, _ = _cap(x, softcap, inverse, CAPPED)
     return x
 
 
@@ -112,6 +135,33 @@ def _capped(x, softcap, inverse, CAPPED: tl.constexpr):
 def _finite(x):
     """x, or 0 where it is infinite, since inf - inf is NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _loaded(x, CAPPED: tl.constexpr):
+    """In float32."""
+    if CAPPED == BOUNDED:  # which is bound by instructions
+        y = widened(x)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of two, or NaN: exp2_in_fmas loses one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _quarters(x):
+    """The elements [BLOCK] whose index is 0, 1, 2, 3 modulo 4, each [BLOCK / 4]. A thread has four
+    in a row, so that nothing moves.
+    """
+    a, b = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+    a0, a2 = tl.split(tl.reshape(a, [x.shape[0] // 4, 2]))
+    b1, b3 = tl.split(tl.reshape(b, [x.shape[0] // 4, 2]))
+    return a0, b1, a2, b3
 
 
 @triton.jit
@@ -169,6 +219,10 @@ def _forward(
         first = tl.load(logits_ptr + row * stride * UNIT).to(tl.float32)
         origin = _finite(_capped(first, softcap, inverse, CAPPED))
     s = tl.zeros([BLOCK], tl.float32)
+    UNSHIFTED: tl.constexpr = CAPPED == BOUNDED and not (SMOOTH or MEAN or ARGMAX)
+    if UNSHIFTED:  # top: for each lane
+        top = tl.full([BLOCK // 4], float("-inf"), tl.float32)
+        s = tl.zeros([BLOCK // 4], tl.float32)
     sz = tl.zeros([BLOCK], tl.float32)
     sw = tl.zeros([BLOCK], tl.float32)
 
@@ -181,7 +235,7 @@ def _forward(
     for at in range(0, edge, BLOCK):
         c = at + lanes - before
         mask = (c >= 0) & (c < V)
-        x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+        x = _loaded(tl.load(x_ptr + at, mask=mask, other=float("-inf")), CAPPED)
         top, peak, best, s, sz, sw = _step(
             x,
             c,
@@ -205,7 +259,7 @@ def _forward(
         )
     for at in tl.range(edge, full, BLOCK, num_stages=STAGES):
         c = at + lanes - before
-        x = tl.load(x_ptr + at).to(tl.float32)
+        x = _loaded(tl.load(x_ptr + at), CAPPED)
         top, peak, best, s, sz, sw = _step(
             x,
             c,
@@ -230,7 +284,7 @@ def _forward(
     for at in range(tl.maximum(full, edge), extent, BLOCK):
         c = at + lanes - before
         mask = c < V
-        x = tl.load(x_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
+        x = _loaded(tl.load(x_ptr + at, mask=mask, other=float("-inf")), CAPPED)
         top, peak, best, s, sz, sw = _step(
             x,
             c,
@@ -254,6 +308,12 @@ def _forward(
         )
 
     total = tl.sum(s, axis=0)
+    if UNSHIFTED:
+        highest = tl.max(top, axis=0)
+        peak = _capped(highest, softcap, inverse, CAPPED)
+        total /= exp2_or_zero(_capped(highest, softcap * LOG2E, inverse, CAPPED))
+        total = tl.maximum(total, 1.0)  # the largest exponential may differ from the divisor by ulp
+        total = tl.where(tl.max((top != top).to(tl.int32), axis=0) > 0, float("nan"), total)
     peak = _finite(peak)
     tl.store(peak_ptr + row, peak)
     tl.store(log_sum_ptr + row, tl.log2(total) * LN2)
@@ -296,43 +356,57 @@ def _step(
     ARGMAX: tl.constexpr,
 ):
     """Adds one block x (masked lanes: -inf) to the running maximum and sums."""
-    here = tl.max(x, axis=0)
-    largest = tl.maximum(top, here)
-    z = _capped(x, softcap, inverse, CAPPED)
-    if CAPPED == SOFTCAP and MASKED:
-        z = tl.where(mask, z, float("-inf"))
-    # The largest z up to rounding, which does not matter.
-    higher = _capped(largest, softcap, inverse, CAPPED)
-    if CAPPED == SOFTCAP:
-        higher = tl.maximum(peak, higher)  # the cap is monotone up to rounding
-    shift = _finite(higher)
-    changed = True
-    if MEAN or ARGMAX:  # a branch: few of a row's blocks have a new maximum
-        changed = (here > top) | (higher != peak)
-    if changed:
-        if ARGMAX:
-            first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
-            best = tl.where(here > top, first, best)
-        lower = peak - shift
-        if CAPPED == SCALED:
-            lower = lower * inverse
-        # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
-        lower = tl.minimum(tl.maximum(lower, FLOOR), 0.0)
-        shrink = tl.exp2(lower * LOG2E)
+    if CAPPED == BOUNDED and not (SMOOTH or MEAN or ARGMAX):
+        higher = peak
+        x0, x1, x2, x3 = _quarters(x)
+        largest = _larger(_larger(top, x0), _larger(_larger(x1, x2), x3))
+        z = _capped(x, softcap * LOG2E, inverse, CAPPED)
+        if MASKED:
+            e0, e1, e2, e3 = _quarters(exp2_or_zero(tl.where(mask, z, float("-inf"))))
+        else:
+            # The special-function unit has 16 results a cycle. Three an element, of which two are
+            # the cap's, would take longer than loads; so three of four exponentials do without it.
+            z0, z1, z2, z3 = _quarters(z)
+            e0, e1, e2, e3 = exp2_or_zero(z0), exp2_in_fmas(z1), exp2_in_fmas(z2), exp2_in_fmas(z3)
+        s += (e0 + e1) + (e2 + e3)
+    else:
+        here = tl.max(x, axis=0)
+        largest = tl.maximum(top, here)
+        z = _capped(x, softcap, inverse, CAPPED)
+        if CAPPED >= SOFTCAP and MASKED:
+            z = tl.where(mask, z, float("-inf"))
+        # The largest z up to rounding, which does not matter.
+        higher = _capped(largest, softcap, inverse, CAPPED)
+        if CAPPED >= SOFTCAP:
+            higher = tl.maximum(peak, higher)  # the cap is monotone up to rounding
+        shift = _finite(higher)
+        changed = True
+        if MEAN or ARGMAX:  # a branch: few of a row's blocks have a new maximum
+            changed = (here > top) | (higher != peak)
+        if changed:
+            if ARGMAX:
+                first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
+                best = tl.where(here > top, first, best)
+            lower = peak - shift
+            if CAPPED == SCALED:
+                lower = lower * inverse
+            # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
+            lower = tl.minimum(tl.maximum(lower, FLOOR), 0.0)
+            shrink = tl.exp2(lower * LOG2E)
+            if MEAN:
+                sz = (sz + s * lower) * shrink
+            s = s * shrink
+        below = _below(z, shift, inverse, CAPPED)
+        e = exp2_or_zero(below * LOG2E)  # in one FMA, a large shift would cost its rounding
         if MEAN:
-            sz = (sz + s * lower) * shrink
-        s = s * shrink
-    below = _below(z, shift, inverse, CAPPED)
-    e = exp2_or_zero(below * LOG2E)  # folded into one FMA, a large shift would cost its rounding
-    if MEAN:
-        sz += e * tl.maximum(below, FLOOR)
-    s += e
-    if SMOOTH:
-        z = z - origin
-        if WEIGHTS:
-            w = tl.load(weight_ptr + c, mask=mask, other=0.0)
-            z = z * w
-        sw += tl.where(mask, z, 0.0) if MASKED else z
+            sz += e * tl.maximum(below, FLOOR)
+        s += e
+        if SMOOTH:
+            z = z - origin
+            if WEIGHTS:
+                w = tl.load(weight_ptr + c, mask=mask, other=0.0)
+                z = z * w
+            sw += tl.where(mask, z, 0.0) if MASKED else z
     return largest, higher, best, s, sz, sw
 
 
@@ -409,11 +483,13 @@ def _backward(
         | (g_weighted != 0.0)
     )
 
+    if CAPPED == BOUNDED:  # one instruction to compare with, and fewer registers
+        y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # -1: c where nothing is stored
     first = tl.program_id(1) * BLOCK
     # Unmasked: loads and stores stay wide.
     inner = (first >= before) & (first + BLOCK <= V + before)
     if learn & inner:
-        x = tl.load(logits_ptr + start + at).to(tl.float32)
+        x = _loaded(tl.load(logits_ptr + start + at), CAPPED)
         d = _gradient(
             x,
             c,
@@ -439,7 +515,7 @@ def _backward(
         mask = (c >= 0) & (c < V)
         d = tl.zeros([BLOCK], tl.float32)
         if learn:
-            x = tl.load(logits_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
+            x = _loaded(tl.load(logits_ptr + start + at, mask=mask, other=0.0), CAPPED)
             d = _gradient(
                 x,
                 c,
@@ -486,8 +562,8 @@ def _gradient(
 ):
     slope = x
     z = x
-    if CAPPED == SOFTCAP:
-        z, slope = softcapped(x, softcap, inverse)
+    if CAPPED >= SOFTCAP:
+        z, slope = _cap(x, softcap, inverse, CAPPED)
     below = _below(z, peak, inverse, CAPPED)
     p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
     if MEAN:
@@ -500,7 +576,7 @@ def _gradient(
         else:
             d += g_weighted
     d += tl.where(c == y, g_target, 0.0)
-    if CAPPED == SOFTCAP:
+    if CAPPED >= SOFTCAP:
         d *= slope
     return d
 
@@ -776,9 +852,10 @@ def peels(V: int, *tensors: torch.Tensor) -> bool:
     return len(strides) == 1 and strides.pop() % vector(tensors[0]) != 0 and V > 0
 
 
-def _mode(scaling: Scaling) -> int:
+def _mode(scaling: Scaling, logits: torch.Tensor) -> int:
     if scaling.softcap:
-        return SOFTCAP.value
+        bounded = scaling.cap <= BOUND and logits.element_size() == 2
+        return (BOUNDED if bounded else SOFTCAP).value
     return PLAIN.value if scaling.plain else SCALED.value
 
 
@@ -788,7 +865,8 @@ def forward(logits, target, class_weight, scaling, wanted):
     if T == 0:
         return found
     weights = class_weight if wanted.weighted else None
-    plain = scaling.plain and not any(wanted)
+    mode = _mode(scaling, logits)
+    plain = mode in (PLAIN.value, BOUNDED.value) and not any(wanted)
     by = units(V, logits)
     launch(
         _forward,
@@ -811,7 +889,7 @@ def forward(logits, target, class_weight, scaling, wanted):
         **by,
         VECTOR=vector(logits),
         PEEL=peels(V, logits),
-        CAPPED=_mode(scaling),
+        CAPPED=mode,
         SMOOTH=wanted.weighted,
         WEIGHTS=weights is not None,
         MEAN=wanted.mean,
@@ -850,7 +928,7 @@ def _launch_backward(out, logits, target, class_weight, scaling, softmax, gradie
         **by,
         VECTOR=vector(logits),
         PEEL=peel,
-        CAPPED=_mode(scaling),
+        CAPPED=_mode(scaling, logits),
         SMOOTH=smooth,
         WEIGHTS=smooth and class_weight is not None,
         MEAN=mean,
@@ -875,7 +953,7 @@ def _specs(kernel):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         data, options = "bf16" if key["itemsize"] == 2 else "fp32", not key["plain"]
         size = 16 // key["itemsize"]
-        flags = dict.fromkeys(("CAPPED", "SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
+        flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
         return [
             KernelSpec.of(
                 kernel,
@@ -887,6 +965,7 @@ def _specs(kernel):
                     "V_UNIT": 1 if peel else size,
                     "VECTOR": size,
                     "PEEL": peel,
+                    "CAPPED": (SOFTCAP if options else PLAIN).value,
                     "SCALE": 2 if options else 1,
                     **flags,
                     **config,
@@ -925,27 +1004,32 @@ BACKWARD = Tunable(
 TUNABLES = (FORWARD, BACKWARD)
 
 
-def gate_scaled() -> list[KernelSpec]:
-    """The statistics of logits that are divided by a temperature, and their gradient."""
+def _with(mode: tl.constexpr, label: str, sizes: tuple, alone: bool, **flags) -> list[KernelSpec]:
+    """All options, with these instead. alone: whether forward's launch is that of no option."""
+    flags = {"CAPPED": mode.value, "SMOOTH": False, "WEIGHTS": False, "SCALE": 1, **flags}
     specs = []
-    for tunable, kernel in ((FORWARD, _forward), (BACKWARD, _backward)):
-        for size in (2, 4):
-            key = {"V": 128256, "itemsize": size, "plain": False}
+    for tunable, kernel, plain in ((FORWARD, _forward, alone), (BACKWARD, _backward, False)):
+        for size in sizes:
+            key = {"V": 128256, "itemsize": size, "plain": plain}
             for spec in _specs(kernel)(key, tunable.heuristic(**key)):
-                flags = {"CAPPED": SCALED.value, "SMOOTH": False, "WEIGHTS": False, "SCALE": 1}
                 chosen = {**spec.constexprs, **flags}
                 specs.append(
                     dataclasses.replace(
                         spec,
-                        label=f"{spec.label.replace(' all options', '')} scaled",
+                        label=f"{spec.label.replace(' all options', '')} {label}",
                         constexprs={n: v for n, v in chosen.items() if n in kernel.arg_names},
                     )
                 )
     return specs
 
 
+def gate_scaled() -> list[KernelSpec]:
+    """The statistics of logits that are divided by a temperature, and their gradient."""
+    return _with(SCALED, "scaled", (2, 4), alone=False)
+
+
 def gate() -> list[KernelSpec]:
-    """The kernels without tuned configurations: no option and all of them."""
+    """The kernels without tuned configurations, no option and all of them; and a softcap alone."""
     specs = [
         KernelSpec.of(
             _losses,
@@ -966,6 +1050,7 @@ def gate() -> list[KernelSpec]:
         for options in (False, True)
         for divisor_mode, first in (("count", True), ("known", False))
     ]
+    specs.extend(_with(BOUNDED, "softcap", (2,), alone=True, MEAN=False, ARGMAX=False))
     specs.extend(
         KernelSpec.of(
             _scale,

@@ -695,6 +695,7 @@ def _all_cases():
         logits_case("z_loss", (6, 100), z_loss=1e-2),
         logits_case("softcap", (6, 300), softcap=5.0),
         logits_case("softcap_saturated", (6, 300), softcap=5.0, saturated=True),
+        logits_case("softcap_wide", (3, 9000), softcap=30.0),
         logits_case("class_weight", (6, 100), class_weight=True),
         logits_case("class_weight_smoothing", (6, 100), class_weight=True, label_smoothing=0.2),
         logits_case("token_weight", (2, 3, 100), token_weight=True),
