@@ -63,12 +63,7 @@ class ReadableGradient(torch.autograd.Function):
 MOST = 2**31
 
 
-def in_parts(
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> torch.Tensor:
+def in_parts(attend, q, k, v):
     """attend(q, k, v), in parts of the batch, or else of the heads, of fewer than MOST elements."""
     B, Hk = k.shape[:2]
     if max(q.numel(), k.numel(), v.numel()) < MOST or B == Hk == 1:
@@ -179,7 +174,7 @@ def native():
         if not q.numel() or (cu_seqlens is None and not variant.window):
             with sdpa_kernel(backends, set_priority=True):
                 return _fused(q, k, v, variant)
-        return in_parts(lambda *qkv: packed(*qkv, cu_seqlens, variant, max_seqlen), q, k, v)
+        return in_parts(lambda q, k, v: packed(q, k, v, cu_seqlens, variant, max_seqlen), q, k, v)
 
     def packed(q, k, v, cu_seqlens, variant, max_seqlen):
         causal, window, _, scale, _ = variant
@@ -231,6 +226,8 @@ class Flash(NamedTuple):
     # (width of keys, another one of values, the major version of the compute capability) -> the
     # reason why it does not take them
     values: Callable[[int, int, int], str | None]
+    # (a request, the major version) -> what it was seen to compute wrongly
+    wrong: Callable[[Request, int], str | None] = lambda request, major: None
 
     def missing(self, device_type: str) -> str | None:
         if reason := platform.no_distribution(self.distribution, self.oldest):
@@ -252,7 +249,7 @@ class Flash(NamedTuple):
         tens = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
         # On a device that it does not support `missing` says so.
         widest = self.head_dims.get(tens, self.head_dims[self.capabilities[0]])
-        reason, values = self.lacks(request), request.value_dim
+        reason, values = self.lacks(request) or self.wrong(request, tens), request.value_dim
         if reason is None and values is not None:
             reason = self.values(request.head_dim, values, tens)
             widest = max(widest, *self.head_dims.values())
@@ -314,6 +311,15 @@ def _values_of_4(D: int, Dv: int, major: int) -> str | None:
     )
 
 
+def _wrong_of_4(request: Request, major: int) -> str | None:
+    if major == 9 and request.packed and request.gradient:
+        return (
+            "has had wrong gradients in packed documents (flash-attn-4 4.0.0b36, an H100, "
+            "deterministic algorithms on)"
+        )
+    return None
+
+
 FLASH = {
     # Older betas silently give sinks no gradient, and have no backward of softcap on packed
     # documents.
@@ -326,6 +332,7 @@ FLASH = {
         {9: 256, 10: 128, 11: 128},
         None,
         _values_of_4,
+        _wrong_of_4,
     ),
     "flash_attention_3": Flash(
         "flash-attn-3",
