@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DEVICE
+from torch.utils.checkpoint import checkpoint
 
-from tilewright.core.torch_names import FakeTensorMode
 from tilewright.nn import Linear
 from tilewright.nn.linear import WideGradients, rounds_gradients
 
@@ -43,7 +43,9 @@ def test_gradients_of_float32_parameters_are_not_rounded(bias):
 
 def test_a_gradient_that_is_not_asked_for_is_not_computed():
     x, weight, _, dy = inputs(False)
-    WideGradients.apply(x.detach(), weight, None).backward(dy)
+    y = WideGradients.apply(x.detach(), weight, None)
+    assert y.grad_fn.saved_tensors[1] is None, "the weight in 16 bits"
+    y.backward(dy)
     assert weight.grad is not None and x.grad is None
 
 
@@ -67,28 +69,86 @@ def test_gradients_are_differentiable_and_batched():
     torch.testing.assert_close(2 * dw[0], dw[1])
 
 
-@pytest.mark.parametrize(
-    ("enabled", "dtype", "trained", "wide"),
-    [
-        (True, torch.float32, True, True),
-        (False, torch.float32, True, False),
-        (True, torch.bfloat16, True, False),
-        (True, torch.float32, False, False),
-    ],
-)
-def test_they_are_computed_under_autocast_on_a_gpu(enabled, dtype, trained, wide, monkeypatch):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: enabled and device == "cuda")
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-    with FakeTensorMode():
-        weight = torch.empty(16, 24, device="cuda", dtype=dtype, requires_grad=trained)
-        x = torch.empty(3, 24, device="cuda", dtype=dtype)
-    assert rounds_gradients(x, weight) == wide
+def test_the_weight_may_change_before_the_backward_pass():
+    """By an optimizer's step between two losses. A derivative of the gradients reads it."""
+    x, weight, b, dy = inputs()
+    y = WideGradients.apply(x, weight, b)
+    expected = dy.double() @ weight.detach().bfloat16().double()
     with torch.no_grad():
-        assert not rounds_gradients(x, weight)
+        weight += 1
+    with pytest.raises(RuntimeError, match="modified in place"):
+        torch.autograd.grad(y, x, dy, create_graph=True)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad.double(), expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize(("rows", "N", "K"), [((), 5, 8), ((0,), 5, 8), ((3,), 0, 8), ((3,), 5, 0)])
+def test_vectors_and_empty_tensors(rows, N, K):
+    x = torch.randn(*rows, K).bfloat16().requires_grad_()
+    weight, b = torch.randn(N, K, requires_grad=True), torch.randn(N)
+    y = WideGradients.apply(x, weight, b)
+    y.sum().backward()
+    expected = F.linear(x, weight.bfloat16(), b.bfloat16())
+    torch.testing.assert_close(y, expected)
+    for t, g in zip((x, weight), torch.autograd.grad(expected.sum(), (x, weight)), strict=True):
+        torch.testing.assert_close(t.grad, g, rtol=2**-7, atol=2**-7)
+
+
+def test_recomputed_layers_have_the_same_gradients():
+    x, weight, b, dy = inputs()
+    expected = torch.autograd.grad(WideGradients.apply(x, weight, b), (x, weight, b), dy)
+    for reentrant in (True, False):
+        y = checkpoint(WideGradients.apply, x, weight, b, use_reentrant=reentrant)
+        y.backward(dy)
+        for t, g in zip((x, weight, b), expected, strict=True):
+            assert torch.equal(t.grad, g)
+            t.grad = None
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def elsewhere():
+    """What makes PyTorch's product the right one, by name: what is set, and x and the weight."""
+    x, weight = torch.empty(3, 24), torch.empty(16, 24, requires_grad=True)
+    name = "tilewright.nn.linear"
+    return {
+        "no autocast": ({"torch.is_autocast_enabled": lambda device: False}, x, weight),
+        "autocast to float32": ({"torch.get_autocast_dtype": lambda d: torch.float32}, x, weight),
+        "compiled": ({"torch.compiler.is_compiling": lambda: True}, x, weight),
+        "an older PyTorch": ({f"{name}.HAS_OUT_DTYPE": False}, x, weight),
+        "torch.func": ({f"{name}.in_transform": lambda: True}, x, weight),
+        "forward mode": ({f"{name}.in_forward_mode": lambda: True}, x, weight),
+        "traced": ({f"{name}.torch_dispatch_modes": lambda: 1}, x, weight),
+        "no gradients": ({"torch.is_grad_enabled": lambda: False}, x, weight),
+        "a CPU": ({"torch.Tensor.is_cuda": False}, x, weight),
+        "a frozen weight": ({}, x, weight.detach()),
+        "a bfloat16 weight": ({}, x, weight.detach().bfloat16().requires_grad_()),
+        "x in float64": ({}, x.double(), weight),
+        "a weight of its own kind": ({}, x, weight.detach().as_subclass(Own).requires_grad_()),
+        "x of its own kind": ({}, x.as_subclass(Own), weight),
+    }
+
+
+@pytest.mark.parametrize("where", [None, *elsewhere()])
+def test_they_are_computed_under_autocast_on_a_gpu(where, monkeypatch):
+    settings, x, weight = elsewhere()[where or "a frozen weight"]
+    if where is None:
+        weight = torch.nn.Parameter(weight)
+    for name, value in {
+        "torch.Tensor.is_cuda": True,
+        "torch.is_autocast_enabled": lambda device: device == "cuda",
+        "torch.get_autocast_dtype": lambda device: torch.bfloat16,
+        **settings,
+    }.items():
+        monkeypatch.setattr(name, value)
+    assert rounds_gradients(x, weight) == (where is None)
 
 
 def test_a_layer_computes_them_where_products_would_be_rounded(monkeypatch):
     x, weight, b, dy = inputs()
+    x = x.detach().float().requires_grad_()  # autocast's dtype is the product's
     layer = Linear(24, 16)
     layer.weight, layer.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(b.detach())
     monkeypatch.setattr("tilewright.nn.linear.rounds_gradients", lambda x, weight: True)

@@ -1010,6 +1010,12 @@ def test_native_calls_varlen_attn_as_it_is_laid_out(grouped, cu, options, longes
     expected = attention(*tensors, cu_seqlens=ends_, scale=0.3, implementation="eager", **options)
     torch.testing.assert_close(found, expected, **CLOSE)
     assert seen == ([([0, 4, 9], longest or 5)] if cu else [([0, 9, 18], 9)] if options else [])
+    seen.clear()  # of large tensors, a head at a time
+    monkeypatch.setattr(vendors, "MOST", 1)
+    monkeypatch.setattr(vendors, "has_cuda_gradients", lambda *tensors: True)
+    parts = vendors.native()(*tensors, ends_, variant, None, longest)
+    torch.testing.assert_close(parts, expected, **CLOSE)
+    assert len(seen) == (HQ if cu else 2 * HQ if options else 0)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -1017,6 +1023,7 @@ def test_large_tensors_reach_pytorchs_kernels_in_parts(batch, monkeypatch):
     """Parts of the batch, or of the heads if that is one; a sequence of one head is not divided."""
     tensors, grad = qkv(9, batch=batch), heads(HQ, 9, batch=batch)
     whole = step(tensors, grad, "sdpa")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     seen, fused = [], vendors.F.scaled_dot_product_attention
 
     def recorded(q, k, v, **options):
@@ -1024,12 +1031,32 @@ def test_large_tensors_reach_pytorchs_kernels_in_parts(batch, monkeypatch):
         return fused(q, k, v, **options)
 
     monkeypatch.setattr(vendors.F, "scaled_dot_product_attention", recorded)
-    for most, part in ((tensors[0][:1].numel() + 1, (1, HQ, HK)), (1, (1, HQ // HK, 1))):
+    for most, part in ((tensors[0][:1].numel() + 1, (1, HQ, HK)), (1, (1, 1, 1))):
         seen.clear()
         monkeypatch.setattr(vendors, "MOST", most)
         for a, b in zip(step(tensors, grad, "sdpa"), whole, strict=True):
             torch.testing.assert_close(a, b)
-        assert set(seen) == {part} and len(seen) == batch * HK // part[2]
+        assert set(seen) == {part} and len(seen) == batch * HQ // part[1]
+    seen.clear()  # one head of keys, for all queries
+    one = [tensors[0], *(t[:, :1] for t in tensors[1:])]
+    for a, b in zip(step(one, grad, "sdpa"), step(one, grad, "eager"), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    assert set(seen) == {(1, 1, 1)} and len(seen) == batch * HQ
+    with torch.no_grad():  # whose results are right
+        attention(*tensors, implementation="sdpa")
+    assert seen[-1] == (batch, HQ, HK)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_an_exported_dimension_has_no_maximum(dim):
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, implementation="sdpa")
+
+    given = tuple(t.detach() for t in qkv(9, batch=2))
+    size = torch.export.Dim("n")
+    exported = torch.export.export(Attend(), given, dynamic_shapes=({dim: size},) * 3)
+    torch.testing.assert_close(exported.module()(*given), Attend()(*given))
 
 
 def test_a_gradient_that_pytorchs_kernels_misread_is_copied():

@@ -281,6 +281,29 @@ def test_equal_logits_have_the_logarithm_of_their_number(name, dtype):
     torch.testing.assert_close(loss, torch.full_like(loss, math.log(4096)), rtol=0, atol=1.5e-6)
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_a_softcap_above_what_exponentials_hold(name):
+    """exp(100) is no float32; the largest logit is subtracted first."""
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float16)
+    x = torch.linspace(-400, 400, 1001, device=DEVICE).half().repeat(3, 1)
+    y = torch.tensor([0, 500, 1000], device=DEVICE)
+    losses = [
+        cross_entropy(x, y, softcap=100.0, reduction="none", implementation=i)
+        for i in (name, "eager")
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_certain_row_has_no_negative_loss(name):
+    fused(name)
+    x = torch.full((64, 8192), -1000.0, device=DEVICE, dtype=torch.bfloat16)
+    x[:, 7] = torch.linspace(0, 90, 64, device=DEVICE)
+    y = torch.full((64,), 7, device=DEVICE)
+    loss = cross_entropy(x, y, softcap=30.0, reduction="none", implementation=name)
+    assert loss.min() >= 0
+
+
 # ---- rows and values that are difficult for kernels
 
 

@@ -7,23 +7,27 @@ over memory for each weight.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from tilewright.core.torch_names import (
     HAS_OUT_DTYPE,
-    FakeTensor,
     in_forward_mode,
     in_legacy_vmap,
     in_transform,
+    torch_dispatch_modes,
 )
 
 HALVES = (torch.bfloat16, torch.float16)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear. Under torch.autocast on CUDA, gradients of a float32 weight and its bias are
-    computed in float32, not rounded to autocast's dtype.
+    computed in float32, not rounded to autocast's dtype; not where the call is compiled or traced,
+    and not where the gradients are to be differentiated.
 
     x: [..., K].   weight: [N, K].   bias: [N] or None. Differentiable any number of times.
     """
@@ -37,14 +41,19 @@ def rounds_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
+        and x.dtype in (torch.float32, *HALVES)
         and weight.dtype == torch.float32
         and weight.requires_grad
+        and type(x) in PLAIN
+        and type(weight) in PLAIN
         and torch.is_grad_enabled()
         and torch.is_autocast_enabled("cuda")
         and torch.get_autocast_dtype("cuda") in HALVES
         and HAS_OUT_DTYPE
         and not in_transform()
         and not in_forward_mode()
+        # A tracer needs PyTorch's own product, for which it has rules.
+        and not torch_dispatch_modes()
     )
 
 
@@ -54,30 +63,37 @@ class WideGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         half = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight, half)
+        # The weight may change before the backward pass, which reads `half`.
+        ctx.weight, ctx.version = weight, weight._version
+        ctx.save_for_backward(x, half if ctx.needs_input_grad[0] else None)
         return F.linear(x, half, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, half = ctx.saved_tensors
-        # The gradients are to be differentiated themselves, or are a batch of them.
-        plain = torch.is_grad_enabled() or in_legacy_vmap()
-        rows = dy.reshape(-1, dy.shape[-1])
+        x, half = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # the gradients are to be differentiated themselves
+        if again and ctx.weight._version != ctx.version:
+            raise RuntimeError("the weight has been modified in place since the forward pass")
         dx = dw = db = None
+        rows, inputs = _matrix(dy), _matrix(x)
         if ctx.needs_input_grad[0]:
-            dx = dy @ (weight.to(x.dtype) if plain else half)
-        if ctx.needs_input_grad[1]:
-            inputs = x.reshape(-1, x.shape[-1])
-            dw = (rows.t() @ inputs).to(weight.dtype) if plain else wide(rows.t(), inputs)
+            dx = dy @ (ctx.weight.to(x.dtype) if again else half)
+        if ctx.needs_input_grad[1] and again:
+            dw = (rows.t() @ inputs).to(ctx.weight.dtype)
+        elif ctx.needs_input_grad[1]:
+            dw = wide(rows.t(), inputs)
         if ctx.needs_input_grad[2]:
-            db = rows.sum(0, dtype=weight.dtype)
+            db = rows.sum(0, dtype=ctx.weight.dtype)
         return dx, dw, db
+
+
+def _matrix(t: torch.Tensor) -> torch.Tensor:
+    # Not -1 rows, which are not known where there is no column.
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a b in float32, of matrices of 16 bits."""
-    if not a.is_cuda:  # ATen has such a product for CUDA alone
-        return a.float() @ b.float()
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
-    # Nothing is computed on fake tensors, for which PyTorch 2.11 has no rule of it.
-    return out if isinstance(out, FakeTensor) else torch.mm(a, b, out_dtype=out.dtype, out=out)
+    if a.is_cuda and not in_legacy_vmap():
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # ATen has such a product for CUDA alone, and no batch of it

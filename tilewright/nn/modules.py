@@ -118,8 +118,8 @@ class Linear(nn.Linear):
 
     It accumulates in float32, in an order that depends on shapes alone. Under torch.autocast on
     CUDA the gradients of float32 parameters are computed in float32, not rounded to autocast's
-    dtype first. Otherwise, in other dtypes, with a bias, with fewer than 48 rows, and under
-    torch.compile it is torch.nn.Linear.
+    dtype first. Elsewhere (other dtypes, on a CPU a bias or fewer than 48 rows, torch.compile) it
+    is torch.nn.Linear.
 
     Example:
         >>> import torch

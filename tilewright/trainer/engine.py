@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tilewright.core.torch_names import FakeTensor
 from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.models.head import LossFunction, Shaping
@@ -43,7 +44,8 @@ class Reading:
 
     def __init__(self, tensor: torch.Tensor):
         self._host = tensor.to("cpu", non_blocking=True)  # in pinned memory
-        self._there = torch.cuda.Event() if tensor.is_cuda else None
+        real = tensor.is_cuda and not isinstance(tensor, FakeTensor)
+        self._there = torch.cuda.Event() if real else None
         if self._there is not None:
             self._there.record()
 

@@ -484,7 +484,7 @@ def _backward(
     )
 
     if CAPPED == BOUNDED:  # one instruction to compare with, and fewer registers
-        y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # -1: c where nothing is stored
+        y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # nothing is stored at c = -1
     first = tl.program_id(1) * BLOCK
     # Unmasked: loads and stores stay wide.
     inner = (first >= before) & (first + BLOCK <= V + before)

@@ -58,20 +58,35 @@ class ReadableGradient(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
-# Elements of a tensor from which gradients of PyTorch 2.11's kernels are wrong: cuDNN's, and its
-# FlashAttention 2's (an H100: errors of 8 to 19, of 64 heads and 4,097 sequences of 64).
+# Elements of a tensor from which gradients of PyTorch 2.11's kernels on CUDA may be wrong: cuDNN's,
+# and its FlashAttention 2's (an H100: right of 2^30, errors of 8 to 19 of 2^31 + 2^19).
 MOST = 2**31
 
 
+def has_cuda_gradients(*tensors: torch.Tensor) -> bool:
+    learn = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return learn and tensors[0].is_cuda
+
+
 def in_parts(attend, q, k, v):
-    """attend(q, k, v), in parts of the batch, or else of the heads, of fewer than MOST elements."""
-    B, Hk = k.shape[:2]
-    if max(q.numel(), k.numel(), v.numel()) < MOST or B == Hk == 1:
+    """attend(q, k, v), where gradients of the whole would be wrong in parts of fewer than MOST
+    elements: of the batch, or else of the heads.
+    """
+    # Elsewhere no size is compared, which would bound a dimension that is exported.
+    if not has_cuda_gradients(q, k, v) or max(q.numel(), k.numel(), v.numel()) < MOST:
+        return attend(q, k, v)
+    B, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    if B == heads == 1:
         return attend(q, k, v)
     dim = int(B == 1)
-    cut = k.shape[dim] // 2
-    sizes = [(t.shape[dim] // k.shape[dim] * cut, t.shape[dim]) for t in (q, k, v)]
-    halves = [t.split((at, n - at), dim) for t, (at, n) in zip((q, k, v), sizes, strict=True)]
+    n = B if B > 1 else groups if groups > 1 else heads
+    first = n // 2  # of so many parts
+    halves = [
+        (t, t)
+        if dim and groups == 1 and t is not q  # one head of keys, for all queries
+        else t.split((t.shape[dim] // n * first, t.shape[dim] // n * (n - first)), dim)
+        for t in (q, k, v)
+    ]
     return torch.cat([in_parts(attend, *half) for half in zip(*halves, strict=True)], dim)
 
 
