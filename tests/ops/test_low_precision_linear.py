@@ -412,7 +412,11 @@ def test_gradients_of_float32_weights_have_the_errors_of_fp8_tensor_cores(name):
     case = next(c for c in op.cases if c.name == "block_fp8 float32_weight")
     kwargs = case.make("cpu", torch.bfloat16, 0)
     found = {
-        name: op.atol(torch.bfloat16, kwargs | {"x": SimpleNamespace(is_cuda=True)}, f"grad {name}")
+        name: op.atol(
+            torch.bfloat16,
+            kwargs | {"x": SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)},
+            f"grad {name}",
+        )
         for name, t in kwargs.items()
         if isinstance(t, torch.Tensor) and t.requires_grad
     }

@@ -155,6 +155,25 @@ def test_the_residual_stream_keeps_its_dtypes_under_autocast(monkeypatch):
     assert total.dtype == torch.float32, "of a model's embeddings, which are float32"
 
 
+@pytest.mark.parametrize("name", ["qwen2", "deepseek-v3"])
+def test_every_projection_is_asked_for_float32_gradients(name, tmp_path, monkeypatch):
+    """Of a model under autocast, as a step trains it: on a GPU PyTorch's would be rounded."""
+    theirs(name, tmp_path)
+    model, asked = ours(tmp_path / "theirs"), []
+    monkeypatch.setattr(
+        "tilewright.nn.linear.rounds_gradients", lambda x, weight: asked.append(weight)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IDS)
+    expected = [
+        n
+        for n, p in model.named_parameters()
+        if n.endswith("proj.weight") or ("kv_a_proj" in n and p.dim() == 2)
+    ]
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(w)] for w in asked} == set(expected) and expected
+
+
 def theirs(name, tmp_path):
     kind, extra = SHAPES[name]
     torch.manual_seed(1)

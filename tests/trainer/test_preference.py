@@ -24,6 +24,7 @@ from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
 from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
 from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs  # noqa: E402
 from tilewright.trainer.losses.preference.formulas import log1mexp  # noqa: E402
@@ -673,10 +674,11 @@ def test_the_reference_may_be_a_column(settings, tmp_path):
 
 
 def test_what_the_reference_is_by_default(settings):
-    assert build.kind(load(settings[1])) == "model"
-    assert build.kind(load(settings[1], ["--lora.enable_lora=true"])) == "adapters_off"
-    assert build.kind(load(settings[1], ["--preference.loss=orpo"])) == "none"
+    assert kind_of_reference(load(settings[1])) == "model"
+    assert kind_of_reference(load(settings[1], ["--lora.enable_lora=true"])) == "adapters_off"
+    assert kind_of_reference(load(settings[1], ["--preference.loss=orpo"])) == "none"
     column = load(settings[1], ["--preference.reference=column"])
     assert (
-        build.kind(column) == "column" and "reference_logprob" in build.loss_of_run(column).columns
+        kind_of_reference(column) == "column"
+        and "reference_logprob" in build.loss_of_run(column).columns
     )

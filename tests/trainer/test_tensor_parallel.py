@@ -303,3 +303,17 @@ def test_adapters_of_a_shard_are_those_of_its_rows(kind, targets):
         B = layer.lora_B.unflatten(0, (len(targets), 2, 4))[:, rank].flatten(0, 1)
         own.lora_B = torch.nn.Parameter(B)
         torch.testing.assert_close(own(x), want[:, rows])
+
+
+@pytest.mark.parametrize(
+    "kind", [tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear]
+)
+def test_biased_projections_are_asked_for_float32_gradients(kind, monkeypatch):
+    """On a GPU under autocast PyTorch's would be rounded."""
+    layer, asked = kind(8, 6), []
+    monkeypatch.setattr(
+        "tilewright.nn.linear.rounds_gradients", lambda x, weight: asked.append(weight)
+    )
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert len(asked) == 1 and asked[0] is layer.weight

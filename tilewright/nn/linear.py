@@ -12,6 +12,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tilewright.core.registry import FLOATS
+from tilewright.core.schema import PLAIN
 from tilewright.core.torch_names import (
     HAS_OUT_DTYPE,
     in_forward_mode,
@@ -21,13 +23,12 @@ from tilewright.core.torch_names import (
 )
 
 HALVES = (torch.bfloat16, torch.float16)
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear. Under torch.autocast on CUDA, gradients of a float32 weight and its bias are
-    computed in float32, not rounded to autocast's dtype; not where the call is compiled or traced,
-    and not where the gradients are to be differentiated.
+    computed in float32 and never rounded to autocast's dtype. Compiled and traced calls have
+    F.linear's gradients, and so have gradients that are to be differentiated.
 
     x: [..., K].   weight: [N, K].   bias: [N] or None. Differentiable any number of times.
     """
@@ -41,7 +42,7 @@ def rounds_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and x.dtype in (torch.float32, *HALVES)
+        and x.dtype in FLOATS
         and weight.dtype == torch.float32
         and weight.requires_grad
         and type(x) in PLAIN

@@ -16,6 +16,7 @@ from tilewright.nn.weights import base_weights
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
+from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins
@@ -249,11 +250,6 @@ def loss_of_run(config: Config) -> Loss:
     return loss_of(config.train.loss, config.preference)
 
 
-def kind(config: Config) -> str:
-    """What a run compares with; see `Preference.kind_of_reference`."""
-    return config.preference.kind_of_reference(config.train.loss, config.lora.enable_lora)
-
-
 def same_place(path: str, other: str | None) -> bool:
     return other is not None and pathlib.Path(path).resolve() == pathlib.Path(other).resolve()
 
@@ -266,7 +262,7 @@ def reference(
     made: Callable[[Config, ModelConfig, Mesh, Ops], Parts] = build_model,
 ) -> Reference | None:
     """What a run's loss compares with, unless the data hold it.   made: makes a second model."""
-    match kind(config):
+    match kind_of_reference(config):
         case "adapters_off":
             return Reference()
         case "model":

@@ -69,25 +69,27 @@ def has_cuda_gradients(*tensors: torch.Tensor) -> bool:
 
 
 def in_parts(attend, q, k, v):
-    """attend(q, k, v), where gradients of the whole would be wrong in parts of fewer than MOST
-    elements: of the batch, or else of the heads.
+    """attend(q, k, v). Where gradients of the whole would be wrong, parts of the batch, or of the
+    heads if that is one, are computed separately: each tensor of a part has fewer than MOST
+    elements, or one head.
     """
-    # Elsewhere no size is compared, which would bound a dimension that is exported.
+    # The order matters: comparing sizes would bound a dimension that is exported.
     if not has_cuda_gradients(q, k, v) or max(q.numel(), k.numel(), v.numel()) < MOST:
         return attend(q, k, v)
     B, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     if B == heads == 1:
         return attend(q, k, v)
-    dim = int(B == 1)
-    n = B if B > 1 else groups if groups > 1 else heads
-    first = n // 2  # of so many parts
-    halves = [
-        (t, t)
-        if dim and groups == 1 and t is not q  # one head of keys, for all queries
-        else t.split((t.shape[dim] // n * first, t.shape[dim] // n * (n - first)), dim)
-        for t in (q, k, v)
-    ]
-    return torch.cat([in_parts(attend, *half) for half in zip(*halves, strict=True)], dim)
+    dim = 0 if B > 1 else 1
+    shared = dim == 1 and groups == 1  # one head of keys, for all queries
+    n = B if dim == 0 else heads if shared else groups
+
+    def halves(t):
+        first = t.shape[dim] // n * (n // 2)
+        return t.split((first, t.shape[dim] - first), dim)
+
+    keys, values = ((t, t) if shared else halves(t) for t in (k, v))
+    parts = zip(halves(q), keys, values, strict=True)
+    return torch.cat([in_parts(attend, *part) for part in parts], dim)
 
 
 def _fused(q, k, v, variant):

@@ -529,8 +529,8 @@ def atol(dtype: torch.dtype, kwargs: dict, name: str) -> float | None:
     much by its own roundings.
     """
     narrow = kwargs["x"].is_cuda and kwargs["recipe"] == "block_fp8" and name != "grad bias"
-    weight = "w" if "w" in kwargs else "weight"
-    of = kwargs[weight].dtype if name == f"grad {weight}" else dtype
+    learns = kwargs.get(name.removeprefix("grad "))  # whose dtype the gradient has
+    of = dtype if learns is None else learns.dtype
     return 2**-9 if narrow and of != torch.bfloat16 else None
 
 

@@ -20,8 +20,14 @@ def _read_by(name: str) -> Only:
     return Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
 
 
-def _kind(config: Config) -> str:
-    return config.preference.kind_of_reference(config.train.loss, config.lora.enable_lora)
+def kind_of_reference(config: Config) -> str:
+    """What a run compares with: none, adapters_off, model or column."""
+    section = config.preference
+    if config.train.loss != "preference" or not PREFERENCES[section.loss].reference:
+        return "none"
+    if section.reference != "auto":
+        return section.reference
+    return "adapters_off" if config.lora.enable_lora else "model"
 
 
 class Preference(Section):
@@ -67,11 +73,11 @@ class Preference(Section):
         ),
         Refuse(
             "a pipeline's log-probabilities are on its last stage", "train.pipeline_parallel_size"
-        ).when(lambda c: _kind(c) in COMPUTED and c.train.pipeline_parallel_size > 1),
+        ).when(lambda c: kind_of_reference(c) in COMPUTED and c.train.pipeline_parallel_size > 1),
         Refuse(
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
-        ).when(lambda c: _kind(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
+        ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
@@ -83,19 +89,9 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         Refuse("no second model is read", "reference").when(
-            lambda c: c.preference.reference_path is not None and _kind(c) != "model"
+            lambda c: c.preference.reference_path is not None and kind_of_reference(c) != "model"
         ),
         names="ref_model",
         differs=("none", OURS),
     )
     """The folder of the reference model; null: model.model_path."""
-
-    def kind_of_reference(self, loss: str, adapters: bool) -> str:
-        """What a run compares with: none, adapters_off, model or column.   loss: train.loss.
-        adapters: whether the model has some.
-        """
-        if loss != "preference" or not PREFERENCES[self.loss].reference:
-            return "none"
-        if self.reference != "auto":
-            return self.reference
-        return "adapters_off" if adapters else "model"
