@@ -21,13 +21,17 @@ from ranks import run_modes  # noqa: E402
 
 from tilewright import ops  # noqa: E402
 from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
+from tilewright.ops.loss.preference import (  # noqa: E402
+    Formula,
+    Options,
+    Pairs,
+    log1mexp,
+)
 from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
-from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs  # noqa: E402
-from tilewright.trainer.losses.preference.formulas import log1mexp  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.reference import adapters_off  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from tilewright.ops.loss.preference import Formula
     from tilewright.trainer.data.columns.column import Column
     from tilewright.trainer.data.types.dataset_type import DatasetType
     from tilewright.trainer.losses.loss import Loss
-    from tilewright.trainer.losses.preference.formula import Formula
     from tilewright.trainer.models.families.architecture import Architecture
     from tilewright.trainer.optim.optim import Optimizer
     from tilewright.trainer.optim.schedules import Schedule
@@ -120,7 +120,7 @@ class Table(Generic[Row]):
 HERE = "tilewright.trainer"
 LOSSES: Table[Loss] = Table("losses", f"{HERE}.losses", f"{HERE}.losses.loss:Loss")
 PREFERENCES: Table[Formula] = Table(
-    "preferences", f"{HERE}.losses.preference", f"{HERE}.losses.preference.formula:Formula"
+    "preferences", f"{HERE}.losses.preference", "tilewright.ops.loss.preference:Formula"
 )
 OPTIMIZERS: Table[Optimizer] = Table("optimizers", f"{HERE}.optim", f"{HERE}.optim.optim:Optimizer")
 SCHEDULES: Table[Schedule] = Table("schedules", f"{HERE}.optim", f"{HERE}.optim.schedules:Schedule")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.loss.preference import Formula, Options, Pairs
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.loss import Loss
-from tilewright.trainer.losses.preference.formula import Formula, Options, Pairs
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.tables import LOSSES, PREFERENCES
 
