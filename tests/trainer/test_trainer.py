@@ -2321,6 +2321,14 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
     assert len(found) == 8
     found, _ = layers(lora__lora_rank=8, lora__lora_alpha=2)
     assert {(m.rank, m.scale, m.lora_B.shape[1]) for m in found.values()} == {(8, 0.25, 8)}
+    for rslora, alpha, resolved, scale in (
+        (True, 8, 8, 4.0),
+        (False, -1, 8, 2.0),
+        (True, -1, 4, 2.0),
+    ):
+        found, _ = layers(lora__rslora=rslora, lora__lora_alpha=alpha)
+        kinds = {(m.alpha, m.scale, m.rslora) for m in found.values()}
+        assert kinds == {(resolved, scale, rslora)}
     found, _ = layers(lora__lora_target_modules=["v_proj", "layers.1.mlp"])
     assert {p.removeprefix("model.layers."): [*m.slices] for p, m in found.items()} == {
         "0.self_attn.qkv_proj": ["v_proj"],

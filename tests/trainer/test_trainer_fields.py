@@ -357,6 +357,7 @@ ROWS = [
     row("lora.enable_lora", True, "names"),
     row("lora.lora_rank", 3, "parameters", **LORA),
     row("lora.lora_alpha", 4.0, "weights", **LORA),
+    row("lora.rslora", True, "weights", **LORA),
     row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
     row("lora.lora_plus_scale", 4.0, "weights", **LORA),
     row(

@@ -515,13 +515,24 @@ _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 # What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
 # run had what is the default now.
 ADDED: dict[str, dict[str, Any]] = {
-    "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0}
+    "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0},
+    "model": {"lora": {"rslora": False}},
 }
+
+
+def _completed(had: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has recorded, and what it could not."""
+    inner = {
+        k: _completed(v, added[k])
+        for k, v in had.items()
+        if isinstance(v, dict) and isinstance(added.get(k), dict)
+    }
+    return {**added, **had, **inner}
 
 
 def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
     now = json.loads(json.dumps(run))  # tuples as lists
-    then = {kind: {**ADDED.get(kind, {}), **state["run"].get(kind, {})} for kind in now}
+    then = {kind: _completed(state["run"].get(kind, {}), ADDED.get(kind, {})) for kind in now}
     # Differences first: another optimizer may have keys that this checkpoint's has not.
     for kind, keys in now.items():
         had = then[kind]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
 from tilewright.nn.quantized_layers import wrong_group_size
 from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
 
 LORA, QLORA = Only("enable_lora", True), Only("enable_qlora", True)
+AUTO = -1.0  # lora_alpha from the rank
+
+
+def _alpha(value: float) -> float:
+    if value <= 0 and value != AUTO:
+        raise ValueError("input should be greater than 0, or -1: twice the rank, or 4 with rslora")
+    return value
 
 
 class Lora(Section):
@@ -29,8 +36,15 @@ class Lora(Section):
     """Train low-rank adapters on projections of the decoder layers; all else is frozen."""
     lora_rank: int = field(16, Resume.OTHER_WEIGHTS, LORA, names="r", ge=1)
     """Rank of the adapters."""
-    lora_alpha: float = field(16, Resume.OTHER_WEIGHTS, LORA, gt=0)
-    """Scale; the adapters are scaled by alpha / rank."""
+    lora_alpha: Annotated[float, AfterValidator(_alpha)] = field(16, Resume.OTHER_WEIGHTS, LORA)
+    """Scale; the adapters are scaled by alpha / rank. -1: twice the rank, or 4 with rslora."""
+    rslora: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        LORA,
+        differs=("none", "ours; the default is what it has without one"),
+    )
+    """Scale the adapters by alpha / sqrt(rank) (arXiv:2312.03732)."""
     lora_target_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, LORA, min_length=1)
     """Projections with adapters: names in their paths, or with * patterns of them; null: all."""
     lora_plus_scale: float = field(
@@ -135,4 +149,6 @@ class Lora(Section):
     def _implied(self) -> Lora:
         if self.enable_qlora and "enable_lora" not in self.model_fields_set:
             self._fill(enable_lora=True)
+        if self.lora_alpha == AUTO:
+            self._fill(lora_alpha=4.0 if self.rslora else 2.0 * self.lora_rank)
         return self
