@@ -48,6 +48,10 @@ COMMANDS = {
         "bench.preference",
         "time steps of DPO by the trainer and by TRL, on a CPU",
     ),
+    "truth": (
+        "bench.truth",
+        "write docs/trainer/truth.md: preference losses and gradients of each layout and float64's",
+    ),
     "layouts": (
         "bench.layouts",
         "train with each layout of the trainer, and of transformers' Trainer, on a CPU",

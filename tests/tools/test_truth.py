@@ -1,0 +1,151 @@
+"""`python -m bench truth`."""
+
+import types
+
+import pytest
+import torch
+from mpmath import mp
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from bench import truth
+from tilewright.ops.loss import preference
+
+pytestmark = pytest.mark.packages
+
+@pytest.fixture(autouse=True)
+def _two_draws(monkeypatch):
+    monkeypatch.setattr(truth, "DRAWS", 2)
+
+
+def shares(layout, dtype, *losses, monkeypatch):
+    monkeypatch.setattr(truth, "DTYPES", {dtype: truth.DTYPES[dtype]})
+    return {r["loss"]: truth.share(r) for r in truth.measure(layout, losses)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("packed", "float32"), ("accumulation 3", "bfloat16"), ("LoRA", "float32")],
+)
+def test_a_sample_of_the_table_holds(layout, dtype, monkeypatch):
+    found = shares(layout, dtype, "sigmoid", "hinge", "sppo_hard", monkeypatch=monkeypatch)
+    assert len(found) == 3 and max(found.values()) < 1
+
+
+def test_a_wrong_gradient_shows(monkeypatch):
+    """A thousandth of what one projection gets."""
+
+    def gradients(*arguments):
+        found = right(*arguments)
+        name = "model.layers.1.self_attn.k_proj.weight"
+        return {**found, name: found[name] * 1.001}
+
+    right = truth.gradients
+    monkeypatch.setattr(truth, "gradients", gradients)
+    found = shares("packed", "float32", "sigmoid", monkeypatch=monkeypatch)
+    assert found["sigmoid"] > 5
+
+
+def test_documents_that_a_step_leaves_out_show(monkeypatch):
+    monkeypatch.setattr(truth, "PAIRS", 14)  # of which a step's six bins hold 12
+    with pytest.raises(RuntimeError, match=r"12\.0 pairs"):
+        shares("packed", "float32", "sigmoid", monkeypatch=monkeypatch)
+
+
+# The formulas once more, of numbers with 60 digits. c, r: log-probabilities of answers; u, d: their
+# log-ratios to the reference; a bar: per token.
+def logsigmoid(x):
+    return -mp.log1p(mp.exp(-x)) if x > 0 else x - mp.log1p(mp.exp(x))
+
+
+def sigmoid(x):
+    return mp.exp(logsigmoid(x))
+
+
+def smoothed(x, e):
+    return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
+
+
+def log_odds(x):
+    return x - mp.log(-mp.expm1(x))
+
+
+def exo(z, e):
+    log = (logsigmoid(z) - mp.log(1 - e), logsigmoid(-z) - mp.log(e))
+    return sigmoid(z) * log[0] + sigmoid(-z) * log[1]
+
+
+BETA, SMOOTHING, GAMMA, LAMBDA = mp.mpf("0.125"), mp.mpf("0.25"), mp.mpf("0.5"), mp.mpf(50)
+EXACT = {
+    "sigmoid": lambda s: smoothed(BETA * (s.u - s.d), SMOOTHING),
+    "robust": lambda s: (
+        (
+            -(1 - SMOOTHING) * logsigmoid(BETA * (s.u - s.d))
+            + SMOOTHING * logsigmoid(-BETA * (s.u - s.d))
+        )
+        / (1 - 2 * SMOOTHING)
+    ),
+    "sigmoid_norm": lambda s: smoothed(BETA * (s.u_bar - s.d_bar), SMOOTHING),
+    "hinge": lambda s: max(mp.mpf(0), 1 - BETA * (s.u - s.d)),
+    "ipo": lambda s: (s.u_bar - s.d_bar - 1 / (2 * BETA)) ** 2,
+    "exo_pair": lambda s: exo(BETA * (s.u - s.d), SMOOTHING),
+    "nca_pair": lambda s: (
+        -logsigmoid(BETA * s.u) - logsigmoid(-BETA * s.u) / 2 - logsigmoid(-BETA * s.d) / 2
+    ),
+    "bco_pair": lambda s: -logsigmoid(BETA * s.u) - logsigmoid(-BETA * s.d),
+    "sppo_hard": lambda s: (s.u - 1 / (2 * BETA)) ** 2 + (s.d + 1 / (2 * BETA)) ** 2,
+    "apo_zero": lambda s: sigmoid(-BETA * s.u) + sigmoid(BETA * s.d),
+    "apo_down": lambda s: sigmoid(BETA * s.u) + sigmoid(-BETA * (s.u - s.d)),
+    "dpop": lambda s: -logsigmoid(BETA * (s.u - s.d - LAMBDA * max(mp.mpf(0), -s.u))),
+    "simpo": lambda s: -logsigmoid(BETA * (s.c_bar - s.r_bar) - GAMMA),
+    "orpo": lambda s: -BETA * logsigmoid(log_odds(s.c_bar) - log_odds(s.r_bar)),
+}
+# Margins of 1e4, answers that are certain, of one token, and equal ones.
+NUMBERS = [
+    (-1.0, -10001.0, -3.0, -2.0, 1, 7),
+    (-10001.0, -1.0, -3.0, -2.0, 7, 1),
+    (-1e-12, -5.0, -2.5, -3.0, 1, 1),
+    (-5.0, -1e-12, -2.0, -3.0, 3, 1),
+    (-4.0, -4.0, -4.0, -4.0, 5, 5),
+    (-2.0, -3.0, -2.5, -2.5, 1, 2),
+]
+
+
+def exact(name, numbers):
+    """The loss, and its derivatives by both log-probabilities."""
+    *fixed, chosen, rejected = numbers[2:]
+
+    def loss(c, r):
+        u, d = c - fixed[0], r - fixed[1]
+        bars = {"c_bar": c / chosen, "r_bar": r / rejected}
+        bars |= {"u_bar": u / chosen, "d_bar": d / rejected}
+        return EXACT[name](types.SimpleNamespace(u=u, d=d, **bars))
+
+    c, r = map(mp.mpf, numbers[:2])
+    step = mp.mpf(10) ** -25
+    return (
+        loss(c, r),
+        (loss(c + step, r) - loss(c - step, r)) / (2 * step),
+        (loss(c, r + step) - loss(c, r - step)) / (2 * step),
+    )
+
+
+@pytest.mark.parametrize("name", preference.FORMULAS)
+def test_the_extremes_of_a_formula_have_their_digits(name):
+    options = preference.Options(beta=0.125, label_smoothing=0.25)
+    with mp.workdps(60):
+        for numbers in NUMBERS:
+            c, r, *more = (torch.tensor([float(n)], dtype=torch.float64) for n in numbers)
+            both = c.requires_grad_(), r.requires_grad_()
+            loss = preference.FORMULAS[name].function(preference.Pairs(*both, *more), options)
+            if name == "dpop" and numbers[0] == numbers[2]:  # a kink
+                continue
+            for found, truth_ in zip(
+                (loss, *torch.autograd.grad(loss.sum(), both, allow_unused=True)),
+                exact(name, numbers),
+                strict=True,
+            ):
+                value = 0.0 if found is None else found.item()
+                assert abs(value - truth_) <= abs(truth_) * 1e-13 + 1e-300, (numbers, value)
