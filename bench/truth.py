@@ -166,6 +166,7 @@ def of_trainer(
     engine = (made := build.build(config, mesh)).engine
     reference = engine.reference
     generator = torch.Generator().manual_seed(draw)
+    module: Any
     for _, module in adapted(engine.model):  # they begin with zeros
         torch.nn.init.normal_(module.lora_B, std=0.1, generator=generator)
     for name, p in engine.model.named_parameters():
@@ -188,6 +189,7 @@ def of_trainer(
 def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
     """By their names in transformers' model, or PEFT's."""
     from tilewright.nn.peft import part_path
+    from tilewright.nn.sharded import whole
     from tilewright.nn.weights import adapted
     from tilewright.trainer.checkpoint import hf
 
@@ -202,8 +204,8 @@ def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
             at += stop - first
     for name, p in model.named_parameters():
         if p.grad is not None and not of_adapters:
-            whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            parts = hf.split(name, whole, shape)
+            full = whole(p.grad)
+            parts = hf.split(name, full, shape)
             found |= dict(zip(hf.sources(name, shape), parts, strict=True))
     return {name: g.detach().clone() for name, g in found.items()}
 
@@ -350,7 +352,7 @@ def measure(name: str, losses: Sequence[str]) -> Iterator[dict[str, Any]]:
                 for p in (eager, Precision(torch.float64))
             )
         for loss in losses:
-            compared = [tuple(of[d][loss] for of in (found, twin, truth)) for d in range(DRAWS)]
+            compared = [(found[d][loss], twin[d][loss], truth[d][loss]) for d in range(DRAWS)]
             yield {"loss": loss, "layout": name, "dtype": dtype, **row(compared, half)}
 
 

@@ -15,6 +15,7 @@ from tilewright.ops.loss import preference
 
 pytestmark = pytest.mark.packages
 
+
 @pytest.fixture(autouse=True)
 def _two_draws(monkeypatch):
     monkeypatch.setattr(truth, "DRAWS", 2)
