@@ -1064,10 +1064,10 @@ RULES = [
     *(
         (
             f"{HELD} --train.eval_max_batches={given}",
-            "must be a number of batches (1 or more) or a fraction between 0 and 1",
+            "must be a number of batches (0: all) or a share up to 1.0",
             f"{HELD} --train.eval_max_batches=0.5",
         )
-        for given in ("0", "1.5", "-0.5")
+        for given in ("-1", "1.5", "3.0", "-0.5")
     ),
     ("--train.eval_on_start=true", "nothing to evaluate on", "--train.eval_on_start=false"),
     (

@@ -6,8 +6,10 @@ resumes, the rules that its values follow, and what it is called elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
@@ -70,6 +72,17 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("a boolean does not fit here")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _share_as_share(cls, value: Any, info: ValidationInfo) -> Any:
+        """On the command line, where pydantic takes "1.0" for the integer if both are accepted."""
+        assert info.field_name is not None
+        kinds = get_args(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, str) and {int, float} <= {*kinds} and re.search("[.eE]", value):
+            with contextlib.suppress(ValueError):  # of pydantic, with what is expected
+                return float(value)
         return value
 
     @field_validator("*")

@@ -10,7 +10,6 @@ from pydantic import field_validator, model_validator
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.columns import TOKENS
-from tilewright.trainer.config.data import no_size
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -196,6 +195,16 @@ def _nothing_held_out(config: Config) -> str | None:
     during = [] if config.train.do_test else data.test_datasets
     held = during or data.val_set_size is not None
     return None if held else "there is nothing to evaluate on"
+
+
+def _batches(name: str) -> Refuse:
+    """Of a limit that is a count or a share."""
+
+    def wrong(config: Config) -> bool:
+        most = getattr(config.train, name) or 0
+        return most < 0 or (isinstance(most, float) and most > 1)
+
+    return Refuse("must be a number of batches (0: all) or a share up to 1.0").when(wrong)
 
 
 def _wants(config: Config, *strategies: str) -> bool:
@@ -711,15 +720,13 @@ class Train(Section):
         Resume.EVALUATION,
         EVALUATED,
         HELD_OUT,
-        Refuse("must be a number of batches (1 or more) or a fraction between 0 and 1").when(
-            lambda c: no_size(c.train.eval_max_batches)
-        ),
+        _batches("eval_max_batches"),
         differs=OURS,
         names="max_evaluate_steps limit_val_batches",
     )
-    """Evaluate so many batches of each data set, the first ones, or a fraction of all of them;
-    null: all. A batch is a forward pass of all processes: eval_micro_batch_size bins on each that
-    reads its own.
+    """Evaluate so many batches of each data set, the first ones, or a share of all of them, if it
+    has a decimal point: 1 is one batch, 1.0 all. null or 0: all. A batch is a forward pass of all
+    processes: eval_micro_batch_size bins on each that reads its own.
     """
     eval_micro_batch_size: int | None = field(
         None,
