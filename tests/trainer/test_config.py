@@ -1069,6 +1069,11 @@ RULES = [
         )
         for given in ("-1", "1.5", "3.0", "-0.5")
     ),
+    (
+        "--train.test_max_batches=1",
+        "nothing is tested",
+        '--train.test_max_batches=1 --train.do_test=true --data.test_datasets=[{"path":"dummy"}]',
+    ),
     ("--train.eval_on_start=true", "nothing to evaluate on", "--train.eval_on_start=false"),
     (
         "--train.load_optimizer=false",

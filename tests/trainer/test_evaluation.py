@@ -313,6 +313,23 @@ def test_a_test_split_is_evaluated_once_after_the_last_step(tmp_path):
     assert all("eval_loss/plays" not in row for row in during), "what was held out alone"
 
 
+def test_a_test_split_is_cut_to_its_own_limit(tmp_path, monkeypatch):
+    asked, real = [], Engine.forward
+
+    def evaluate(self, batches, loss):
+        asked.append(len(batches))
+        return real(self, batches, loss)
+
+    monkeypatch.setattr(Engine, "forward", evaluate)
+    options = {"data__eval_sample_packing": False, "train__eval_strategy": "no"}
+    path = two_sets(tmp_path, train__do_test=True, **options)[0]
+    for i, (limit, batches) in enumerate(((0, [20, 30]), (3, [3, 3]), (0.5, [10, 15]))):
+        asked.clear()
+        place = f"--train.output_dir={tmp_path / str(i)}", "--train.micro_batch_size=1"
+        run(path, f"--train.test_max_batches={limit}", *place)
+        assert asked == batches
+
+
 def test_a_test_split_needs_one(tmp_path):
     with pytest.raises(
         ConfigError, match=r"train\.do_test = true, data\.test_datasets = \[\]: there is n"

@@ -133,7 +133,7 @@ class Run:
     def test(self) -> None:
         """Reports an evaluation on train.do_test's data sets, of a run that has taken steps."""
         if self.last and self.done > self.start:
-            values = self._evaluated(self.last)
+            values = self._evaluated(self.last, self.config.train.test_max_batches)
             found = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
             self.metrics.evaluation(self.done, found)
 

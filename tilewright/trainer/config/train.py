@@ -752,6 +752,15 @@ class Train(Section):
     """Evaluate on test_datasets once, after the last step, and report test_loss and so on, instead
     of during training, for which val_set_size holds samples out.
     """
+    test_max_batches: int | float | None = field(
+        None,
+        Resume.EVALUATION,
+        Only("do_test", True).because("nothing is tested"),
+        _batches("test_max_batches"),
+        differs=OURS,
+        names="limit_test_batches",
+    )
+    """Batches of each of these sets, as eval_max_batches counts them; null or 0: all."""
     # memory and speed
     enable_mixed_precision: bool = field(
         True,
