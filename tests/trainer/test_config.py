@@ -772,7 +772,7 @@ def test_help_of_the_trainer_names_its_own_arguments(capsys):
     usage, *lines = capsys.readouterr().out.splitlines()
     assert usage == (
         "usage: python -m tilewright.trainer.train config.yaml [--section.field value ...] "
-        "[--plan [--world N]]"
+        "[--plan [--world N]] [--report DIR]"
     )
     assert (
         "--plan [--world N]" in lines
