@@ -20,12 +20,12 @@ from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss
-from tilewright.trainer.models.flops import flops_per_token
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins.assertion import Witness
 from tilewright.trainer.plugins.callback import Callback, Step, callbacks
 from tilewright.trainer.plugins.certificate import facts, files_of_data
+from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
 from tilewright.trainer.resume import resume
