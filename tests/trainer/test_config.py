@@ -679,11 +679,11 @@ TOO_SMALL = {
         train.muon_lr train.muon_ns_steps train.micro_batch_size train.gradient_accumulation_steps
         train.layerwise_lr_bound lora.lora_plus_scale train.lr_decay_steps
         train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma
-        train.num_train_epochs train.max_steps train.wandb_log_interval train.profile_end_step
+        train.num_train_epochs train.max_steps train.save_total_limit train.wandb_log_interval train.profile_end_step
         lora.lora_rank lora.lora_alpha lora.quant_group_size""",
     -1: """train.lr_warmup_steps train.lr_constant_steps
         data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
-        train.empty_cache_steps train.gc_steps train.save_steps train.save_total_limit
+        train.empty_cache_steps train.gc_steps train.save_steps
         train.checksum_steps train.profile_start_step train.seed lora.merge_lora_interval""",
     -1e-9: """train.adam_beta1 train.adam_beta2 train.lr_min train.lr_start train.lr_warmup_ratio
         train.lr_decay_ratio train.weight_decay train.max_grad_norm train.muon_momentum

@@ -948,9 +948,9 @@ class Train(Section):
     save_async: bool = field(False, Resume.OUTPUT)
     """Write checkpoints while training goes on."""
     save_total_limit: int | None = field(
-        None, Resume.OUTPUT, differs=("none", "ours, named as in transformers"), ge=0
+        None, Resume.OUTPUT, differs=("none", "ours, named as in transformers"), ge=1
     )
-    """Checkpoints that stay in output_dir; null or 0: all. The oldest go first, but never the
+    """Checkpoints that stay in output_dir; null: all. The oldest go first, but never the
     newest, the best by best_metric, nor the one that the run resumed from: these count, and may be
     more.
     """
