@@ -578,7 +578,7 @@ class Train(Section):
     """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
     weight_decay: Number = field(0.0, Resume.NEXT_STEP, _ignored("weight_decay"), ge=0)
     """Weight decay, decoupled or an L2 term as the optimizer has it. Or a mapping with schedule,
-    from, to, steps and start: it changes from step to step.
+    from, to, steps, start and the schedule's own fields: it changes from step to step.
     """
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where the path of a parameter's module contains one of these."""
