@@ -153,7 +153,7 @@ def test_one_field_is_explained(capsys):
     assert f"  rule:    only {{}}: {REFUSED['model.encoders'].why}" in said
     assert "refused with some values of lora.enable_lora: only adapters are trained" in said
     assert "  rule:    train.muon_lr: any value but 0.02 needs train.optimizer = muon\n" in said
-    assert said.endswith("  elsewhere: optim\n")
+    assert said.endswith("  in transformers: optim\n")
     assert module.main(["--explain", "train.weight_decai"]) == 2
     assert capsys.readouterr().err == (
         "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
@@ -540,15 +540,23 @@ def test_keys_that_are_alike_and_other_libraries_names_are_known(least, given, m
     assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
 
 
-def test_names_of_other_libraries_stand_for_fields_that_would_not_be_found(monkeypatch):
-    names = overrides.elsewhere(Config)
-    assert len(names) == sum(len(properties(field).names) for field in LEAVES.values())
-    monkeypatch.setattr(overrides, "elsewhere", lambda model: {})
-    for name, path in names.items():
+NAMED = [
+    (who, name, path)
+    for path, field in LEAVES.items()
+    for who, names in properties(field).names.items()
+    for name in names
+]
+
+
+def test_names_of_other_libraries_lead_to_one_field_and_stand_in_the_reference():
+    text = (ROOT / "docs/trainer/fields.md").read_text()
+    for who, name, path in NAMED:
         assert name not in {p.rpartition(".")[2] for p in LEAVES}
-        assert f"{path}?" not in unknown(Config, f"{path.rpartition('.')[0]}.{name}"), (
-            f"{name} is found without"
-        )
+        assert overrides.elsewhere(Config)[name] == path
+        assert f"did you mean {path}" in unknown(Config, f"{path.partition('.')[0]}.{name}")
+        assert f"| {who} | `{name}` | `{path}` |" in text
+        assert f"\n  in {who}: " in module.explain(path)
+    assert {"ERNIEKit", "NxDT", "transformers", "TRL", "peft"} <= {who for who, *_ in NAMED}
 
 
 def test_the_section_that_was_named_comes_before_other_libraries_names():
