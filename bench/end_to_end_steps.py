@@ -154,8 +154,8 @@ def flops(job: Job) -> tuple[float, float]:
     """Per token, by the trainer's formula: of one document in a bin, and of those that there
     are.
     """
-    from tilewright.trainer.models.flops import flops_per_token
     from tilewright.trainer.models.model import ModelConfig, Ops, Transformer
+    from tilewright.trainer.plugins.flops import flops_per_token
 
     config = ModelConfig.from_hf(json.loads(job.path("model", "config.json").read_text()))
     with torch.device("meta"):

@@ -22,7 +22,6 @@ from tilewright.nn.weights import is_adapter
 from tilewright.trainer.build import choose_ops
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Train, load
-from tilewright.trainer.models.flops import flops_per_token
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -30,6 +29,7 @@ from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_reques
 from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.plugins.flops import flops_per_token
 
 pytestmark = pytest.mark.packages
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from typing import get_args
 
 import datasets
 import numpy as np
@@ -16,7 +17,9 @@ from tilewright.trainer.build import columns_of
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import Batches, Bins, collate
+from tilewright.trainer.data.mixing import Mixing, mixed
 from tilewright.trainer.data.prepared import prepare, split_validation
+from tilewright.trainer.data.units import unfolded
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.losses.weighted import weighted_language_modeling
 from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
@@ -72,8 +75,10 @@ def set_of(lengths, pairs):
     return datasets.Dataset.from_dict(rows)
 
 
-def check(batch, lengths, pairs):
-    """Every column of every document is where its tokens are. Returns the documents, in order."""
+def check(batch, lengths, pairs, order):
+    """Every column of every document is where its tokens are. Returns the documents, in order.
+    order: the documents of an epoch.
+    """
     found, ends = [], batch["cu_seqlens"].tolist()
     for j, (a, b) in enumerate(itertools.pairwise(ends)):
         ids = batch["input_ids"][0, a:b]
@@ -84,7 +89,7 @@ def check(batch, lengths, pairs):
             continue
         i, n = int(ids[0]) // 100, b - a
         assert n == lengths[i] and ids.tolist() == list(range(100 * i + 1, 100 * i + 1 + n))
-        assert batch["document"][j] == i
+        assert order[batch["document"][j]] == i
         found.append(i)
         for k, (name, column) in enumerate(ALL.items()):
             if name == "pair":
@@ -101,45 +106,57 @@ def check(batch, lengths, pairs):
     return found
 
 
+def an_epoch(data, units):
+    """The documents of two sets in an order that `data.mixing` gives, unit by unit.   units: the
+    documents of each.
+    """
+    how = data.draw(st.sampled_from([*get_args(Mixing)]))
+    cut = data.draw(st.integers(0, len(units)))
+    parts = [np.arange(cut), np.arange(cut, len(units))]
+    weights = data.draw(st.sampled_from([None, [1, 3]])) if all(map(len, parts)) else None
+    count = data.draw(st.none() | st.integers(1, 2 * len(units)))
+    starts = np.array([0, *np.cumsum([*map(len, units)])])
+    merged = mixed(parts, how, weights, count, data.draw(st.integers(0, 9)))
+    return [units[u] for u in merged], unfolded(merged, starts)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_any_documents_on_any_ranks_from_any_position(data):
-    """The same documents in the same order, each once an epoch, with all their columns; members of
-    a pair in one bin.
+    """The same documents in the same order, each as often as mixing takes it, with all their
+    columns, where a run goes on with another number of ranks after each cut; members of a pair in
+    one bin.
     """
-    lengths = data.draw(st.lists(st.integers(2, 8), min_size=4, max_size=24))
+    lengths = data.draw(st.lists(st.integers(2, 8), min_size=20, max_size=60))
     pairs = list(np.cumsum([data.draw(st.integers(0, 1)) for _ in lengths]))
     while max(sum(n for n, q in zip(lengths, pairs, strict=True) if q == p) for p in pairs) > 16:
         pairs = list(range(len(lengths)))
+    taken, order = an_epoch(
+        data, [[i for i, q in enumerate(pairs) if q == p] for p in dict.fromkeys(pairs)]
+    )
     per_step = 4
     fields = {
         "sample_packing_method": data.draw(st.sampled_from(["sequential", "multipack"])),
         "dataloader_drop_last": False,
     }
-    bins = Bins(set_of(lengths, pairs), config(**fields).data, columns=ALL, numbered=True)
-    assert sorted(i for b in bins.bins for i in b) == list(range(len(lengths)))
-    for p in set(pairs):
-        own = {k for k, b in enumerate(bins.bins) for i in b if pairs[i] == p}
-        assert len(own) == 1, "a pair is in one bin"
+    documents = set_of(lengths, pairs).select(order)
+    bins = Bins(documents, config(**fields).data, columns=ALL, numbered=True)
+    assert sorted(i for b in bins.bins for i in b) == list(range(len(order)))
+    bin_of = {i: k for k, b in enumerate(bins.bins) for i in b}
+    ends = np.cumsum([len(unit) for unit in taken])
+    for unit, end in zip(taken, ends, strict=True):
+        assert len({bin_of[i] for i in range(end - len(unit), end)}) == 1, "a pair is in one bin"
     steps = -(-len(bins) // per_step)
-    cuts = [data.draw(st.integers(0, steps)) for _ in range(2)]
-    want = None
-    for world in (1, 2, 4):
-        ranks = []
-        for rank in range(world):
-            train = {
-                "gradient_accumulation_steps": 1,
-                "micro_batch_size": per_step // world,
-                "seed": 3,
-            }
-            own = config(train=train, **fields)
-            ranks.append((own, rank))
-        order, state = [], {"epoch": 0, "used": 0}
-        edges = sorted({0, *cuts, steps})
-        for first, stop in itertools.pairwise(edges):  # resumed at each cut
+
+    def trained(worlds, edges):
+        """The documents of an epoch's steps.   worlds: ranks from each of the edges on."""
+        found, state = [], {"epoch": 0, "used": 0}
+        for world, (first, stop) in zip(worlds, itertools.pairwise(edges), strict=True):
+            size = {"gradient_accumulation_steps": 1, "micro_batch_size": per_step // world}
+            own = config(train={"seed": 3, **size}, **fields)
             loaders = [
                 Batches(bins, own.data, own.train, rank=rank, world_size=world)
-                for own, rank in ranks
+                for rank in range(world)
             ]
             for loader in loaders:
                 loader.load_state_dict(state)
@@ -147,11 +164,15 @@ def test_any_documents_on_any_ranks_from_any_position(data):
                 zip(*(b.steps() for b in loaders), strict=True), stop - first
             ):
                 for [batch] in step:
-                    order += check(batch, lengths, pairs)
+                    found += check(batch, lengths, pairs, order)
                 state = loaders[0].state_dict()
-        assert sorted(order) == list(range(len(lengths)))
-        want = order if want is None else want
-        assert order == want
+        return found
+
+    edges = sorted({0, *(data.draw(st.integers(1, steps)) for _ in range(2)), steps})
+    worlds = [data.draw(st.sampled_from([1, 2, 4])) for _ in edges[1:]]
+    want = trained([1], [0, steps])
+    assert sorted(want) == sorted(order)
+    assert trained(worlds, edges) == want
 
 
 @pytest.mark.parametrize("ulysses, ring", [(2, 1), (1, 2), (2, 2)])

@@ -153,7 +153,7 @@ def test_one_field_is_explained(capsys):
     assert f"  rule:    only {{}}: {REFUSED['model.encoders'].why}" in said
     assert "refused with some values of lora.enable_lora: only adapters are trained" in said
     assert "  rule:    train.muon_lr: any value but 0.02 needs train.optimizer = muon\n" in said
-    assert said.endswith("  elsewhere: optim\n")
+    assert said.endswith("  in transformers: optim\n")
     assert module.main(["--explain", "train.weight_decai"]) == 2
     assert capsys.readouterr().err == (
         "train.weight_decai: unknown key; did you mean train.weight_decay?\n"
@@ -540,15 +540,23 @@ def test_keys_that_are_alike_and_other_libraries_names_are_known(least, given, m
     assert errors(least, f"--train.{given}", "1") == [f"--train.{given} = 1: {expected}"]
 
 
-def test_names_of_other_libraries_stand_for_fields_that_would_not_be_found(monkeypatch):
-    names = overrides.elsewhere(Config)
-    assert len(names) == sum(len(properties(field).names) for field in LEAVES.values())
-    monkeypatch.setattr(overrides, "elsewhere", lambda model: {})
-    for name, path in names.items():
+NAMED = [
+    (who, name, path)
+    for path, field in LEAVES.items()
+    for who, names in properties(field).names.items()
+    for name in names
+]
+
+
+def test_names_of_other_libraries_lead_to_one_field_and_stand_in_the_reference():
+    text = (ROOT / "docs/trainer/fields.md").read_text()
+    for who, name, path in NAMED:
         assert name not in {p.rpartition(".")[2] for p in LEAVES}
-        assert f"{path}?" not in unknown(Config, f"{path.rpartition('.')[0]}.{name}"), (
-            f"{name} is found without"
-        )
+        assert overrides.elsewhere(Config)[name] == path
+        assert f"did you mean {path}" in unknown(Config, f"{path.partition('.')[0]}.{name}")
+        assert f"| {who} | `{name}` | `{path}` |" in text
+        assert f"\n  in {who}: " in module.explain(path)
+    assert {"ERNIEKit", "NxDT", "transformers", "TRL", "peft"} <= {who for who, *_ in NAMED}
 
 
 def test_the_section_that_was_named_comes_before_other_libraries_names():
@@ -679,11 +687,11 @@ TOO_SMALL = {
         train.muon_lr train.muon_ns_steps train.micro_batch_size train.gradient_accumulation_steps
         train.layerwise_lr_bound lora.lora_plus_scale train.lr_decay_steps
         train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma
-        train.num_train_epochs train.max_steps train.wandb_log_interval train.profile_end_step
+        train.num_train_epochs train.max_steps train.save_total_limit train.wandb_log_interval train.profile_end_step
         lora.lora_rank lora.lora_alpha lora.quant_group_size""",
     -1: """train.lr_warmup_steps train.lr_constant_steps
         data.dataloader_num_workers data.dataset_shard_idx train.router_replay_compare_steps
-        train.empty_cache_steps train.gc_steps train.save_steps train.save_total_limit
+        train.empty_cache_steps train.gc_steps train.save_steps
         train.checksum_steps train.profile_start_step train.seed lora.merge_lora_interval""",
     -1e-9: """train.adam_beta1 train.adam_beta2 train.lr_min train.lr_start train.lr_warmup_ratio
         train.lr_decay_ratio train.weight_decay train.max_grad_norm train.muon_momentum
@@ -772,7 +780,7 @@ def test_help_of_the_trainer_names_its_own_arguments(capsys):
     usage, *lines = capsys.readouterr().out.splitlines()
     assert usage == (
         "usage: python -m tilewright.trainer.train config.yaml [--section.field value ...] "
-        "[--plan [--world N]]"
+        "[--plan [--world N]] [--report DIR]"
     )
     assert (
         "--plan [--world N]" in lines
@@ -1064,10 +1072,15 @@ RULES = [
     *(
         (
             f"{HELD} --train.eval_max_batches={given}",
-            "must be a number of batches (1 or more) or a fraction between 0 and 1",
+            "must be a number of batches (0: all) or a share up to 1.0",
             f"{HELD} --train.eval_max_batches=0.5",
         )
-        for given in ("0", "1.5", "-0.5")
+        for given in ("-1", "1.5", "3.0", "-0.5")
+    ),
+    (
+        "--train.test_max_batches=1",
+        "nothing is tested",
+        '--train.test_max_batches=1 --train.do_test=true --data.test_datasets=[{"path":"dummy"}]',
     ),
     ("--train.eval_on_start=true", "nothing to evaluate on", "--train.eval_on_start=false"),
     (

@@ -168,11 +168,22 @@ def test_every_rank_evaluates_so_many_of_the_first_batches(tmp_path):
     ranks = [bins_of(held, 2, rank, 2, most=1) for rank in (0, 1)]
     assert ranks == [[[0, 1]], [[2, 3]]]
     assert bins_of(held, 2, 0, 1, most=3) == [[0, 1], [2, 3], [4, 5]]
-    assert bins_of(held, 2, 0, 1, most=9) == bins_of(held, 2, 0, 1)
+    for everything in (9, 0, 1.0):
+        assert bins_of(held, 2, 0, 1, most=everything) == bins_of(held, 2, 0, 1)
     # Four batches on one rank, two on each of two, the last of them empty.
     for share, alone, of_two in ((0.01, 1, 1), (0.5, 2, 1), (0.51, 3, 2), (0.99, 4, 2)):
         assert len(bins_of(held, 2, 0, 1, most=share)) == alone
         assert [len(bins_of(held, 2, rank, 2, most=share)) for rank in (0, 1)] == [of_two] * 2
+
+
+@pytest.mark.parametrize("given", ["1", "1.0", "0", "0.5", "1e-1"])
+def test_a_limit_is_a_count_or_a_share_in_a_file_and_on_the_command_line(given, tmp_path):
+    number = float(given) if "." in given or "e" in given else int(given)
+    typed = load(write_config(tmp_path, **HELD), [f"--train.eval_max_batches={given}"])
+    written = load(write_config(tmp_path, **HELD, train__eval_max_batches=number))
+    for config in (typed, written):
+        found = config.train.eval_max_batches
+        assert (found, type(found)) == (number, type(number))
 
 
 def test_the_size_of_a_batch_in_evaluation_changes_its_number_and_no_loss(tmp_path, monkeypatch):
@@ -300,6 +311,23 @@ def test_a_test_split_is_evaluated_once_after_the_last_step(tmp_path):
     during = [row for row in found if "eval_loss" in row]
     assert [row["step"] for row in during] == [0, 2]
     assert all("eval_loss/plays" not in row for row in during), "what was held out alone"
+
+
+def test_a_test_split_is_cut_to_its_own_limit(tmp_path, monkeypatch):
+    asked, real = [], Engine.forward
+
+    def evaluate(self, batches, loss):
+        asked.append(len(batches))
+        return real(self, batches, loss)
+
+    monkeypatch.setattr(Engine, "forward", evaluate)
+    options = {"data__eval_sample_packing": False, "train__eval_strategy": "no"}
+    path = two_sets(tmp_path, train__do_test=True, **options)[0]
+    for i, (limit, batches) in enumerate(((0, [20, 30]), (3, [3, 3]), (0.5, [10, 15]))):
+        asked.clear()
+        place = f"--train.output_dir={tmp_path / str(i)}", "--train.micro_batch_size=1"
+        run(path, f"--train.test_max_batches={limit}", *place)
+        assert asked == batches
 
 
 def test_a_test_split_needs_one(tmp_path):

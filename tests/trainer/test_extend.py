@@ -21,6 +21,7 @@ import yaml
 import tilewright
 
 pytest.importorskip("datasets")
+from tilewright.trainer import tables
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import cache_key
 from tilewright.trainer.losses.loss import Loss
@@ -288,6 +289,58 @@ def test_an_entry_point_is_a_row(tmp_path):
         "the entry point my_losses:NO of my-losses gives no row of losses: Attr", said[1]
     )
     assert "other must be a tilewright.trainer.losses.loss:Loss" in said[2]
+
+
+GROUPS = {name: table for name, table in vars(tables).items() if isinstance(table, Table)}
+PLANTED = """
+import copy, dataclasses
+from tilewright.trainer import tables
+from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.plugins.callback import Callback, Plugin
+
+def __getattr__(name):  # a row like the table's first
+    table = getattr(tables, name)
+    return copy.copy(table[next(n for n in table.names() if n != "planted")])
+
+LAYOUTS = Layout(45, lambda config, mesh: True, lambda *_: print("its layout"))
+CALLBACKS = Plugin(lambda run: print("its callback") or Callback(run), wanted=lambda run: True)
+"""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A package with a row for every table, and what each table finds of it."""
+    package = tmp_path_factory.mktemp("planted")
+    info = package / "planted-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    points = [f"[tilewright.{t.name}]\nplanted = planted_rows:{n}\n" for n, t in GROUPS.items()]
+    (info / "entry_points.txt").write_text("".join(points))
+    (package / "planted_rows.py").write_text(PLANTED)
+    script = (
+        "from tilewright.trainer import tables\n"
+        f"for name in {[*GROUPS]}:\n"
+        "    table = getattr(tables, name)\n"
+        "    print(name, 'planted' in table.names(), type(table['planted']).__name__)\n"
+    )
+    done = run(package, f"{package}:{ROOT}", "-c", script)
+    assert done.returncode == 0, done.stderr
+    return package, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_table_is_extended_by_entry_points(planted, name):
+    assert f"{name} True {GROUPS[name].row.partition(':')[2]}" in planted[1]
+
+
+def test_a_layout_and_a_callback_of_another_package_are_in_a_run_that_does_not_name_them(
+    tmp_path, tree, planted
+):
+    prepared(tmp_path, max_steps=1, save_hf_weights=False)
+    trainer = "-m", "tilewright.trainer.train", "config.yaml"
+    done = run(tmp_path, f"{planted[0]}:{tree}", *trainer)
+    assert done.returncode == 0, done.stderr
+    assert "its layout" in done.stdout and "its callback" in done.stdout
 
 
 def table(*points):

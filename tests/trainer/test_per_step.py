@@ -20,6 +20,8 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.matrices import Parts
 from tilewright.trainer.optim.muon import Muon, Settings
 from tilewright.trainer.optim.optim import set_values
+from tilewright.trainer.optim.schedules import Schedule, schedule
+from tilewright.trainer.tables import SCHEDULES
 
 pytestmark = pytest.mark.packages
 
@@ -44,11 +46,55 @@ def test_values_follow_their_schedule_from_end_to_end():
     assert settings(weight_decay="0.25").train.weight_decay == 0.25
 
 
-def test_a_resolved_mapping_is_what_was_given():
-    config = settings(weight_decay="{schedule: linear, from: 0.1, to: 0, steps: 5}")
+FIELDS = {
+    "cosine": {"cycles": 1.5},
+    "cosine_annealing": {"constant_steps": 3},
+    "cosine_with_restarts": {"cycles": 2},
+    "exponential": {"gamma": 0.8},
+    "polynomial": {"power": 2},
+    "step": {"step_size": 3, "gamma": 0.5},
+    "warmup_hold": {"constant_steps": 2, "power": 2},
+    "wsd": {"constant_steps": 2, "cycles": 0.5},
+}
+CHANGING = [name for name in SCHEDULES.names() if SCHEDULES[name].decays]
+
+
+@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_number_has_the_values_of_the_rate_with_the_same_schedule(name, start):
+    """After the steps before it, which a rate has as its warmup."""
+    steps, first, last = 11, 0.5, 0.03
+    row, fields = SCHEDULES[name], FIELDS.get(name, {})
+    given = {"schedule": name, "from": first, "to": last, "start": start, **fields}
+    rate = {"lr": first, "lr_min": last, "lr_decay_style": name, "lr_warmup_steps": start}
+    if row.ends:
+        given["steps"], rate["lr_decay_steps"] = steps, start + steps
+    rate |= {f"lr_{field}": value for field, value in fields.items()}
+    number, train = settings(weight_decay=given).train.weight_decay, settings(**rate).train
+    want = [first * schedule(step, 25, train) for step in range(start, 25)]
+    assert [number.at(step) for step in range(start, 25)] == pytest.approx(want, rel=1e-12)
+    assert {number.at(step) for step in range(start)} <= {first}
+    assert len({*want}) > 2
+
+
+def test_a_schedule_whose_fields_a_mapping_does_not_have_is_none_of_them(monkeypatch):
+    odd = Schedule(lambda done, warm: done, fields=("lr_warmup_steps",))
+    monkeypatch.setitem(SCHEDULES._rows, "odd", odd)
+    with pytest.raises(ConfigError, match=r"must be one of cosine.*, got odd"):
+        settings(weight_decay="{schedule: odd, from: 1, to: 0, steps: 2}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "linear", "from": 0.1, "to": 0.0, "steps": 5},
+        {"schedule": "step", "from": 0.1, "to": 0.0, "step_size": 2, "gamma": 0.5},
+    ],
+)
+def test_a_resolved_mapping_is_what_was_given(given):
+    config = settings(weight_decay=given)
     tree = yaml.safe_load(resolved(config))
-    again = {"schedule": "linear", "from": 0.1, "to": 0.0, "steps": 5, "start": 0}
-    assert tree["train"]["weight_decay"] == again
+    assert tree["train"]["weight_decay"] == {**given, "start": 0}
     assert type(config).model_validate(tree) == config
 
 
@@ -57,12 +103,30 @@ def test_a_resolved_mapping_is_what_was_given():
     [
         ("weight_decay", "{schedule: linear, from: 1, to: -1, steps: 5}", "greater than or equal"),
         ("weight_decay", "{schedule: linear, from: 1, to: 0, steps: 0}", "steps: Input should be"),
-        ("weight_decay", "{schedule: linear, from: 1, to: 0}", "steps: Field required"),
+        ("weight_decay", "{schedule: linear, from: 1, to: 0}", "steps: linear needs it"),
         ("weight_decay", "{schedule: linear, from: 1, to: .inf, steps: 2}", "to: Input should be"),
         ("weight_decay", "{schedule: linear, from: true, to: 0, steps: 2}", "a boolean"),
         ("weight_decay", "{schedule: linear, from: 1, to: 0, steps: 2, end: 3}", "end: Extra"),
         ("weight_decay", "{schedule: liner, from: 1, to: 0, steps: 2}", "must be one of cosine, "),
-        ("weight_decay", "{schedule: noam, from: 1, to: 0, steps: 2}", "linear_ann.*, got noam"),
+        ("weight_decay", "{schedule: noam, from: 1, to: 0, steps: 2}", "steps: noam does not read"),
+        ("weight_decay", "{schedule: noam, from: 0, to: 1}", "to: noam falls, so it must be at m"),
+        ("weight_decay", "{schedule: step, from: 1, to: 0, gamma: 0.5}", "step_size: step needs"),
+        ("weight_decay", "{schedule: wsd, from: 1, to: 0, steps: 2}", "constant_steps: wsd needs"),
+        (
+            "weight_decay",
+            "{schedule: wsd, from: 1, to: 0, steps: 2, constant_steps: 2}",
+            "constant_steps: leaves no decay of 2 steps",
+        ),
+        (
+            "weight_decay",
+            "{schedule: linear, from: 1, to: 0, steps: 2, power: 2}",
+            "power: linear does not read it",
+        ),
+        (
+            "weight_decay",
+            "{schedule: cosine_with_restarts, from: 1, to: 0, steps: 2, cycles: 1.5}",
+            "cycles: hard restarts need a whole number of them, got 1.5",
+        ),
         ("weight_decay", "{schedule: constant, from: 1, to: 0, steps: 2}", "got constant"),
         ("weight_decay", "0.1 * step", "input should be a valid number"),
         ("max_grad_norm", "{schedule: linear, from: 1, to: 0, steps: 5}", "at 0 end; end it above"),

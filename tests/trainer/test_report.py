@@ -106,6 +106,37 @@ def test_what_is_no_run_is_refused_in_a_sentence(rows, sentence, tmp_path, capsy
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_run_draws_its_page_at_its_end_on_one_rank(tmp_path):
+    pytest.importorskip("datasets")
+    from ranks import torchrun
+    from test_trainer import write_config
+
+    options = {"train__data_parallel_mode": "ddp", "train__save_hf_weights": False}
+    path, pages = write_config(tmp_path, **options, train__max_steps=2), tmp_path / "pages"
+    run = torchrun(2, "-m", "tilewright.trainer.train", path, "--report", str(pages))
+    said, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    assert said.splitlines().count(f"{pages / 'report.html'}") == 1
+    assert re.findall("<td>2</td>", (pages / "report.html").read_text()), "steps"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--report"], "--report needs a DIR"),
+        (["--report", "--train.lr=1"], "--report needs a DIR"),
+        (["--report", "pages", "--plan"], "--report is of a run, and --plan ends before it"),
+    ],
+)
+def test_a_page_that_no_run_would_draw_is_refused(given, sentence, capsys):
+    pytest.importorskip("datasets")
+    from tilewright.trainer import train
+
+    with pytest.raises(SystemExit) as ended:
+        train.main(["config.yaml", *given])
+    assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1] == sentence
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
 def test_a_browser_without_a_network_shows_the_charts(tmp_path):
     """In its picture are the colors of both runs' lines."""

@@ -52,7 +52,6 @@ from tilewright.trainer.data import batches  # noqa: E402
 from tilewright.trainer.data.batches import evaluation_batches  # noqa: E402
 from tilewright.trainer.engine import Engine  # noqa: E402
 from tilewright.trainer.losses.language_modeling import language_modeling  # noqa: E402
-from tilewright.trainer.models.flops import flops_per_token  # noqa: E402
 from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
 from tilewright.trainer.optim import optim, schedules  # noqa: E402
@@ -63,6 +62,7 @@ from tilewright.trainer.parallel.parts import Parts  # noqa: E402
 from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
 from tilewright.trainer.plan import Plan  # noqa: E402
 from tilewright.trainer.plugins import adapters  # noqa: E402
+from tilewright.trainer.plugins.flops import flops_per_token  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -387,6 +387,7 @@ ROWS = [
 HELD = {
     "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
     "train.do_test": "test_evaluation.py::test_a_test_split_is_evaluated_once_after_the_last_step",
+    "train.test_max_batches": "test_evaluation.py::test_a_test_split_is_cut_to_its_own_limit",
     "train.eval_accuracy": "test_evaluation.py::test_accuracy_is_the_share_of_most_probable_labels",
     "model.revision": "test_commands.py::test_what_the_hub_is_asked_for",
     "data.datasets.name": "test_data.py::test_what_the_network_is_asked_for",

@@ -3,7 +3,8 @@
 Signals reach some ranks, at different steps, so after every step all ranks agree. torchrun passes
 on the signal that it gets, once, and kills its ranks 30 seconds later (`--shutdown-timeout`). It
 also sends SIGTERM when a rank of its machine has ended: then no step can be finished, and a process
-that waits in a collective would never return to Python. So a thread receives the signals.
+that waits in a collective would never return to Python. So a thread receives the signals. By hand,
+since neither torchrun nor torch lets ranks agree on the last step.
 """
 
 from __future__ import annotations

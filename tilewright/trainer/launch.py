@@ -1,5 +1,9 @@
 """How a command of the trainer runs in the processes of its launch, and ends: with an exit code,
 and one sentence for what a user can mend.
+
+torchrun starts, supervises and ends the ranks. By hand is what each of them tells it: with
+elastic's `record` every error would have a traceback, and a rank that failed because of another,
+within the same second, could be named as the cause.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss
-from tilewright.trainer.models.flops import flops_per_token
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins.assertion import Witness
 from tilewright.trainer.plugins.callback import Callback, Step, callbacks
 from tilewright.trainer.plugins.certificate import facts, files_of_data
+from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
 from tilewright.trainer.resume import resume
@@ -133,7 +133,7 @@ class Run:
     def test(self) -> None:
         """Reports an evaluation on train.do_test's data sets, of a run that has taken steps."""
         if self.last and self.done > self.start:
-            values = self._evaluated(self.last)
+            values = self._evaluated(self.last, self.config.train.test_max_batches)
             found = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
             self.metrics.evaluation(self.done, found)
 

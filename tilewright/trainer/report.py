@@ -39,6 +39,7 @@ FIRST = (
     ("Memory", "GB", ("memory_gb",)),
 )
 LEFT_OUT = ("step", "tokens", "seconds", "seconds_left")
+PAGE = "report.html"
 LINES = ("-", "--", ":", "-.")
 STYLE = """
 body { font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; }
@@ -228,21 +229,26 @@ def page(runs: list[Run]) -> str:
     )
 
 
+def write(runs: list[str], target: pathlib.Path) -> None:
+    """Writes the page of these folders. Raises ValueError and OSError, as `read`."""
+    folders = [pathlib.Path(run) for run in runs]
+    names = [folder.resolve().name for folder in folders]
+    if len({*names}) < len(names):
+        names = runs
+    made = page([read(folder, name) for folder, name in zip(folders, names, strict=True)])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_text(target, made)
+
+
 @platform.command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tilewright.trainer.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the first RUN")
+    parser.add_argument("--out", metavar="FILE", help=f"default: {PAGE} in the first RUN")
     args = parser.parse_args(argv)
-    folders = [pathlib.Path(run) for run in args.runs]
-    target = folders[0] / "report.html" if args.out is None else pathlib.Path(args.out)
-    names = [folder.resolve().name for folder in folders]
-    if len({*names}) < len(names):
-        names = args.runs
+    target = pathlib.Path(args.runs[0], PAGE) if args.out is None else pathlib.Path(args.out)
     try:
-        made = page([read(folder, name) for folder, name in zip(folders, names, strict=True)])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, made)
+        write(args.runs, target)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,8 @@
 """The trainer: torchrun -m tilewright.trainer.train config.yaml [--section.field value ...]
 
 Plain `python -m tilewright.trainer.train` trains in one process. With `--plan [--world N]` it
-prints the memory that each rank of N processes will need, and ends.
+prints the memory that each rank of N processes will need, and ends; with `--report DIR` it draws a
+page of the run at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import torch
 
 from tilewright.core import platform
-from tilewright.trainer import launch, memory_plan
+from tilewright.trainer import launch, memory_plan, report
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.sources import check_sources
 from tilewright.trainer.loop import train
@@ -38,7 +39,8 @@ def check_data(config: Config) -> None:
 
 OPTIONS = {
     "--plan [--world N]": "Print the memory that each rank of N processes will need, and end. "
-    "Default: the processes of this launch."
+    "Default: the processes of this launch.",
+    "--report DIR": f"At the run's end, draw its numbers on a page, DIR/{report.PAGE}.",
 }
 
 
@@ -61,11 +63,28 @@ def asked_plan(argv: list[str]) -> tuple[bool, int | None, list[str]]:
     return len(rest) < len(argv), world, rest
 
 
+def asked_report(argv: list[str]) -> tuple[pathlib.Path | None, list[str]]:
+    """The page of `--report DIR`, and the other arguments. Exits with 2 without DIR or with
+    `--plan`, with 1 without the packages.
+    """
+    if "--report" not in argv:
+        return None, argv
+    at = argv.index("--report")
+    folder, rest = argv[at + 1 : at + 2], argv[:at] + argv[at + 2 :]
+    if not folder or folder[0].startswith("--") or "--plan" in rest:
+        wrong = "is of a run, and --plan ends before it" if "--plan" in rest else "needs a DIR"
+        print(f"--report {wrong}", file=sys.stderr)
+        sys.exit(2)
+    platform.require("bench")
+    return pathlib.Path(folder[0], report.PAGE), rest
+
+
 @platform.command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code, as `launch.run` has it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    only_plan, world, argv = asked_plan(sys.argv[1:] if argv is None else argv)
+    page, argv = asked_report(sys.argv[1:] if argv is None else argv)
+    only_plan, world, argv = asked_plan(argv)
     # Exits with 2 and every error, or with 0 after --help.
     config = from_command_line(argv, options=OPTIONS)
 
@@ -74,14 +93,20 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(memory_plan.report(config, world or size, device)))
 
     def check(rank: int, size: int, device: torch.device) -> None:
+        if page is not None and page.parent.exists() and not page.parent.is_dir():
+            raise ValueError(f"--report {page.parent}: is no folder")
         check_data(config)  # before a model is downloaded for its plan
         memory_plan.check(config, size, rank, device)
 
     def work(mesh: Mesh) -> None:
         train(config, mesh)
+        if page is not None and mesh.main:
+            report.write([config.train.output_dir], page)
+            print(page)
 
     # A run that began with the weights of a checkpoint goes on from its own.
     rest = [] if config.train.load_optimizer else ["--train.load_optimizer", "true"]
+    rest += [] if page is None else ["--report", str(page.parent)]
     again = [*argv, *rest, "--train.load_checkpoint_path", "auto"]
     if only_plan:
         return launch.run(None, lambda mesh: None, first=plan)

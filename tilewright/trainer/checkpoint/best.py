@@ -48,7 +48,7 @@ class Best:
                 f"train.best_metric = {train.best_metric}: evaluations report {', '.join(names)}"
             )
         over = " ".join([bins.fingerprint() for bins in held.values()])
-        over += f" most={train.eval_max_batches}"
+        over += f" most={train.eval_max_batches or None}"
         new = cls(train.best_metric, train.mode_of_best, over)
         found = new if stored is None else cls(**stored)
         same = (found.metric, found.mode, found.over) == (new.metric, new.mode, over)

@@ -161,10 +161,22 @@ def no_size(size: float | None) -> bool:
 
 class Data(Section):
     datasets: list[Dataset] = field(
-        ..., Resume.OTHER_CONTENTS, names="train_file", min_length=1, examples=[[{"path": "dummy"}]]
+        ...,
+        Resume.OTHER_CONTENTS,
+        names={"transformers": "train_file", "ERNIEKit": "train_dataset_path", "NxDT": "train_dir"},
+        min_length=1,
+        examples=[[{"path": "dummy"}]],
     )
     """What to train on."""
-    test_datasets: list[Dataset] = field([], Resume.EVALUATION, names="validation_file")
+    test_datasets: list[Dataset] = field(
+        [],
+        Resume.EVALUATION,
+        names={
+            "transformers": "validation_file",
+            "ERNIEKit": "eval_dataset_path",
+            "NxDT": "val_dir",
+        },
+    )
     """What to evaluate on."""
     mixing: Literal["concat", "random", "interleave_under", "interleave_over"] = field(
         "concat",
@@ -189,6 +201,7 @@ class Data(Section):
         Only("mixing", "random").because("the other ways take what there is"),
         differs=OURS,
         ge=1,
+        names={"ERNIEKit": "num_samples_each_epoch"},
     )
     """Samples that random draws; null: as many as there are."""
     dataset_prepared_path: str = field("last_prepared_dataset", Resume.PLACE)
@@ -196,11 +209,14 @@ class Data(Section):
     select_columns: list[str] | None = field(None, Resume.OTHER_CONTENTS)
     """Columns to read; null: those that type names."""
     sample_packing_method: Literal["sequential", "multipack"] = field(
-        "sequential", Resume.OTHER_BINS, names="packing"
+        "sequential", Resume.OTHER_BINS, names={"TRL": "packing"}
     )
     """sequential: in order; multipack: first-fit decreasing within a group."""
     sample_packing_sequence_len: int = field(
-        32000, Resume.OTHER_BINS, names="max_length max_seq_length", ge=2
+        32000,
+        Resume.OTHER_BINS,
+        names={"TRL": "max_length max_seq_length", "NxDT": "encoder_seq_length"},
+        ge=2,
     )
     """Tokens of a packed bin, at most."""
     sample_packing_group_size: int = field(100000, Resume.OTHER_BINS, ge=1)
@@ -266,7 +282,9 @@ class Data(Section):
         ),
     )
     """Held out of datasets for evaluation: a number of samples, or a fraction below 1."""
-    shuffle_merged_datasets: bool = field(True, Resume.OTHER_ORDER, stored="shuffle")
+    shuffle_merged_datasets: bool = field(
+        True, Resume.OTHER_ORDER, stored="shuffle", names={"ERNIEKit": "random_shuffle"}
+    )
     """Shuffle all samples, and the bins in every epoch."""
     shuffle_before_merging_datasets: bool = field(True, Resume.OTHER_CONTENTS)
     """Shuffle each dataset before merging."""
@@ -278,7 +296,7 @@ class Data(Section):
             "TILEWRIGHT_DATASET_NUM_PROC, or the processors, from 64 MiB of data on; starting some "
             "takes longer than small data",
         ),
-        names="preprocessing_num_workers",
+        names={"transformers": "preprocessing_num_workers"},
         ge=1,
     )
     """Processes for preparation; null: TILEWRIGHT_DATASET_NUM_PROC or the number of CPUs for a

@@ -34,7 +34,7 @@ class Lora(Section):
         ),
     )
     """Train low-rank adapters on projections of the decoder layers; all else is frozen."""
-    lora_rank: int = field(16, Resume.OTHER_WEIGHTS, LORA, names="r", ge=1)
+    lora_rank: int = field(16, Resume.OTHER_WEIGHTS, LORA, names={"peft": "r"}, ge=1)
     """Rank of the adapters."""
     lora_alpha: Annotated[float, AfterValidator(_alpha)] = field(16, Resume.OTHER_WEIGHTS, LORA)
     """Scale; the adapters are scaled by alpha / rank. -1: twice the rank, or 4 with rslora."""
@@ -85,7 +85,7 @@ class Lora(Section):
             "quantized experts are buffers, the same on every process, and a checkpoint holds one "
             "copy"
         ),
-        names="load_in_4bit",
+        names={"transformers": "load_in_4bit"},
     )
     """Quantize the projections, layer by layer as they are read; every process has them all.
     Implies enable_lora.

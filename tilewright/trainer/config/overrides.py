@@ -195,7 +195,12 @@ ALIKE = 0.75
 
 def elsewhere(model: type[BaseModel]) -> dict[str, str]:
     """Name in other libraries -> path here."""
-    return {n: path for path, field in leaves(model).items() for n in properties(field).names}
+    return {
+        name: path
+        for path, field in leaves(model).items()
+        for names in properties(field).names.values()
+        for name in names
+    }
 
 
 def unknown(model: type[BaseModel], path: str) -> str:

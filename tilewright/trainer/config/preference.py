@@ -35,7 +35,7 @@ class Preference(Section):
         "sigmoid",
         Resume.NEXT_STEP,
         PREFERRED,
-        names="loss_type",
+        names={"TRL": "loss_type", "ERNIEKit": "loss_type", "NxDT": "loss_type"},
         differs=("none", OURS),
     )
     """The formula, of a table."""
@@ -91,7 +91,7 @@ class Preference(Section):
         Refuse("no second model is read", "reference").when(
             lambda c: c.preference.reference_path is not None and kind_of_reference(c) != "model"
         ),
-        names="ref_model",
+        names={"TRL": "ref_model"},
         differs=("none", OURS),
     )
     """The folder of the reference model; null: model.model_path."""

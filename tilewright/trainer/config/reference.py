@@ -65,15 +65,15 @@ def help_text(model: type[BaseModel]) -> str:
 
 
 def page(model: type[BaseModel], text: str) -> str:
-    """A page with the current reference between its two marks: a table for each section, and the
-    differences from the documentation that the fields follow.
+    """A page with the current reference between its two marks: a table for each section, the
+    differences from the documentation that the fields follow, and their names elsewhere.
     """
 
     def row(*cells: str) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     tables: dict[str, list[str]] = {}
-    differences = []
+    differences, names = [], []
     for path, field in leaves(model).items():
         section, _, name = path.rpartition(".")
         if section == "data.test_datasets":
@@ -85,12 +85,15 @@ def page(model: type[BaseModel], text: str) -> str:
         table = tables.setdefault(f"## {section}{more}", [])
         table.append(row(*cells, ", ".join(readers(model).get(path, ()))))
         differences += [row(f"`{path}`", *found.differs)] if found.differs else []
+        names += [(who.lower(), who, n, path) for who, own in found.names.items() for n in own]
     lines = [BEGIN, TITLE.strip()]
     for title, rows in tables.items():
         lines += ["", title, "", "| field | type | default | meaning | resume | read by |"]
         lines += ["|---|---|---|---|---|---|", *rows]
     lines += ["", "## Differences from xorl's documentation", ""]
-    lines += ["| field | there | here, and why |", "|---|---|---|", *differences, END]
+    lines += ["| field | there | here, and why |", "|---|---|---|", *differences]
+    lines += ["", "## Names in other configurations", "", "| in | name | field |", "|---|---|---|"]
+    lines += [row(who, f"`{name}`", f"`{path}`") for _, who, name, path in sorted(names)] + [END]
     return text.split(BEGIN)[0] + "\n".join(lines) + text.split(END)[1]
 
 
@@ -139,6 +142,6 @@ def explain(config: Config, path: str) -> str:
         f"  read by: {', '.join(readers(type(config)).get(path, ['its rules']))}",
         *(f"  rule:    {sentence}" for sentence in needs(path, config)),
         *([f"  in xorl: {found.differs[0]}; here: {found.differs[1]}"] if found.differs else []),
-        *([f"  elsewhere: {', '.join(found.names)}"] if found.names else []),
+        *(f"  in {who}: {', '.join(names)}" for who, names in found.names.items()),
     ]
     return "\n".join(lines)

@@ -6,9 +6,12 @@ resumes, the rules that its values follow, and what it is called elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 from pydantic import (
@@ -70,6 +73,17 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("a boolean does not fit here")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _share_as_share(cls, value: Any, info: ValidationInfo) -> Any:
+        """On the command line, where pydantic takes "1.0" for the integer if both are accepted."""
+        assert info.field_name is not None
+        kinds = get_args(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, str) and {int, float} <= {*kinds} and re.search("[.eE]", value):
+            with contextlib.suppress(ValueError):  # of pydantic, with what is expected
+                return float(value)
         return value
 
     @field_validator("*")
@@ -253,7 +267,7 @@ class Properties(NamedTuple):
     resume: Resume
     rules: tuple[Rule, ...]
     differs: tuple[str, str] | None
-    names: list[str]
+    names: dict[str, list[str]]
     stored: str | None
 
 
@@ -262,20 +276,20 @@ def field(
     resume: Resume,
     *rules: Rule,
     differs: tuple[str, str] | None = None,
-    names: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
     stored: str | None = None,
     **limits: Any,
 ) -> Any:
     """A field, which means what the string below it says.
 
     differs: the default or meaning in xorl's documentation, and why it is another here.
-    names: in transformers' TrainingArguments, TRL, peft, ERNIEKit and NxDT, where too unlike the
-    field's, with spaces between.
+    names: what it is called in other libraries' configurations, where that is another name, by
+    library, with spaces between.
     stored: its name in the identity of a run, if it has another one there.
     limits: of pydantic's Field. An example of a required field stands in where it is missing.
     """
-    made = Field(default, **limits)
-    made.metadata.append(Properties(resume, rules, differs, names.split(), stored))
+    made, there = Field(default, **limits), {who: said.split() for who, said in names.items()}
+    made.metadata.append(Properties(resume, rules, differs, there, stored))
     return made
 
 

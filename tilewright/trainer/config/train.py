@@ -10,7 +10,6 @@ from pydantic import field_validator, model_validator
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.columns import TOKENS
-from tilewright.trainer.config.data import no_size
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -198,6 +197,16 @@ def _nothing_held_out(config: Config) -> str | None:
     return None if held else "there is nothing to evaluate on"
 
 
+def _batches(name: str) -> Refuse:
+    """Of a limit that is a count or a share."""
+
+    def wrong(config: Config) -> bool:
+        most = getattr(config.train, name) or 0
+        return most < 0 or (isinstance(most, float) and most > 1)
+
+    return Refuse("must be a number of batches (0: all) or a share up to 1.0").when(wrong)
+
+
 def _wants(config: Config, *strategies: str) -> bool:
     return config.train.save_strategy in strategies
 
@@ -215,7 +224,7 @@ class Train(Section):
             "the schedules accumulate gradients of fsdp2's parameters; with it, data_parallel_shard_size: 1 "
             "makes replicas of pipelines"
         ),
-        names="fsdp ddp",
+        names={"transformers": "fsdp", "PyTorch": "ddp"},
     )
     """none: one process; ddp: replicas; fsdp2: sharded parameters."""
     data_parallel_shard_size: int = field(
@@ -407,7 +416,7 @@ class Train(Section):
         Refuse(lambda c: OPTIMIZERS[c.train.optimizer].needs_whole, "data_parallel_mode").when(
             lambda c: c.train.data_parallel_mode == "fsdp2"
         ),
-        names="optim",
+        names={"transformers": "optim"},
     )
     """Optimizer."""
     optimizer_args: dict[str, Any] = field(
@@ -428,7 +437,7 @@ class Train(Section):
         _read("adam_beta1"),
         _bf16("adam_beta1"),
         differs=OURS,
-        names="beta1",
+        names={"torchtitan": "beta1"},
         ge=0,
         lt=1,
     )
@@ -439,14 +448,19 @@ class Train(Section):
         _read("adam_beta2"),
         _bf16("adam_beta2"),
         differs=OURS,
-        names="beta2",
+        names={"torchtitan": "beta2"},
         ge=0,
         lt=1,
     )
     """Adam and its kin: decay of the second moment; or a mapping, as weight_decay."""
     adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), differs=OURS, gt=0)
     """Adam and its kin: added to the root of the second moment."""
-    lr: float = field(5e-5, Resume.NEXT_STEP, names="learning_rate", gt=0)
+    lr: float = field(
+        5e-5,
+        Resume.NEXT_STEP,
+        names={"transformers": "learning_rate", "ERNIEKit": "learning_rate"},
+        gt=0,
+    )
     """Peak learning rate."""
     lr_min: float = field(
         1e-7,
@@ -455,7 +469,7 @@ class Train(Section):
             lambda c: _decays(c) and c.train.lr_min > c.train.lr
         ),
         ge=0,
-        names="min_lr lr_end",
+        names={"ERNIEKit": "min_lr lr_end", "NxDT": "min_lr"},
     )
     """Learning rate at the end of the decay; the least one, for square_annealing and schedules
     without an end.
@@ -483,6 +497,7 @@ class Train(Section):
         ),
         differs=OURS,
         ge=0,
+        names={"transformers": "warmup_steps", "ERNIEKit": "warmup_steps", "NxDT": "warmup_steps"},
     )
     """Steps of the linear warmup; 0: as lr_warmup_ratio says."""
     lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
@@ -494,7 +509,7 @@ class Train(Section):
         ).when(
             lambda c: c.train.lr_warmup_steps or c.train.lr_constant_steps or c.train.lr_decay_steps
         ),
-        names="lr_scheduler_type",
+        names={"transformers": "lr_scheduler_type", "ERNIEKit": "lr_scheduler_type"},
     )
     """After the warmup."""
     lr_decay_ratio: float = field(
@@ -528,6 +543,7 @@ class Train(Section):
         _needed("lr_constant_steps"),
         differs=OURS,
         ge=0,
+        names={"NxDT": "constant_steps"},
     )
     """Steps at a constant rate: wsd, warmup_hold: at the peak, after the warmup; cosine_annealing:
     at lr_min, before the end.
@@ -543,10 +559,12 @@ class Train(Section):
         ),
         differs=OURS,
         gt=0,
-        names="num_cycles",
+        names={"transformers": "num_cycles", "ERNIEKit": "num_cycles"},
     )
     """Waves of the cosine in the decay, null: 0.5; cosine_with_restarts: descents, null: 1."""
-    lr_power: float = field(1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0)
+    lr_power: float = field(
+        1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0, names={"ERNIEKit": "power"}
+    )
     """polynomial, warmup_hold: the decay's power."""
     lr_step_size: int | None = field(
         None,
@@ -569,13 +587,22 @@ class Train(Section):
     """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
     weight_decay: Number = field(0.0, Resume.NEXT_STEP, _ignored("weight_decay"), ge=0)
     """Weight decay, decoupled or an L2 term as the optimizer has it. Or a mapping with schedule,
-    from, to, steps and start: it changes from step to step.
+    from, to, steps, start and the schedule's own fields: it changes from step to step.
     """
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where the path of a parameter's module contains one of these."""
-    no_decay_params: list[str] = field([], Resume.OTHER_STATES, names="do_layer_norm_weight_decay")
+    no_decay_params: list[str] = field(
+        [], Resume.OTHER_STATES, names={"NxDT": "do_layer_norm_weight_decay"}
+    )
     """No weight decay where a parameter's full name (model.norm.weight) contains one of these."""
-    layerwise_lr_bound: float = field(1.0, Resume.OTHER_STATES, differs=OURS, gt=0, le=1)
+    layerwise_lr_bound: float = field(
+        1.0,
+        Resume.OTHER_STATES,
+        differs=OURS,
+        gt=0,
+        le=1,
+        names={"ERNIEKit": "layerwise_lr_decay_bound"},
+    )
     """b: the rate of a layer is lr (b + (1 - b) depth / (layers + 2)): the embedding is at depth 0,
     layers at 1, 2, ..., the final norm and the head at layers + 2.
     """
@@ -586,6 +613,7 @@ class Train(Section):
             lambda c: isinstance(c.train.max_grad_norm, PerStep) and not c.train.max_grad_norm > 0
         ),
         ge=0,
+        names={"NxDT": "gradient_clip_val"},
     )
     """Gradients are clipped to this global norm, 0: not clipped; or a mapping, as weight_decay."""
     muon_lr: float = field(0.02, Resume.NEXT_STEP, _read("muon_lr"), gt=0)
@@ -614,7 +642,7 @@ class Train(Section):
         Resume.NEXT_STEP,
         *DROPPED,
         differs=OURS,
-        names="resid_pdrop",
+        names={"transformers": "resid_pdrop", "ERNIEKit": "hidden_dropout_prob"},
         ge=0,
         lt=1,
     )
@@ -626,13 +654,19 @@ class Train(Section):
         Resume.NEXT_STEP,
         *DROPPED,
         differs=OURS,
-        names="attn_pdrop",
+        names={"transformers": "attn_pdrop", "ERNIEKit": "attention_probs_dropout_prob"},
         ge=0,
         lt=1,
     )
     """The same for attention's weights after the softmax."""
     ffn_dropout: float = field(
-        0.0, Resume.NEXT_STEP, *DROPPED, differs=OURS, names="activation_dropout", ge=0, lt=1
+        0.0,
+        Resume.NEXT_STEP,
+        *DROPPED,
+        differs=OURS,
+        names={"transformers": "activation_dropout"},
+        ge=0,
+        lt=1,
     )
     """The same for the inner activations of MLPs that are no experts."""
     dropout_warmup_steps: int = field(
@@ -646,7 +680,15 @@ class Train(Section):
     )
     """Optimizer steps over which dropout's probabilities rise linearly from 0."""
     # batches
-    micro_batch_size: int = field(1, Resume.NEXT_STEP, names="per_device_train_batch_size", ge=1)
+    micro_batch_size: int = field(
+        1,
+        Resume.NEXT_STEP,
+        names={
+            "transformers": "per_device_train_batch_size",
+            "ERNIEKit": "per_device_train_batch_size",
+        },
+        ge=1,
+    )
     """Bins in a forward pass of a process, or of those that share a sequence."""
     gradient_accumulation_steps: int = field(
         1,
@@ -657,9 +699,11 @@ class Train(Section):
         ge=1,
     )
     """Forward passes before an optimizer step."""
-    num_train_epochs: int = field(1, Resume.NEXT_STEP, names="epochs", ge=1)
+    num_train_epochs: int = field(
+        1, Resume.NEXT_STEP, names={"torchtune": "epochs", "NxDT": "max_epochs"}, ge=1
+    )
     """Passes over the data."""
-    max_steps: int | None = field(None, Resume.NEXT_STEP, names="steps", ge=1)
+    max_steps: int | None = field(None, Resume.NEXT_STEP, names={"torchtitan": "steps"}, ge=1)
     """Optimizer steps in all; overrides epochs."""
     # evaluation
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = field(
@@ -670,7 +714,7 @@ class Train(Section):
             lambda c: c.train.eval_strategy == "steps" and c.train.eval_steps is None
         ),
         differs=OURS,
-        names="do_eval",
+        names={"transformers": "do_eval", "ERNIEKit": "do_eval evaluation_strategy"},
     )
     """When there is something to evaluate on. auto: before the first step, with each checkpoint of
     save_steps and save_epochs, at the end of each epoch and of the run; steps: every eval_steps;
@@ -682,6 +726,7 @@ class Train(Section):
         Only("eval_strategy", "steps").because("only eval_strategy: steps counts steps"),
         differs=OURS,
         ge=1,
+        names={"NxDT": "val_check_interval"},
     )
     """Evaluate every so many optimizer steps."""
     eval_epochs: int = field(
@@ -690,6 +735,7 @@ class Train(Section):
         Only("eval_strategy", "epoch").because("only eval_strategy: epoch counts epochs"),
         differs=OURS,
         ge=1,
+        names={"NxDT": "check_val_every_n_epoch"},
     )
     """Evaluate at the end of every so many epochs."""
     eval_on_start: bool | None = field(
@@ -701,7 +747,13 @@ class Train(Section):
     )
     """Evaluate before the first step of a run; null: where eval_strategy is auto."""
     eval_sanity_batches: int = field(
-        0, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS, names="num_sanity_val_steps", ge=0
+        0,
+        Resume.EVALUATION,
+        EVALUATED,
+        HELD_OUT,
+        differs=OURS,
+        names={"NxDT": "num_sanity_val_steps"},
+        ge=0,
     )
     """Whenever the command starts, evaluate so many batches before its first step, and discard the
     result: what cannot be evaluated ends it early.
@@ -711,15 +763,13 @@ class Train(Section):
         Resume.EVALUATION,
         EVALUATED,
         HELD_OUT,
-        Refuse("must be a number of batches (1 or more) or a fraction between 0 and 1").when(
-            lambda c: no_size(c.train.eval_max_batches)
-        ),
+        _batches("eval_max_batches"),
         differs=OURS,
-        names="max_evaluate_steps limit_val_batches",
+        names={"ERNIEKit": "max_evaluate_steps", "NxDT": "limit_val_batches"},
     )
-    """Evaluate so many batches of each data set, the first ones, or a fraction of all of them;
-    null: all. A batch is a forward pass of all processes: eval_micro_batch_size bins on each that
-    reads its own.
+    """Evaluate so many batches of each data set, the first ones, or a share of all of them, if it
+    has a decimal point: 1 is one batch, 1.0 all. null or 0: all. A batch is a forward pass of all
+    processes: eval_micro_batch_size bins on each that reads its own.
     """
     eval_micro_batch_size: int | None = field(
         None,
@@ -727,7 +777,10 @@ class Train(Section):
         EVALUATED,
         HELD_OUT,
         differs=OURS,
-        names="per_device_eval_batch_size",
+        names={
+            "transformers": "per_device_eval_batch_size",
+            "ERNIEKit": "per_device_eval_batch_size",
+        },
         ge=1,
     )
     """Bins in a forward pass of an evaluation; null: micro_batch_size."""
@@ -740,17 +793,26 @@ class Train(Section):
             lambda c: c.train.do_test and not c.data.test_datasets
         ),
         differs=OURS,
-        names="do_predict",
+        names={"transformers": "do_predict"},
     )
     """Evaluate on test_datasets once, after the last step, and report test_loss and so on, instead
     of during training, for which val_set_size holds samples out.
     """
+    test_max_batches: int | float | None = field(
+        None,
+        Resume.EVALUATION,
+        Only("do_test", True).because("nothing is tested"),
+        _batches("test_max_batches"),
+        differs=OURS,
+        names={"NxDT": "limit_test_batches"},
+    )
+    """Batches of each of these sets, as eval_max_batches counts them; null or 0: all."""
     # memory and speed
     enable_mixed_precision: bool = field(
         True,
         Resume.ROUNDING,
         differs=("BF16", "the same; stated in full: parameters and optimizer states stay float32"),
-        names="bf16",
+        names={"transformers": "bf16", "ERNIEKit": "bf16"},
     )
     """Compute in bfloat16, keep parameters in float32."""
     enable_gradient_checkpointing: bool = field(True, Resume.COST)
@@ -827,7 +889,7 @@ class Train(Section):
         ge=0,
     )
     """GB (10^9 bytes) of it that stay on the GPU: the last layers'."""
-    enable_compile: bool = field(False, Resume.ROUNDING, names="torch_compile")
+    enable_compile: bool = field(False, Resume.ROUNDING, names={"transformers": "torch_compile"})
     """torch.compile the layers."""
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
         "auto",
@@ -920,7 +982,7 @@ class Train(Section):
     steps alone; epoch: by epochs alone; best: the best alone; no: none of them. The last step is
     saved in any case.
     """
-    save_steps: int = field(0, Resume.OUTPUT, ge=0)
+    save_steps: int = field(0, Resume.OUTPUT, ge=0, names={"NxDT": "every_n_train_steps"})
     """Save every so many optimizer steps; 0: not by steps."""
     save_epochs: float = field(
         1.0,
@@ -929,12 +991,18 @@ class Train(Section):
         ge=0,
     )
     """Save every so many epochs, fractions too; 0: not by epochs."""
-    save_async: bool = field(False, Resume.OUTPUT)
+    save_async: bool = field(
+        False, Resume.OUTPUT, names={"ERNIEKit": "async_save", "NxDT": "async_checkpointing"}
+    )
     """Write checkpoints while training goes on."""
     save_total_limit: int | None = field(
-        None, Resume.OUTPUT, differs=("none", "ours, named as in transformers"), ge=0
+        None,
+        Resume.OUTPUT,
+        differs=("none", "ours, named as in transformers"),
+        ge=1,
+        names={"NxDT": "save_top_k"},
     )
-    """Checkpoints that stay in output_dir; null or 0: all. The oldest go first, but never the
+    """Checkpoints that stay in output_dir; null: all. The oldest go first, but never the
     newest, the best by best_metric, nor the one that the run resumed from: these count, and may be
     more.
     """
@@ -947,7 +1015,7 @@ class Train(Section):
             "whether less or more of it is better does not follow from its name", "best_mode"
         ).when(lambda c: c.train.best_metric is not None and c.train.mode_of_best is None),
         differs=OURS,
-        names="metric_for_best_model",
+        names={"transformers": "metric_for_best_model", "NxDT": "monitor"},
         min_length=1,
     )
     """A number that evaluations report, such as eval_loss, by which a checkpoint is the best: of
@@ -959,7 +1027,7 @@ class Train(Section):
         Resume.OUTPUT,
         Only("best_metric", but=None).because("no checkpoint is the best"),
         differs=OURS,
-        names="greater_is_better",
+        names={"transformers": "greater_is_better"},
     )
     """Whether the least or the most of best_metric is best; null: the least of a loss or a
     perplexity, the most of an accuracy.
@@ -972,7 +1040,10 @@ class Train(Section):
     )
     """Save after each evaluation that is the best so far, too."""
     save_optimizer: bool = field(
-        True, Resume.OUTPUT, differs=OURS, names="save_only_model ignore_save_lr_and_optim"
+        True,
+        Resume.OUTPUT,
+        differs=OURS,
+        names={"transformers": "save_only_model", "ERNIEKit": "ignore_save_lr_and_optim"},
     )
     """Write the optimizer's states with checkpoints; false: weights and position alone, and no run
     resumes from them, but with load_optimizer: false.
@@ -980,7 +1051,9 @@ class Train(Section):
     save_hf_weights: bool = field(True, Resume.OUTPUT)
     """Write Hugging Face safetensors with the last checkpoint."""
     load_checkpoint_path: str | None = field(
-        None, Resume.THIS_START, names="resume_from_checkpoint"
+        None,
+        Resume.THIS_START,
+        names={"transformers": "resume_from_checkpoint", "NxDT": "resume_from_checkpoint"},
     )
     """Folder to resume from; auto: the last complete in output_dir, if any; "" or null: none."""
     load_optimizer: bool = field(
@@ -992,7 +1065,7 @@ class Train(Section):
             "load_checkpoint_path",
         ).when(lambda c: not c.train.load_optimizer and c.train.load_checkpoint_path == "auto"),
         differs=OURS,
-        names="weight_init_only ignore_load_lr_and_optim",
+        names={"ERNIEKit": "ignore_load_lr_and_optim", "NxDT": "weight_init_only"},
     )
     """Resume with the optimizer's states; false: begin a new run with the weights of
     load_checkpoint_path, at step 0 of the schedule and the data.
@@ -1012,7 +1085,17 @@ class Train(Section):
     # logging
     log_format: Literal["progress_bar", "structured"] = field("progress_bar", Resume.OUTPUT)
     """progress_bar, or structured: key=value lines."""
-    log_steps: int | None = field(None, Resume.OUTPUT, differs=OURS, ge=1)
+    log_steps: int | None = field(
+        None,
+        Resume.OUTPUT,
+        differs=OURS,
+        ge=1,
+        names={
+            "transformers": "logging_steps",
+            "ERNIEKit": "logging_steps",
+            "NxDT": "log_every_n_steps",
+        },
+    )
     """Report the first step and every so many in the terminal or on standard output; null: each,
     or, of a progress bar without a terminal, some twenty in all. metrics.jsonl has every step.
     """
@@ -1021,14 +1104,14 @@ class Train(Section):
         Resume.OUTPUT,
         Refuse(lambda _: platform.no_module("wandb")),
         differs=("true", "needs an account and a network: opt in"),
-        names="report_to",
+        names={"transformers": "report_to"},
     )
     """Log to Weights & Biases."""
     wandb_project: str = field(
         "tilewright", Resume.OUTPUT, differs=("Xorl", "the project's own name")
     )
     """W&B project."""
-    wandb_name: str | None = field(None, Resume.OUTPUT, names="run_name")
+    wandb_name: str | None = field(None, Resume.OUTPUT, names={"transformers": "run_name"})
     """W&B run name."""
     wandb_tags: list[str] | None = field(None, Resume.OUTPUT)
     """W&B tags."""
@@ -1039,6 +1122,7 @@ class Train(Section):
         Resume.OUTPUT,
         Refuse(lambda _: platform.no_module("tensorboard")),
         differs=("none", "ours, as use_wandb, without an account"),
+        names={"NxDT": "create_tensorboard_logger"},
     )
     """Log to TensorBoard: event files in log_dir."""
     log_dir: str | None = field(
@@ -1047,6 +1131,11 @@ class Train(Section):
         Only("use_tensorboard", True).because("no event file is written"),
         differs=("none", "ours: runs side by side in one folder of TensorBoard's"),
         min_length=1,
+        names={
+            "transformers": "logging_dir",
+            "ERNIEKit": "logging_dir",
+            "NxDT": "explicit_log_dir",
+        },
     )
     """Folder for TensorBoard's event files; null: output_dir/tensorboard."""
     plot_loss: bool = field(
@@ -1060,6 +1149,7 @@ class Train(Section):
         [],
         Resume.OUTPUT,
         differs=("none", "ours: which part of a model a spike comes from"),
+        names={"NxDT": "log_parameter_norm log_gradient_norm"},
     )
     """Report norms by kind of module, of gradients before clipping (grad_norm/attention) and of
     trained parameters after the step (param_norm/attention).

@@ -339,13 +339,14 @@ def evaluation_batches(
     """Every bin once over all ranks, `size` per micro-batch; ranks get the same number of batches,
     filled up with empty ones. Bins are read and padded by their own settings.
 
-    most: batches of each rank, the first ones: a number, or a fraction of them below 1, rounded up.
+    most: batches of each rank, the first ones: an int, or a share of them, rounded up; None or 0:
+        all.
     """
     groups: list[list[int | None]] = [
         list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
     ]
     groups.extend([None] for _ in range(-len(groups) % world_size))
     own = groups[rank::world_size]
-    if most is not None:
-        own = own[: int(most) if most >= 1 else math.ceil(most * len(own))]
+    if most:
+        own = own[: most if isinstance(most, int) else math.ceil(most * len(own))]
     return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)

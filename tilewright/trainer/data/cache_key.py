@@ -1,7 +1,9 @@
 """The name of a prepared data set: a hash of what it is made from.
 
 Local files and the tokenizer's are known by their contents, whatever their paths and times. Data
-that are elsewhere are known by their address and by the ETag or commit that the server tells.
+that are elsewhere are known by their address and by the ETag or commit that the server tells. The
+fingerprints of datasets are of local files' paths and times, and of pickled functions, which differ
+where the samples do not.
 """
 
 from __future__ import annotations

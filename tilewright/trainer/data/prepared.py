@@ -3,6 +3,10 @@
 A sample has input_ids and labels (default: the same; -100 is ignored). `batches.py` packs samples
 into batches. A prepared set is a folder with the samples in Arrow files, in the order in which they
 were read, order.npy, if they are shuffled, and the checksums of all these files.
+
+Not by `Dataset.map` and `shuffle`: their cache has no lock between jobs and no checksums, a refused
+row would end it in a worker's traceback, and they know no units (rows that stay together). The
+order is numpy's permutation there, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Rows of a data set before they are tokenized: where they are, and how they are read in parts of
 bounded size.
+
+All files but text are read by datasets; text here, since its reader holds a whole file as one
+string. What is beside that finds the file and line of a refused row, which datasets does not keep.
 """
 
 from __future__ import annotations

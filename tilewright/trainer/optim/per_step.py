@@ -14,7 +14,7 @@ from pydantic import (
     model_serializer,
 )
 
-from tilewright.trainer.optim.schedules import by_share
+from tilewright.trainer.optim.schedules import Position, Schedule
 from tilewright.trainer.tables import SCHEDULES
 
 
@@ -29,26 +29,58 @@ class PerStep(BaseModel):
     )
 
     schedule: str
-    """A schedule with an end, such as linear or cosine, and with the default of its shape."""
+    """A row of SCHEDULES that changes anything."""
     first: float = Field(alias="from")
     """The value in the first step."""
     last: float = Field(alias="to")
-    """The value in the last of the steps, and after them."""
-    steps: int = Field(ge=1, lt=2**63)
-    """The number of steps from the one value to the other, both included."""
+    """The value in the last of the steps, and after them. With a `floor`, the least value."""
+    steps: int | None = Field(None, ge=1, lt=2**63)
+    """The number of steps from the one value to the other, both included, of one that ends."""
     start: int = Field(0, ge=0, lt=2**63)
-    """The number of steps before them, which have the first value."""
+    """The number of steps before them, which have the first value: the schedule's warmup."""
+    constant_steps: int = Field(0, ge=0, lt=2**63)
+    cycles: float | None = Field(None, gt=0)
+    power: float = Field(1.0, gt=0)
+    step_size: int | None = Field(None, ge=1, lt=2**63)
+    gamma: float | None = Field(None, gt=0, le=1)
 
     @model_serializer
     def _as_given(self) -> dict[str, Any]:
         names = {"first": "from", "last": "to"}
-        return {names.get(name, name): getattr(self, name) for name in type(self).model_fields}
+        given = {"start", *self.model_fields_set}
+        fields = (name for name in type(self).model_fields if name in given)
+        return {names.get(name, name): getattr(self, name) for name in fields}
 
     def at(self, step: int) -> float:
         """The value in a step, from 0."""
-        done = min(1.0, max(0, step - self.start) / max(1, self.steps - 1))
-        share = SCHEDULES[self.schedule].share(done)
+        row, step = SCHEDULES[self.schedule], max(step, self.start)
+        at = Position(step, self.start, self.start + (self.steps or 1))
+        fields = {name: getattr(self, _short(name)) for name in row.fields}
+        share = row.share(at if row.by_step else at.done(), **fields)
+        if row.floor:
+            return max(self.first * share, self.last)
         return self.first * share + self.last * (1 - share)
+
+    def problem(self) -> str | None:
+        """What does not fit to its schedule, or None."""
+        known = self.schedule in SCHEDULES.names()
+        if not known or not _fits(SCHEDULES[self.schedule]):
+            usable = ", ".join(name for name, row in SCHEDULES.items() if _fits(row))
+            return f"schedule: must be one of {usable}, got {self.schedule}"
+        row, given = SCHEDULES[self.schedule], self.model_fields_set
+        needs = [*map(_short, row.needs), *(["steps"] if row.ends else [])]
+        if absent := [name for name in needs if name not in given]:
+            return f"{absent[0]}: {self.schedule} needs it"
+        takes = {*SHARED, *map(_short, row.fields), *needs}
+        if more := sorted(given - takes):
+            return f"{more[0]}: {self.schedule} does not read it"
+        if row.floor and self.last > self.first:
+            return f"to: {self.schedule} falls, so it must be at most from, got {self.last}"
+        if row.ends and self.constant_steps and self.constant_steps >= (self.steps or 0):
+            return f"constant_steps: leaves no decay of {self.steps} steps"
+        if self.schedule == "cosine_with_restarts" and (self.cycles or 1) % 1:
+            return f"cycles: hard restarts need a whole number of them, got {self.cycles}"
+        return None
 
     def __ge__(self, other: float) -> bool:
         return min(self.first, self.last) >= other
@@ -63,6 +95,19 @@ class PerStep(BaseModel):
         return max(self.first, self.last) < other
 
 
+SHARED = ("schedule", "first", "last", "start")  # keys of every schedule
+
+
+def _short(name: str) -> str:
+    """The key of a field of the section train, whose schedule is one of rates."""
+    return name.removeprefix("lr_")
+
+
+def _fits(row: Schedule) -> bool:
+    """Whether a schedule changes anything, and reads nothing but what a mapping has."""
+    return row.decays and all(_short(name) in PerStep.model_fields for name in row.fields)
+
+
 def _from_mapping(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
@@ -72,8 +117,8 @@ def _from_mapping(value: Any) -> Any:
         made = PerStep.model_validate(value)
     except ValidationError as error:
         raise ValueError(reasons(error)) from None
-    if made.schedule not in (usable := by_share()):
-        raise ValueError(f"schedule: must be one of {', '.join(usable)}, got {made.schedule}")
+    if said := made.problem():
+        raise ValueError(said)
     return made
 
 

@@ -9,7 +9,6 @@ no such offset. The warmup is transformers' from lr_start = 0, and NeMo's, whose
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,19 +157,6 @@ SCHEDULES.add(
         floor=True,
     ),
 )
-
-
-def by_share() -> list[str]:
-    """The schedules that need the share alone; what else they read has a default in them."""
-
-    def suffices(row: Schedule) -> bool:
-        try:
-            inspect.signature(row.share).bind(0.0)
-        except TypeError:
-            return False
-        return row.decays and not row.by_step
-
-    return [name for name, row in SCHEDULES.items() if suffices(row)]
 
 
 def bounds(total: int, train: Train) -> tuple[int, int]:

@@ -30,7 +30,8 @@ class Layout:
 
 
 def apply_layouts(parts: Parts, config: Config, mesh: Mesh, *, filled: bool) -> Parts:
-    for _, layout in sorted(LAYOUTS.items(), key=lambda item: item[1].order):
+    rows = map(LAYOUTS.__getitem__, LAYOUTS.names())  # those of entry points too
+    for layout in sorted(rows, key=lambda row: row.order):
         if layout.filled == filled and layout.applies(config, mesh):
             parts = layout.apply(parts, config, mesh) or parts
     return parts

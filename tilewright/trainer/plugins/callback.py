@@ -81,5 +81,6 @@ class Plugin:
 def callbacks(run: Run) -> list[Callback]:
     """Those of a run, in order."""
     named = run.config.train.callbacks
-    rows = [row for n, row in CALLBACKS.items() if (row.wanted(run) if row.wanted else n in named)]
+    all_rows = ((name, CALLBACKS[name]) for name in CALLBACKS.names())  # of entry points too
+    rows = [row for n, row in all_rows if (row.wanted(run) if row.wanted else n in named)]
     return [row.make(run) for row in sorted(rows, key=lambda row: row.order)]

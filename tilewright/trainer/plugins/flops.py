@@ -1,4 +1,4 @@
-"""Floating-point operations of a model."""
+"""Floating-point operations of a model and its adapters, of which the model knows nothing."""
 
 from __future__ import annotations
 
