@@ -220,6 +220,7 @@ class Run:
             ) from None
 
 
+# Long: the parts of a run in the order in which mistakes are found, and a field of Run for each.
 def prepare(config: Config, mesh: Mesh) -> Run:
     """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
     first.

@@ -37,6 +37,7 @@ def attention_entry(
     """
 
     # Long: transformers' whole signature, argument by argument.
+    # Wide: the same.
     def attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,
