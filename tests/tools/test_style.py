@@ -476,7 +476,7 @@ RULES = [
     (generated, [p for p in LIBRARY if p.name != "takes.py"]),
     (patched, LIBRARY),
     (unportable, KERNELS),
-    (unlaunched, KERNELS),
+    (unlaunched, [*KERNELS, *sorted((ROOT / "tilewright/kernels").rglob("*_gluon.py"))]),
     (retried, TESTS),
     (clocked, [p for p in TESTS if p.name not in MAY_SLEEP]),
     (undocumented, [p for p in LIBRARY if p.name not in ("torch_names.py", "pretend.py")]),
