@@ -15,7 +15,6 @@ With --device, whole optimizer steps of training runs instead (`bench/end_to_end
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import functools
 import json
@@ -28,6 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench import end_to_end_steps
+from bench.host_memory import peak_mib
+from bench.llama import DTYPES, SEED, Shape, of_transformers, tokens_of
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
 from tilewright.core import platform
@@ -38,52 +40,6 @@ if TYPE_CHECKING:
     from tilewright.trainer.models.model import Transformer
 
 PROVIDERS = ("transformers", "trainer")
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}  # of products; weights are float32, as in training
-SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The shape of a Llama, by default that of SmolLM2-135M with 8 of its 30 layers."""
-
-    tokens: int = 1024
-    layers: int = 8
-    hidden: int = 576
-    inner: int = 1536
-    heads: int = 9
-    kv_heads: int = 3
-    vocabulary: int = 49152
-    rope_theta: float = 10000.0
-
-    @property
-    def name(self) -> str:
-        known = dataclasses.replace(self, tokens=1024, layers=8) == Shape()
-        return f"{'smollm2-135m' if known else f'llama-{self.hidden}'}_{self.layers}_layers_{self.tokens}_tokens"
-
-
-def of_transformers(shape: Shape) -> PreTrainedModel:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    attention: dict[str, Any] = {"attn_implementation": "sdpa"}  # a field of no config's class
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=shape.hidden,
-            intermediate_size=shape.inner,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            vocab_size=shape.vocabulary,
-            max_position_embeddings=max(2048, shape.tokens),
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            **attention,
-        )
-    )
 
 
 def of_trainer(like: PreTrainedModel, dtype: torch.dtype) -> Transformer:
@@ -100,12 +56,6 @@ def of_trainer(like: PreTrainedModel, dtype: torch.dtype) -> Transformer:
         for name, p in model.named_parameters():
             p.copy_(hf.fuse(name, [weights[n] for n in hf.sources(name, config)]))
     return model
-
-
-def tokens_of(shape: Shape) -> torch.Tensor:
-    return torch.randint(
-        shape.vocabulary, (1, shape.tokens), generator=torch.Generator().manual_seed(SEED + 1)
-    )
 
 
 def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -168,27 +118,6 @@ def errors(
 
 
 # ---- memory
-
-
-def status_mib(field: str) -> float:
-    """A field of this process's status, in MiB: VmRSS, what is resident; VmHWM, its peak."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
-
-
-def peak_mib(fn: Callable[[], object]) -> float | None:
-    """Peak memory of this process during fn, above the level before it, in MiB; None if the kernel
-    does not report it. The allocator's cached free memory is released first.
-    """
-
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = status_mib("VmRSS")
-    except (OSError, AttributeError):
-        return None
-    fn()
-    return status_mib("VmHWM") - before
 
 
 def peak_in_child(provider: str, shape: Shape, dtype: str) -> float | None:
@@ -303,8 +232,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if any(a.partition("=")[0] == "--device" for a in argv):
-        from bench import end_to_end_steps
-
         return end_to_end_steps.main(argv)
     parser = argparse.ArgumentParser(
         prog="python -m bench end-to-end",

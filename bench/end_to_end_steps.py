@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 from bench import step_kernels
-from bench.end_to_end import DTYPES, SEED, Shape, of_transformers
+from bench.llama import DTYPES, SEED, Shape, of_transformers
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.core import platform

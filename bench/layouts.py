@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bench.end_to_end import SEED, Shape, of_transformers, status_mib
+from bench.host_memory import status_mib
+from bench.llama import SEED, Shape, of_transformers
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least, chosen, names
 from tilewright.core import platform

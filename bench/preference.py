@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bench.end_to_end import SEED, Shape, of_transformers
 from bench.end_to_end_steps import largest_difference
+from bench.llama import SEED, Shape, of_transformers
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least
 from tilewright.core import platform

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from measurement import where
 
-from bench.end_to_end import DTYPES, Shape, of_transformers, peak_mib, tokens_of
+from bench.host_memory import peak_mib
+from bench.llama import DTYPES, Shape, of_transformers, tokens_of
 from tilewright.integrations.transformers import accelerate, restore
 
 PARTS = ("norm", "rope", "mlp", "attention", "loss")

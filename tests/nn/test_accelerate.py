@@ -899,7 +899,7 @@ def test_a_vocabulary_of_logits_is_never_there():
     """Peak memory of forward and backward through the head, whose logits would take 128 MiB: they
     and their gradient would be 256.
     """
-    peak = pytest.importorskip("bench.end_to_end").peak_mib
+    peak = pytest.importorskip("bench.host_memory").peak_mib
     theirs = tiny(vocab_size=32768, num_hidden_layers=1, tie_word_embeddings=True)
     ours = copy.deepcopy(theirs)
     accelerate(ours, parts=("loss",), quiet=True)

@@ -9,7 +9,7 @@ import torch
 import tilewright
 from tilewright.integrations.transformers import accelerate, restore
 from tilewright.integrations.transformers import linear_attention as part
-from tilewright.integrations.transformers.instance import own_function
+from tilewright.integrations.transformers.functions import own_function
 from tilewright.ops import OPS
 
 transformers = pytest.importorskip("transformers")

@@ -9,14 +9,13 @@ import sys
 import pytest
 
 from bench import end_to_end
+from bench.llama import Shape
 from bench.page.build import build
 from bench.page.text import number
 from tilewright.bench import report, store
 
 pytest.importorskip("transformers")
-TINY = end_to_end.Shape(
-    tokens=24, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=96
-)
+TINY = Shape(tokens=24, layers=2, hidden=32, inner=48, heads=4, kv_heads=2, vocabulary=96)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_errors_are_of_the_same_function(rows):
 
 PEAKS = """
 import json, torch
-from bench.end_to_end import peak_mib
+from bench.host_memory import peak_mib
 
 def one_after_the_other():
     for _ in range(3):

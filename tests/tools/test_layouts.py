@@ -9,7 +9,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("pydantic")
 
 from bench import layouts
-from bench.end_to_end import Shape
+from bench.llama import Shape
 from tilewright.bench import store
 from tilewright.trainer.config import load
 

@@ -76,6 +76,7 @@ def cross_entropy(
     return (loss.reshape(target.shape) if reduction == "none" else loss).float()
 
 
+# Wide: the options of the op that it is compared with.
 def linear_cross_entropy(
     x,
     weight,

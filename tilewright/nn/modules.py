@@ -230,6 +230,7 @@ class CrossEntropyLoss(_Loss):
         tensor(2.7726)
     """
 
+    # Wide: what cross_entropy takes, but what each call passes.
     @checks.torch_names(weight="class_weight")
     def __init__(
         self,
@@ -295,6 +296,7 @@ class LinearCrossEntropyLoss(_Loss):
         tensor(2.7726)
     """
 
+    # Wide: what linear_cross_entropy takes, but what each call passes.
     def __init__(
         self,
         *,

@@ -220,6 +220,7 @@ class Run:
             ) from None
 
 
+# Long: the parts of a run in the order in which mistakes are found, and a field of Run for each.
 def prepare(config: Config, mesh: Mesh) -> Run:
     """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
     first.
@@ -237,10 +238,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
     if problem := plan.problem():
         raise ValueError(problem)
-    if t.enable_profiling and t.profile_start_step >= plan.total:
-        raise ValueError(
-            f"train.profile_start_step = {t.profile_start_step}: the run has {plan.total} steps"
-        )
     loss = build.loss_of_run(config)
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
     best = Best.of(t, state.get("best"), held, names)

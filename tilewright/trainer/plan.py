@@ -54,9 +54,14 @@ class Plan:
         return at_step(self.train.max_grad_norm, step - self._scheduled)
 
     def problem(self) -> str | None:
-        """Why the schedule's steps do not fit into the run's, or None."""
-        why = too_short(self.total - self._scheduled, self.train)
-        return why and f"train.lr_decay_style = {self.train.lr_decay_style}: {why}"
+        """Which field does not fit the number of the run's steps, or None."""
+        t = self.train
+        if t.enable_profiling and t.profile_start_step >= self.total:
+            return (
+                f"train.profile_start_step = {t.profile_start_step}: the run has {self.total} steps"
+            )
+        why = too_short(self.total - self._scheduled, t)
+        return why and f"train.lr_decay_style = {t.lr_decay_style}: {why}"
 
     def saves(self, done: int) -> bool:
         t = self.train

@@ -18,12 +18,12 @@ from tilewright.core.registry import PINS, ImplementationUnavailable
 from tilewright.integrations.transformers import causal_lm, layers, linear_attention
 from tilewright.integrations.transformers.attention import eager_attention
 from tilewright.integrations.transformers.errors import NAME
+from tilewright.integrations.transformers.functions import own_function
 from tilewright.integrations.transformers.instance import (
     as_before,
     check_restorable,
     is_replaced,
     on_plain_numbers,
-    own_function,
     put_back,
     replace_forward,
 )

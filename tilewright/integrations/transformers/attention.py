@@ -16,7 +16,7 @@ from tilewright.integrations.transformers.errors import (
     not_traced,
     warn_once,
 )
-from tilewright.integrations.transformers.instance import own_function
+from tilewright.integrations.transformers.functions import own_function
 from tilewright.integrations.transformers.masks import Mask
 from tilewright.integrations.transformers.packing import is_numbered
 from tilewright.ops import attention
@@ -37,6 +37,7 @@ def attention_entry(
     """
 
     # Long: transformers' whole signature, argument by argument.
+    # Wide: the same.
     def attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,

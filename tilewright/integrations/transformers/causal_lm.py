@@ -22,7 +22,8 @@ from torch import nn
 from tilewright import ops
 from tilewright.core import checks, torch_names
 from tilewright.integrations.transformers.errors import warn_once
-from tilewright.integrations.transformers.instance import has_hooks, own_function
+from tilewright.integrations.transformers.functions import own_function
+from tilewright.integrations.transformers.instance import has_hooks
 from tilewright.integrations.transformers.versions import part_of
 
 LOGITS = ("eval", "never", "always")

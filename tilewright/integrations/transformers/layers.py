@@ -16,15 +16,8 @@ from torch import nn
 
 from tilewright import ops
 from tilewright.core import checks
-from tilewright.integrations.transformers.instance import (
-    MERGED,
-    SPLIT,
-    called_by,
-    calling,
-    generator,
-    probe,
-    was_given,
-)
+from tilewright.integrations.transformers.functions import called_by, calling
+from tilewright.integrations.transformers.instance import MERGED, SPLIT, generator, probe, was_given
 from tilewright.ops.activation.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
 from tilewright.ops.norm.rmsnorm import rmsnorm_eager
 from tilewright.ops.norm.rmsnorm_gated import rmsnorm_gated_eager

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from tilewright import ops
-from tilewright.integrations.transformers.instance import called_by, calling, generator
+from tilewright.integrations.transformers.functions import called_by, calling
+from tilewright.integrations.transformers.instance import generator
 from tilewright.ops.linear_attention.causal_conv1d import CAUSAL_CONV1D, causal_conv1d_eager
 from tilewright.ops.linear_attention.gated_delta_rule import GATED_DELTA_RULE
 

@@ -42,6 +42,7 @@ from tilewright.ops.attention.options import (
 __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_part_backward"]
 
 
+# Wide: all that models ask of attention, under the names that PyTorch and flash-attn have.
 @checks.autocast("products", "q", "k", "v")
 @checks.torch_names(
     query="q",
@@ -240,6 +241,7 @@ def attention_part(
     return fn.part(q, k, v, cu_seqlens, variant, offset)
 
 
+# Wide: what attention_part takes and returns, and the gradient.
 @takes(
     *HEADS,
     *PACKED,

@@ -233,6 +233,7 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
 # Long: 16 lines of keyword arguments, and the order in which ranks communicate.
 # Document lengths are known at run time only. Below the other: torch 2.11 takes an outermost
 # `disable` off a function that it is asked to compile.
+# Wide: what attention takes, and the sequence's sharding.
 @checks.autocast("products", "q", "k", "v")
 @checks.torch_names(
     dropout_p="a mask of dropout has positions of the whole sequence, which a rank's part of the "

@@ -164,6 +164,7 @@ def rmsnorm_quantize(
     return (q, found.y) if return_normalized else q
 
 
+# Wide: what add_rmsnorm takes, and the quantization's options.
 @checks.autocast("norm", "x", "residual")
 @takes(WIDTH, **NORM, residual=RESIDUAL, **QUANTIZED, return_normalized="bool")
 def add_rmsnorm_quantize(

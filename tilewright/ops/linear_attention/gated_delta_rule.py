@@ -50,6 +50,7 @@ class Request(NamedTuple):
     float32: bool = False
 
 
+# Wide: flash-linear-attention's signature, by which transformers calls it.
 @checks.autocast("products", "q", "k", "v")
 @checks.torch_names(
     query="q",

@@ -89,6 +89,7 @@ class CrossEntropyOutput(NamedTuple):
     argmax: torch.Tensor | None = None
 
 
+# Wide: F.cross_entropy's options, and each further term and result under its own name.
 @checks.autocast("float32")
 @checks.torch_names(input="logits", weight="class_weight")
 @takes(COLUMNS, **LOGITS, **LOSS, inplace="bool")

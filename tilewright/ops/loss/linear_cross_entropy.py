@@ -69,6 +69,7 @@ from tilewright.ops.loss.targets import Labels, presence, weight_of
 from tilewright.ops.loss.vocabulary import world_size
 
 
+# Wide: what cross_entropy takes, and the head's options.
 @checks.autocast("products", "x", "weight", "bias")
 @checks.torch_names(input="x", linear_weight="weight", linear_bias="bias")
 @takes(*SIZES, **HEAD, **HEAD_OPTIONS, **LOSS, accumulate=ACCUMULATE)

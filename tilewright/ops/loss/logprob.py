@@ -117,6 +117,7 @@ def logprob_entropy(
     return tuple(reshaped(t, target.shape) for t in found if t is not None)
 
 
+# Wide: what logprob_entropy takes, the head's options, and its adapter.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @takes(*SIZES, *RANKS, **HEAD, **HEAD_OPTIONS, **ADAPTER, **OPTIONS)
 def linear_logprob(

@@ -79,6 +79,7 @@ class Dispatched(NamedTuple):
     plan: Plan
 
 
+# Wide: what moe_mlp takes, and how tokens reach the experts' ranks.
 # Sizes are known at run time only. Below the other: torch 2.11 takes an outermost `disable` off a
 # function that it is asked to compile, and the gradient of x is then zero.
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")

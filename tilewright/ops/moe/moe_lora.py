@@ -45,6 +45,7 @@ from tilewright.ops.quant.quantize import Quantized
 ADAPTERS = Adapters._fields
 
 
+# Wide: what moe_mlp takes, and two weights of each of three adapters.
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", *ADAPTERS)
 @takes(
     *SIZES,

@@ -36,6 +36,7 @@ class Routing(NamedTuple):
     z_loss: torch.Tensor
 
 
+# Wide: each model's routing, under the names of models' configurations.
 @checks.autocast("float32")
 @takes(
     "1 <= E <= MOST_EXPERTS",

@@ -22,6 +22,7 @@ from tilewright.ops import cases
 STATES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+# Wide: torch.optim.AdamW's states and options.
 @checks.autocast("inputs")
 @takes(
     step="float32 | float64 | int32 | int64 [] or int [1, inf)",

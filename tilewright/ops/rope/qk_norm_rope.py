@@ -30,6 +30,7 @@ from tilewright.ops.rope.rope import (
 MAX_D = 1024  # the fused kernels hold a head in registers
 
 
+# Wide: what rmsnorm takes for q and for k, and what rope takes.
 @checks.autocast("inputs")
 @takes(
     "2 <= D <= MAX_D",

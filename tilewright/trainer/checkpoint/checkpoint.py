@@ -397,6 +397,7 @@ def resume(
     raise ValueError("there is no checkpoint to resume from")
 
 
+# Long: what can be wrong is collected before ranks agree, and states are set only after that.
 def restore(
     folder: pathlib.Path,
     parts: Parts,

@@ -184,6 +184,7 @@ def _first_other(source: Rows, column: str) -> str:
     return source.place(source.first)
 
 
+# Long: an entry's samples from its checks to what is said of those that were left out.
 def prepare_entry(
     source: Source,
     entry: Dataset,
