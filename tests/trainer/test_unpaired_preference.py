@@ -240,6 +240,7 @@ def settings(tmp_path_factory):
             "loss": "kto",
             "reference_path": str(folder / "other"),
             "kto_desirable_weight": 1.5,
+            "kto_undesirable_weight": 0.8,
         },
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -304,7 +305,7 @@ def plain(settings, scope, beta=0.1):
             kl = torch.stack(own if scope == "micro_batch" else all_kls).mean().clamp(min=0)
             for prompt, answer, desirable in group:
                 z = beta * (ratio(prompt, answer) - kl)
-                terms.append(1.5 * (1 - z.sigmoid()) if desirable else 1 - (-z).sigmoid())
+                terms.append(1.5 * (1 - z.sigmoid()) if desirable else 0.8 * (1 - (-z).sigmoid()))
                 means.append(float(kl))
         loss = torch.stack(terms).mean()
         optimizer.zero_grad()
@@ -401,7 +402,7 @@ def test_adapters_off_is_the_model_that_they_are_on(settings, capsys):
     same(own, trained(settings, "second", *lora, "--preference.reference=model"))
     assert own[0]["kl"] == own[0]["drift"] == 0.0 < own[-1]["drift"]
     good = own[0]["desirable"]
-    assert own[0]["loss"] == pytest.approx(0.5 * (1.5 * good + 1 - good), rel=1e-12)
+    assert own[0]["loss"] == pytest.approx(0.5 * (1.5 * good + 0.8 * (1 - good)), rel=1e-12)
 
 
 def test_evaluations_over_all_of_a_set_do_not_depend_on_its_batches(settings, tmp_path):
@@ -451,9 +452,8 @@ def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, caps
 
 def test_pairs_and_answers_are_not_taken_for_each_other(settings):
     with pytest.raises(ValueError, match=r"train.loss = preference: .* has no column pair"):
-        trained(
-            settings, "pairs", "--preference.loss=sigmoid", "--preference.kto_desirable_weight=1"
-        )
+        neutral = [f"--preference.kto_{kind}_weight=1" for kind in ("desirable", "undesirable")]
+        trained(settings, "pairs", "--preference.loss=sigmoid", *neutral)
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
     path = settings[0] / "pairs.jsonl"
     path.write_text(json.dumps(pair))
