@@ -836,6 +836,45 @@ def test_unusable_rows_are_named(tmp_path, make, lines, kind, message):
     assert not list((tmp_path / "prepared").glob("[0-9a-f]*"))
 
 
+@pytest.mark.parametrize("processes", [None, 2])
+def test_unusable_rows_are_skipped_and_counted_and_the_first_ten_named(
+    processes, tmp_path, make, caplog
+):
+    lines = [{"input_ids": [1, 5000 if i % 3 == 1 else 2 + i]} for i in range(40)]
+    fields = {"on_bad_row": "skip", "dataset_num_proc": processes}
+    config = make(jsonl(tmp_path / "a.jsonl", lines), **fields)
+    found = prepared(config, shuffle=False)
+    assert rows(found) == [line["input_ids"] for line in lines if line["input_ids"][1] != 5000]
+    said = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    assert len(said) == 11 and "a.jsonl: line 2: token 5000 is not in" in said[0]
+    assert "line 29: " in said[9] and said[10].endswith("a.jsonl: 13 rows in all were skipped")
+    with pytest.raises(ValueError, match="line 2: token 5000"):  # and not the set of before
+        prepared(make(tmp_path / "a.jsonl"), shuffle=False)
+    with pytest.raises(
+        ValueError, match=r"1 rows were skipped \(data.on_bad_row = skip\), and the o"
+    ):
+        prepared(make(jsonl(tmp_path / "b.jsonl", lines[1:2]), **fields))
+
+
+def test_texts_that_are_not_utf8_are_skipped_alone(tmp_path, make, caplog):
+    (tmp_path / "bad.txt").write_bytes(b"a\xff")
+    (tmp_path / "good.txt").write_text("ab")
+    config = make(
+        *({"path": tmp_path / f"{name}.txt", "type": "text"} for name in ("bad", "good")),
+        on_bad_row="skip",
+    )
+    assert rows(prepared(config, Characters, shuffle=False)) == [[97, 98, 0]]
+    assert "bad.txt: from line 1 on: it is not UTF-8" in caplog.text
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    column = pa.array([b"ab", b"a\xff", b"cd"])
+    column = pa.StringArray.from_buffers(3, *column.buffers()[1:])
+    pyarrow.parquet.write_table(pa.table({"text": column}), tmp_path / "c.parquet")
+    config = make({"path": tmp_path / "c.parquet", "type": "text"}, on_bad_row="skip")
+    assert rows(prepared(config, Characters, shuffle=False)) == [[97, 98, 0], [99, 100, 0]]
+
+
 @pytest.mark.parametrize(
     "text, place",
     [

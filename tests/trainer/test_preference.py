@@ -32,13 +32,14 @@ from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
+from tilewright.trainer.losses import preferences  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.reference import adapters_off  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
 
 pytestmark = pytest.mark.packages
 
-EVERY = pytest.mark.parametrize("name", PREFERENCES.names())
+EVERY = pytest.mark.parametrize("name", [n for n, row in PREFERENCES.items() if row.paired])
 VOCAB = 64
 
 
@@ -46,7 +47,9 @@ def pairs(*shape, seed=0, scale=3.0):
     g = torch.Generator().manual_seed(seed)
     sums = [-scale * torch.rand(*shape, generator=g, dtype=torch.float64) * 9 for _ in range(4)]
     tokens = [torch.randint(1, 9, shape, generator=g).double() for _ in range(2)]
-    return Pairs(*sums, *tokens)
+    gap = 3 * torch.rand(shape, generator=g, dtype=torch.float64)
+    kl = torch.rand(2, generator=g, dtype=torch.float64)
+    return Pairs(*sums, *tokens, gap, *kl)
 
 
 # ---- formulas
@@ -145,6 +148,17 @@ def test_dpop_and_label_smoothing_are_as_published():
         assert [*found] == pytest.approx([smoothed, positive], rel=1e-12)
 
 
+def test_kto_pair_and_the_offset_are_as_published():
+    p, o = pairs(4), Options(beta=0.2, offset_alpha=0.7)
+    for i in range(4):
+        c, r, C, R = (float(t[i]) for t in p[:4])
+        z = 0.2 * ((c - r) - (C - R)) - 0.7 * math.log(float(p.gap[i]) + 1e-6)
+        up, down = (0.2 * v for v in (c - C - p.kl_rejected.item(), p.kl_chosen.item() - (r - R)))
+        expected = math.log1p(math.exp(-z)), sum(1 - 1 / (1 + math.exp(-v)) for v in (up, down))
+        found = (PREFERENCES[n].function(p, o)[i].item() for n in ("sigmoid", "kto_pair"))
+        assert [*found] == pytest.approx(expected, rel=1e-12)
+
+
 @EVERY
 def test_gradients_are_finite_differences(name):
     row, o = PREFERENCES[name], Options(beta=0.7, label_smoothing=0.1)
@@ -192,6 +206,7 @@ AT_ZERO = {
     "apo_zero": lambda b: 1.0,
     "apo_down": lambda b: 1.0,
     "dpop": lambda b: math.log(2),
+    "kto_pair": lambda b: 1.0,
     "exo_pair": lambda b: -math.log(2) - 0.5 * (math.log1p(-1e-3) + math.log(1e-3)),
 }
 
@@ -202,7 +217,7 @@ def test_a_formula_has_its_closed_value_at_the_reference(name):
     assert (name in AT_ZERO) == row.reference
     if row.reference:
         p = pairs(5)
-        p = p._replace(ref_chosen=p.chosen, ref_rejected=p.rejected)
+        p = p._replace(ref_chosen=p.chosen, ref_rejected=p.rejected, kl_chosen=0.0, kl_rejected=0.0)
         expected = torch.full((5,), AT_ZERO[name](0.3), dtype=torch.float64)
         torch.testing.assert_close(row.function(p, Options(beta=0.3)), expected, rtol=1e-12, atol=0)
 
@@ -210,12 +225,15 @@ def test_a_formula_has_its_closed_value_at_the_reference(name):
 @EVERY
 def test_a_formula_reads_what_it_says(name):
     row, p = PREFERENCES[name], pairs(5, seed=1)
-    base = Options(0.3, 0.1, 0.5, 2.0)
+    base = Options(0.3, 0.1, 0.5, 2.0, 0.1)
     for option in Options._fields:
         other = row.function(p, base._replace(**{option: 0.23}))
         assert (not torch.equal(other, row.function(p, base))) == (option in row.reads), option
     moved = row.function(p._replace(ref_chosen=p.ref_chosen + 1), base)
     assert (not torch.equal(moved, row.function(p, base))) == row.reference
+    for kl in ("kl_chosen", "kl_rejected"):
+        moved = row.function(p._replace(**{kl: 2.0}), base)
+        assert (not torch.equal(moved, row.function(p, base))) == row.kl
     with pytest.raises(ValueError, match="'gamma' is none of"):
         Formula(row.function, ("gamma",))
 
@@ -293,6 +311,20 @@ def test_an_implicit_prompt_is_what_both_conversations_begin_with():
             },
             "begin with other messages",
         ),
+        (
+            {
+                "prompt": "a ",
+                "chosen": "b",
+                "rejected": "c",
+                "chosen_score": 1,
+                "rejected_score": 1,
+            },
+            "chosen_score 1 is not above its rejected_score 1",
+        ),
+        (
+            {"prompt": "a ", "chosen": "b", "rejected": "c", "chosen_score": 1},
+            "rejected_score must be a finite number, got None",
+        ),
         ({"prompt": "p", "chosen": [{}], "rejected": [{}]}, "prompt must be a list"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -316,6 +348,53 @@ def test_tokens_are_taken_as_they_are_and_bad_ones_refused():
             samples(row | changed, kind="preference_tokenized")
     with pytest.raises(ValueError, match="reads no column `images`"):
         samples({"chosen": "a", "rejected": "b"}, images=None)
+
+
+def ranked(**changed):
+    made: Any = DATASETS["preference_erniekit"].samples(Asked("d", "e", 64, Words(), {}))
+    row = {"src": ["to be", "or"], "tgt": ["not"], "response": [["a"], ["b"], ["c"]]}
+    return [*made({**row, "sort": [1, 3, 2], **changed})]
+
+
+def test_erniekits_responses_are_pairs_in_the_order_of_sort():
+    found = ranked()
+    pairs_of = [Words()(f"{x} ")["input_ids"][0] for x in "bcbaca"]
+    assert [a[0] for a in answers(found)] == pairs_of
+    assert [f[2]["role"] for f in found] == [0, 1] * 3
+    assert [f[2]["reward"] for f in found] == [3, 2, 3, 1, 2, 1]
+    assert len({f[2]["pair"] for f in found}) == 3
+    user, model = "user", "assistant"
+    turns = [
+        (user, "to be"),
+        (model, "not"),
+        (user, "or"),
+        (model, "a"),
+        (user, "so"),
+        (model, "b"),
+    ]
+    messages = [{"role": r, "content": c} for r, c in turns]
+    [chosen, _] = ranked(response=[["a", "so", "b"], ["c"]], sort=[1, 0])
+    assert [*chosen[0]] == Words()(Words().apply_chat_template(messages))["input_ids"]
+    system = ranked(system="s")
+    assert [*system[0][0][:2]] == Words()("<system> s")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"sort": [1, 2, 1]}, "two of its responses have one value of sort"),
+        ({"sort": [1, 2]}, "its sort must be 3 numbers"),
+        ({"tgt": []}, "2 src and 0 tgt"),
+        ({"src": ["a", ""]}, "its src must be strings that are not empty"),
+        ({"response": [["a"]], "sort": [1]}, "two responses or more"),
+        ({"response": [["a", "b"], ["c"]], "sort": [1, 0]}, "a response has 2 turns"),
+        ({"response": [["a"], ["a"]], "sort": [1, 0]}, "is its rejected one"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_ranked_responses_that_are_no_pairs_are_refused(changed, said):
+    with pytest.raises(Refused, match=said):
+        ranked(**changed)
 
 
 # ---- runs
@@ -436,6 +515,56 @@ def plain(settings, reference="model", beta=0.1):
         optimizer.step()
         found.append((loss.item(), margins.mean().item(), (margins > 0).double().mean().item()))
     return found
+
+
+def test_scores_of_answers_are_an_offset_and_are_asked_for(settings, alone, tmp_path):
+    given = [{**row, "chosen_score": 1.5, "rejected_score": 1.0} for row in rows(120, 1)]
+    (tmp_path / "scored.jsonl").write_text("".join(json.dumps(r) + "\n" for r in given))
+    data = [{"path": str(tmp_path / "scored.jsonl"), "type": "preference_tokenized"}]
+    offset = "--preference.offset_alpha=0.5"
+    options = [offset, f"--data.datasets={json.dumps(data)}", "--train.max_steps=1"]
+    [row] = trained(settings, "offset", *options)
+    assert row["loss"] == pytest.approx(math.log1p(math.exp(0.5 * math.log(0.5 + 1e-6))), rel=1e-9)
+    with pytest.raises(ValueError, match=r"line 1: reward: .* \(preference.offset_alpha = 0.5\)"):
+        trained(settings, "unscored", offset)
+
+
+def test_mean_log_ratios_are_those_of_a_micro_batch_or_of_a_step(settings):
+    folder, path = settings
+    options = ["--preference.loss=kto_pair", f"--preference.reference_path={folder / 'other'}"]
+    options += ["--train.max_steps=1", "--data.shuffle_merged_datasets=false"]
+    config = load(path, [*options, f"--train.output_dir={folder / 'unused'}"])
+    made = build.build(config, Mesh())
+    sums = []
+
+    def look(per_token, batch):
+        p, there = preferences.pairs_of(per_token, batch, reference=True)
+        sums.append([t[there].detach() for t in (p.up, p.down)])
+        return per_token.values().sum(), torch.ones(())
+
+    made.engine.forward(next(made.batches.steps()), look, training=True)
+
+    def expected(groups):
+        total = count = 0
+        for group in groups:
+            up, down = (torch.cat([s[i] for s in group]) for i in (0, 1))
+            kl = [float(t.mean().clamp(min=0)) for t in (up, down)]
+            loss = 2 - torch.sigmoid(0.1 * (up - kl[1])) - torch.sigmoid(0.1 * (kl[0] - down))
+            total, count = total + float(loss.sum()), count + len(up)
+        return total / count
+
+    micro, step = expected([[s] for s in sums]), expected([sums])
+    assert abs(micro - step) > 1e-4
+    found = [
+        trained(settings, f"scope_{scope}", *options, f"--preference.kl_scope={scope}")[0]["loss"]
+        for scope in ("micro_batch", "step")
+    ]
+    assert found == pytest.approx([micro, step], rel=1e-6)
+    cut = ["--train.micro_batch_size=2", "--train.gradient_accumulation_steps=4"]
+    [other] = trained(settings, "scope_cut", *options, *cut, "--preference.kl_scope=step")
+    assert other["loss"] == pytest.approx(step, rel=1e-6)
+    [other] = trained(settings, "scope_moved", *options, *cut)
+    assert abs(other["loss"] - micro) > 1e-5
 
 
 @pytest.mark.parametrize("reference", ["model", "other"])
@@ -629,6 +758,19 @@ def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys)
         (["--train.loss=language_modeling", "--preference.beta=0.2"], "preference reads this"),
         (["--preference.loss=hinge", "--preference.label_smoothing=0.1"], "exo_pair"),
         (["--preference.loss=simpo", "--preference.reference=model"], "preference.loss"),
+        (["--preference.offset_alpha=0.1", "--preference.loss=ipo"], "only sigmoid reads this"),
+        (["--preference.kl_scope=step"], "only kto and kto_pair read this"),
+        (["--preference.kto_desirable_weight=2"], "only kto reads this"),
+        (
+            [
+                "--preference.loss=kto_pair",
+                "--preference.reference=column",
+                "--train.pipeline_parallel_size=2",
+                "--train.data_parallel_mode=fsdp2",
+            ],
+            "log-ratios are on its last stage",
+        ),
+        (["--preference.loss=kto", "--preference.reference=column"], "answers to other prompts"),
         (["--preference.loss=simp"], "did you mean simpo"),
         (["--train.z_loss=0.1"], "log-probabilities as they are"),
         (["--train.loss_temperature=2"], "log-probabilities as they are"),

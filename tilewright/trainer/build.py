@@ -203,7 +203,7 @@ def build_data(
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
     check_samples(training, "the data sets to train on", config, columns)
-    bins = Bins(training, d, columns=columns)
+    bins = Bins(training, d, columns=columns, mismatched=loss_of_run(config).mismatched)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
@@ -242,6 +242,7 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
     """The bins of a data set to evaluate on. options: of `Bins`."""
     check_samples(dataset, f"the data set to evaluate on, {name}", config, columns)
     packed = config.data.eval_sample_packing is not False
+    options |= {"mismatched": loss_of_run(config).mismatched}
     return Bins(dataset, config.data, packed=packed, columns=columns, **options)
 
 
@@ -285,8 +286,9 @@ def reference(
 
 def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
     """The columns that a run reads beside tokens and labels."""
-    t = config.train
-    asked = {c: f"train.loss = {t.loss}" for c in loss_of_run(config).columns if c not in TOKENS}
+    t, loss = config.train, loss_of_run(config)
+    named = {c: f"train.loss = {t.loss}" for c in loss.columns if c not in TOKENS}
+    asked = named | loss.asked
     if t.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}

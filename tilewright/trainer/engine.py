@@ -22,6 +22,7 @@ import torch
 from tilewright.core.torch_names import FakeTensor
 from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
+from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.models.head import LossFunction, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
@@ -62,7 +63,7 @@ class Sums:
     totals: [loss, denominator, *further sums of the loss], float64.   per_token: this rank's, one
         entry per micro-batch.
     reports: the routers', summed over micro-batches and ranks, and their number.
-    names: of the further sums.
+    names: of the further sums.   over: names of those that are means over another, by name.
     """
 
     totals: torch.Tensor
@@ -70,6 +71,7 @@ class Sums:
     reports: torch.Tensor | None = None
     passes: int = 1
     names: tuple[str, ...] = ()
+    over: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _read: list[Reading] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,8 @@ class Sums:
     @classmethod
     def joined(cls, sums: list[Sums]) -> Sums:
         """Of several calls with one loss, without what is per token or of routers."""
-        return cls(torch.stack([s.totals for s in sums]).sum(0), [], names=sums[0].names)
+        totals = torch.stack([s.totals for s in sums]).sum(0)
+        return cls(totals, [], names=sums[0].names, over=sums[0].over)
 
     @property
     def denominator(self) -> float:
@@ -100,7 +103,9 @@ class Sums:
         if not self.names:
             return {}
         _, denominator, *more = self.values
-        return {n: v / denominator for n, v in zip(self.names, more, strict=True) if denominator}
+        found = dict(zip(self.names, more, strict=True))
+        divisors = {n: found[self.over[n]] if n in self.over else denominator for n in found}
+        return {n: v / divisors[n] for n, v in found.items() if divisors[n]}
 
     def router(self) -> dict[str, float]:
         """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
@@ -131,6 +136,7 @@ class Engine:
         self.decays = decays(optimizer)
         self.empty_steps = 0
         self.reference: Reference | None = None
+        parts.model.everywhere = mesh.loss.group
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
     @property
@@ -142,7 +148,7 @@ class Engine:
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
-        sums = self._sums(self.parts.forward_backward(self._compared(batches), loss), loss)
+        sums = self._sums(self.parts.forward_backward(self._compared(batches, loss), loss), loss)
         own = sums.totals[:2]
         self._totals = own if self._totals is None else self._totals + own
         return sums
@@ -152,23 +158,41 @@ class Engine:
     ) -> Sums:
         """The same without gradients and, unless `training`, without noise and dropout."""
         if training:
-            batches = self._compared(batches)
+            batches = self._compared(batches, loss)
             with torch.no_grad():
                 return self._sums(self.parts.forward(batches, loss), loss)
         with self.evaluating():  # one micro-batch at a time
-            return self._sums(self.parts.forward(self._with_reference(batches), loss), loss)
+            return self._sums(self.parts.forward(self._added(batches, loss), loss), loss)
 
-    def _compared(self, batches: Iterable[Batch]) -> list[Batch]:
+    def _compared(self, batches: Iterable[Batch], loss: LossFunction) -> list[Batch]:
         """The micro-batches of a step, with what they are compared with."""
-        if self.reference is None:
+        if self.reference is None and getattr(loss, "first", None) is None:
             return list(batches)
         with self.evaluating():
-            return list(self._with_reference(batches))
+            return list(self._added(batches, loss))
 
-    def _with_reference(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        if self.reference is None:
-            return batches
-        return (self.reference.added(self.parts, batch) for batch in batches)
+    def _added(self, batches: Iterable[Batch], loss: LossFunction) -> Iterable[Batch]:
+        first = getattr(loss, "first", None)
+        found = map(self._with_reference, batches)
+        if first is None:
+            return found
+        summed = (self._with_first(batch, first) for batch in found)
+        if not getattr(loss, "whole", False):
+            return summed
+        summed = list(summed)
+        total = sum(batch["first"] for batch in summed)
+        return [{**batch, "first": total} for batch in summed]
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        return batch if self.reference is None else self.reference.added(self.parts, batch)
+
+    def _with_first(self, batch: Batch, first: LossFunction) -> Batch:
+        """See `Loss.first`."""
+        rest: dict[str, Any] = dict(batch)
+        of = rest.pop(MISMATCHED, None)
+        [outcome] = self.parts.forward([rest if of is None else self._with_reference(of)], first)
+        sums = (outcome.total, outcome.denominator, *outcome.more)
+        return {**rest, "first": torch.stack([t.double() for t in sums])}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -200,6 +224,7 @@ class Engine:
             None if router is None else self.mesh.pipeline.total(self.mesh.stage.total(router)),
             len(reports) * self.mesh.stage.size,
             names,
+            getattr(loss, "over", {}),
         )
 
     # ---- the optimizer

@@ -37,6 +37,7 @@ from tilewright.trainer.build import (
     unfilled,
 )
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.config import Config, ConfigError, Train
 from tilewright.trainer.data.batches import collate
 from tilewright.trainer.memory_tracker import Tracker
@@ -189,14 +190,17 @@ def _by_part(sizes: Counter[str]) -> dict[str, int]:
     return parts
 
 
-def full_batch(config: Config, mesh: Mesh, shape: ModelConfig) -> dict[str, torch.Tensor]:
+def full_batch(config: Config, mesh: Mesh, shape: ModelConfig) -> dict[str, Any]:
     """This rank's micro-batch of full bins of one document each."""
     length = config.data.sample_packing_sequence_len
     columns = {name: c for name, c in columns_of(config, shape).items() if c.batched}
     further = {name: c.filled(length) for name, c in columns.items()}
-    document = (np.zeros(length, np.int64), np.zeros(length, np.int64), further)
+    tokens = (np.zeros(length, np.int64), np.zeros(length, np.int64))
+    document = (*tokens, {**further, MISMATCHED: tokens})
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
-    return collate([[document]] * config.train.micro_batch_size, multiple, mesh.context, columns)
+    bins = [[document]] * config.train.micro_batch_size
+    options = {"mismatched": loss_of_run(config).mismatched}
+    return collate(bins, multiple, mesh.context, columns, **options)
 
 
 def _mark(parts: Parts, tracker: Tracker) -> dict[str, int]:

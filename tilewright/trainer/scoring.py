@@ -66,6 +66,8 @@ class WithHits:
     def __init__(self, loss: LossFunction):
         self.loss = loss
         self.reports = (*getattr(loss, "reports", ()), "hits", "labels")
+        self.first, self.whole = getattr(loss, "first", None), getattr(loss, "whole", False)
+        self.over = getattr(loss, "over", {})
 
     def __call__(self, per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         *_, hits = per_token.statistics()

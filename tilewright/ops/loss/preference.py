@@ -1,11 +1,14 @@
-"""Preference losses, a line each. p: a pair's log-probabilities, see `Pairs`; o: the options.
+"""Preference losses, a line each. p: a pair's log-probabilities, see `Pairs`, or those of answers
+that are not paired, see `Answers`; o: the options.
 
 Sources: sigmoid, Rafailov et al. (arXiv:2305.18290), with label smoothing Mitchell's note of 2023;
 robust, arXiv:2403.00409; hinge, arXiv:2305.10425; ipo, arXiv:2310.12036; exo_pair,
 arXiv:2402.00856; nca_pair, arXiv:2402.05369; bco_pair,
 arXiv:2404.04656 without its shift of rewards; sppo_hard, arXiv:2405.00675; apo_zero and apo_down,
 arXiv:2408.06266; dpop, arXiv:2402.13228; simpo, arXiv:2405.14734; orpo, arXiv:2403.07691,
-which adds the likelihood of the chosen answer (sft_ratio: 1); sigmoid_norm, TRL's of that name.
+which adds the likelihood of the chosen answer (sft_ratio: 1); sigmoid_norm, TRL's of that name;
+kto, arXiv:2402.01306; kto_pair, TRL's of that name before 0.9, the sum over a pair; the offset of
+sigmoid, arXiv:2402.10571.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -29,6 +32,9 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
     dpop_lambda: float = 50.0
+    offset_alpha: float = 0.0
+    kto_desirable_weight: float = 1.0
+    kto_undesirable_weight: float = 1.0
 
 
 class Pairs(NamedTuple):
@@ -37,6 +43,8 @@ class Pairs(NamedTuple):
     chosen, rejected: sums over an answer's tokens under the policy.   ref_chosen, ref_rejected:
     under the reference; as the policy's, detached, where there is none.   chosen_tokens,
     rejected_tokens: their numbers, at least 1.
+    gap: by how much the chosen answer's score is greater, at least 0.   kl_chosen, kl_rejected:
+    [], mean log-ratios to the reference over many pairs, at least 0, detached.
     """
 
     chosen: torch.Tensor
@@ -45,6 +53,9 @@ class Pairs(NamedTuple):
     ref_rejected: torch.Tensor
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
+    gap: torch.Tensor | None = None
+    kl_chosen: torch.Tensor | float = 0.0
+    kl_rejected: torch.Tensor | float = 0.0
 
     @property
     def up(self) -> torch.Tensor:
@@ -72,18 +83,41 @@ class Pairs(NamedTuple):
         )
 
 
+class Answers(NamedTuple):
+    """Log-probabilities of answers that are not paired, as those of `Pairs`.
+
+    desirable: bool.   kl: [], the mean log-ratio to the reference of answers to other prompts, at
+    least 0, detached.
+    """
+
+    answer: torch.Tensor
+    reference: torch.Tensor
+    tokens: torch.Tensor
+    desirable: torch.Tensor
+    kl: torch.Tensor | float = 0.0
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        return self.answer - self.reference
+
+
 @dataclass(frozen=True)
 class Formula:
     """A row of FORMULAS.
 
-    function: (pairs, options) -> the loss of each, differentiable in chosen and rejected.
+    function: (pairs, options) -> the loss of each, differentiable in chosen and rejected; or
+        (answers, options), differentiable in answer.
     reads: the options that it depends on.
     reference: whether it depends on the reference.
+    kl: whether it depends on mean log-ratios: kl_chosen and kl_rejected, or kl.
+    paired: whether it is of `Pairs`, and not of `Answers`.
     """
 
-    function: Callable[[Pairs, Options], torch.Tensor]
+    function: Callable[[Any, Options], torch.Tensor]
     reads: tuple[str, ...] = ("beta",)
     reference: bool = True
+    kl: bool = False
+    paired: bool = True
 
     def __post_init__(self) -> None:
         if unknown := {*self.reads} - {*Options._fields}:
@@ -99,8 +133,12 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     return torch.where(near, close, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
+def offset(p: Pairs, o: Options) -> torch.Tensor | float:
+    return o.offset_alpha * torch.log(p.gap + 1e-6) if p.gap is not None else 0.0
+
+
 def sigmoid(p: Pairs, o: Options) -> torch.Tensor:
-    z, e = o.beta * p.margin, o.label_smoothing
+    z, e = o.beta * p.margin - offset(p, o), o.label_smoothing
     return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
 
 
@@ -110,7 +148,7 @@ def robust(p: Pairs, o: Options) -> torch.Tensor:
 
 
 def sigmoid_norm(p: Pairs, o: Options) -> torch.Tensor:
-    return sigmoid(p.means, o)
+    return sigmoid(p.means._replace(gap=None), o)
 
 
 def hinge(p: Pairs, o: Options) -> torch.Tensor:
@@ -163,11 +201,27 @@ def orpo(p: Pairs, o: Options) -> torch.Tensor:
     return -o.beta * logsigmoid(c - r - (log1mexp(c) - log1mexp(r)))
 
 
+def kto_pair(p: Pairs, o: Options) -> torch.Tensor:
+    up, down = p.up - p.kl_rejected, p.kl_chosen - p.down
+    return torch.sigmoid(-o.beta * up) + torch.sigmoid(-o.beta * down)
+
+
+def kto(p: Answers, o: Options) -> torch.Tensor:
+    z = o.beta * (p.ratio - p.kl)
+    good, bad = o.kto_desirable_weight * torch.sigmoid(-z), o.kto_undesirable_weight * z.sigmoid()
+    return torch.where(p.desirable, good, bad)
+
+
 FORMULAS = {
     **{f.__name__: Formula(f) for f in (hinge, ipo, nca_pair, bco_pair, sppo_hard)},
     **{f.__name__: Formula(f) for f in (apo_zero, apo_down)},
-    **{f.__name__: Formula(f, SMOOTHED) for f in (sigmoid, robust, sigmoid_norm, exo_pair)},
+    **{f.__name__: Formula(f, SMOOTHED) for f in (robust, sigmoid_norm, exo_pair)},
+    "sigmoid": Formula(sigmoid, (*SMOOTHED, "offset_alpha")),
     "dpop": Formula(dpop, ("beta", "dpop_lambda")),
     "simpo": Formula(simpo, ("beta", "simpo_gamma"), reference=False),
     "orpo": Formula(orpo, reference=False),
+    "kto_pair": Formula(kto_pair, kl=True),
+    "kto": Formula(
+        kto, ("beta", "kto_desirable_weight", "kto_undesirable_weight"), kl=True, paired=False
+    ),
 }

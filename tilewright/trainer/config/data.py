@@ -59,8 +59,9 @@ class Dataset(Section):
     )
     """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
     rows with messages, rendered by the tokenizer's chat template, loss on the assistant's answers;
-    prompt_completion: rows with prompt and completion, loss on the completion; preference and
-    preference_tokenized: pairs of answers, for train.loss = preference.
+    prompt_completion: rows with prompt and completion, loss on the completion; preference,
+    preference_tokenized and preference_erniekit: pairs of answers, unpaired_preference and
+    unpaired_preference_tokenized: answers that are desirable or not, for train.loss = preference.
     """
     name: str | None = field(
         None,
@@ -204,6 +205,10 @@ class Data(Section):
         names={"ERNIEKit": "num_samples_each_epoch"},
     )
     """Samples that random draws; null: as many as there are."""
+    on_bad_row: Literal["error", "skip"] = field("error", Resume.OTHER_CONTENTS, differs=OURS)
+    """What a row that its type cannot use does: it ends the run, or it is skipped, with a count and
+    the first ten in the log. A file that cannot be read ends the run.
+    """
     dataset_prepared_path: str = field("last_prepared_dataset", Resume.PLACE)
     """Folder for prepared datasets."""
     select_columns: list[str] | None = field(None, Resume.OTHER_CONTENTS)

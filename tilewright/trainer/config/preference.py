@@ -35,6 +35,15 @@ class Preference(Section):
         "sigmoid",
         Resume.NEXT_STEP,
         PREFERRED,
+        Refuse(
+            "a pipeline's log-ratios are on its last stage", "train.pipeline_parallel_size"
+        ).when(
+            lambda c: (
+                c.train.loss == "preference"
+                and PREFERENCES[c.preference.loss].kl
+                and c.train.pipeline_parallel_size > 1
+            )
+        ),
         names={"TRL": "loss_type", "ERNIEKit": "loss_type", "NxDT": "loss_type"},
         differs=("none", OURS),
     )
@@ -63,11 +72,54 @@ class Preference(Section):
     """dpop's weight of a chosen answer that is less probable than under the reference."""
     sft_ratio: float = field(0.0, Resume.NEXT_STEP, PREFERRED, differs=("none", OURS), ge=0)
     """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
+    offset_alpha: float = field(
+        0.0, Resume.NEXT_STEP, PREFERRED, _read_by("offset_alpha"), differs=("none", OURS), ge=0
+    )
+    """Times the logarithm of the difference of a pair's scores is the margin that is aimed at."""
+    kto_desirable_weight: float = field(
+        1.0,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        _read_by("kto_desirable_weight"),
+        names="desirable_weight",
+        differs=("none", OURS),
+        ge=0,
+    )
+    """Of an answer that is desirable."""
+    kto_undesirable_weight: float = field(
+        1.0,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        _read_by("kto_undesirable_weight"),
+        names="undesirable_weight",
+        differs=("none", OURS),
+        ge=0,
+    )
+    """Of one that is not."""
+    kl_scope: Literal["micro_batch", "step"] = field(
+        "micro_batch",
+        Resume.NEXT_STEP,
+        PREFERRED,
+        Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.kl]),
+        differs=("none", OURS),
+    )
+    """What mean log-ratios are over. micro_batch: the micro-batches that all ranks compute at once;
+    step: all of a step, or of an evaluation; kto_pair then takes one more forward pass.
+    """
     reference: Literal["auto", "adapters_off", "model", "column"] = field(
         "auto",
         Resume.NEXT_STEP,
         PREFERRED,
         Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.reference]),
+        Refuse(
+            "the data hold no log-probabilities of answers to other prompts, whose mean it reads; "
+            f"accepted are auto, {', '.join(COMPUTED)}",
+            "loss",
+        ).when(
+            lambda c: (
+                not PREFERENCES[c.preference.loss].paired and kind_of_reference(c) not in COMPUTED
+            )
+        ),
         Refuse("there are no adapters", "lora.enable_lora").when(
             lambda c: c.preference.reference == "adapters_off" and not c.lora.enable_lora
         ),

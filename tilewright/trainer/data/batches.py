@@ -7,6 +7,9 @@ A batch is one packed row:
     [documents] if they are per document, and then `lengths` [documents], the number of each one's
     tokens that the rank has; with dropout, bin_ends int32 [bins]: the first token after
     each bin. Padding is a document of its own.
+Where a loss asks for it (`mismatched`), a batch also has `mismatched`, a batch of the documents'
+prompts with the answers of other documents: of the one before, in the order of a step's bins,
+round the step. It has `documents`, their number.
 With context parallelism what is per token is this rank's shard of the row, and the ranks of one row
 read the same bins.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,11 @@ import torch
 
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts
-from tilewright.trainer.columns import IGNORE, TOKENS
+from tilewright.trainer.columns import IGNORE, MISMATCHED, TOKENS
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.encode import has_target
 from tilewright.trainer.data.units import rows_of, starts_of, unfolded
 from tilewright.trainer.parallel.mesh import padding
 
@@ -37,6 +41,8 @@ pc: Any = pyarrow.compute  # which makes its functions when it is imported
 # (input_ids, labels), or with a third item: further columns by name.
 Document = tuple[Any, ...]
 NONE: Mapping[str, Column] = {}
+# A bin's index; where documents are mismatched, also that of the bin before it.
+Key = int | tuple[int, int] | None
 DOCUMENT = {"document": Column("document", "int64", fill=-1)}
 
 
@@ -56,6 +62,7 @@ class Bins(torch.utils.data.Dataset):
 
     columns: further columns of documents. Batches have those with numbers.
     numbered: batches also have `document`, the number of each in the data set.
+    mismatched: batches also have `mismatched`: an index is of `keyed`.
     """
 
     def __init__(
@@ -66,7 +73,9 @@ class Bins(torch.utils.data.Dataset):
         packed: bool = True,
         columns: Mapping[str, Column] = NONE,
         numbered: bool = False,
+        mismatched: bool = False,
     ):
+        self.mismatched = mismatched
         self._read = {name: c for name, c in columns.items() if c.batched}
         # A set that was saved elsewhere may lack columns with a default.
         self._absent = self._read.keys() - {*dataset.column_names}
@@ -135,9 +144,11 @@ class Bins(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.bins)
 
-    def __getitem__(self, i: int | None) -> list[Document]:
+    def __getitem__(self, i: Key) -> list[Document]:
         if i is None:  # filler, so that every rank has a batch
             return [_filler(2, self.columns)]
+        if isinstance(i, tuple):
+            return self._with_mismatched(*i)
         numbers = self.bins[i]
         rows = self.dataset[numbers]
         if not self.columns:
@@ -153,6 +164,36 @@ class Bins(torch.utils.data.Dataset):
         each = ({name: values[j] for name, values in further.items()} for j in range(len(numbers)))
         return list(zip(*(rows[name] for name in TOKENS), each, strict=True))
 
+    def _with_mismatched(self, i: int, before: int) -> list[Document]:
+        """The documents of bin i, each with its mismatched one, or None if there is no other."""
+        found, last = self[i], self.dataset[int(self.bins[before][-1])]
+        earlier = [tuple(last[name] for name in TOKENS), *(d[:2] for d in found[:-1])]
+        if i == before and len(found) == 1:
+            earlier = [None]
+        most = self.data.sample_packing_sequence_len
+        return [
+            (*own[:2], {**dict(*own[2:]), MISMATCHED: mismatch(own[:2], other, most)})
+            for own, other in zip(found, earlier, strict=True)
+        ]
+
+
+def mismatch(own: Document, other: Document | None, most: int) -> Document | None:
+    """The prompt of one document with the answer of another, cut to `most` tokens; None if either
+    has none. An answer begins with the first label.
+    """
+    if other is None or not (has_target(own[1]) and has_target(other[1])):
+        return None
+    ends = [1 + int((d[1][1:] != IGNORE).argmax()) for d in (own, other)]
+    ids = np.concatenate((own[0][: ends[0]], other[0][ends[1] :]))[:most]
+    labels = np.concatenate((np.full(ends[0], IGNORE, np.int64), other[1][ends[1] :]))[:most]
+    return ids, labels
+
+
+def keyed(bins: list[int | None]) -> list[Key]:
+    """The bins of a step with the one before each, round the step. Empty ones are the last."""
+    there = [i for i in bins if i is not None]
+    return [None if i is None else (i, there[k - 1]) for k, i in enumerate(bins)]
+
 
 def _filler(tokens: int, columns: Mapping[str, Column]) -> Document:
     """A document without a label."""
@@ -167,12 +208,14 @@ def collate(
     columns: Mapping[str, Column] = NONE,
     *,
     ends: bool = False,
-) -> dict[str, torch.Tensor]:
+    mismatched: bool = False,
+) -> dict[str, Any]:
     """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
     own, with every label ignored.
 
     columns: the documents' further ones.
     ends: with those of the bins, of which the last may be before padding.
+    mismatched: with a batch of the mismatched documents, which all have; see `Bins`.
     """
     of_bins = np.cumsum([sum(len(d[0]) for d in b) for b in bins])
     documents = [d for b in bins for d in b]
@@ -202,7 +245,15 @@ def collate(
         **of_documents,
         "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int(),
         **({BIN_ENDS: torch.from_numpy(of_bins).int()} if ends else {}),
+        **({MISMATCHED: _mismatched(bins, multiple, cp)} if mismatched else {}),
     }
+
+
+def _mismatched(bins: list[list[Document]], multiple: int, cp: ContextParallel) -> dict[str, Any]:
+    found = [d[2].get(MISMATCHED) for b in bins for d in b]
+    there = [d for d in found if d is not None]
+    batch = collate([there or [_filler(2, NONE)]], multiple, cp)
+    return {**batch, "documents": torch.tensor(len(there))}
 
 
 class Batches:
@@ -265,7 +316,7 @@ class Batches:
             return np.arange(len(self.bins))
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.bins))
 
-    def _mine(self) -> Iterator[list[int | None]]:
+    def _mine(self) -> Iterator[list[Key]]:
         """Indices of this rank's micro-batches from the present position to the end of the
         epoch.
         """
@@ -276,11 +327,12 @@ class Batches:
                 if self.data.dataloader_drop_last:
                     return
                 step += [None] * (self.per_step - len(step))
+            keys = keyed(step) if self.bins.mismatched else [*step]
             for a in range(self.accumulation):
                 start = (a * self.world + self.rank) * self.micro
-                yield step[start : start + self.micro]
+                yield keys[start : start + self.micro]
 
-    def steps(self) -> Iterator[list[dict[str, torch.Tensor]]]:
+    def steps(self) -> Iterator[list[dict[str, Any]]]:
         """Yields the micro-batches of each following step, epoch after epoch, without end."""
         while True:
             layout = self.cp, self.tp, self.ends
@@ -300,7 +352,7 @@ class Batches:
 
 def _loader(
     bins: Bins,
-    indices: list[list[int | None]],
+    indices: Sequence[Sequence[Key]],
     data: Data,
     pin: bool,
     cp: ContextParallel,
@@ -316,6 +368,7 @@ def _loader(
             cp=cp.layout(),
             columns={n: c.plain() for n, c in bins.columns.items()},
             ends=ends,
+            mismatched=bins.mismatched,
         ),
         num_workers=data.dataloader_num_workers,
         prefetch_factor=data.dataloader_prefetch_factor,
@@ -342,9 +395,9 @@ def evaluation_batches(
     most: batches of each rank, the first ones: an int, or a share of them, rounded up; None or 0:
         all.
     """
-    groups: list[list[int | None]] = [
-        list(range(i, min(i + size, len(bins)))) for i in range(0, len(bins), size)
-    ]
+    every = list(range(len(bins)))
+    keys: list[Key] = keyed([*every]) if bins.mismatched else [*every]
+    groups = [keys[i : i + size] for i in range(0, len(bins), size)]
     groups.extend([None] for _ in range(-len(groups) % world_size))
     own = groups[rank::world_size]
     if most:

@@ -48,12 +48,15 @@ class RefusedRow(ValueError):
 class Encoded:
     """Samples, and how many were cut, have no target (see `has_target`), or are left out, with
     fewer than two tokens. Samples without a target are left out too, but of type tokenized.
+
+    skipped: rows that cannot be used.
     """
 
     batch: pa.RecordBatch
     cut: int
     unlabeled: int
     short: int
+    skipped: list[RefusedRow] = dataclasses.field(default_factory=list)
 
 
 def longest(entry: Dataset, data: Data) -> int:
@@ -111,22 +114,32 @@ class Encoder:
         tokenizer: Any,
         features: Any,
         columns: Columns | None = None,
+        skip: bool = False,
     ):
-        """features: of the rows' columns.   columns: further ones of samples."""
+        """features: of the rows' columns.   columns: further ones of samples.   skip: rows that
+        cannot be used.
+        """
+        self.skip = skip
         self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
         asked = Asked(entry.path, entry.type, most, tokenizer, features)
         self.samples_of = self.kind.samples(asked)
 
     def __call__(self, rows: Iterable[tuple[Row, Any]]) -> Encoded:
-        """rows: (index, row). Raises RefusedRow."""
+        """rows: (index, row), or (index, what is wrong with it). Raises RefusedRow."""
+        skipped: list[RefusedRow] = []
         out: dict[str, list] = {name: [] for name in schema(self.columns).names}
         cut = unlabeled = short = 0
         for index, row in rows:
             try:
+                if isinstance(row, Refused):
+                    raise row
                 samples = [self._checked(sample, row) for sample in self.samples_of(row)]
             except (Refused, TypeError, ValueError) as refused:
-                raise RefusedRow(index, str(refused)) from refused
+                if not self.skip:
+                    raise RefusedRow(index, str(refused)) from refused
+                skipped.append(RefusedRow(index, str(refused)))
+                continue
             for ids, labels, further in samples:
                 if len(ids) < 2:  # a single token has no target
                     short += self.kind.counts_short
@@ -151,7 +164,7 @@ class Encoder:
             for field in schema(self.columns)
         ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema(self.columns))
-        return Encoded(batch, cut, unlabeled, short)
+        return Encoded(batch, cut, unlabeled, short, skipped)
 
     def _checked(self, sample: Any, row: Any) -> Sample:
         """An index outside the embedding would end a GPU run with an assertion that names no

@@ -32,12 +32,14 @@ from tilewright.trainer.data.encode import (
     longest,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
+from tilewright.trainer.data.types.dataset_type import Refused
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
 from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
+TOLD = 10  # rows that are skipped and named in the log
 LARGE = 64 << 20  # bytes that are worth processes
 # Parts after which processes are replaced: pages of mapped files stay in a process's memory.
 RENEW = (256 << 20) // PIECE
@@ -141,13 +143,15 @@ class Writer:
 @dataclasses.dataclass
 class Counts:
     """Numbers of samples.   made: written.   targets: of these, with a target.   unlabeled: without
-    one, written or left out.   short: left out, with fewer than two tokens.
+    one, written or left out.   short: left out, with fewer than two tokens.   skipped: rows that
+    cannot be used.
     """
 
     made: int = 0
     targets: int = 0
     unlabeled: int = 0
     short: int = 0
+    skipped: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -155,6 +159,11 @@ class Counts:
 
     def nothing(self) -> str:
         """Why no sample has a target."""
+        if self.skipped and not self.unlabeled:
+            return (
+                f"{self.skipped} rows were skipped (data.on_bad_row = skip), and the others hold no "
+                "sample of two tokens or more"
+            )
         if not self.unlabeled:
             return "they hold no sample of two tokens or more"
         if self.made:
@@ -176,6 +185,8 @@ def _first_other(source: Rows, column: str) -> str:
     rows = dataclasses.replace(source.select_columns([column]), arrow=False)
     for part in rows.parts():
         for row, values in rows.read(part):
+            if isinstance(values, Refused):
+                continue
             value = values[column]
             if value is None:  # refused by itself
                 continue
@@ -211,10 +222,11 @@ def prepare_entry(
         wanted = (*kind.columns, *columns)
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
-    encoder = Encoder(entry, most, vocab, tokenizer, features, columns)
+    skip = data.on_bad_row == "skip"
+    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
-    before, cut, unlabeled, short = writer.samples, 0, 0, 0
+    before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0
     try:
         # A bar on a terminal alone.
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
@@ -224,6 +236,11 @@ def prepare_entry(
                     bar.update(part.batch.num_rows)
                     cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
                     short += part.short
+                    for refused in part.skipped[: max(0, TOLD - skipped)]:
+                        log.warning(
+                            "%s: %s; skipped", source.place(refused.row), refused.reason
+                        )  # fmt: skip
+                    skipped += len(part.skipped)
     except RefusedRow as refused:
         raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
     except BrokenProcessPool as ended:
@@ -231,6 +248,8 @@ def prepare_entry(
             f"a process that prepares {entry.path} has ended, perhaps for lack of memory; set "
             "data.dataset_num_proc lower"
         ) from ended
+    if skipped:
+        log.warning("%s: %d rows in all were skipped", entry.path, skipped)
     made, kept = writer.samples - before, kind.keeps_unlabeled
     total = made + short + (0 if kept else unlabeled)
     if cut:
@@ -251,7 +270,7 @@ def prepare_entry(
         )  # fmt: skip
     if short:
         log.warning("%s: %d samples of fewer than two tokens were left out", entry.path, short)
-    return Counts(made, made - unlabeled if kept else made, unlabeled, short)
+    return Counts(made, made - unlabeled if kept else made, unlabeled, short, skipped)
 
 
 def split_file(path: pathlib.Path, count: int, samples: int) -> None:

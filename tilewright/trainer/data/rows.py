@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tilewright.trainer.data.encode import RefusedRow
+from tilewright.trainer.data.types.dataset_type import Refused
 from tilewright.trainer.data.types.text import PIECE
 
 MOST_ROWS = 1000  # of a part: short rows cost memory too
@@ -79,17 +79,17 @@ class Rows:
         for first in range(self.first, self.stop, step):
             yield first, min(first + step, self.stop)
 
-    def read(self, part: Part) -> Iterator[tuple[int, dict[str, Any]]]:
+    def read(self, part: Part) -> Iterator[tuple[int, dict[str, Any] | Refused]]:
         first, stop = part
         try:
-            yield from self._read(first, stop)
+            rows = list(self._read(first, stop))
         except UnicodeDecodeError as error:
             if stop - first == 1:
                 reason = f"it is not UTF-8: {error.reason} at byte {error.start + 1} of a text"
-                raise RefusedRow(first, reason) from error
-            for row in range(first, stop):  # one of them raises
-                yield from self.read((row, row + 1))
-            raise
+                yield first, Refused(reason)
+                return
+            rows = (found for i in range(first, stop) for found in self.read((i, i + 1)))
+        yield from rows
 
     def _read(self, first: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = self.dataset.with_format("arrow" if self.arrow else None)[first:stop]
@@ -167,7 +167,7 @@ class Documents:
         if part:
             yield part
 
-    def read(self, part: Part) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    def read(self, part: Part) -> Iterator[tuple[tuple[int, int], dict[str, Any] | Refused]]:
         for i, start, stop, size in part:
             with open(self.files[i], "rb") as file:
                 file.seek(start)
@@ -176,7 +176,8 @@ class Documents:
                 text = data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
             except UnicodeDecodeError as error:
                 reason = f"it is not UTF-8: {error.reason} at byte {start + error.start}"
-                raise RefusedRow((i, start), reason) from error
+                yield (i, start), Refused(reason)
+                continue
             yield (i, start), {"text": text, "first": start == 0, "last": stop == size}
 
 

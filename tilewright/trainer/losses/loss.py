@@ -9,7 +9,7 @@ token has the same weight however a step is split into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,13 @@ class Loss:
     reports: names of further sums, which are reported over the denominator.
     nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
     pairs: whether documents must be a chosen and a rejected answer in turn.
+    mismatched: whether batches have, beside themselves, documents' prompts with the answers of
+        others: see `data.batches`.
+    first: what is summed without gradients before, of a micro-batch, or of its mismatched
+        documents: the batch that the loss gets has these sums of this rank, as `first` [sums].
+    whole: they are added over the micro-batches of a step, or of an evaluation.
+    over: names of reports that are means over another report, by name.
+    asked: what makes the loss read a column, in errors, where it is not its name.
     settled: the section preference -> the loss that a run has, of a row that depends on it.
     """
 
@@ -58,6 +65,11 @@ class Loss:
     reports: tuple[str, ...] = ()
     nats: bool = False
     pairs: bool = False
+    mismatched: bool = False
+    first: LossFunction | None = None
+    whole: bool = False
+    over: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, str] = field(default_factory=dict)
     settled: Callable[[Preference], Loss] | None = None
 
     def __post_init__(self) -> None:

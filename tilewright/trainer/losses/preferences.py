@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, of which one is preferred: train.loss = preference."""
+"""Losses of answers that are preferred or not, in pairs or alone: train.loss = preference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.loss.preference import Formula, Options, Pairs
+from tilewright.ops.loss.preference import Answers, Formula, Options, Pairs
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.loss import Loss
@@ -28,6 +28,10 @@ REPORTS = (
     "logprob_rejected",
     "drift",
 )
+# Of answers that are not paired: of all of them, and over those that are desirable, or are not.
+KINDS = ("desirable", "undesirable")
+OVER = {f"{what}_{kind}": kind for kind in KINDS for what in ("reward", "logprob")}
+ALONE = ("reward_accuracy", "drift", "kl", *KINDS, *OVER)
 
 
 def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -38,11 +42,9 @@ def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.segment_reduce(values[0].double(), "sum", lengths=lengths, unsafe=True)
 
 
-def pairs_of(
-    per_token: TokenLosses, batch: Mapping[str, Any], reference: bool
-) -> tuple[Pairs, torch.Tensor]:
-    """Of each document the pair that it is the chosen answer of, and whether it is one: its
-    rejected answer is the document after it. Elsewhere the pair is filled, and differentiable.
+def sums_of(per_token: TokenLosses, batch: Mapping[str, Any], reference: bool) -> torch.Tensor:
+    """[3, documents]: log-probability, tokens, and log-probability under the reference, or without
+    one the first again, detached.
     """
     labels, lengths = batch["labels"], batch["lengths"]
     learned = labels != IGNORE
@@ -50,15 +52,63 @@ def pairs_of(
     if reference:
         columns.append(batch["reference_logprob"].where(learned, 0.0))
     sums = per_token.over_ranks(torch.stack([by_document(c, lengths) for c in columns]))
-    if not reference:
-        sums = torch.cat((sums, sums[:1].detach()))
-    is_pair = batch["role"] == CHOSEN
-    after = sums.roll(-1, 1)
-    # A document that is no chosen answer has one token of log-probability -1 everywhere.
-    fill = sums.new_tensor([-1.0, 1.0, -1.0])[:, None]
-    chosen, rejected = (torch.where(is_pair, t, fill) for t in (sums, after))
+    return sums if reference else torch.cat((sums, sums[:1].detach()))
+
+
+# A document without an answer has one token of log-probability -1 everywhere, so that what is made
+# of it is finite, and differentiable.
+def _filled(sums: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return torch.where(where, sums, sums.new_tensor([-1.0, 1.0, -1.0])[:, None])
+
+
+def pairs_of(
+    per_token: TokenLosses, batch: Mapping[str, Any], reference: bool
+) -> tuple[Pairs, torch.Tensor]:
+    """Of each document the pair that it is the chosen answer of, and whether it is one: its
+    rejected answer is the document after it. Elsewhere the pair is filled.
+    """
+    sums, is_pair = sums_of(per_token, batch, reference), batch["role"] == CHOSEN
+    chosen, rejected = (_filled(t, is_pair) for t in (sums, sums.roll(-1, 1)))
     pairs = Pairs(chosen[0], rejected[0], chosen[2], rejected[2], chosen[1], rejected[1])
+    if (score := batch.get("reward")) is not None:
+        gap = (score.double() - score.double().roll(-1)).clamp_min(0.0)
+        pairs = pairs._replace(gap=gap.where(is_pair, 1.0))
     return pairs, is_pair
+
+
+def answers_of(
+    per_token: TokenLosses, batch: Mapping[str, Any], reference: bool
+) -> tuple[Answers, torch.Tensor]:
+    """Of each document the answer, and whether it has one. Elsewhere the answer is filled."""
+    sums = sums_of(per_token, batch, reference)
+    is_one = (batch["desirable"] >= 0) & (sums[1] > 0)
+    return Answers(*_filled(sums, is_one)[[0, 2, 1]], batch["desirable"] == 1), is_one
+
+
+def pair_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The sum over a micro-batch's pairs of chosen answers' log-ratios, the number of pairs, and
+    the sum of rejected answers'.
+    """
+    return _sums_of_ratios(per_token.share, *pairs_of(per_token, batch, reference=True))
+
+
+def _sums_of_ratios(share: float, pairs: Pairs, is_pair: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found = pairs.up, torch.ones_like(pairs.up), pairs.down
+    return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
+
+
+def mismatched_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The sum of the log-ratios of a batch of mismatched documents, and their number."""
+    ratios = -per_token.values().double() - batch["reference_logprob"].double()
+    total = ratios.where(batch["labels"] != IGNORE, 0.0).sum()
+    return total, per_token.share * batch["documents"].double()
+
+
+def divergences(per_token: TokenLosses, sums: torch.Tensor) -> list[torch.Tensor]:
+    """Means over all ranks, at least 0.   sums: this rank's first sum, number, and further sums."""
+    total = per_token.over_all(sums)
+    means = (total / total[1].clamp_min(1.0)).clamp_min(0.0)
+    return [means[0], *means[2:]]
 
 
 def preference(
@@ -73,6 +123,12 @@ def preference(
     its share of them.
     """
     pairs, is_pair = pairs_of(per_token, batch, formula.reference)
+    if formula.kl:
+        own = batch.get("first")
+        if own is None:
+            own = torch.stack(_sums_of_ratios(per_token.share, pairs, is_pair))
+        kl_chosen, kl_rejected = divergences(per_token, own)
+        pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
     loss = formula.function(pairs, options)
     if sft_ratio:
         loss = loss - sft_ratio * pairs.means.chosen
@@ -88,20 +144,64 @@ def preference(
     return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
 
 
+def unpaired(
+    per_token: TokenLosses,
+    batch: Mapping[str, Any],
+    *,
+    formula: Formula,
+    options: Options,
+    sft_ratio: float,
+) -> tuple[torch.Tensor, ...]:
+    """The sum over answers, their number, and ALONE, as `preference`. The likelihood that is added
+    is that of desirable answers.
+    """
+    answers, is_one = answers_of(per_token, batch, formula.reference)
+    if formula.kl:
+        answers = answers._replace(kl=divergences(per_token, batch["first"])[0])
+    loss = formula.function(answers, options)
+    good = answers.desirable
+    if sft_ratio:
+        loss = loss - sft_ratio * (answers.answer / answers.tokens).where(good, 0.0)
+    found = [loss, torch.ones_like(loss)]
+    with torch.no_grad():
+        ratio, kl = answers.ratio, torch.as_tensor(answers.kl).expand_as(loss)
+        right = torch.where(good, ratio > kl, ratio < kl)
+        found += [right.double(), ratio.abs(), kl]
+        kinds = [k.double() for k in (good, ~good)]
+        values = options.beta * ratio, answers.answer
+        found += [*kinds, *(k * v for k in kinds for v in values)]
+    share = per_token.share
+    return tuple(share * t.where(is_one, 0.0).sum() for t in found)
+
+
 def settled(section: Preference) -> Loss:
-    formula = PREFERENCES[section.loss]
-    options = Options(
-        beta=section.beta,
-        label_smoothing=section.label_smoothing,
-        simpo_gamma=section.simpo_gamma,
-        dpop_lambda=section.dpop_lambda,
-    )
-    function = functools.partial(
-        preference, formula=formula, options=options, sft_ratio=section.sft_ratio
-    )
+    formula, whole = PREFERENCES[section.loss], section.kl_scope == "step"
+    options = Options(**{name: getattr(section, name) for name in Options._fields})
+    given = {"formula": formula, "options": options, "sft_ratio": section.sft_ratio}
+    if not formula.paired:
+        return Loss(
+            functools.partial(unpaired, **given),
+            ("labels", "desirable"),
+            ALONE,
+            mismatched=formula.kl,
+            first=mismatched_ratios if formula.kl else None,
+            whole=whole,
+            over=OVER,
+            asked={"desirable": f"preference.loss = {section.loss}"},
+        )
     more = ("reference_logprob",) if section.reference == "column" else ()
-    reports = REPORTS if formula.reference else REPORTS[:-1]
-    return Loss(function, (*COLUMNS, *more), reports, pairs=True)
+    asked = {}
+    if section.offset_alpha:
+        asked = {"reward": f"preference.offset_alpha = {section.offset_alpha}"}
+    return Loss(
+        functools.partial(preference, **given),
+        (*COLUMNS, *more, *asked),
+        REPORTS if formula.reference else REPORTS[:-1],
+        pairs=True,
+        first=pair_ratios if formula.kl and whole else None,
+        whole=whole,
+        asked=asked,
+    )
 
 
 LOSSES.add("preference", dataclasses.replace(settled(Preference()), settled=settled))

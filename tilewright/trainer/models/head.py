@@ -62,15 +62,18 @@ class TokenLosses:
         group: dist.ProcessGroup | None = None,
         shaping: Shaping = Shaping(),  # noqa: B008
         sequence: tuple[dist.ProcessGroup, ...] = (),
+        everywhere: dist.ProcessGroup | None = None,
     ) -> None:
         """group: of the ranks that have the weight's rows, if it is this rank's shard of them.
         sequence: the groups over whose ranks the tokens of a sequence are sharded.
+        everywhere: the ranks whose losses are added.
         """
         if shaping.loss_temperature != 1.0:
             # Not the logits, of which there are more; rounded to the dtype of the hidden states.
             hidden = hidden / shaping.loss_temperature
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
         self._group, self._z_loss, self._sequence = group, shaping.z_loss, sequence
+        self._everywhere = everywhere
         self.computed: torch.Tensor | None = None
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
 
@@ -78,6 +81,16 @@ class TokenLosses:
         """The sums over the whole sequence of this rank's, differentiable: every rank gets them."""
         for group in self._sequence:
             sums = _SumOverRanks.apply(sums, group)
+        return sums
+
+    @torch.no_grad()
+    def over_all(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums over all ranks, which compute a micro-batch each, detached. Every rank must call
+        it.
+        """
+        sums = sums.detach().clone()
+        if self._everywhere is not None:
+            dist.all_reduce(sums, group=self._everywhere)
         return sums
 
     @property

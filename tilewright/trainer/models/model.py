@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tilewright.nn import in_row_blocks
@@ -157,6 +158,7 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.cp, self.tp = ContextParallel(), TensorParallel()
         self.shaping = Shaping()
+        self.everywhere: dist.ProcessGroup | None = None  # the ranks whose losses are added
         if ops.numerics.batch_invariant:
             in_row_blocks(self)
         self.tie()
@@ -241,4 +243,6 @@ class Transformer(nn.Module):
         shaping = self.shaping if torch.is_grad_enabled() else Shaping()
         whole = self.tp.gather_for_all(hidden)
         sequence = tuple(g for g in (self.cp.ulysses, self.cp.ring) if g is not None)
-        return TokenLosses(whole, weight, labels, self.ops, group, shaping, sequence)
+        return TokenLosses(
+            whole, weight, labels, self.ops, group, shaping, sequence, self.everywhere
+        )

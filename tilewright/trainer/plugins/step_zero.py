@@ -1,4 +1,5 @@
-"""Before the first step of a preference run: the policy is its reference, bit for bit.
+"""Before the first step of a preference run: the policy is its reference, bit for bit, on answers
+and, where a loss reads their mean, on mismatched ones.
 
 Every loss has a known value then (the logistic one ln 2), and its gradient is that of a margin of
 0. A run that begins elsewhere has another reference than it says, dropout, noise, or numerics that
@@ -7,17 +8,18 @@ differ between the two passes, and no later number shows it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tilewright.trainer.losses.preferences import pairs_of
+from tilewright.trainer.losses.preferences import answers_of, pairs_of
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.plugins.callback import Callback, Plugin, Step
 from tilewright.trainer.tables import CALLBACKS
 
-TERMS = ("chosen", "rejected")
+TERMS = ("chosen ", "rejected ")
 
 
 class StepZero(Callback):
@@ -26,43 +28,54 @@ class StepZero(Callback):
         if step.number > 1:
             return
         found: list[str] = []
+        paired = run.loss.pairs
+        what, terms = ("pair", TERMS) if paired else ("answer", ("",))
 
         def look(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-            pairs, is_pair = pairs_of(per_token, batch, reference=True)
-            apart = torch.stack((pairs.up, pairs.down)).ne(0) & is_pair
+            values, there = (pairs_of if paired else answers_of)(per_token, batch, True)
+            n = len(terms)
+            apart = torch.stack([values[i] - values[i + n] for i in range(n)]).ne(0) & there
+            count = apart.any(0).double().sum()
             # One synchronization a micro-batch, in the first step alone.
             for term, document in apart.nonzero()[:1].tolist():
-                values = [float(p[document]) for p in (pairs[term], pairs[term + 2])]
-                pair = int(is_pair[: document + 1].sum())
+                own, other = (float(values[i][document]) for i in (term, term + n))
                 found.append(
-                    f"micro-batch {len(found) + 1}, pair {pair}: log-probability of the "
-                    f"{TERMS[term]} answer {values[0]:.9g}, under the reference {values[1]:.9g}"
+                    f"micro-batch {len(found) + 1}, {what} {int(there[: document + 1].sum())}: "
+                    f"log-probability of the {terms[term]}answer {own:.9g}, under the reference "
+                    f"{other:.9g}"
                 )
             if not apart.any():
-                found.append("")
-            count = per_token.share * apart.any(0).double().sum()
-            return count, per_token.share * is_pair.double().sum()
+                ratio = float(batch["first"][0]) if run.loss.mismatched else 0.0
+                count = count + bool(ratio)
+                found.append(
+                    f"micro-batch {len(found) + 1}: log-probabilities of answers to other prompts "
+                    f"and those under the reference differ by {ratio:.9g}"
+                    if ratio
+                    else ""
+                )
+            return per_token.share * count, per_token.share * there.double().sum()
 
-        sums = run.engine.forward(step.batches, look, training=True)
+        own = dataclasses.replace(run.loss, function=look, reports=(), over={})
+        sums = run.engine.forward(step.batches, own, training=True)
         differing, pairs = (round(n) for n in sums.values)
         reference = run.engine.reference
         assert reference is not None
         if not reference.own or run.config.train.load_checkpoint_path is not None:
             run.metrics.say(
                 f"reference: other weights than the policy begins with, under which {differing} of "
-                f"{pairs} pairs of the first step have other log-probabilities"
+                f"{pairs} {what}s of the first step have other log-probabilities"
             )
         elif differing:
             here = next((f for f in found if f), "on another process")
             raise ValueError(
                 f"the policy is not its reference before the first step: {differing} of {pairs} "
-                f"pairs differ, first {here}. Dropout, noise on weights, and a quantized policy "
+                f"{what}s differ, first {here}. Dropout, noise on weights, and a quantized policy "
                 "beside a reference that is not make such a difference; preference.reference_path "
                 "names another model"
             )
         else:
             run.metrics.say(
-                f"reference: all {pairs} pairs of the first step have margins of exactly 0"
+                f"reference: all {pairs} {what}s of the first step have margins of exactly 0"
             )
 
 

@@ -87,7 +87,7 @@ class Column:
             return self.reader(given, tokens)
         if given is None:
             if self.default is None:
-                raise ValueError("it is missing")
+                raise ValueError("it is missing" + (f" ({self.asked_by})" if self.asked_by else ""))
             given = self.default
         if not self.batched:
             if isinstance(given, bool | float) or not isinstance(given, str | int):

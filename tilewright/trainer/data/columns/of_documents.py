@@ -7,4 +7,5 @@ COLUMNS.add("id", Column("document", "str", default=""))
 COLUMNS.add("reward", Column("document", "float32"))
 # Members of a pair follow each other in the data.
 COLUMNS.add("pair", Column("document", "int64", fill=-1, least=0, together=True))
+COLUMNS.add("desirable", Column("document", "int64", fill=-1, least=0, most=1))
 COLUMNS.add("role", Column("document", "int64", fill=-1, least=0))

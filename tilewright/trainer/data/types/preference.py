@@ -4,7 +4,10 @@ answer, then the rejected one. Labels are the answers alone.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +20,31 @@ from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.tables import DATASETS
 
 ROLES = (("chosen", 0), ("rejected", 1))
-YIELDS = ("pair", "role")
+YIELDS = ("pair", "role", "reward")
+SCORES = ("chosen_score", "rejected_score")
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
-def _pair(answers: list[chat.Sample], most: int) -> Iterator[Sample]:
+def _scores(row: dict[str, Any]) -> tuple[float, ...]:
+    """Those of the chosen and of the rejected answer; nothing if there are none."""
+    found = [row.get(name) for name in SCORES]
+    if found == [None, None]:
+        return ()
+    chosen, rejected = (_number(s, name) for s, name in zip(found, SCORES, strict=True))
+    if chosen <= rejected:
+        raise Refused(f"its chosen_score {chosen:g} is not above its rejected_score {rejected:g}")
+    return chosen, rejected
+
+
+def _number(given: Any, name: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise Refused(f"its {name} must be a finite number, got {given!r:.80}")
+    return float(given)
+
+
+def _pair(
+    answers: list[chat.Sample], most: int, scores: tuple[float, ...] = ()
+) -> Iterator[Sample]:
     """The two documents. Each has at most half of a bin, so that both are in one: answers are cut
     from their ends.
     """
@@ -38,10 +61,11 @@ def _pair(answers: list[chat.Sample], most: int) -> Iterator[Sample]:
     digest = hashlib.sha256(np.array([t for ids, _ in cut for t in (*ids, -1)], np.int64).tobytes())
     number = int.from_bytes(digest.digest()[:8], "big") >> 1
     for (_, role), (ids, labels) in zip(ROLES, cut, strict=True):
-        yield ids, labels, {"pair": number, "role": role}
+        own = {"reward": scores[role]} if scores else {}
+        yield ids, labels, {"pair": number, "role": role, **own}
 
 
-def _last(samples: list[chat.Sample], name: str) -> chat.Sample:
+def last(samples: list[chat.Sample], name: str) -> chat.Sample:
     """The sample of the whole conversation."""
     if len(samples) > 1:
         raise Refused(
@@ -91,28 +115,83 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
             return _of_strings(asked.tokenizer, row, name)
         prompt, answer = _messages_of(row, name)
         given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
-        return _last(chat.prompt_completion(asked.tokenizer, given), name)
+        return last(chat.prompt_completion(asked.tokenizer, given), name)
 
-    return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked.most)
+    return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked.most, _scores(row))
+
+
+def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
+    """Of columns of tokens, a prompt and answers to it, the sample of each answer."""
+    for name in names:
+        if not row.get(name):
+            raise Refused(f"its {name} are {'null' if row.get(name) is None else 'empty'}")
+        if any(token is None for token in row[name]):
+            raise Refused(f"a token of its {name} is null")
+    prompt, *answers = (list(row[name]) for name in names)
+    return [(prompt + a, [IGNORE] * len(prompt) + a) for a in answers]
 
 
 def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    return lambda row: _pair(tokens_of(row, IDS), asked.most, _scores(row))
+
+
+def _strings(row: dict[str, Any], name: str) -> list[str]:
+    given = [row[name]] if isinstance(row[name], str) else row[name]
+    if not isinstance(given, list) or not all(isinstance(s, str) and s for s in given):
+        raise Refused(f"its {name} must be strings that are not empty, got {given!r:.80}")
+    return given
+
+
+def _turns(texts: list[str], first: str) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn."""
+    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]
+
+
+def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    """Rows with the user's turns `src`, the assistant's before the last of them `tgt`, and
+    responses, of which the one with the greater `sort` is chosen: every pair of them.
+    """
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
+
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
-        for name in IDS:
-            if not row.get(name):
-                raise Refused(f"its {name} are {'null' if row.get(name) is None else 'empty'}")
-            if any(token is None for token in row[name]):
-                raise Refused(f"a token of its {name} is null")
-        prompt = list(row["prompt_ids"])
-        answers = (list(row[name]) for name in IDS[1:])
-        both = [(prompt + a, [IGNORE] * len(prompt) + a) for a in answers]
-        return _pair(both, asked.most)
+        src, tgt = _strings(row, "src"), _strings(row, "tgt")
+        if len(src) != len(tgt) + 1:
+            raise Refused(f"it has {len(src)} src and {len(tgt)} tgt; accepted is one src more")
+        turns = [t for pair in itertools.zip_longest(src, tgt) for t in pair if t is not None]
+        prompt = _turns(turns, "user")
+        if row.get("system"):
+            prompt.insert(0, {"role": "system", "content": row["system"]})
+        ranks, responses = row["sort"], row["response"]
+        if not isinstance(responses, list) or len(responses) < 2:
+            raise Refused("its response must be a list of two responses or more")
+        if not isinstance(ranks, list) or len(ranks) != len(responses):
+            raise Refused(f"its sort must be {len(responses)} numbers, one per response")
+        scores = [_number(score, "sort") for score in ranks]
+        if len({*scores}) < len(scores):
+            raise Refused(f"two of its responses have one value of sort: {scores}")
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])
+        answers = [_response(asked.tokenizer, prompt, responses[i]) for i in order]
+        for i, j in itertools.combinations(range(len(order)), 2):
+            both = scores[order[i]], scores[order[j]]
+            yield from _pair([answers[i], answers[j]], asked.most, both)
 
     return samples
 
 
-def _check(path: str, features: Any) -> None:
-    for name in IDS:
+def _response(tokenizer: Any, prompt: list[dict[str, str]], given: Any) -> chat.Sample:
+    texts = _strings({"response": given}, "response")
+    if len(texts) % 2 == 0:
+        raise Refused(f"a response has {len(texts)} turns, and must end with the assistant's")
+    turns = _turns(texts, "assistant")
+    return last(
+        chat.prompt_completion(tokenizer, {"prompt": prompt, "completion": turns}), "response"
+    )
+
+
+def check_tokens(path: str, features: Any, names: tuple[str, ...]) -> None:
+    """Raises NotIntegers for a column that does not hold tokens."""
+    for name in names:
         kind = getattr(getattr(features[name], "feature", None), "dtype", "")
         if not kind.startswith(("int", "uint")):
             raise NotIntegers(path, name, features[name])
@@ -123,8 +202,18 @@ DATASETS.add(
     DatasetType(
         (("chosen", "rejected"),),
         _preference,
-        optional=("prompt", "tools"),
+        optional=("prompt", "tools", *SCORES),
         says="pairs of answers",
+        yields=YIELDS,
+    ),
+)
+DATASETS.add(
+    "preference_erniekit",
+    DatasetType(
+        (("src", "tgt", "response", "sort"),),
+        _erniekit,
+        optional=("system",),
+        says="ERNIEKit's ranked responses",
         yields=YIELDS,
     ),
 )
@@ -133,8 +222,9 @@ DATASETS.add(
     DatasetType(
         (IDS,),
         _tokenized,
+        optional=SCORES,
         says="pairs of answers that are tokens",
-        check=_check,
+        check=functools.partial(check_tokens, names=IDS),
         tokenizer=False,
         yields=YIELDS,
     ),

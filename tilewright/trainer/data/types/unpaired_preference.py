@@ -1,0 +1,68 @@
+"""Answers that are desirable or not, one document each. Labels are the answer alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.data import chat
+from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
+from tilewright.trainer.data.types.preference import check_tokens, last, tokens_of
+from tilewright.trainer.tables import DATASETS
+
+YIELDS = ("desirable",)
+IDS = ("prompt_ids", "completion_ids")
+
+
+def _judged(row: dict[str, Any], sample: chat.Sample, most: int) -> Sample:
+    if not isinstance(row["label"], bool):
+        raise Refused(f"its label must be true or false, got {row['label']!r:.80}")
+    if all(token == IGNORE for token in sample[1][1:most]):
+        raise Refused(f"its completion has no token within {most}, the longest sample")
+    return *sample, {"desirable": int(row["label"])}
+
+
+def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    kind = getattr(asked.features["completion"], "dtype", "list")
+    if pictures := {"images", "image"} & {*asked.features}:
+        raise ValueError(f"{asked.path}: type {asked.kind} reads no column `{min(pictures)}`")
+    template = kind not in ("string", "large_string")
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=template)
+
+    def samples(row: dict[str, Any]) -> Iterator[Sample]:
+        found = chat.prompt_completion(asked.tokenizer, row)
+        yield _judged(row, last(found, "completion"), asked.most)
+
+    return samples
+
+
+def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    def samples(row: dict[str, Any]) -> Iterator[Sample]:
+        yield _judged(row, *tokens_of(row, IDS), asked.most)
+
+    return samples
+
+
+DATASETS.add(
+    "unpaired_preference",
+    DatasetType(
+        (("prompt", "completion", "label"),),
+        _unpaired,
+        optional=("tools",),
+        says="answers that are desirable or not",
+        yields=YIELDS,
+    ),
+)
+DATASETS.add(
+    "unpaired_preference_tokenized",
+    DatasetType(
+        ((*IDS, "label"),),
+        _tokenized,
+        says="answers that are tokens, desirable or not",
+        check=functools.partial(check_tokens, names=IDS),
+        tokenizer=False,
+        yields=YIELDS,
+    ),
+)
