@@ -38,6 +38,7 @@ from tilewright.trainer.build import (
 )
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, Train
+from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.data.batches import collate
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
@@ -47,7 +48,7 @@ from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_o
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.tables import COLUMNS, LAYOUTS
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -126,9 +127,8 @@ def _measured(
         with tracker.owned_by("parameters"):
             parts = unfilled(config, shape, mesh, ops, mesh.device)
             engine = engine_around(parts, config, mesh)
-            engine.reference = reference(
-                config, shape, mesh, ops, functools.partial(unfilled, init_device=mesh.device)
-            )
+            made = functools.partial(unfilled, init_device=mesh.device)
+            engine.reference = reference(config, shape, mesh, ops, parts, made)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
                 offload_activations(parts.model, limit, NoCopies(mesh.device))
@@ -193,6 +193,8 @@ def full_batch(config: Config, mesh: Mesh, shape: ModelConfig) -> dict[str, torc
     """This rank's micro-batch of full bins of one document each."""
     length = config.data.sample_packing_sequence_len
     columns = {name: c for name, c in columns_of(config, shape).items() if c.batched}
+    if kind_of_reference(config) == "precomputed":  # which is read, not computed
+        columns["reference_logprob"] = COLUMNS["reference_logprob"]
     further = {name: c.filled(length) for name, c in columns.items()}
     document = (np.zeros(length, np.int64), np.zeros(length, np.int64), further)
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)

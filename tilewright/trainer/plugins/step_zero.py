@@ -3,6 +3,9 @@
 Every loss has a known value then (the logistic one ln 2), and its gradient is that of a margin of
 0. A run that begins elsewhere has another reference than it says, dropout, noise, or numerics that
 differ between the two passes, and no later number shows it.
+
+A reference that was computed earlier may have been in rows packed otherwise, in which a token's
+bits are others unless the model is batch-invariant: such a run is held to a bound.
 """
 
 from __future__ import annotations
@@ -22,14 +25,20 @@ TERMS = ("chosen", "rejected")
 
 class StepZero(Callback):
     def before_step(self, step: Step) -> None:
-        run = self.run
+        run, reference = self.run, self.run.engine.reference
         if step.number > 1:
             return
+        assert reference is not None
         found: list[str] = []
+        largest = [0.0]
 
         def look(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
             pairs, is_pair = pairs_of(per_token, batch, reference=True)
-            apart = torch.stack((pairs.up, pairs.down)).ne(0) & is_pair
+            apart = torch.stack((pairs.up, pairs.down)).abs() * is_pair
+            size = torch.stack((pairs.chosen, pairs.rejected)).abs()
+            tokens = torch.stack((pairs.chosen_tokens, pairs.rejected_tokens))
+            largest.append(float(apart.nan_to_num(nan=torch.inf).max()))
+            apart = (apart <= reference.bound * (size + tokens)).logical_not() & is_pair
             # One synchronization a micro-batch, in the first step alone.
             for term, document in apart.nonzero()[:1].tolist():
                 values = [float(p[document]) for p in (pairs[term], pairs[term + 2])]
@@ -45,8 +54,7 @@ class StepZero(Callback):
 
         sums = run.engine.forward(step.batches, look, training=True)
         differing, pairs = (round(n) for n in sums.values)
-        reference = run.engine.reference
-        assert reference is not None
+        most = max(run.mesh.control.gather(max(largest)))
         if not reference.own or run.config.train.load_checkpoint_path is not None:
             run.metrics.say(
                 f"reference: other weights than the policy begins with, under which {differing} of "
@@ -54,11 +62,23 @@ class StepZero(Callback):
             )
         elif differing:
             here = next((f for f in found if f), "on another process")
+            allowed = ""
+            if reference.bound:
+                allowed = (
+                    f" by more than {reference.bound:g} nats for each nat and token of an answer, "
+                    "as much as other packing may change"
+                )
             raise ValueError(
                 f"the policy is not its reference before the first step: {differing} of {pairs} "
-                f"pairs differ, first {here}. Dropout, noise on weights, and a quantized policy "
-                "beside a reference that is not make such a difference; preference.reference_path "
-                "names another model"
+                f"pairs differ{allowed}, first {here}. Dropout, noise on weights, and a quantized "
+                "policy beside a reference that is not make such a difference; "
+                "preference.reference_path names another model"
+            )
+        elif most:
+            run.metrics.say(
+                f"reference: log-probabilities of the first step's {pairs} pairs differ by up to "
+                f"{most:.3g} nats from the precomputed ones, which were in rows packed otherwise; "
+                "model.batch_invariant makes them equal"
             )
         else:
             run.metrics.say(
