@@ -128,12 +128,13 @@ def _measured(
             parts = unfilled(config, shape, mesh, ops, mesh.device)
             engine = engine_around(parts, config, mesh)
             made = functools.partial(unfilled, init_device=mesh.device)
-            engine.reference = reference(config, shape, mesh, ops, parts, made)
+            engine.reference = compared = reference(config, shape, mesh, ops, parts, made)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
                 offload_activations(parts.model, limit, NoCopies(mesh.device))
         saved = _mark(engine.parts, tracker)
-        stored = [*engine.model.parameters(), *engine.model.buffers()]
+        second = () if compared is None or compared.parts is None else (compared.parts.model,)
+        stored = [t for m in (engine.model, *second) for t in (*m.parameters(), *m.buffers())]
         owners = tracker.own("parameters", stored)
         for step in range(max(1, steps)):
             for micro_batches in _calls(t, last=step == steps - 1):
