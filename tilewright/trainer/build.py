@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import pathlib
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import nn
 
 from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
+from tilewright.trainer import precomputed as precompute
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
@@ -255,33 +257,84 @@ def same_place(path: str, other: str | None) -> bool:
     return other is not None and pathlib.Path(path).resolve() == pathlib.Path(other).resolve()
 
 
+Made = Callable[[Config, ModelConfig, Mesh, Ops], Parts]
+
+
+def begins_as_policy(config: Config) -> bool:
+    """Whether the reference's weights are those that the policy begins with."""
+    path = config.preference.reference_path
+    return path is None or same_place(path, config.model.model_path)
+
+
+def second_model(
+    config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops, made: Made = build_model
+) -> Parts:
+    """A reference model, whole whatever the policy trains."""
+    m, path, other = config.model, config.preference.reference_path, shape
+    if not begins_as_policy(config):
+        m = m.model_copy(update={"model_path": path})
+        other = hf.shape_of(m)
+    if other.vocab_size != shape.vocab_size:
+        raise ValueError(
+            f"preference.reference_path = {path}: it has a vocabulary of {other.vocab_size}, the "
+            f"model one of {shape.vocab_size}"
+        )
+    if config.preference.reference_update_steps is not None and other != shape:
+        raise ValueError(
+            f"preference.reference_path = {path}: with preference.reference_update_steps it must "
+            "have the model's shape"
+        )
+    plain = config.model_copy(update={"model": m, "lora": Lora()})
+    return computing(made(plain, other, mesh, ops), config.train, mesh)
+
+
 def reference(
     config: Config,
     shape: ModelConfig,
     mesh: Mesh,
     ops: Ops,
-    made: Callable[[Config, ModelConfig, Mesh, Ops], Parts] = build_model,
+    policy: Parts,
+    made: Made = build_model,
 ) -> Reference | None:
-    """What a run's loss compares with, unless the data hold it.   made: makes a second model."""
+    """What a run's loss compares with, unless it is read.   made: makes a second model."""
     match kind_of_reference(config):
         case "adapters_off":
-            return Reference()
+            found = Reference()
         case "model":
-            m, path = config.model, config.preference.reference_path
-            own = path is None or same_place(path, m.model_path)
-            model = m if own else m.model_copy(update={"model_path": path})
-            # Whole weights, whatever the policy trains.
-            plain = config.model_copy(update={"model": model, "lora": Lora()})
-            other = shape if own else hf.shape_of(model)
-            if other.vocab_size != shape.vocab_size:
-                raise ValueError(
-                    f"preference.reference_path = {path}: it has a vocabulary of "
-                    f"{other.vocab_size}, the model one of {shape.vocab_size}"
-                )
-            parts = made(plain, other, mesh, ops)
-            return Reference(computing(parts, config.train, mesh), own)
+            parts = second_model(config, shape, mesh, ops, made)
+            found = Reference(parts, begins_as_policy(config))
         case _:
             return None
+    if config.preference.reference_update_steps is not None:
+        found.begin(policy)
+    return found
+
+
+def precomputed(
+    config: Config, mesh: Mesh, ops: Ops, parts: Parts, sets: list[Bins]
+) -> precompute.Precomputed:
+    """What a run compares with, computed by a model's parts, in its precision, where it is not
+    there yet.
+    """
+    t, lora, dtype = config.train, config.lora, compute_dtype(config.train)
+    own = begins_as_policy(config)
+    format = lora.quant_format, lora.quant_group_size, lora.exclude_modules
+    fingerprint = {
+        "weights": parts.origin,
+        "model": dataclasses.asdict(parts.model.config),
+        "numerics": dataclasses.asdict(ops.numerics),
+        "ops": ops.names() | adapters.operations(parts.whole, mesh.device, dtype),
+        "dtype": str(dtype),
+        "cast_by": "fsdp2" if t.data_parallel_mode == "fsdp2" else "autocast",
+        "merge_qkv": config.model.merge_qkv,
+        "quantized": format if lora.enable_qlora and own else None,
+    }
+    root, given = config.data.dataset_prepared_path, config.preference.reference_cache
+    folder = precompute.folder_of(root, given, fingerprint)
+    with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
+        found = precompute.computed(parts, mesh, sets, folder, fingerprint, t.micro_batch_size)
+    bound = 0.0 if ops.numerics.batch_invariant else precompute.BOUNDS[dtype]
+    return precompute.Precomputed(found, mesh, own, bound)
 
 
 def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
@@ -327,6 +380,13 @@ def identity(
     }
 
 
+def free(mesh: Mesh) -> None:
+    """Frees what nothing holds any longer."""
+    gc.collect()
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @dataclasses.dataclass
 class Built:
     """What a run is made of.
@@ -358,8 +418,16 @@ def build(config: Config, mesh: Mesh) -> Built:
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if config.train.do_test else {}
     dropout.check(config.train, shape, batches.per_step)
+    read = kind_of_reference(config) == "precomputed"
+    sets, compared = [batches.bins, *held.values(), *last.values()], None
+    if read and not begins_as_policy(config):
+        # Before there is a policy, and gone before it: two models are never in memory.
+        compared = precomputed(config, mesh, ops, second_model(config, shape, mesh, ops), sets)
+        free(mesh)
     engine = build_engine(config, shape, mesh, ops)
-    engine.reference = reference(config, shape, mesh, ops)
+    if read and compared is None:
+        compared = precomputed(config, mesh, ops, engine.parts, sets)
+    engine.reference = compared or reference(config, shape, mesh, ops, engine.parts)
     return Built(
         shape,
         engine,

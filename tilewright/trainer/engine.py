@@ -29,7 +29,7 @@ from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.reference import Reference
+from tilewright.trainer.reference import Compared
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -135,7 +135,7 @@ class Engine:
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
         self.decays = decays(optimizer)
         self.empty_steps = 0
-        self.reference: Reference | None = None
+        self.reference: Compared | None = None
         parts.model.everywhere = mesh.loss.group
         self._totals: torch.Tensor | None = None  # of all calls since the last step
 
@@ -326,7 +326,7 @@ class Engine:
         values: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
         """See `Saver.save`."""
-        return saver.save(step, self.parts, self.optimizer, state, values)
+        return saver.save(step, self.parts, self.optimizer, state, values, self._moved())
 
     def load(
         self,
@@ -338,7 +338,11 @@ class Engine:
     ) -> tuple[pathlib.Path, dict[str, Any]]:
         """See `checkpoint.resume`."""
         options = {"run": identity, "ops": ops, "checked": checked, "states": states}
+        options["reference"] = self._moved()
         return checkpoint.resume(folders, self.parts, self.optimizer, self.mesh, **options)
+
+    def _moved(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {} if self.reference is None else self.reference.moved()
 
     def export(
         self,

@@ -39,6 +39,7 @@ from tilewright.trainer.build import (
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.config import Config, ConfigError, Train
+from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.data.batches import collate
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
@@ -48,7 +49,7 @@ from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_o
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.tables import COLUMNS, LAYOUTS
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -127,14 +128,14 @@ def _measured(
         with tracker.owned_by("parameters"):
             parts = unfilled(config, shape, mesh, ops, mesh.device)
             engine = engine_around(parts, config, mesh)
-            engine.reference = reference(
-                config, shape, mesh, ops, functools.partial(unfilled, init_device=mesh.device)
-            )
+            made = functools.partial(unfilled, init_device=mesh.device)
+            engine.reference = compared = reference(config, shape, mesh, ops, parts, made)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
                 offload_activations(parts.model, limit, NoCopies(mesh.device))
         saved = _mark(engine.parts, tracker)
-        stored = [*engine.model.parameters(), *engine.model.buffers()]
+        second = () if compared is None or compared.parts is None else (compared.parts.model,)
+        stored = [t for m in (engine.model, *second) for t in (*m.parameters(), *m.buffers())]
         owners = tracker.own("parameters", stored)
         for step in range(max(1, steps)):
             for micro_batches in _calls(t, last=step == steps - 1):
@@ -194,6 +195,8 @@ def full_batch(config: Config, mesh: Mesh, shape: ModelConfig) -> dict[str, Any]
     """This rank's micro-batch of full bins of one document each."""
     length = config.data.sample_packing_sequence_len
     columns = {name: c for name, c in columns_of(config, shape).items() if c.batched}
+    if kind_of_reference(config) == "precomputed":  # which is read, not computed
+        columns["reference_logprob"] = COLUMNS["reference_logprob"]
     further = {name: c.filled(length) for name, c in columns.items()}
     tokens = (np.zeros(length, np.int64), np.zeros(length, np.int64))
     document = (*tokens, {**further, MISMATCHED: tokens})

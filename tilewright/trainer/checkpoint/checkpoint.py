@@ -84,6 +84,7 @@ __all__ = [
     "step_of",
 ]
 log = logging.getLogger("tilewright")
+Reference = Mapping[str, dict[str, torch.Tensor]]  # `reference.Compared.moved`
 
 
 @contextlib.contextmanager
@@ -194,9 +195,11 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         values: Mapping[str, float] | None = None,
+        reference: Reference | None = None,
     ) -> pathlib.Path:
         """state: JSON. The folder gets its final name only when it is complete.   values: what an
-        evaluation of these weights reports, if there was one.
+        evaluation of these weights reports, if there was one.   reference: that moves, stored with
+        the states.
 
         Raises ValueError, and writes nothing, if a weight or a moment is not finite. If the one
         before could not be written, this one is waited for.
@@ -210,6 +213,8 @@ class Saver:
         self.mesh.control.barrier()
         adapters_alone = adapters_suffice(parts) and not self.base
         tensors, _ = _contents(parts.model, optimizer if self.states else None, adapters_alone)
+        if reference and self.states:
+            tensors["reference"] = reference
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
@@ -219,6 +224,7 @@ class Saver:
             "weights": "adapters" if adapters_alone else "all",
             "merged": parts.merged,
             "optimizer": self.states,
+            "reference": list(tensors.get("reference", ())),
             **self._with_best(step, values or {}),
             **state,
         }
@@ -408,10 +414,12 @@ def restore(
     ops: dict[str, str],
     checked: bool = True,
     states: bool = True,
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
     """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
 
     states: false: fills the parts alone, and restores no random state.
+    reference: that moves, filled with the states: of a run in which it did not, it is not yet.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
     base).   checked: compare the checksums of all files.
@@ -429,6 +437,8 @@ def restore(
                 f"{folder} holds no states of the optimizer (train.save_optimizer was false), so no "
                 "run can go on from it; train.load_optimizer = false begins one with its weights"
             )
+        if states:
+            _check_reference(folder, state, reference or {})
         small, large = share(folder, state, mesh.rank, mesh.size) if checked else ({}, {})
         verify(folder, small)
         metadata = read_metadata(folder / "dcp")
@@ -449,6 +459,8 @@ def restore(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
     tensors, moments = _contents(parts.model, optimizer if states else None, adapters_alone)
+    if states and state.get("reference"):
+        tensors["reference"] = reference  # filled in place
     _load(folder, tensors, metadata, mesh, large)
     # Names that are left out: of tied weights, and of those that are not the checkpoint's.
     some = StateDictOptions(strict=False)
@@ -508,6 +520,19 @@ def _without_base(folder: pathlib.Path, state: dict[str, Any], parts: Parts) -> 
         return True
     began = state["run"].get("base", {}).get("weights", origin)
     return began != origin and not state.get("merged") and adapters_suffice(parts)
+
+
+def _check_reference(folder: pathlib.Path, state: dict[str, Any], reference: Reference) -> None:
+    """Raises ValueError if a checkpoint's reference has moved, and the run's does not, or is of
+    another kind.
+    """
+    stored, own = state.get("reference", []), [*reference]
+    if stored and stored != own:
+        raise ValueError(
+            f"{folder} holds a reference that has moved ({stored[0]}), and the run's is "
+            f"{own[0] if own else 'one that does not'}: preference.reference and whether there are "
+            "preference.reference_update_steps must be as they were"
+        )
 
 
 _ANEW = "To start anew from its weights, set model.model_path to its hf folder"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 OURS = "ours: xorl's local configuration has no preferences"
 PREFERRED = Only("train.loss", "preference")
 COMPUTED = ("adapters_off", "model")  # references that are a second pass
+TR_DPO = "ours: xorl's local configuration has no preferences; TR-DPO, arXiv:2404.09656"
 
 
 def _read_by(name: str) -> Only:
@@ -21,7 +22,7 @@ def _read_by(name: str) -> Only:
 
 
 def kind_of_reference(config: Config) -> str:
-    """What a run compares with: none, adapters_off, model or column."""
+    """What a run compares with: none, adapters_off, model, precomputed or column."""
     section = config.preference
     if config.train.loss != "preference" or not PREFERENCES[section.loss].reference:
         return "none"
@@ -81,7 +82,7 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_desirable_weight"),
-        names="desirable_weight",
+        names={"TRL": "desirable_weight"},
         differs=("none", OURS),
         ge=0,
     )
@@ -91,7 +92,7 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_undesirable_weight"),
-        names="undesirable_weight",
+        names={"TRL": "undesirable_weight"},
         differs=("none", OURS),
         ge=0,
     )
@@ -106,7 +107,7 @@ class Preference(Section):
     """What mean log-ratios are over. micro_batch: the micro-batches that all ranks compute at once;
     step: all of a step, or of an evaluation; kto_pair then takes one more forward pass.
     """
-    reference: Literal["auto", "adapters_off", "model", "column"] = field(
+    reference: Literal["auto", "adapters_off", "model", "precomputed", "column"] = field(
         "auto",
         Resume.NEXT_STEP,
         PREFERRED,
@@ -124,26 +125,70 @@ class Preference(Section):
             lambda c: c.preference.reference == "adapters_off" and not c.lora.enable_lora
         ),
         Refuse(
-            "a pipeline's log-probabilities are on its last stage", "train.pipeline_parallel_size"
-        ).when(lambda c: kind_of_reference(c) in COMPUTED and c.train.pipeline_parallel_size > 1),
-        Refuse(
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
         ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
-    one, frozen; column: the column reference_logprob of the data; auto: adapters_off with LoRA,
-    else model.
+    one, frozen; precomputed: what a pass before the first step has written; column: the column
+    reference_logprob of the data; auto: adapters_off with LoRA, else model.
     """
     reference_path: str | None = field(
         None,
         Resume.NEXT_STEP,
         PREFERRED,
         Refuse("no second model is read", "reference").when(
-            lambda c: c.preference.reference_path is not None and kind_of_reference(c) != "model"
+            lambda c: (
+                c.preference.reference_path is not None
+                and kind_of_reference(c) not in ("model", "precomputed")
+            )
         ),
         names={"TRL": "ref_model"},
         differs=("none", OURS),
     )
     """The folder of the reference model; null: model.model_path."""
+    reference_cache: str | None = field(
+        None, Resume.PLACE, PREFERRED, Only("reference", "precomputed"), differs=("none", OURS)
+    )
+    """The folder of precomputed log-probabilities, of one reference; null: one for each reference,
+    in data.dataset_prepared_path.
+    """
+    reference_update_steps: int | None = field(
+        None,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        Refuse("what moves is a model or adapters", "reference").when(
+            lambda c: (
+                c.preference.reference_update_steps is not None
+                and kind_of_reference(c) not in COMPUTED
+            )
+        ),
+        Refuse(
+            "with adapters a second set of them moves; set preference.reference to adapters_off",
+            "reference",
+            "lora.enable_lora",
+        ).when(
+            lambda c: (
+                c.preference.reference_update_steps is not None
+                and kind_of_reference(c) == "model"
+                and c.lora.enable_lora
+            )
+        ),
+        names={"TRL": "ref_model_sync_steps"},
+        differs=("none", TR_DPO),
+        ge=1,
+    )
+    """The reference moves to the policy after every so many steps; null: it stays."""
+    reference_ema: float = field(
+        1.0,
+        Resume.NEXT_STEP,
+        Only("reference_update_steps", but=None),
+        names={"TRL": "ref_model_mixup_alpha"},
+        differs=("none", TR_DPO),
+        gt=0,
+        le=1,
+    )
+    """How far the reference moves: the policy's share in the new one, of weights, or of adapters' A
+    and B; 1: it becomes the policy.
+    """

@@ -16,6 +16,7 @@ read the same bins.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
@@ -140,6 +141,12 @@ class Bins(torch.utils.data.Dataset):
                 whole = values.dtype.kind in "iu"
                 digest.update(values.astype(np.int64 if whole else np.float64).tobytes())
         return digest.hexdigest()[:16]
+
+    def only(self, numbers: list[int]) -> Bins:
+        """Some of the bins, for evaluation."""
+        some = copy.copy(self)
+        some.bins, some.sizes = [self.bins[i] for i in numbers], self.sizes[numbers]
+        return some
 
     def __len__(self) -> int:
         return len(self.bins)

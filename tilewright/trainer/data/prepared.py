@@ -146,7 +146,7 @@ def _load(folder: pathlib.Path):
 
 
 @contextlib.contextmanager
-def _alone(path: pathlib.Path) -> Iterator[None]:
+def alone(path: pathlib.Path) -> Iterator[None]:
     """Only one process prepares a set: others wait. The system releases the lock of a process that
     has ended, and processes that it had started do not have it.
     """
@@ -207,7 +207,7 @@ def prepare(
         except sealed.Damaged as damage:
             raise ValueError(f"data.skip_prepare_dataset: {damage}") from damage
     else:
-        with _alone(root / f".{folder.name}.lock"):
+        with alone(root / f".{folder.name}.lock"):
             try:
                 if there := folder.is_dir():
                     sealed.check(folder)

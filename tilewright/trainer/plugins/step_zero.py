@@ -4,6 +4,9 @@ and, where a loss reads their mean, on mismatched ones.
 Every loss has a known value then (the logistic one ln 2), and its gradient is that of a margin of
 0. A run that begins elsewhere has another reference than it says, dropout, noise, or numerics that
 differ between the two passes, and no later number shows it.
+
+A reference that was computed earlier may have been in rows packed otherwise, in which a token's
+bits are others unless the model is batch-invariant: such a run is held to a bound.
 """
 
 from __future__ import annotations
@@ -24,25 +27,29 @@ TERMS = ("chosen ", "rejected ")
 
 class StepZero(Callback):
     def before_step(self, step: Step) -> None:
-        run = self.run
+        run, reference = self.run, self.run.engine.reference
         if step.number > 1:
             return
+        assert reference is not None
         found: list[str] = []
+        largest = [0.0]
         paired = run.loss.pairs
         what, terms = ("pair", TERMS) if paired else ("answer", ("",))
 
         def look(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
             values, there = (pairs_of if paired else answers_of)(per_token, batch, True)
             n = len(terms)
-            apart = torch.stack([values[i] - values[i + n] for i in range(n)]).ne(0) & there
+            own, other, tokens = (torch.stack([*values[i : i + n]]) for i in (0, n, 2 * n))
+            apart = (own - other).abs() * there
+            largest.append(float(apart.nan_to_num(nan=torch.inf).max()))
+            apart = (apart <= reference.bound * (own.abs() + tokens)).logical_not() & there
             count = apart.any(0).double().sum()
             # One synchronization a micro-batch, in the first step alone.
             for term, document in apart.nonzero()[:1].tolist():
-                own, other = (float(values[i][document]) for i in (term, term + n))
                 found.append(
                     f"micro-batch {len(found) + 1}, {what} {int(there[: document + 1].sum())}: "
-                    f"log-probability of the {terms[term]}answer {own:.9g}, under the reference "
-                    f"{other:.9g}"
+                    f"log-probability of the {terms[term]}answer {float(own[term][document]):.9g}, "
+                    f"under the reference {float(other[term][document]):.9g}"
                 )
             if not apart.any():
                 ratio = float(batch["first"][0]) if run.loss.mismatched else 0.0
@@ -58,8 +65,7 @@ class StepZero(Callback):
         own = dataclasses.replace(run.loss, function=look, reports=(), over={})
         sums = run.engine.forward(step.batches, own, training=True)
         differing, pairs = (round(n) for n in sums.values)
-        reference = run.engine.reference
-        assert reference is not None
+        most = max(run.mesh.control.gather(max(largest)))
         if not reference.own or run.config.train.load_checkpoint_path is not None:
             run.metrics.say(
                 f"reference: other weights than the policy begins with, under which {differing} of "
@@ -67,11 +73,23 @@ class StepZero(Callback):
             )
         elif differing:
             here = next((f for f in found if f), "on another process")
+            allowed = ""
+            if reference.bound:
+                allowed = (
+                    f" by more than {reference.bound:g} nats for each nat and token of an answer, "
+                    "as much as other packing may change"
+                )
             raise ValueError(
                 f"the policy is not its reference before the first step: {differing} of {pairs} "
-                f"{what}s differ, first {here}. Dropout, noise on weights, and a quantized policy "
-                "beside a reference that is not make such a difference; preference.reference_path "
-                "names another model"
+                f"{what}s differ{allowed}, first {here}. Dropout, noise on weights, and a quantized "
+                "policy beside a reference that is not make such a difference; "
+                "preference.reference_path names another model"
+            )
+        elif most:
+            run.metrics.say(
+                f"reference: log-probabilities of the first step's {pairs} {what}s differ by up to "
+                f"{most:.3g} nats from the precomputed ones, which were in rows packed otherwise; "
+                "model.batch_invariant makes them equal"
             )
         else:
             run.metrics.say(

@@ -1,0 +1,462 @@
+"""References that move, and those that a pass computes before the first step."""
+
+import gc
+import json
+import math
+import shutil
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+pytest.importorskip("pydantic")
+pytest.importorskip("transformers")
+
+import test_preference
+from ranks import run_modes
+from test_preference import metrics, plain, rows, same, trained
+
+from tilewright.trainer import build, precomputed, train
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.data import logprobs
+from tilewright.trainer.data.logprobs import Damaged, Found, key_of, write
+from tilewright.trainer.parallel.mesh import Mesh
+
+pytestmark = pytest.mark.packages
+settings = test_preference.settings
+
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
+MOVING = ["--preference.reference_update_steps=1", "--preference.reference_ema=0.6"]
+HALF = ["--train.max_steps=2", "--train.save_strategy=steps", "--train.save_steps=2"]
+AGAIN = "--train.load_checkpoint_path=auto"
+FSDP2 = ["--train.data_parallel_mode=fsdp2"]
+
+
+def cache(folder, name):
+    return ["--preference.reference=precomputed", f"--preference.reference_cache={folder / name}"]
+
+
+@pytest.fixture(scope="module")
+def alone(settings):
+    return trained(settings, "alone")
+
+
+@pytest.fixture(scope="module")
+def read(settings, alone):
+    """A run whose reference is in the folder "cache"."""
+    return trained(settings, "read", *cache(settings[0], "cache"))
+
+
+MODES = {
+    "run_ddp": ["--train.data_parallel_mode=ddp"],
+    "run_fsdp2": FSDP2,
+    "run_ring": [*FSDP2, "--train.ringattn_parallel_size=2"],
+    "run_tp": [*FSDP2, "--train.tensor_parallel_size=2"],
+    "run_pipeline": [*FSDP2, "--train.pipeline_parallel_size=2"],
+}
+ONLINE = {
+    "run_pipeline_model": [],
+    "run_pipeline_adapters_off": LORA,
+}
+STOPPED = {
+    f"{mode}_{kind}": [f"--train.data_parallel_mode={mode}", *MOVING, *more]
+    for mode in ("ddp", "fsdp2")
+    for kind, more in (("dense", ()), ("lora", LORA))
+}
+
+
+def accumulated(options):
+    """As many bins a step as one process takes."""
+    alone = any("parallel_size" in o for o in options)
+    return [*options, f"--train.gradient_accumulation_steps={8 if alone else 4}"]
+
+
+@pytest.fixture(scope="module")
+def spread(settings):
+    """Runs on two ranks."""
+    folder, path = settings
+    modes = {}
+
+    def add(name, options, out=None):
+        place = f"--train.output_dir={folder / (out or name)}"
+        modes[name] = [path, place, "--model.merge_qkv=false", *accumulated(options)]
+
+    for name, options in MODES.items():
+        add(name, [*options, *cache(folder, f"of_{name}")])
+    for name, options in ONLINE.items():
+        add(name, [*MODES["run_pipeline"], *options])
+    for name, options in STOPPED.items():
+        add(f"run_{name}_whole", options)
+        add(f"run_{name}_half", [*options, *HALF], f"run_{name}")
+        add(f"run_{name}_rest", [*options, AGAIN], f"run_{name}")
+    run_modes(2, folder, modes)
+    return folder
+
+
+# ---- precomputed
+
+
+def values(folder):
+    """The log-probability of each document of a folder, by its key."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "np") as opened:
+            keys, ends, each = (opened.get_tensor(n) for n in logprobs.NAMES)
+        parts = np.split(each.astype(np.float64), ends[:-1])
+        found |= {k.tobytes(): p.sum() for k, p in zip(keys, parts, strict=True)}
+    return found
+
+
+def test_what_is_read_has_the_bits_of_what_is_computed(alone, read, settings):
+    assert [(r["loss"], r["drift"]) for r in read] == [(r["loss"], r["drift"]) for r in alone]
+    assert read[0]["loss"] == math.log(2) and len(values(settings[0] / "cache")) == 240
+
+
+def test_a_document_is_known_by_its_tokens_and_labels(read, settings):
+    row = rows(1, 1)[0]
+    ids = np.array(row["prompt_ids"] + row["chosen_ids"])
+    labels = np.append(ids[1:], -100)
+    labels[: len(row["prompt_ids"]) - 1] = -100
+    known = values(settings[0] / "cache")
+    assert key_of(ids, labels) in known
+    for other in (np.append(ids[1:], -100), np.where(labels == labels[-2], 3, labels)):
+        assert key_of(ids, other) not in known
+
+
+def nearly(found, expected, rel=1e-6):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=rel), key.hex()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_compute_what_one_process_does(name, spread, alone, read, settings):
+    # A ring adds the parts of attention in another order.
+    rel = 2e-6 if name == "run_ring" else 1e-6
+    nearly(values(spread / f"of_{name}"), values(settings[0] / "cache"), rel)
+    same(metrics(spread / name), alone)
+
+
+def test_four_ranks_too(settings, alone, read, tmp_path):
+    shutil.copy(settings[1], tmp_path / "config.yaml")
+    options = [
+        *cache(tmp_path, "cache"),
+        "--train.gradient_accumulation_steps=2",
+        "--model.merge_qkv=false",
+    ]
+    arguments = [settings[1], f"--train.output_dir={tmp_path / 'run'}", *FSDP2, *options]
+    run_modes(4, tmp_path, {"run": arguments})
+    nearly(values(tmp_path / "cache"), values(settings[0] / "cache"))
+    same(metrics(tmp_path / "run"), alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train.seed=7"],
+        ["--data.sample_packing_sequence_len=128", "--train.micro_batch_size=2"],
+        ["--data.sample_packing_method=multipack", "--data.shuffle_merged_datasets=false"],
+        ["--data.dataloader_drop_last=true", "--train.gradient_accumulation_steps=3"],
+    ],
+    ids=["shuffle", "bins", "packing", "drop_last"],
+)
+def test_other_orders_and_bins_read_the_same_values(options, read, settings, monkeypatch):
+    options = ["--train.max_steps=2", *options]
+    name = options[1].partition("=")[0][8:]
+    online = trained(settings, f"online_{name}", *options)
+    monkeypatch.setattr(precomputed, "write", lambda *_: pytest.fail("computed again"))
+    same(trained(settings, f"read_{name}", *options, *cache(settings[0], "cache")), online)
+
+
+def test_the_default_folder_is_that_of_the_reference(settings, alone, monkeypatch):
+    folder, _ = settings
+    read = ["--preference.reference=precomputed", "--train.max_steps=1"]
+    other = f"--preference.reference_path={folder / 'other'}"
+    for again in ("", "_again"):
+        [own] = trained(settings, f"default{again}", *read)
+        [elsewhere] = trained(settings, f"default_other{again}", *read, other)
+        first, second = map(values, (folder / "prepared").glob("reference_*"))
+        assert own["loss"] == alone[0]["loss"] != elsewhere["loss"]
+        assert first.keys() == second.keys() and first != second
+        monkeypatch.setattr(precomputed, "write", lambda *_: pytest.fail("computed again"))
+    same([elsewhere], trained(settings, "default_online", other, "--train.max_steps=1"))
+
+
+def test_another_reference_is_refused_with_both(read, settings):
+    folder, _ = settings
+    other = f"--preference.reference_path={folder / 'other'}"
+    with pytest.raises(ValueError, match=r"another reference than this run's: \{'weights'") as told:
+        trained(settings, "wrong", *cache(folder, "cache"), other)
+    kept = [
+        json.loads(safe_open(f, "np").metadata()["reference"])["weights"]
+        for f in (folder / "cache").glob("*.s*")
+    ]
+    assert kept[0] in str(told.value) and len(set(kept)) == 1
+    with pytest.raises(ValueError, match=r"\{'numerics': "):
+        trained(settings, "wrong", *cache(folder, "cache"), "--model.batch_invariant=true")
+
+
+def test_two_values_that_are_swapped_are_noticed(read, settings, tmp_path):
+    shutil.copytree(settings[0] / "cache", tmp_path / "cache")
+    [file] = (tmp_path / "cache").glob("*.safetensors")
+    with safe_open(file, "np") as opened:
+        arrays, about = {n: opened.get_tensor(n) for n in logprobs.NAMES}, opened.metadata()
+    arrays["logprobs"][[3, 4]] = arrays["logprobs"][[4, 3]]
+    save_file(arrays, file, about)
+    with pytest.raises(Damaged, match=r"has the checksum .* and says .*; delete it"):
+        trained(settings, "swapped", *cache(tmp_path, "cache"))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(Damaged, match="cannot be read as log-probabilities"):
+        trained(settings, "swapped", *cache(tmp_path, "cache"))
+
+
+def test_a_document_that_is_not_there_is_named(tmp_path):
+    key, other = key_of(np.arange(3), np.arange(3)), key_of(np.arange(3), np.arange(1, 4))
+    write(tmp_path, {key: np.array([-1.5, -2.0])}, {"weights": "abc"})
+    found = Found(tmp_path, {"weights": "abc"})
+    assert found[key].tolist() == [-1.5, -2.0] and key in found and other not in found
+    with pytest.raises(ValueError, match=f"{other.hex()} under the reference .*abc"):
+        found[other]
+
+
+class Killed(BaseException):
+    """As SIGKILL, which nothing handles."""
+
+
+def test_a_killed_pass_goes_on(read, settings, tmp_path, monkeypatch):
+    written = []
+
+    def killing(folder, found, *rest):
+        if len(written) == 3:
+            (folder / ".cut.0.partial").write_bytes(b"half")
+            raise Killed
+        written.append(len(found))
+        write(folder, found, *rest)
+
+    monkeypatch.setattr(precomputed, "FILE", 100)
+    monkeypatch.setattr(precomputed, "write", killing)
+    with pytest.raises(Killed):
+        trained(settings, "killed", *cache(tmp_path, "cache"))
+    before = values(tmp_path / "cache")
+    assert 0 < len(before) == sum(written) < 240
+    computed = []
+
+    def counting(folder, found, *rest):
+        computed.extend(found)
+        write(folder, found, *rest)
+
+    monkeypatch.setattr(precomputed, "write", counting)
+    trained(settings, "killed", *cache(tmp_path, "cache"), "--train.max_steps=1")
+    assert not before.keys() & {*computed} and len(before) + len(computed) == 240
+    assert values(tmp_path / "cache") == values(settings[0] / "cache")
+    assert not [*(tmp_path / "cache").glob("*.partial")]
+
+
+def test_documents_that_are_new_are_added(read, settings, tmp_path, monkeypatch):
+    shutil.copytree(settings[0] / "cache", tmp_path / "cache")
+    (tmp_path / "held.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in [*rows(9, 5), *rows(2, 1)])
+    )
+    data = json.dumps([{"path": str(tmp_path / "held.jsonl"), "type": "preference_tokenized"}])
+    options = [f"--data.test_datasets={data}", "--train.max_steps=1"]
+    trained(settings, "held", *options, *cache(tmp_path, "cache"))
+    assert len(values(tmp_path / "cache")) == 258
+    lines = map(json.loads, (settings[0] / "held" / "metrics.jsonl").read_text().splitlines())
+    before, *_ = [row for row in lines if "eval_loss" in row]
+    assert before["eval_loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert before["eval_drift"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_second_model_is_gone_before_there_is_a_policy(settings, tmp_path, monkeypatch):
+    made, real, gone = [], build.build_model, []
+
+    def watched(*arguments):
+        gc.collect()
+        gone.extend(m() is None for m in made)
+        parts = real(*arguments)
+        made.append(weakref.ref(parts.model))
+        return parts
+
+    monkeypatch.setattr(build, "build_model", watched)
+    other = f"--preference.reference_path={settings[0] / 'other'}"
+    monkeypatch.setattr(build.second_model, "__defaults__", (watched,))
+    trained(settings, "freed", *cache(tmp_path, "other"), other, "--train.max_steps=1")
+    assert gone == [True] and len(made) == 2
+    made.clear()
+    trained(settings, "freed_2", *cache(tmp_path, "own"), "--train.max_steps=1")
+    assert len(made) == 1  # the policy computes what it begins as
+
+
+QLORA = ["--lora.enable_qlora=true", "--lora.quant_format=nf4", "--lora.quant_group_size=32"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LORA, [*LORA, *QLORA], ["--train.enable_mixed_precision=true"]],
+    ids=["adapters", "quantized", "bfloat16"],
+)
+def test_the_pass_rounds_as_the_policy_does(options, settings, tmp_path):
+    name = "".join(o[-8:] for o in options)
+    online = trained(settings, f"online_{name}", *options)
+    found = trained(settings, f"read_{name}", *options, *cache(tmp_path, "cache"))
+    assert [r["loss"] for r in found] == [r["loss"] for r in online]
+    assert found[0]["loss"] == math.log(2)
+
+
+def test_a_resumed_run_reads_again(settings, read, monkeypatch):
+    out = [*cache(settings[0], "cache")]
+    trained(settings, "half", *out, *HALF)
+    monkeypatch.setattr(precomputed, "write", lambda *_: pytest.fail("computed again"))
+    found = trained(settings, "half", *out, AGAIN)
+    assert [r["loss"] for r in found[-2:]] == [r["loss"] for r in read[-2:]]
+
+
+def test_the_first_step_is_held_to_a_bound(settings, read, tmp_path, capsys):
+    folder, _ = settings
+    bins = [
+        "--data.sample_packing_sequence_len=128",
+        "--train.micro_batch_size=2",
+        "--train.max_steps=1",
+    ]
+    invariant = [*bins, "--model.batch_invariant=true", *cache(tmp_path, "invariant")]
+    trained(
+        settings,
+        "invariant",
+        "--model.batch_invariant=true",
+        "--train.max_steps=1",
+        *cache(tmp_path, "invariant"),
+    )
+    capsys.readouterr()
+    trained(settings, "invariant_2", *invariant)
+    assert "have margins of exactly 0" in capsys.readouterr().out
+    # Values of other weights under this reference's name: what no checksum can see.
+    for name, size in (("slightly", 1e-6), ("wrong", 1e-3)):
+        for file in (folder / "cache").glob("*.safetensors"):
+            with safe_open(file, "np") as opened:
+                keys, ends, each = (opened.get_tensor(n) for n in logprobs.NAMES)
+                reference = json.loads(opened.metadata()["reference"])
+            parts = np.split(each * (1 + size), ends[:-1])
+            (tmp_path / name).mkdir(exist_ok=True)
+            write(
+                tmp_path / name,
+                dict(zip((k.tobytes() for k in keys), parts, strict=True)),
+                reference,
+            )
+    trained(settings, "slightly", "--train.max_steps=1", *cache(tmp_path, "slightly"))
+    assert "differ by up to" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match="pairs differ by more than 1e-05 nats for each nat and token"
+    ):
+        trained(settings, "far", *cache(tmp_path, "wrong"))
+    with pytest.raises(ValueError, match="pairs differ by more than"):
+        trained(settings, "dropped", "--train.hidden_dropout=0.2", *cache(folder, "cache"))
+
+
+def test_a_reference_that_is_not_a_number_ends_the_run(settings, tmp_path, monkeypatch):
+    real = precomputed.logprobs
+
+    def broken(per_token, batch):
+        total, count, found = real(per_token, batch)
+        return total, count, torch.where(batch["labels"] == batch["labels"].max(), math.nan, found)
+
+    monkeypatch.setattr(precomputed, "logprobs", broken)
+    with pytest.raises(
+        ValueError, match=r"with the SHA-256 [0-9a-f]{64} is nan under the reference"
+    ):
+        trained(settings, "nan", *cache(tmp_path, "cache"))
+
+
+# ---- pipelines
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_references_are_computed_in_pipelines(name, spread, alone, settings):
+    options = ONLINE[name]
+    expected = trained(settings, f"of_{name}", *options) if options else alone
+    same(metrics(spread / name), expected)
+
+
+# ---- references that move
+
+
+@pytest.mark.parametrize("options", [[], LORA], ids=["dense", "adapters"])
+def test_a_reference_becomes_the_policy(options, settings, alone):
+    """The first step after that is as the first step of all."""
+    without = trained(settings, f"stays_{len(options)}", *options)
+    found = trained(
+        settings, f"moves_{len(options)}", *options, "--preference.reference_update_steps=2"
+    )
+    assert [r["loss"] for r in found[:2]] == [r["loss"] for r in without[:2]]
+    assert found[2]["loss"] == math.log(2) and found[2]["drift"] == 0.0
+    assert found[1]["drift"] > 0 and found[3]["drift"] > 0 and without[2]["drift"] > 0
+
+
+def test_a_run_is_trls_tr_dpo(settings):
+    callbacks = pytest.importorskip("trl.trainer.callbacks")
+
+    def after(policy, other, done):
+        if done % 2 == 0:
+            callbacks.SyncRefModelCallback._sync_target_model(policy, other, 0.6)
+
+    options = ["--preference.reference_update_steps=2", "--preference.reference_ema=0.6"]
+    found = trained(settings, "tr_dpo", *options)
+    expected = plain(settings, after=after)
+    for row, (loss, margin, _) in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["reward_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [[], LORA], ids=["dense", "adapters"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not(options, settings):
+    half = f"moving_half_{len(options)}"
+    whole = trained(settings, f"moving_{len(options)}", *options, *MOVING)
+    trained(settings, half, *options, *MOVING, *HALF)
+    found = trained(settings, half, *options, *MOVING, AGAIN)
+    assert [r["loss"] for r in found[-2:]] == [r["loss"] for r in whole[-2:]]
+    folder, path = settings
+    stays = [f"--train.output_dir={folder / half}", *options, AGAIN]
+    with pytest.raises(ValueError, match=r"holds a reference that has moved .* one that does not"):
+        train.train(load(path, [*stays, "--train.max_steps=6"]), Mesh())
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_ranks_that_resume_have_those_bits(name, spread):
+    whole, parts = metrics(spread / f"run_{name}_whole"), metrics(spread / f"run_{name}")
+    assert [r["loss"] for r in parts] == [r["loss"] for r in whole] and len(whole) == 4
+
+
+def test_a_run_may_begin_to_move(settings, alone):
+    trained(settings, "later", *HALF)
+    found = trained(settings, "later", AGAIN, "--preference.reference_update_steps=3")
+    assert [r["loss"] for r in found[:3]] == [r["loss"] for r in alone[:3]]
+    assert found[3]["drift"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--preference.reference_ema=0.5"], "preference.reference_update_steps = null"),
+        (["--preference.reference_ema=0"], "greater than 0"),
+        (["--preference.reference_update_steps=0"], "at least 1|greater than or equal to 1"),
+        (["--preference.reference_update_steps=2", "--preference.reference=column"], "what moves"),
+        (["--preference.reference_update_steps=2", "--preference.loss=simpo"], "what moves"),
+        (
+            ["--preference.reference_update_steps=2", "--preference.reference=precomputed"],
+            "what moves",
+        ),
+        (
+            ["--preference.reference_update_steps=2", "--preference.reference=model", *LORA],
+            "second set",
+        ),
+        (["--preference.reference_cache=x"], "precomputed"),
+        (["--preference.ref_model_sync_steps=2"], "did you mean preference.reference_update_steps"),
+        (["--preference.ref_model_mixup_alpha=2"], "did you mean preference.reference_ema"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_settings_that_do_not_go_together_are_refused(options, said, settings):
+    with pytest.raises(ConfigError, match=said):
+        load(settings[1], options)

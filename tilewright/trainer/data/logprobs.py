@@ -1,0 +1,155 @@
+"""Log-probabilities of documents under a reference, known by the documents' contents.
+
+A folder of safetensors files, each with some documents' keys [n, 32] uint8, the ends [n] int64 of
+their parts of `logprobs` [labels] float32, and, as metadata, what the reference is and a checksum
+of all these. A file is written aside and renamed: what is there is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+KEY = "S32"
+NAMES = ("keys", "ends", "logprobs")
+
+
+class Damaged(ValueError):
+    """A file is not as it was written."""
+
+
+def key_of(ids: np.ndarray, labels: np.ndarray) -> bytes:
+    """SHA-256 of a document's tokens and labels.   labels: as batches have them, shifted."""
+    digest = hashlib.sha256(np.ascontiguousarray(ids, "<i8"))
+    digest.update(np.ascontiguousarray(labels, "<i8"))
+    return digest.digest()
+
+
+def _checksum(about: str, arrays: Iterable[np.ndarray]) -> str:
+    digest = xxhash.xxh3_64(about.encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
+def write(
+    folder: pathlib.Path,
+    found: Mapping[bytes, np.ndarray],
+    reference: Mapping[str, Any],
+    rank: int = 0,
+) -> None:
+    """Writes a file of documents, under a name made from their keys.
+
+    found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: of the process, for
+    the name aside.
+    """
+    arrays = {
+        "keys": np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32),
+        "ends": np.cumsum([len(v) for v in found.values()], dtype=np.int64),
+        "logprobs": np.concatenate([v.astype(np.float32) for v in found.values()]),
+    }
+    about = json.dumps(reference, sort_keys=True)
+    name = hashlib.sha256(arrays["keys"]).hexdigest()[:16]
+    aside = folder / f".{name}.{rank}.partial"
+    checksum = _checksum(about, (arrays[n] for n in NAMES))
+    save_file(arrays, aside, {"reference": about, "checksum": checksum})
+    aside.replace(folder / f"{name}.safetensors")
+
+
+def clear(folder: pathlib.Path) -> None:
+    """Removes what killed processes were writing."""
+    for aside in folder.glob(".*.partial"):
+        aside.unlink()
+
+
+def _read(
+    file: pathlib.Path, reference: Mapping[str, Any], checked: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Its arrays. Raises as `Found`."""
+    try:
+        with safe_open(file, "np") as opened:
+            about = opened.metadata() or {}
+            keys, ends, values = (opened.get_tensor(name) for name in NAMES)
+        theirs, said = json.loads(about["reference"]), about["checksum"]
+    except (SafetensorError, KeyError, OSError, ValueError) as error:
+        raise Damaged(f"{file}: cannot be read as log-probabilities ({error})") from error
+    own = json.loads(json.dumps(reference))
+    if differ := {
+        k: (theirs.get(k), own.get(k)) for k in {**theirs, **own} if theirs.get(k) != own.get(k)
+    }:
+        raise ValueError(
+            f"{file} holds log-probabilities under another reference than this run's: {differ} "
+            "(file, run); name another folder in preference.reference_cache, or none"
+        )
+    if checked and (found := _checksum(about["reference"], (keys, ends, values))) != said:
+        raise Damaged(
+            f"{file}: has the checksum {found}, and says {said}; delete it, and its documents are "
+            "computed again"
+        )
+    return keys, ends, values
+
+
+class Found:
+    """What the files of a folder hold.
+
+    checked: compare their checksums.
+    Raises ValueError for a file of another reference, and Damaged for one that has changed.
+    """
+
+    def __init__(self, folder: pathlib.Path, reference: Mapping[str, Any], checked: bool = True):
+        self.folder, self.reference = folder, reference
+        files = [_read(f, reference, checked) for f in sorted(folder.glob("*.safetensors"))]
+        keys = [np.ascontiguousarray(k).view(KEY).reshape(-1) for k, _, _ in files]
+        self._values = np.concatenate([np.empty(0, np.float32), *(v for _, _, v in files)])
+        ends, at = [np.zeros(1, np.int64)], 0
+        for _, e, v in files:
+            ends.append(e + at)
+            at += len(v)
+        self._ends, every = np.concatenate(ends), np.concatenate([np.empty(0, KEY), *keys])
+        # Of a document that two files hold, the first one's: on every rank, and when resumed.
+        self._keys, self._at = np.unique(every, return_index=True)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def _place(self, key: bytes) -> int | None:
+        i = int(np.searchsorted(self._keys, np.array(key, KEY)))
+        there = i < len(self._keys) and self._keys[i].ljust(32, b"\0") == key
+        return int(self._at[i]) if there else None
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._place(key) is not None
+
+    def __getitem__(self, key: bytes) -> np.ndarray:
+        """float32 [labels]. Raises ValueError for a document that no file holds."""
+        at = self._place(key)
+        if at is None:
+            raise ValueError(
+                f"{self.folder} holds no log-probabilities of the document with the SHA-256 "
+                f"{key.hex()} under the reference {self.reference}"
+            )
+        return self._values[self._ends[at] : self._ends[at + 1]]
+
+
+def documents(
+    ids: np.ndarray, labels: np.ndarray, ends: Iterable[int]
+) -> Iterator[tuple[slice, np.ndarray, bytes]]:
+    """Where in a packed row each document with labels is, which of its tokens have one, and its
+    key.
+
+    ids, labels: [T].   ends: of documents, from 0 on.
+    """
+    first, *rest = ends
+    for end in rest:
+        span, first = slice(first, end), end
+        learned = labels[span] >= 0
+        if learned.any():
+            yield span, learned, key_of(ids[span], labels[span])
