@@ -13,6 +13,7 @@ from torch import nn
 
 from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
+from tilewright.trainer import heads
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
@@ -26,6 +27,7 @@ from tilewright.trainer.data.prepared import check_targets, prepare, split_valid
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
+from tilewright.trainer.heads import with_head
 from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
@@ -76,6 +78,27 @@ def choose_ops(
     )
 
 
+def shape_of_run(config: Config, head: str | None = None) -> ModelConfig:
+    """The shape of the model that a run trains.   head: default: the one that its loss reads."""
+    head = head or loss_of_run(config).head
+    m, shape = config.model, hf.shape_of(config.model)
+    padding = None
+    if head == "reward" and shape.pad_token_id is None:
+        assert m.config_path is not None and m.tokenizer_path is not None
+        ends = ends_of_tokenizer(m.tokenizer_path, m.revision)
+        padding = heads.padding_of(hf.local_folder(m.config_path, m.revision), ends)
+    return with_head(shape, head, padding)
+
+
+def ends_of_tokenizer(path: str, revision: str | None) -> tuple[int | None, int | None]:
+    """The padding token and the end token of a tokenizer, if there is one."""
+    try:
+        tokenizer = load_tokenizer(path, revision)
+    except FileNotFoundError:
+        return None, None
+    return tokenizer.pad_token_id, tokenizer.eos_token_id
+
+
 def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
     """The model with its weights and adapters, sharded over the mesh."""
     m, t = config.model, config.train
@@ -84,7 +107,9 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Par
         init_weights(parts.model, t.seed)
     else:
         folder = hf.local_folder(m.model_path, m.revision)
-        hf.load_weights(parts, folder, mode=t.load_weights_mode)
+        missing, std = heads.drawn(folder, shape)
+        hf.load_weights(parts, folder, mode=t.load_weights_mode, without=missing)
+        init_weights(parts.model, t.seed, std, missing)
         mesh.control.agree(_not_finite(parts.model, m.model_path))
     adapters.reset(parts, adapters.generator(t.seed, 0))
     return apply_layouts(parts, config, mesh, filled=True)
@@ -247,7 +272,8 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
 
 def loss_of_run(config: Config) -> Loss:
     """What a run minimizes."""
-    return loss_of(config.train.loss, config.preference)
+    sections = {"preference": config.preference, "reward": config.reward}
+    return loss_of(config.train.loss, sections)
 
 
 def same_place(path: str, other: str | None) -> bool:
@@ -271,7 +297,7 @@ def reference(
             model = m if own else m.model_copy(update={"model_path": path})
             # Whole weights, whatever the policy trains.
             plain = config.model_copy(update={"model": model, "lora": Lora()})
-            other = shape if own else hf.shape_of(model)
+            other = shape if own else with_head(hf.shape_of(model), shape.head, None)
             if other.vocab_size != shape.vocab_size:
                 raise ValueError(
                     f"preference.reference_path = {path}: it has a vocabulary of "
@@ -347,7 +373,7 @@ class Built:
 
 def build(config: Config, mesh: Mesh) -> Built:
     """The parts of a configuration. Steps that can fail by a user's mistake come first."""
-    shape = hf.shape_of(config.model)
+    shape = shape_of_run(config)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(config.train)

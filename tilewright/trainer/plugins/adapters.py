@@ -44,7 +44,14 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         if not done:
             raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
     try:
-        add_lora(model, wanted.lora_target_modules, rank=wanted.lora_rank, alpha=wanted.lora_alpha)
+        add_lora(
+            model,
+            wanted.lora_target_modules,
+            rank=wanted.lora_rank,
+            alpha=wanted.lora_alpha,
+            # A new head says nothing before it is trained.
+            modules_to_save=[model.head.module] if model.config.head == "reward" else [],
+        )
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
     for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
