@@ -129,20 +129,23 @@ class ModelConfig:
             for name, value in asdict(self).items()
             if name not in WRITTEN_APART and value is not None
         }
+        family = self.architecture
         rope = dict(self.rope_scaling) or {"rope_type": "default"}
         # transformers 5 reads rope_parameters, 4 the other two.
         out |= {
             "rope_theta": self.rope_theta,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
-            "architectures": [f"{self.architecture.name}{HEADS[self.head]}"],
+            "architectures": [f"{family.name}{HEADS[self.head]}"],
             "hidden_act": "silu",
             "attention_bias": False,
         }
         if self.rope_scaling:
             out["rope_scaling"] = rope
         if self.head == "reward":
-            out |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        return out | self.architecture.write(self)
+            name = f"{family.scored or family.name}{HEADS[self.head]}"
+            out |= {"architectures": [name], "num_labels": 1}
+            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return out | family.write(self)
 
     @property
     def architecture(self) -> Architecture:
