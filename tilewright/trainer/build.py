@@ -13,8 +13,8 @@ from torch import nn
 
 from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
-from tilewright.trainer import heads
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, with_head
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
 from tilewright.trainer.config.preference import kind_of_reference
@@ -27,7 +27,6 @@ from tilewright.trainer.data.prepared import check_targets, prepare, split_valid
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
-from tilewright.trainer.heads import with_head
 from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
@@ -86,7 +85,7 @@ def shape_of_run(config: Config, head: str | None = None) -> ModelConfig:
     if head == "reward" and shape.pad_token_id is None:
         assert m.config_path is not None and m.tokenizer_path is not None
         ends = ends_of_tokenizer(m.tokenizer_path, m.revision)
-        padding = heads.padding_of(hf.local_folder(m.config_path, m.revision), ends)
+        padding = padding_of(hf.local_folder(m.config_path, m.revision), ends)
     return with_head(shape, head, padding)
 
 
@@ -107,7 +106,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Par
         init_weights(parts.model, t.seed)
     else:
         folder = hf.local_folder(m.model_path, m.revision)
-        missing, std = heads.drawn(folder, shape)
+        missing, std = drawn(folder, shape)
         hf.load_weights(parts, folder, mode=t.load_weights_mode, without=missing)
         init_weights(parts.model, t.seed, std, missing)
         mesh.control.agree(_not_finite(parts.model, m.model_path))

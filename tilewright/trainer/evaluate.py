@@ -25,8 +25,9 @@ import torch
 
 from tilewright.core import platform
 from tilewright.core.files import write_text
-from tilewright.trainer import build, heads, launch
+from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
@@ -134,7 +135,7 @@ def evaluate(
         engine = filled_engine(config, shape, mesh)
         found, lines = {}, []
         for one in chosen:
-            of_set = sorted(_scores(engine, one, config, each_token))
+            of_set: list[Any] = sorted(_scores(engine, one, config, each_token))
             found[one.name] = (Rewards if shape.head == "reward" else Totals).of(of_set)
             lines += [_line(one, s) for s in of_set] if file is not None else []
     if mesh.main:
@@ -167,7 +168,7 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
     check_weights(config)
     path, m = config.train.load_checkpoint_path, config.model
     if path is None and m.model_path is not None:
-        missing, _ = heads.drawn(hf.local_folder(m.model_path, m.revision), shape)
+        missing, _ = drawn(hf.local_folder(m.model_path, m.revision), shape)
         if missing:
             raise ValueError(
                 f"model.model_path = {m.model_path}: a language model, which has no {missing[0]} to "

@@ -202,10 +202,15 @@ class ModelConfig:
         return queries + narrow + of_heads + output, heads * (self.head_dim + sizes.v_head_dim)
 
 
+def is_scored(hf: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model for sequence classification."""
+    names = hf.get("architectures") or []
+    return any(isinstance(n, str) and n.endswith(HEADS["reward"]) for n in names)
+
+
 def _head(hf: dict[str, Any]) -> dict[str, Any]:
     """The fields of a reward model; none for another."""
-    names = hf.get("architectures") or []
-    if not any(isinstance(n, str) and n.endswith(HEADS["reward"]) for n in names):
+    if not is_scored(hf):
         return {}
     labels = hf["id2label"] if hf.get("id2label") is not None else hf.get("num_labels", 2)
     number_of_labels = len(labels) if isinstance(labels, dict | list) else labels

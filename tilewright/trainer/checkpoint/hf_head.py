@@ -1,14 +1,13 @@
-"""Which head a run's model has, and where its weights come from."""
+"""The head of a run's model: where it is another than that of a folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Collection
 
-from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_names import read_config
 from tilewright.trainer.models.items import number
-from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.model_config import ModelConfig, is_scored
 
 SCORE = "score.weight"  # of a reward model
 DEVIATION = 0.02  # transformers' initializer_range
@@ -29,7 +28,7 @@ def padding_of(folder: str | pathlib.Path, tokenizer: tuple[int | None, int | No
 
     tokenizer: its padding token and its end token.
     """
-    config = hf.read_config(folder)
+    config = read_config(folder)
     given = (*tokenizer, config.get("pad_token_id"), config.get("eos_token_id"))
     for token in given:
         token = token[0] if isinstance(token, list) and token else token
@@ -38,15 +37,14 @@ def padding_of(folder: str | pathlib.Path, tokenizer: tuple[int | None, int | No
     return None
 
 
-def drawn(folder: str | pathlib.Path, shape: ModelConfig) -> tuple[Collection[str], float]:
+def drawn(folder: str | pathlib.Path, shape: ModelConfig) -> tuple[list[str], float]:
     """The weights of a model of this shape that a folder does not hold, since it is that of a
     language model; and their standard deviation, as in transformers.
     """
     try:
-        config = hf.read_config(folder)
+        config = read_config(folder)
     except FileNotFoundError:  # weights alone
         config = {}
-    names = config.get("architectures") or []
-    scored = any(str(name).endswith("ForSequenceClassification") for name in names)
-    missing = [] if shape.head != "reward" or scored else [SCORE]
-    return missing, number(config, "initializer_range", DEVIATION, float) if missing else 0.0
+    if shape.head != "reward" or is_scored(config):
+        return [], DEVIATION
+    return [SCORE], number(config, "initializer_range", DEVIATION, float)
