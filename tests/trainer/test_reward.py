@@ -22,6 +22,7 @@ from test_preference import SMALL, metrics, rows  # noqa: E402
 
 from tilewright.trainer import build, evaluate, train  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
+from tilewright.trainer.checkpoint.hf_head import padding_of  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.losses.reward import reward  # noqa: E402
 from tilewright.trainer.models.model_config import ModelConfig  # noqa: E402
@@ -453,6 +454,28 @@ def test_a_language_models_folder_gets_a_head_as_transformers_draws_it(settings)
     own = score(settings, exported(settings, "from_language_model"))
     expected = theirs_of(exported(settings, "from_language_model"), list(texts(settings)))
     assert own == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_a_tied_language_model_gets_a_head_of_its_own(settings):
+    folder, _ = settings
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "tie_word_embeddings": True}, eos_token_id=END)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "tied")
+    found = trained(settings, "tied_run", f"--model.model_path={folder / 'tied'}", *SAVED)
+    assert found[0]["grad_norm"] > 0
+    path = exported(settings, "tied_run")
+    own = score(settings, path)
+    assert own == pytest.approx(theirs_of(path, [*texts(settings)]), rel=1e-5, abs=1e-5)
+
+
+def test_padding_is_the_tokenizers_or_else_the_end_token(tmp_path):
+    def of(tokenizer=(None, None), **config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return padding_of(tmp_path, tokenizer)
+
+    assert of((3, 4), pad_token_id=5) == 3 and of((None, 4), pad_token_id=5) == 4
+    assert of(pad_token_id=5, eos_token_id=6) == 5 and of(eos_token_id=[6, 7]) == 6
+    assert of() is None
 
 
 def theirs_from_language_model(path):
