@@ -309,7 +309,9 @@ def main(folder):
             (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
             continue
         if name.startswith("evaluate"):
-            evaluate.evaluate(config, ranks, folder / f"{name}.jsonl", each_token=True)
+            evaluate.evaluate(
+                config, ranks, folder / f"{name}.jsonl", each_token="rewards" not in name
+            )
             continue
         if name in REFUSED:
             kind = name.removeprefix("run_")

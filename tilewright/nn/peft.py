@@ -52,6 +52,7 @@ def save_adapter(
     *,
     base_model: str | None = None,
     files: Iterable[str | pathlib.Path] = (),
+    task_type: str = "CAUSAL_LM",
 ) -> None:
     """Writes a folder that `peft` loads onto the transformers model with the same weights.
 
@@ -63,6 +64,8 @@ def save_adapter(
         folder: Created if necessary.
         base_model: The base model's path or Hub id, for adapter_config.json.
         files: Further files, or folders of files, to copy into the folder.
+        task_type: What peft makes of the base model: "SEQ_CLS" for a model whose module `score` is
+            among those to save.
 
     Returns:
         None.
@@ -91,7 +94,7 @@ def save_adapter(
             f"adapters differ in (rank, alpha, rslora): {sorted(kinds)}; one file holds one of each"
         )
     tensors, config = _to_files(model, modules)
-    config["base_model_name_or_path"] = base_model
+    config |= {"base_model_name_or_path": base_model, "task_type": task_type}
     many = dist.is_available() and dist.is_initialized()
     if not many or dist.get_rank() == 0:
         with written_aside(target) as aside:

@@ -16,6 +16,7 @@ from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
 from tilewright.trainer import precomputed as precompute
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, with_head
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
 from tilewright.trainer.config.preference import kind_of_reference
@@ -78,6 +79,27 @@ def choose_ops(
     )
 
 
+def shape_of_run(config: Config, head: str | None = None) -> ModelConfig:
+    """The shape of the model that a run trains.   head: default: the one that its loss reads."""
+    head = head or loss_of_run(config).head
+    m, shape = config.model, hf.shape_of(config.model)
+    padding = None
+    if head == "reward" and shape.pad_token_id is None:
+        assert m.config_path is not None and m.tokenizer_path is not None
+        ends = ends_of_tokenizer(m.tokenizer_path, m.revision)
+        padding = padding_of(hf.local_folder(m.config_path, m.revision), ends)
+    return with_head(shape, head, padding)
+
+
+def ends_of_tokenizer(path: str, revision: str | None) -> tuple[int | None, int | None]:
+    """The padding token and the end token of a tokenizer, if there is one."""
+    try:
+        tokenizer = load_tokenizer(path, revision)
+    except FileNotFoundError:
+        return None, None
+    return tokenizer.pad_token_id, tokenizer.eos_token_id
+
+
 def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
     """The model with its weights and adapters, sharded over the mesh."""
     m, t = config.model, config.train
@@ -86,7 +108,9 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Par
         init_weights(parts.model, t.seed)
     else:
         folder = hf.local_folder(m.model_path, m.revision)
-        hf.load_weights(parts, folder, mode=t.load_weights_mode)
+        missing, std = drawn(folder, shape)
+        hf.load_weights(parts, folder, mode=t.load_weights_mode, without=missing)
+        init_weights(parts.model, t.seed, std, missing)
         mesh.control.agree(_not_finite(parts.model, m.model_path))
     adapters.reset(parts, adapters.generator(t.seed, 0))
     return apply_layouts(parts, config, mesh, filled=True)
@@ -250,7 +274,8 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
 
 def loss_of_run(config: Config) -> Loss:
     """What a run minimizes."""
-    return loss_of(config.train.loss, config.preference)
+    sections = {"preference": config.preference, "reward": config.reward}
+    return loss_of(config.train.loss, sections)
 
 
 def same_place(path: str, other: str | None) -> bool:
@@ -273,7 +298,7 @@ def second_model(
     m, path, other = config.model, config.preference.reference_path, shape
     if not begins_as_policy(config):
         m = m.model_copy(update={"model_path": path})
-        other = hf.shape_of(m)
+        other = with_head(hf.shape_of(m), shape.head, None)
     if other.vocab_size != shape.vocab_size:
         raise ValueError(
             f"preference.reference_path = {path}: it has a vocabulary of {other.vocab_size}, the "
@@ -409,7 +434,7 @@ class Built:
 
 def build(config: Config, mesh: Mesh) -> Built:
     """The parts of a configuration. Steps that can fail by a user's mistake come first."""
-    shape = hf.shape_of(config.model)
+    shape = shape_of_run(config)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(config.train)

@@ -32,6 +32,7 @@ from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.reference import Compared
 
 Batch = Mapping[str, torch.Tensor]
+TASKS = {"language_model": "CAUSAL_LM", "reward": "SEQ_CLS"}  # PEFT's, of heads
 
 
 class NotFinite(ValueError):
@@ -355,7 +356,9 @@ class Engine:
         """Writes Hugging Face's files: dense weights, or, with adapter_of, the adapters alone."""
         if adapter_of is not None:
             files = hf.tokenizer_files(tokenizer) if tokenizer is not None else []
-            save_adapter(self.parts.with_all_adapters(), target, base_model=adapter_of, files=files)
+            whole = self.parts.with_all_adapters()
+            task = TASKS[whole.config.head]
+            save_adapter(whole, target, base_model=adapter_of, files=files, task_type=task)
         else:
             hf.save_weights(self.parts, target, tokenizer_path=tokenizer, dtype=dtype)
 

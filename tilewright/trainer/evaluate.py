@@ -18,7 +18,7 @@ import logging
 import math
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from tilewright.core import platform
 from tilewright.core.files import write_text
 from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
@@ -34,14 +35,15 @@ from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.scoring import Score, batches_of, scores
+from tilewright.trainer.scoring import Rewarded, Score, batches_of, rewards, scores
 from tilewright.trainer.tables import COLUMNS
 
 PROGRAM = "python -m tilewright.trainer.evaluate"
 OPTIONS = {
     "--scores FILE": "Write a line of JSON for each document: dataset, document (its number), id "
     "(the row's, if it has one), tokens (with a label), logprob (their sum, in nats), "
-    "mean_logprob, entropy (the mean), accuracy (share of labels that are the most probable token).",
+    "mean_logprob, entropy (the mean), accuracy (share of labels that are the most probable token). "
+    "Of a reward model: dataset, document, id, reward.",
     "--per-token": "With logprobs, the log-probability of each of these tokens.",
 }
 
@@ -88,6 +90,21 @@ class Totals:
         )
 
 
+@dataclasses.dataclass
+class Rewards:
+    """The sum of documents' rewards, exact, whatever their order."""
+
+    documents: int
+    reward: float
+
+    @classmethod
+    def of(cls, found: list[Rewarded]) -> Rewards:
+        return cls(len(found), math.fsum(r.reward for r in found))
+
+    def line(self, name: str) -> str:
+        return f"{name}: documents={self.documents} reward={self.reward / self.documents:.6g}"
+
+
 def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
     data = config.data
     entries = data.test_datasets or data.datasets
@@ -102,21 +119,24 @@ def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
 
 def evaluate(
     config: Config, mesh: Mesh, file: pathlib.Path | None = None, *, each_token: bool = False
-) -> dict[str, Totals]:
-    """Scores every document, and returns the sums of each data set. Every rank must call it.
+) -> dict[str, Any]:
+    """Scores every document, and returns the sums of each data set: `Totals`, or of a reward model
+    `Rewards`. Every rank must call it.
 
     file: where scores are written, at the end, in the order of the data.
     """
     t = config.train
     check_weights(config)
     with reproducible(t.seed, t.enable_full_determinism):
-        shape = hf.shape_of(config.model)
+        shape = shape_of(config)
+        if each_token and shape.head == "reward":
+            raise ValueError("--per-token: a reward model has one number for each document")
         chosen = list(sets(config, mesh, shape.vocab_size))
         engine = filled_engine(config, shape, mesh)
         found, lines = {}, []
         for one in chosen:
-            of_set = sorted(_scores(engine, one, config, each_token))
-            found[one.name] = Totals.of(of_set)
+            of_set: list[Any] = sorted(_scores(engine, one, config, each_token))
+            found[one.name] = (Rewards if shape.head == "reward" else Totals).of(of_set)
             lines += [_line(one, s) for s in of_set] if file is not None else []
     if mesh.main:
         for name, totals in found.items():
@@ -125,6 +145,13 @@ def evaluate(
             write_text(file, "".join(lines))
             print(f"{file}: {len(lines)} documents")
     return found
+
+
+def shape_of(config: Config) -> ModelConfig:
+    """With the head that the loss reads, or that the model's folder has."""
+    head = build.loss_of_run(config).head
+    stored = hf.shape_of(config.model).head
+    return build.shape_of_run(config, stored if head == "language_model" else head)
 
 
 def check_weights(config: Config) -> None:
@@ -139,9 +166,16 @@ def check_weights(config: Config) -> None:
 def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
     """With the weights of the model's folder, or of a checkpoint. Raises as `check_weights`."""
     check_weights(config)
+    path, m = config.train.load_checkpoint_path, config.model
+    if path is None and m.model_path is not None:
+        missing, _ = drawn(hf.local_folder(m.model_path, m.revision), shape)
+        if missing:
+            raise ValueError(
+                f"model.model_path = {m.model_path}: a language model, which has no {missing[0]} to "
+                "give rewards; train one with train.loss = reward"
+            )
     ops = build.choose_ops(config.model, shape, mesh, build.compute_dtype(config.train))
     engine = build.build_engine(config, shape, mesh, ops)
-    path = config.train.load_checkpoint_path
     if path is not None:
         folders = earlier(config.train.output_dir, path)
         if not folders:
@@ -152,19 +186,30 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
     return engine
 
 
-def _scores(engine: Engine, one: Set, config: Config, each_token: bool) -> Iterator[Score]:
+def _scores(
+    engine: Engine, one: Set, config: Config, each_token: bool
+) -> Iterator[Score | Rewarded]:
     size = config.train.eval_micro_batch_size or config.train.micro_batch_size
     batches = batches_of(one.bins, size, engine.mesh)
-    for some in scores(engine, batches, each_token=each_token):
+    found: Iterable[list[Score] | list[Rewarded]] = (
+        rewards(engine, batches)
+        if engine.model.config.head == "reward"
+        else scores(engine, batches, each_token=each_token)
+    )
+    for some in found:
         yield from some
 
 
-def _line(one: Set, s: Score) -> str:
-    n = s.tokens
+def _line(one: Set, s: Score | Rewarded) -> str:
     row: dict[str, Any] = {
         "dataset": one.name,
         "document": s.document,
         "id": one.ids[s.document] or str(s.document),
+    }
+    if isinstance(s, Rewarded):
+        return json.dumps({**row, "reward": s.reward}) + "\n"
+    n = s.tokens
+    row |= {
         "tokens": n,
         "logprob": s.logprob,
         "mean_logprob": s.logprob / n if n else None,

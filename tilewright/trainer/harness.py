@@ -18,7 +18,6 @@ import numpy as np
 
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer import build
-from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config, load
 from tilewright.trainer.data.batches import Bins
@@ -60,7 +59,7 @@ class LanguageModel(Base):
         """
         config = load(path, overrides)
         mesh: Mesh = join(config.train)
-        engine = filled_engine(config, hf.shape_of(config.model), mesh)
+        engine = filled_engine(config, build.shape_of_run(config, "language_model"), mesh)
         model = config.model
         return cls(engine, config, build.load_tokenizer(str(model.tokenizer_path), model.revision))
 

@@ -34,9 +34,9 @@ from tilewright.trainer.build import (
     engine_around,
     loss_of_run,
     reference,
+    shape_of_run,
     unfilled,
 )
-from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.config import Config, ConfigError, Train
 from tilewright.trainer.config.preference import kind_of_reference
@@ -269,7 +269,7 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
         return
     layout_of(config.train, size)
     there, where = available(device)
-    shape = hf.shape_of(config.model)
+    shape = shape_of_run(config)
     if most(config, shape) < there:
         return
     try:
@@ -335,7 +335,7 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
     """The lines of `--plan`, for each pipeline rank of the first of its ranks: its shards are the
     largest, and the others' differ only by the remainder of what does not divide.
     """
-    shape = hf.shape_of(config.model)
+    shape = shape_of_run(config)
     layout = layout_of(config.train, size)
     axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""

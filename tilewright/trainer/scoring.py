@@ -17,6 +17,7 @@ from tilewright.trainer.data.batches import Bins, evaluation_batches
 from tilewright.trainer.engine import Batch, Engine, Sums
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import LossFunction, TokenLosses
+from tilewright.trainer.models.reward_head import Scores
 from tilewright.trainer.parallel.mesh import Mesh
 
 
@@ -40,6 +41,19 @@ def statistics(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.
     """The loss of language modeling, and `TokenLosses.statistics`, as a loss for `Engine`."""
     logprob, entropy, hits = per_token.statistics()
     return -logprob.double().sum(), count_labels(batch), logprob, entropy, hits
+
+
+class Rewarded(NamedTuple):
+    """What a reward model says of one document, by its number in the data set."""
+
+    document: int
+    reward: float
+
+
+def of_documents(given: Scores, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The rewards of a batch's documents, as a loss for `Engine`."""
+    rewards = given.rewards(batch)
+    return rewards.sum(), count_labels(batch), rewards
 
 
 def batches_of(
@@ -145,6 +159,26 @@ def scores(
                 own = list(_of_documents(batch, *whole, each_token=each_token)) if tells else []
             found = [s for rank in mesh.control.gather(own) for s in rank]
             yield [Score(*s) for s in found]
+
+
+def rewards(engine: Engine, batches: Iterable[Batch]) -> Iterator[list[Rewarded]]:
+    """The rewards of one micro-batch of every rank at a time, on every rank, as `scores` has them.
+
+    With `model.batch_invariant` a document's reward has the same bits in every batch; without, what
+    else is in the batch may change its last bits, since libraries choose the order of a product's
+    sums by the number of its rows.
+    """
+    mesh = engine.mesh
+    place = mesh.layout.coordinates(mesh.rank)
+    tells = not any(place[axis] for axis in ("ring", "ulysses", "tp"))
+    with engine.evaluating():
+        for batch in batches:
+            [outcome] = engine.parts.forward([batch], of_documents)
+            own: list[Rewarded] = []
+            if outcome.more and tells:  # of a pipeline's stages the last has them
+                each = zip(batch["document"].tolist(), outcome.more[0].tolist(), strict=True)
+                own = [Rewarded(*one) for one in each if one[0] >= 0]  # others are padding
+            yield [Rewarded(*r) for rank in mesh.control.gather(own) for r in rank]
 
 
 def _of_documents(

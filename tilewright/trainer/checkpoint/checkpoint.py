@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tilewright.nn.sharded import shard
-from tilewright.nn.weights import adapted, is_adapter
+from tilewright.nn.weights import adapted
 from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.checkpoint.checkpoint_files import (
     Damaged,
@@ -132,11 +132,13 @@ def _contents(
     else:
         weights, moments = get_state_dict(model, optimizer)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # Adapters, and what is trained beside them.
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     again = every.difference(name for name, _ in model.named_parameters())  # of tied weights
     stored = {
         name: t
         for name, t in weights.items()
-        if name not in again and (is_adapter(name) or not adapters_alone)
+        if name not in again and (name in trained or not adapters_alone)
     }
     if moments is None:
         return {"model": stored}, {}
@@ -541,8 +543,8 @@ _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 # What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
 # run had what is the default now.
 ADDED: dict[str, dict[str, Any]] = {
+    "model": {"head": "language_model", "pad_token_id": None, "lora": {"rslora": False}},
     "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0},
-    "model": {"lora": {"rslora": False}},
 }
 
 

@@ -206,7 +206,7 @@ def _write_config(
             config |= {
                 k: theirs[k]
                 for k in ("bos_token_id", "eos_token_id", "pad_token_id")
-                if k in theirs
+                if k in theirs and k not in config
             }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -43,9 +44,9 @@ LOAD_MODES = ("broadcast", "all_ranks")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def _check_fits(model: Transformer, folder: Folder) -> None:
+def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) -> None:
     problems, expected = [], set()
-    weights = list(base_weights(model))
+    weights = [(name, p) for name, p in base_weights(model) if name not in without]
     any_quantized = any(quantized(p) for _, p in weights)
     for name, p in weights:
         names = sources(name, model.config)
@@ -98,7 +99,11 @@ def _check_fits(model: Transformer, folder: Folder) -> None:
 
 @torch.no_grad()
 def load_weights(
-    model: Transformer | Parts, path: str | pathlib.Path, *, mode: str = "broadcast"
+    model: Transformer | Parts,
+    path: str | pathlib.Path,
+    *,
+    mode: str = "broadcast",
+    without: Collection[str] = (),
 ) -> None:
     """Fills every parameter, in the parameter's dtype, and every quantized weight, in its format.
 
@@ -110,6 +115,7 @@ def load_weights(
         model: the model, or its parts, to be filled. Parameters may be sharded.
         path: a folder with config.json and safetensors.
         mode: "broadcast": rank 0 reads and sends; "all_ranks": every rank reads.
+        without: the names of parameters that the folder does not hold, and that are unchanged.
 
     Raises:
         ValueError: the folder does not match the model; the message lists every missing,
@@ -126,11 +132,13 @@ def load_weights(
     if reads:
         try:
             folder = Folder(path)
-            _check_fits(parts.whole, folder)
+            _check_fits(parts.whole, folder, without)
         except (OSError, ValueError) as error:
             problem = error
     parts.agree(problem)
     for name, p in base_weights(model):
+        if name in without:
+            continue
         if not isinstance(p, nn.Parameter):
             sends = (source, group) if several and mode == "broadcast" else None
             _fill(name, p, model.config, folder, sends)

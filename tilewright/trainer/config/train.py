@@ -139,6 +139,14 @@ UNSHAPED = Refuse("a preference is one of log-probabilities as they are", "loss"
 )
 
 
+def _scored(config: Config) -> bool:
+    """Whether the model is a reward model."""
+    return LOSSES[config.train.loss].head == "reward"
+
+
+NO_TOKENS = "a reward model has one number for each document, and none for tokens"
+
+
 def _wrong_callbacks(config: Config) -> str | None:
     names = config.train.callbacks
     if len({*names}) < len(names):
@@ -397,11 +405,25 @@ class Train(Section):
     )
     """What is minimized; language_modeling: the cross-entropy of the labels;
     weighted_language_modeling: with each token's weight, from the column weight; preference: what
-    the section preference says.
+    the section preference says; reward: a reward model's, of pairs.
     """
-    loss_temperature: Number = field(1.0, Resume.NEXT_STEP, UNSHAPED, differs=OURS, gt=0)
+    loss_temperature: Number = field(
+        1.0,
+        Resume.NEXT_STEP,
+        UNSHAPED,
+        Refuse(NO_TOKENS, "loss").when(lambda c: c.train.loss_temperature != 1.0 and _scored(c)),
+        differs=OURS,
+        gt=0,
+    )
     """Divides the logits of losses in training; or a mapping, as weight_decay."""
-    z_loss: Number = field(0.0, Resume.NEXT_STEP, UNSHAPED, differs=OURS, ge=0)
+    z_loss: Number = field(
+        0.0,
+        Resume.NEXT_STEP,
+        UNSHAPED,
+        Refuse(NO_TOKENS, "loss").when(lambda c: c.train.z_loss != 0.0 and _scored(c)),
+        differs=OURS,
+        ge=0,
+    )
     """Times the squared log-sum-exp of a token's logits, is added to its loss in training, and
     reported with it; or a mapping, as weight_decay.
     """
@@ -784,7 +806,14 @@ class Train(Section):
         ge=1,
     )
     """Bins in a forward pass of an evaluation; null: micro_batch_size."""
-    eval_accuracy: bool = field(False, Resume.EVALUATION, EVALUATED, HELD_OUT, differs=OURS)
+    eval_accuracy: bool = field(
+        False,
+        Resume.EVALUATION,
+        EVALUATED,
+        HELD_OUT,
+        Refuse(NO_TOKENS, "loss").when(lambda c: c.train.eval_accuracy and _scored(c)),
+        differs=OURS,
+    )
     """Also report eval_accuracy, the share of labels that are the most probable token."""
     do_test: bool = field(
         False,
@@ -857,6 +886,9 @@ class Train(Section):
         0,
         Resume.OUTPUT,
         Only("router_replay", True).because("nothing is replayed"),
+        Refuse(NO_TOKENS, "loss").when(
+            lambda c: c.train.router_replay_compare_steps > 0 and _scored(c)
+        ),
         differs=("none", "ours: what replaying changes"),
         ge=0,
     )

@@ -1,25 +1,24 @@
 """Losses, separate from the model: functions of the head's per-token values, by name.
 
-A loss is a function `(per_token, batch) -> (sum, denominator, *further sums)`. `per_token` is a
-`TokenLosses`; `batch` holds the micro-batch's tensors by name. Sums and denominators are added over
-micro-batches and ranks, and the optimizer's step divides gradients by the denominator once: each
-token has the same weight however a step is split into micro-batches.
+A loss is a function `(per_token, batch) -> (sum, denominator, *further sums)`. `per_token` is what
+the head gives, of a language model `TokenLosses`; `batch` holds the micro-batch's tensors by name.
+Sums and denominators are added over micro-batches and ranks, and the optimizer's step divides
+gradients by the denominator once: each token has the same weight however a step is split into
+micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.models.head import LossFunction, TokenLosses
+from tilewright.trainer.models.head import LossFunction
+from tilewright.trainer.models.model_config import HEADS
 from tilewright.trainer.tables import LOSSES
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config.preference import Preference
 
 # Numbers that are reported with every step or evaluation.
 RESERVED = {
@@ -57,7 +56,9 @@ class Loss:
     whole: they are added over the micro-batches of a step, or of an evaluation.
     over: names of reports that are means over another report, by name.
     asked: what makes the loss read a column, in errors, where it is not its name.
-    settled: the section preference -> the loss that a run has, of a row that depends on it.
+    head: of the model, a name of HEADS.
+    settled: a section of the configuration -> the loss that a run has, of a row that depends on it.
+    section: the name of that section.
     """
 
     function: LossFunction
@@ -70,15 +71,17 @@ class Loss:
     whole: bool = False
     over: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)
-    settled: Callable[[Preference], Loss] | None = None
+    head: str = "language_model"
+    settled: Callable[[Any], Loss] | None = None
+    section: str = "preference"
 
     def __post_init__(self) -> None:
         if taken := sorted(RESERVED & {*self.reports}):
             raise ValueError(f"reports: {taken[0]} is a number of every step")
+        if self.head not in HEADS:
+            raise ValueError(f"head must be one of {', '.join(HEADS)}, got {self.head!r}")
 
-    def __call__(
-        self, per_token: TokenLosses, batch: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, ...]:
+    def __call__(self, per_token: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Raises ValueError if the function does not return what is declared."""
         found = self.function(per_token, batch)
         if len(found) != 2 + len(self.reports):
@@ -89,10 +92,10 @@ class Loss:
         return found
 
 
-def loss_of(name: str, preference: Preference) -> Loss:
-    """What train.loss = name minimizes."""
+def loss_of(name: str, sections: Mapping[str, Any]) -> Loss:
+    """What train.loss = name minimizes.   sections: of the configuration, by name."""
     row = LOSSES[name]
-    return row if row.settled is None else row.settled(preference)
+    return row if row.settled is None else row.settled(sections[row.section])
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:

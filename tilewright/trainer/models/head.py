@@ -1,4 +1,4 @@
-"""The head of a language model: the losses of tokens, and logits."""
+"""What heads have in common; and that of a language model: the losses of tokens, and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from tilewright import ops as tw
 from tilewright.nn import linear_in_row_blocks
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.models.shared import TensorParallel
 
 SCORED = 1024  # tokens whose logits are in memory at a time: a multiple of the blocks of rows
 
@@ -46,7 +48,55 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-class TokenLosses:
+class Around(NamedTuple):
+    """What a head computes with, beside its weight.
+
+    sequence: the groups over whose ranks the tokens of a sequence are sharded.
+    everywhere: the ranks whose losses are added.
+    """
+
+    ops: Ops
+    config: ModelConfig
+    tp: TensorParallel = TensorParallel()
+    sequence: tuple[dist.ProcessGroup, ...] = ()
+    shaping: Shaping = Shaping()
+    everywhere: dist.ProcessGroup | None = None
+
+
+class OfSequence:
+    """What a loss reads of a head. Several ranks may share a sequence."""
+
+    def __init__(
+        self,
+        sequence: tuple[dist.ProcessGroup, ...],
+        everywhere: dist.ProcessGroup | None = None,
+    ):
+        self._sequence, self._everywhere = sequence, everywhere
+        self.computed: torch.Tensor | None = None  # [B, S], values of tokens
+
+    def over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums over the whole sequence of this rank's, differentiable: every rank gets them."""
+        for group in self._sequence:
+            sums = _SumOverRanks.apply(sums, group)
+        return sums
+
+    @torch.no_grad()
+    def over_all(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums over all ranks, which compute a micro-batch each, detached. Every rank must call
+        it.
+        """
+        sums = sums.detach().clone()
+        if self._everywhere is not None:
+            dist.all_reduce(sums, group=self._everywhere)
+        return sums
+
+    @property
+    def share(self) -> float:
+        """One over the number of ranks that `over_ranks` sums over: totals are added over them."""
+        return 1.0 / math.prod(group.size() for group in self._sequence)
+
+
+class TokenLosses(OfSequence):
     """Negative log-probabilities of labels [B, S], shaped, and 0 where a label is IGNORE.
 
     Either `sum()`, whose gradient the head computes in its forward pass, or `values()`, whose
@@ -71,32 +121,10 @@ class TokenLosses:
         if shaping.loss_temperature != 1.0:
             # Not the logits, of which there are more; rounded to the dtype of the hidden states.
             hidden = hidden / shaping.loss_temperature
+        super().__init__(sequence, everywhere)
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
-        self._group, self._z_loss, self._sequence = group, shaping.z_loss, sequence
-        self._everywhere = everywhere
-        self.computed: torch.Tensor | None = None
+        self._group, self._z_loss = group, shaping.z_loss
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
-
-    def over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums over the whole sequence of this rank's, differentiable: every rank gets them."""
-        for group in self._sequence:
-            sums = _SumOverRanks.apply(sums, group)
-        return sums
-
-    @torch.no_grad()
-    def over_all(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums over all ranks, which compute a micro-batch each, detached. Every rank must call
-        it.
-        """
-        sums = sums.detach().clone()
-        if self._everywhere is not None:
-            dist.all_reduce(sums, group=self._everywhere)
-        return sums
-
-    @property
-    def share(self) -> float:
-        """One over the number of ranks that `over_ranks` sums over: totals are added over them."""
-        return 1.0 / math.prod(group.size() for group in self._sequence)
 
     def sum(self) -> torch.Tensor:
         return self.reduced("sum")
@@ -159,8 +187,8 @@ class TokenLosses:
         )
 
 
-# (per_token, the batch's tensors by name) -> (sum, denominator, *further sums)
-LossFunction = Callable[[TokenLosses, Mapping[str, Any]], tuple[torch.Tensor, ...]]
+# (what the head gives losses, the batch's tensors by name) -> (sum, denominator, *further sums)
+LossFunction = Callable[[Any, Mapping[str, Any]], tuple[torch.Tensor, ...]]
 
 
 def logits(hidden: torch.Tensor, weight: torch.Tensor, ops: Ops) -> torch.Tensor:
@@ -179,3 +207,40 @@ def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return operands
     return tuple(t.to(torch.get_autocast_dtype(device)) for t in operands)
+
+
+class Head(NamedTuple):
+    """A kind of head: a linear layer without a bias, by its name in the model and on disk.
+
+    rows: of its weight.
+    outputs: (hidden states [B, S, H], weight, around) -> [B, S, ...], what a model without a loss
+        returns.
+    values: (hidden states, weight, labels, around) -> what losses read. Hidden states are this
+        rank's shard.
+    """
+
+    module: str
+    rows: Callable[[ModelConfig], int]
+    outputs: Callable[[torch.Tensor, torch.Tensor, Around], torch.Tensor]
+    values: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Around], OfSequence]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
+    tp = around.tp
+    own = logits(tp.gather(hidden), weight, around.ops)
+    return tp.gather_for_all(own.transpose(1, 2)).transpose(1, 2)
+
+
+def _token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, around: Around
+) -> TokenLosses:
+    # Evaluations are of the cross-entropy itself.
+    shaping = around.shaping if torch.is_grad_enabled() else Shaping()
+    whole, ops = around.tp.gather_for_all(hidden), around.ops
+    shards = around.tp.group
+    return TokenLosses(
+        whole, weight, labels, ops, shards, shaping, around.sequence, around.everywhere
+    )
+
+
+LANGUAGE_MODEL = Head("lm_head", lambda config: config.vocab_size, _logits, _token_losses)

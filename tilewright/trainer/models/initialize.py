@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -12,16 +14,22 @@ from tilewright.trainer.models.model import Transformer
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, seed: int, std: float = 0.02) -> None:
+def init_weights(
+    model: Transformer, seed: int, std: float = 0.02, only: Collection[str] | None = None
+) -> None:
     """Draws normal weights; norms scale by one, and biases are zero.
 
     Each parameter has its own generator, so its values depend on the seed and its name only,
     not on how the model is sharded. Adapters are unchanged.
+
+    only: the names of the parameters; None: all.
     """
     with torch.device("meta"):  # without adapters, which are initialized separately
         bare = Transformer(model.config, model.ops, model.merge_qkv)
     order = [name for name, _ in bare.named_parameters()]
     for name, p in base_weights(model):
+        if only is not None and name not in only:
+            continue
         constant = _initial(name, model.config.architecture.norm_offset)
         if constant is not None:
             assert isinstance(p, nn.Parameter)  # norms and biases are not quantized

@@ -19,7 +19,15 @@ from torch import nn
 from tilewright.nn import in_row_blocks
 from tilewright.nn.sharded import local
 from tilewright.ops.attention.context_parallel import ContextParallel
-from tilewright.trainer.models.head import LossFunction, Shaping, TokenLosses, logits
+from tilewright.trainer.models.head import (
+    LANGUAGE_MODEL,
+    Around,
+    Head,
+    LossFunction,
+    OfSequence,
+    Shaping,
+    TokenLosses,
+)
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import MLP, Attention, norm, residual_norm
 from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks
@@ -27,7 +35,10 @@ from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.positions import Sequence
+from tilewright.trainer.models.reward_head import REWARD
 from tilewright.trainer.models.shared import TensorParallel
+
+HEADS: dict[str, Head] = {"language_model": LANGUAGE_MODEL, "reward": REWARD}
 
 
 class Block(nn.Module):
@@ -145,7 +156,7 @@ class Outcome(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """A causal language model.
+    """A decoder with the head that its configuration names.
 
     For FSDP2, build it under torch.device("meta"), then call `to_empty` and
     `initialize.init_weights`.
@@ -155,7 +166,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.ops, self.merge_qkv = config, ops, merge_qkv
         self.model = Decoder(config, ops, merge_qkv)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = HEADS[config.head]
+        layer = nn.Linear(config.hidden_size, self.head.rows(config), bias=False)
+        self.add_module(self.head.module, layer)
         self.cp, self.tp = ContextParallel(), TensorParallel()
         self.shaping = Shaping()
         self.everywhere: dist.ProcessGroup | None = None  # the ranks whose losses are added
@@ -163,12 +176,17 @@ class Transformer(nn.Module):
             in_row_blocks(self)
         self.tie()
 
+    @property
+    def head_layer(self) -> nn.Linear | None:
+        """None on a stage of a pipeline that is not the last."""
+        return cast(nn.Linear | None, getattr(self, self.head.module))
+
     def tie(self) -> None:
         """Shares the embedding with the head again; call it after `to_empty`, which separates
         them.
         """
-        if self.config.tie_word_embeddings and self.lm_head is not None:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        if self.config.tied and self.head_layer is not None:
+            self.head_layer.weight = self.model.embed_tokens.weight
 
     def forward(
         self,
@@ -183,8 +201,8 @@ class Transformer(nn.Module):
         loss: LossFunction | None = None,
         **more: Any,
     ) -> torch.Tensor | Outcome:
-        """Logits [B, S, V] (float32 with `lm_head_fp32`); with labels the mean loss per token; with
-        a loss its `Outcome`.
+        """Logits [B, S, V], or scores [B, S, 1] of a reward model (float32 with `lm_head_fp32`);
+        with labels the mean loss per token of a language model; with a loss its `Outcome`.
 
         Args:
             input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
@@ -211,12 +229,15 @@ class Transformer(nn.Module):
         sequence.masks = masks if self.training else None
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
-            own = logits(self.tp.gather(hidden), local(self.lm_head.weight), self.ops)
-            return self.tp.gather_for_all(own.transpose(1, 2)).transpose(1, 2)
-        batch = {"input_ids": input_ids, "labels": labels, **more}
+            return self.head.outputs(hidden, *self._around())
+        at = sequence.position_ids
+        batch = {"input_ids": input_ids, "labels": labels, "position_ids": at, **more}
         if loss is not None:
             return self.outcome(hidden, loss, batch)._replace(reports=reports)
-        return self.token_losses(hidden, labels).reduced("mean")
+        values = self.values(hidden, labels)
+        if not isinstance(values, TokenLosses):
+            raise ValueError("labels: a reward model has no loss of its own; give `loss` too")
+        return values.reduced("mean")
 
     def routes(self, routed_experts: torch.Tensor | None) -> torch.Tensor | None:
         """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
@@ -230,19 +251,20 @@ class Transformer(nn.Module):
         self, hidden: torch.Tensor, loss: LossFunction, batch: Mapping[str, Any]
     ) -> Outcome:
         """A loss of the final hidden states, this rank's shard; without reports."""
-        per_token = self.token_losses(hidden, batch["labels"])
+        per_token = self.values(hidden, batch["labels"])
         total, denominator, *more = loss(per_token, batch)
         values = None if per_token.computed is None else per_token.computed.detach()
         denominator, *more = (torch.as_tensor(t, device=total.device) for t in (denominator, *more))
         return Outcome(total, denominator, values, more=tuple(t.detach() for t in more))
 
-    def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
-        """hidden: this rank's shard of the final hidden states."""
-        weight, group = local(self.lm_head.weight), self.tp.group
-        # Evaluations are of the cross-entropy itself.
-        shaping = self.shaping if torch.is_grad_enabled() else Shaping()
-        whole = self.tp.gather_for_all(hidden)
+    def values(self, hidden: torch.Tensor, labels: torch.Tensor) -> OfSequence:
+        """What the head gives losses.   hidden: this rank's shard of the final hidden states."""
+        weight, around = self._around()
+        return self.head.values(hidden, weight, labels, around)
+
+    def _around(self) -> tuple[torch.Tensor, Around]:
+        """The head's weight, and what it computes with."""
+        assert self.head_layer is not None  # a pipeline's last stage computes it
         sequence = tuple(g for g in (self.cp.ulysses, self.cp.ring) if g is not None)
-        return TokenLosses(
-            whole, weight, labels, self.ops, group, shaping, sequence, self.everywhere
-        )
+        around = Around(self.ops, self.config, self.tp, sequence, self.shaping, self.everywhere)
+        return local(self.head_layer.weight), around

@@ -19,6 +19,8 @@ NEUTRAL = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
 }
+# Heads, and the ends of the names that transformers' classes with them have.
+HEADS = {"language_model": "ForCausalLM", "reward": "ForSequenceClassification"}
 # Fields whose items of config.json have other names, or are those of some models only.
 WRITTEN_APART = (
     "rope_theta",
@@ -29,6 +31,7 @@ WRITTEN_APART = (
     "norm_topk_prob",
     "decoder_sparse_step",
     "mlp_only_layers",
+    "head",
 )
 
 
@@ -90,6 +93,9 @@ class ModelConfig:
     topk_group: int | None = None
     routed_scaling_factor: float | None = None
     n_shared_experts: int | None = None
+    head: str = "language_model"  # or "reward"
+    # Of a reward model: sequences end before it.
+    pad_token_id: int | None = None
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -113,6 +119,7 @@ class ModelConfig:
             **family.read(hf),
             rms_norm_eps=number(hf, "rms_norm_eps", cls.rms_norm_eps, float),
             tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+            **_head(hf),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -122,22 +129,32 @@ class ModelConfig:
             for name, value in asdict(self).items()
             if name not in WRITTEN_APART and value is not None
         }
+        family = self.architecture
         rope = dict(self.rope_scaling) or {"rope_type": "default"}
         # transformers 5 reads rope_parameters, 4 the other two.
         out |= {
             "rope_theta": self.rope_theta,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
-            "architectures": [f"{self.architecture.name}ForCausalLM"],
+            "architectures": [f"{family.name}{HEADS[self.head]}"],
             "hidden_act": "silu",
             "attention_bias": False,
         }
         if self.rope_scaling:
             out["rope_scaling"] = rope
-        return out | self.architecture.write(self)
+        if self.head == "reward":
+            name = f"{family.scored or family.name}{HEADS[self.head]}"
+            out |= {"architectures": [name], "num_labels": 1}
+            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return out | family.write(self)
 
     @property
     def architecture(self) -> Architecture:
         return FAMILIES[self.model_type]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.tie_word_embeddings and self.head == "language_model"
 
     @property
     def rope_dim(self) -> int:
@@ -183,3 +200,26 @@ class ModelConfig:
         of_heads = heads * (sizes.qk_nope_head_dim + sizes.v_head_dim) * sizes.kv_lora_rank
         output = heads * sizes.v_head_dim * H
         return queries + narrow + of_heads + output, heads * (self.head_dim + sizes.v_head_dim)
+
+
+def is_scored(hf: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model for sequence classification."""
+    names = hf.get("architectures") or []
+    return any(isinstance(n, str) and n.endswith(HEADS["reward"]) for n in names)
+
+
+def _head(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a reward model; none for another."""
+    if not is_scored(hf):
+        return {}
+    labels = hf["id2label"] if hf.get("id2label") is not None else hf.get("num_labels", 2)
+    number_of_labels = len(labels) if isinstance(labels, dict | list) else labels
+    if number_of_labels != 1:
+        raise ValueError(
+            f"config.json: num_labels = {number_of_labels!r} is not supported; accepted: 1, that of "
+            "a reward model"
+        )
+    padding = hf.get("pad_token_id")
+    if padding is not None and type(padding) is not int:
+        raise ValueError(f"config.json: pad_token_id must be an integer, got {padding!r}")
+    return {"head": "reward", "pad_token_id": padding}

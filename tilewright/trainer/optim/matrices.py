@@ -55,7 +55,7 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
     """
     merged: dict[torch.Tensor, Parts] = {}
     found: dict[nn.Parameter, Parts] = {}
-    head = getattr(model, "lm_head", None)
+    heads = [getattr(model, name, None) for name in ("lm_head", "score")]
     for module in model.modules():
         if isinstance(module, Attention) and module.merge_qkv:
             merged[module.qkv_proj.weight] = Parts(module.widths)
@@ -65,7 +65,7 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
             merged[module.gate_up_proj.weight] = Parts((module.inner,) * 2)
         elif isinstance(module, Experts) and isinstance(module.gate_up_proj, nn.Parameter):
             merged[module.gate_up_proj] = Parts((module.gate_up_proj.shape[1] // 2,) * 2)
-        elif isinstance(module, nn.Embedding | Router) or module is head:
+        elif isinstance(module, nn.Embedding | Router) or any(module is h for h in heads):
             continue
         for name, p in module.named_parameters(recurse=False):
             of_matrix = p.dim() in (2, 3) and not name.endswith("_bias")  # of experts

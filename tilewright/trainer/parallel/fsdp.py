@@ -138,7 +138,9 @@ def _shard_basic_modules(
     for path, module in parts.whole.named_modules():
         last = path.rpartition(".")[2]
         hits = extra & {type(module).__name__, last}
-        if hits and (last == "lm_head" or (last in ("q_norm", "k_norm") and names.merge_qkv)):
+        if hits and (
+            last in ("lm_head", "score") or (last in ("q_norm", "k_norm") and names.merge_qkv)
+        ):
             raise ValueError(
                 f"model.basic_modules: {path} ({', '.join(sorted(hits))}) cannot be a unit of its "
                 "own: another module's kernel reads its weight"

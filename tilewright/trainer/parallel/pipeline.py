@@ -31,7 +31,6 @@ from torch.distributed.pipelining import (
 from tilewright.core.registry import short
 from tilewright.core.torch_names import known_stage
 from tilewright.nn.sharded import shard, whole
-from tilewright.nn.weights import is_adapter
 from tilewright.trainer.config import Config, Train
 from tilewright.trainer.config.train import too_few
 from tilewright.trainer.models.head import LossFunction
@@ -77,7 +76,7 @@ class Pipeline(Parts):
         self.rank = mesh.layout.coordinates(mesh.rank)["pp"]
         self.ranks, parts = ranks_of_stages(train), layers_of_stages(model, train)
         config = model.config
-        tied = config.tie_word_embeddings
+        tied = config.tied
         if tied and self.ranks[0] == self.ranks[-1]:
             raise ValueError(
                 f"train.pipeline_parallel_schedule = {train.pipeline_parallel_schedule}: the first "
@@ -246,13 +245,13 @@ class Pipeline(Parts):
                 yield name, full, getattr(torch, dtype)
 
     def with_all_adapters(self) -> Transformer:
-        """The whole model with every stage's adapters, full; its other weights are on meta. Every
-        rank must call it.
+        """The whole model with every stage's adapters, and what is trained beside them, full; its
+        other weights are on meta. Every rank must call it.
         """
         own = {
             name: whole(p.detach()).cpu().contiguous()
             for name, p in self.model.named_parameters()
-            if is_adapter(name)
+            if p.requires_grad
         }
         group, model = self.mesh.pipeline.group, copy.deepcopy(self.whole)
         about = [(name, list(t.shape), short(t.dtype)) for name, t in own.items()]

@@ -18,7 +18,7 @@ from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 
 # Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("position_ids", "cu_seqlens", "ends", "routed_experts", "masks")
+_OF_SEQUENCE = ("cu_seqlens", "ends", "routed_experts", "masks")
 
 
 def ranks_of_stages(train: Train) -> list[int]:
@@ -69,7 +69,7 @@ def layers_of_stages(model: Transformer, train: Train) -> list[range]:
     if sizes is None:
         embedding = model.model.embed_tokens.weight.numel()
         # A tied head is a copy on the last stage, and costs as much time as one of its own.
-        head = embedding + model.config.hidden_size
+        head = model.head.rows(model.config) * model.config.hidden_size + model.config.hidden_size
         sizes = split_layers([_size(block) for block in blocks], (embedding, head), stages)
     elif sum(sizes) != len(blocks):
         raise ValueError(
@@ -118,10 +118,11 @@ class Stage(nn.Module):
         # In a tuple, not a submodule: the model's other weights are not this stage's.
         self.of = (model,)
         self.layers = nn.ModuleList(model.model.layers[i] for i in layers)
-        if self.first or (self.last and model.config.tie_word_embeddings):
+        if self.first or (self.last and model.config.tied):
             self.embed_tokens = model.model.embed_tokens
         if self.last:
-            self.norm, self.lm_head = model.model.norm, model.lm_head
+            self.norm = model.model.norm
+            self.add_module(model.head.module, model.head_layer)
         self.queue: Iterator[Mapping[str, Any]] = iter(())
         self.loss: LossFunction | None = None
         self.length: int | None = None  # on this rank; None: as long as the micro-batch
@@ -172,5 +173,6 @@ def keep(model: Transformer, stages: list[Stage]) -> None:
     parts: Any = model  # a stage's model lacks what others have
     if "embed_tokens" not in held:
         parts.model.embed_tokens = None
-    if "lm_head" not in held:
-        parts.model.norm = parts.lm_head = None
+    if model.head.module not in held:
+        parts.model.norm = None
+        setattr(model, model.head.module, None)

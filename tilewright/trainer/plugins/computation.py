@@ -37,7 +37,7 @@ FORWARD = (
     *("gate", "experts", "shared_experts", "gate_up_proj", "down_proj"),
     "post_feedforward_layernorm",
     "norm",
-    "lm_head",
+    *("lm_head", "score"),
 )
 
 

@@ -23,7 +23,7 @@ def flops_per_token(model: Transformer, sequence: int) -> float:
     )
     mlp = sum(sparse if c.is_moe(i) else dense for i in layers)
     attention, per_key = c.attention_work()
-    matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * c.vocab_size
+    matrix = c.num_hidden_layers * attention + mlp + c.hidden_size * model.head.rows(c)
     score = per_key * sum(c.keys_seen(i, sequence) for i in layers)
     # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
     # matrix has none.

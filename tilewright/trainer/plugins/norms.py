@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 KINDS = {
     "embed_tokens": "embedding",
     "lm_head": "head",
+    "score": "head",
     "experts": "experts",
     "gate": "router",
     "self_attn": "attention",

@@ -9,3 +9,6 @@ COLUMNS.add("reward", Column("document", "float32"))
 COLUMNS.add("pair", Column("document", "int64", fill=-1, least=0, together=True))
 COLUMNS.add("desirable", Column("document", "int64", fill=-1, least=0, most=1))
 COLUMNS.add("role", Column("document", "int64", fill=-1, least=0))
+# By how much a chosen answer's reward should exceed the rejected one's; of a pair, that of the
+# chosen answer.
+COLUMNS.add("margin", Column("document", "float32", default=0.0))

@@ -30,6 +30,7 @@ class Architecture:
     write: the items of config.json that differ from the fields' names and values.
     defaults: transformers' values of items that config.json may omit, where ours are others.
     neutral: items that are accepted at one value only.
+    scored: the name with ForSequenceClassification, which reward models have, if it is another.
     """
 
     model_type: str
@@ -38,6 +39,7 @@ class Architecture:
     write: Callable[[ModelConfig], dict[str, Any]] = _nothing
     defaults: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    scored: str | None = None
 
     # Norms: y = x / rms(x) * (norm_offset + weight), rounded as `ops.rmsnorm`'s cast says.
     norm_offset: float = 0.0

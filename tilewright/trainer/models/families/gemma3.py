@@ -94,6 +94,7 @@ GEMMA3 = Architecture(
         "attn_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
+    scored="Gemma3Text",
     norm_offset=1.0,
     norm_cast="gemma",
     norms_after=True,

@@ -1,0 +1,18 @@
+"""The section reward: what train.loss = reward minimizes beside the pairs' order."""
+
+from __future__ import annotations
+
+from tilewright.trainer.config.section import Only, Resume, Section, field
+
+
+class Reward(Section):
+    center_rewards_coefficient: float = field(
+        0.0,
+        Resume.NEXT_STEP,
+        Only("train.loss", "reward"),
+        differs=("none", "ours: xorl's local configuration has no reward models"),
+        ge=0,
+    )
+    """Times the squared sum of a pair's rewards is added to its loss, so that rewards lie around 0
+    (arXiv:2312.09244); 0.01 in TRL's examples.
+    """

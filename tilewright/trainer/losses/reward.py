@@ -1,0 +1,52 @@
+"""Reward models of pairs of answers, of which one is preferred: train.loss = reward.
+
+Bradley-Terry: -log sigmoid(r_chosen - r_rejected - margin) (arXiv:2203.02155, equation 1; the
+margin: arXiv:2307.09288, equation 2). A document's reward is the head's, see `Scores`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from tilewright.trainer.config.reward import Reward
+from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.preferences import CHOSEN
+from tilewright.trainer.models.reward_head import Scores
+from tilewright.trainer.tables import LOSSES
+
+REPORTS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+
+
+def reward(
+    scores: Scores, batch: Mapping[str, Any], *, center_rewards_coefficient: float
+) -> tuple[torch.Tensor, ...]:
+    """The sum over pairs, their number, and REPORTS. Each of the ranks that share a sequence has
+    its share of them.
+    """
+    rewards, is_pair = scores.rewards(batch), batch["role"] == CHOSEN
+    # A chosen answer's rejected one is the document after it.
+    chosen, rejected = rewards, rewards.roll(-1)
+    loss = -logsigmoid(chosen - rejected - batch["margin"].double())
+    if center_rewards_coefficient:
+        loss = loss + center_rewards_coefficient * (chosen + rejected).square()
+    found = [loss, torch.ones_like(loss)]
+    with torch.no_grad():
+        found += [(chosen > rejected).double(), chosen - rejected, chosen, rejected]
+    return tuple(scores.share * t.where(is_pair, 0.0).sum() for t in found)
+
+
+def settled(section: Reward) -> Loss:
+    function = functools.partial(
+        reward, center_rewards_coefficient=section.center_rewards_coefficient
+    )
+    columns = ("labels", "pair", "role", "margin")
+    return Loss(function, columns, REPORTS, pairs=True, head="reward", section="reward")
+
+
+LOSSES.add("reward", dataclasses.replace(settled(Reward()), settled=settled))
