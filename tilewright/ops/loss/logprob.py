@@ -105,7 +105,7 @@ def logprob_entropy(
     Source: the quantities that policy-gradient losses with an entropy bonus need (arXiv:1602.01783,
     section 4; arXiv:2402.03300, section 4.1).
     """
-    scaling = _scaling(temperature, softcap)
+    scaling = scaling_of(temperature, softcap)
     if inplace:
         checks.overwritable("logits", logits)
     V = world_size(group) * logits.shape[-1]
@@ -175,7 +175,7 @@ def linear_logprob(
         >>> f"{logprob[0].item():.4f} {entropy[0].item():.4f}"
         '-1.3863 1.3863'
     """
-    scaling = _scaling(temperature, softcap)
+    scaling = scaling_of(temperature, softcap)
     of = HeadRows.of(
         x,
         weight,
@@ -192,7 +192,7 @@ def linear_logprob(
         return fn(of, scaling, Wanted(mean=True, argmax=return_argmax))
 
 
-def _scaling(temperature: float, softcap: float | None) -> Scaling:
+def scaling_of(temperature: float, softcap: float | None) -> Scaling:
     """Raises ValueError for a cap that is none in units of the temperature."""
     if softcap and not SMALLEST <= softcap / temperature <= LARGEST:
         raise ValueError(
