@@ -205,14 +205,19 @@ def scaling_of(temperature: float, softcap: float | None) -> Scaling:
 # ---- the kind of loss
 
 
+def logprob_of(stats: Stats, valid: torch.Tensor) -> torch.Tensor:
+    """Log-probability per row, 0 where `valid` is 0."""
+    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
+    # p = 1 and the gradient is 0.
+    return torch.where(valid == 0, 0.0, (stats.picked - stats.log_sum).clamp_max(0.0) * valid)
+
+
 def results(
     stats: Stats, valid: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Log-probability and entropy per row, 0 where `valid` is 0, and argmax."""
-    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
-    # p = 1 and the gradient is 0.
     return (
-        torch.where(valid == 0, 0.0, (stats.picked - stats.log_sum).clamp_max(0.0) * valid),
+        logprob_of(stats, valid),
         torch.where(valid == 0, 0.0, stats.softmax.entropy.clamp_min(0.0) * valid),
         stats.argmax,
     )
