@@ -22,10 +22,10 @@ class Documents(NamedTuple):
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """[documents], of values [T]; 0 for a document without tokens."""
-        # Differences of one running sum would take the digits of a small sum after large ones.
-        return torch.segment_reduce(
-            values.double(), "sum", offsets=self.cu_seqlens, unsafe=True, initial=0
-        )
+        # Differences of one running sum would take the digits of a small sum after large ones, and
+        # index_add adds in any order on a GPU.
+        sums = values.new_zeros(self.cu_seqlens.shape[0] - 1, dtype=torch.float64)
+        return sums.index_put((self.index,), values.double(), accumulate=True)
 
     def each(self, values: torch.Tensor) -> torch.Tensor:
         """[T], of values [documents]: that of each token's document."""

@@ -253,7 +253,7 @@ LINEAR_PREFERENCE_LOSS = head_op(
         _case("no_tokens", (0, 16, 64), (0, 0, 0)),
         _case("none", (11, 32, 100), THREE, loss="ipo", chunk_size=4, reduction="none"),
         _case("far", (11, 32, 100), THREE, spread=1e4, beta=1.0, chunk_size=4),
-        _case("simpo", (11, 32, 100), THREE, loss="simpo", chunk_size=4, beta=2.0, frozen=True),
+        _case("simpo", (11, 32, 100), THREE, loss="simpo", chunk_size=4, beta=0.5, frozen=True),
         _case("orpo", (11, 32, 100), THREE, loss="orpo", sft_ratio=1.0, chunk_size=4),
         _case("nca_pair", (11, 32, 100), THREE, loss="nca_pair", chunk_size=4, lora=5, frozen=True),
         _case(
@@ -273,5 +273,21 @@ LINEAR_PREFERENCE_LOSS = head_op(
         ),
     ),
     ignores=True,
-    judged=Judged(of_sums=True),
+    # As linear_logprob's.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.021,
+                "out 1": 0.021,
+                "out 3": 0.029,
+                "grad x": 0.14,
+                "grad weight": 1.0,
+                "grad bias": 0.39,
+                "grad lora_A": 0.058,
+                "grad lora_B": 1.1,
+            },
+            torch.float16: {"grad weight": 0.13, "grad bias": 0.048, "grad lora_B": 0.12},
+        },
+    ),
 )

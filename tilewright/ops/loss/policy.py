@@ -190,9 +190,7 @@ def dr_grpo_slope(t: Tokens, o: Options) -> torch.Tensor:
 def policy_loss(t: Tokens, o: Options) -> torch.Tensor:
     loss, r = surrogate(t, o, t.ratio), t.ratio
     if o.dual_clip:
-        loss = torch.where(
-            t.advantage < 0, torch.minimum(loss, -o.dual_clip * t.advantage), loss
-        )
+        loss = torch.where(t.advantage < 0, torch.minimum(loss, -o.dual_clip * t.advantage), loss)
     if o.icepop_beta:
         outside = (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
         loss = torch.where(outside, loss.detach(), loss)
@@ -253,9 +251,7 @@ def settled(name: str, given: Mapping[str, torch.Tensor | float | str | None]) -
             raise ValueError(
                 f"{option} must be None for loss={name!r}, which reads {accepted}; got {value!r}"
             )
-    numbers = {
-        n: v for n, v in given.items() if v is not None and not isinstance(v, torch.Tensor)
-    }
+    numbers = {n: v for n, v in given.items() if v is not None and not isinstance(v, torch.Tensor)}
     return Options(**{**row.defaults, **numbers})
 
 
