@@ -662,7 +662,7 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
     right = {
         how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
     }
-    made_in_forward = op.name == "linear_cross_entropy"
+    made_in_forward = op.name in ("linear_cross_entropy", "linear_policy_loss")
     saves_no_leaf = op.name in ("permute", "low_precision_grouped_gemm") or (
         op.name == "qk_norm_rope" and kwargs.get("q_weight") is None
     )

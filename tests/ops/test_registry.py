@@ -271,6 +271,8 @@ COMPOSED = {
         for name in (
             "linear_cross_entropy",
             "linear_logprob",
+            "linear_policy_loss",
+            "linear_preference_loss",
             "qk_norm_rope",
             "moe_mlp",
             "moe_lora",

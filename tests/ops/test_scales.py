@@ -18,6 +18,8 @@ SUMS = (
     "gated_delta_rule",
     "linear_cross_entropy",
     "linear_logprob",
+    "linear_policy_loss",
+    "linear_preference_loss",
     "unpermute",
     "grouped_gemm",
     "moe_mlp",

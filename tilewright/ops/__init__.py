@@ -25,6 +25,8 @@ from tilewright.ops.linear_attention.causal_conv1d import causal_conv1d
 from tilewright.ops.linear_attention.gated_delta_rule import gated_delta_rule
 from tilewright.ops.loss.cross_entropy import cross_entropy
 from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
+from tilewright.ops.loss.linear_policy_loss import linear_policy_loss
+from tilewright.ops.loss.linear_preference_loss import linear_preference_loss
 from tilewright.ops.loss.logprob import linear_logprob, logprob_entropy
 from tilewright.ops.loss.targets import checked_targets
 from tilewright.ops.moe.grouped_gemm import grouped_gemm
@@ -136,6 +138,8 @@ __all__ = [
     "layernorm",
     "linear_cross_entropy",
     "linear_logprob",
+    "linear_policy_loss",
+    "linear_preference_loss",
     "logprob_entropy",
     "low_precision_grouped_gemm",
     "low_precision_linear",

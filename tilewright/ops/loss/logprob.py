@@ -105,7 +105,7 @@ def logprob_entropy(
     Source: the quantities that policy-gradient losses with an entropy bonus need (arXiv:1602.01783,
     section 4; arXiv:2402.03300, section 4.1).
     """
-    scaling = _scaling(temperature, softcap)
+    scaling = scaling_of(temperature, softcap)
     if inplace:
         checks.overwritable("logits", logits)
     V = world_size(group) * logits.shape[-1]
@@ -176,7 +176,7 @@ def linear_logprob(
         >>> f"{logprob[0].item():.4f} {entropy[0].item():.4f}"
         '-1.3863 1.3863'
     """
-    scaling = _scaling(temperature, softcap)
+    scaling = scaling_of(temperature, softcap)
     of = HeadRows.of(
         x,
         weight,
@@ -193,7 +193,7 @@ def linear_logprob(
         return fn(of, scaling, Wanted(mean=True, argmax=return_argmax))
 
 
-def _scaling(temperature: float, softcap: float | None) -> Scaling:
+def scaling_of(temperature: float, softcap: float | None) -> Scaling:
     """Raises ValueError for a cap that is none in units of the temperature."""
     if softcap and not SMALLEST <= softcap / temperature <= LARGEST:
         raise ValueError(
@@ -206,14 +206,19 @@ def _scaling(temperature: float, softcap: float | None) -> Scaling:
 # ---- the kind of loss
 
 
+def logprob_of(stats: Stats, valid: torch.Tensor) -> torch.Tensor:
+    """Log-probability per row, 0 where `valid` is 0."""
+    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
+    # p = 1 and the gradient is 0.
+    return torch.where(valid == 0, 0.0, (stats.picked - stats.log_sum).clamp_max(0.0) * valid)
+
+
 def results(
     stats: Stats, valid: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Log-probability and entropy per row, 0 where `valid` is 0, and argmax."""
-    # A capped logit is rounded: z_y may be an ulp above the peak, and lse an ulp below z_y, where
-    # p = 1 and the gradient is 0.
     return (
-        torch.where(valid == 0, 0.0, (stats.picked - stats.log_sum).clamp_max(0.0) * valid),
+        logprob_of(stats, valid),
         torch.where(valid == 0, 0.0, stats.softmax.entropy.clamp_min(0.0) * valid),
         stats.argmax,
     )

@@ -1,0 +1,353 @@
+"""Tests specific to linear_policy_loss and its formulas. Parity with the eager twin is in
+test_contract.py.
+"""
+
+import functools
+import itertools
+import math
+import tempfile
+
+import pytest
+import torch
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+
+from tilewright.bench import contract
+from tilewright.ops import OPS, linear_logprob, linear_policy_loss
+from tilewright.ops.loss import head, policy
+from tilewright.ops.loss.documents import Documents
+from tilewright.ops.loss.policy import FORMULAS, Options, Tokens
+
+OP = OPS["linear_policy_loss"]
+NAMES = OP.names()
+F64 = torch.float64
+LP, OLD, A = (
+    torch.tensor(values, dtype=F64)
+    for values in (
+        [-1.0, -2.0, -0.5, -3.0, -0.1],
+        [-1.3, -1.2, -0.6, -2.9, -2.0],
+        [1.5, -0.5, -2.0, 0.0, -0.7],
+    )
+)
+REF, ROLLOUT, TEACHER = LP - 0.4, OLD + torch.tensor([0.2, -1.5, 3.0, 0.0, 0.1]), LP + 0.3
+CU = torch.tensor([0, 2, 2, 5])
+
+
+def tokens(lp=LP, valid=None, **given):
+    valid = torch.ones_like(lp) if valid is None else valid
+    return Tokens(
+        lp,
+        valid,
+        **{
+            "advantage": A,
+            "old_logprob": OLD,
+            "rollout_logprob": ROLLOUT,
+            "ref_logprob": REF,
+            "teacher_logprob": TEACHER,
+            "documents": Documents.of(CU, 5),
+            **given,
+        },
+    )
+
+
+def by_hand(name, o):
+    """Of each token, in Python's numbers."""
+    lp, old, adv, ref, out = (t.tolist() for t in (LP, OLD, A, REF, ROLLOUT))
+    teacher = TEACHER.tolist()
+    ends = CU.tolist()
+    mean = [
+        sum(lp[i] - old[i] for i in range(a, b)) / (b - a)
+        for t in range(5)
+        for a, b in itertools.pairwise(ends)
+        if a <= t < b
+    ]
+
+    def clip(r):
+        return min(max(r, o.clip_low_threshold), o.clip_high_threshold)
+
+    def surrogate(r, a):
+        return -min(r * a, clip(r) * a)
+
+    def kl(d):
+        return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[o.kl_type]
+
+    def of(i):
+        r, s, a = math.exp(lp[i] - old[i]), math.exp(mean[i]), adv[i]
+        if name == "policy_loss":
+            loss = surrogate(r, a)
+            if o.dual_clip and a < 0:
+                loss = min(loss, -o.dual_clip * a)
+            weight = min(max(math.exp(old[i] - out[i]), o.tis_clip_low), o.tis_clip_high)
+            return loss * weight if o.use_tis else loss
+        return {
+            "reinforce": -lp[i] * a,
+            "importance_sampling": -r * a,
+            "ppo": surrogate(r, a),
+            "cispo": -clip(r) * lp[i] * a,
+            "dro": -(lp[i] * a - o.beta / 2 * (lp[i] - old[i]) ** 2),
+            "gspo": surrogate(s, a),
+            "dr_grpo": surrogate(s if o.ratio_type == "sequence" else r, a)
+            + o.beta * kl(lp[i] - ref[i]),
+            "opd": r * (lp[i] - teacher[i]),
+        }[name]
+
+    return torch.tensor([of(i) for i in range(5)], dtype=F64)
+
+
+VARIANTS = [
+    *((name, {}) for name in FORMULAS),
+    ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.35}),
+    *(("dr_grpo", {"beta": 0.3, "kl_type": kl}) for kl in policy.KL_TYPES),
+    ("dr_grpo", {"ratio_type": "sequence"}),
+    ("policy_loss", {"dual_clip": 2.5}),
+    ("policy_loss", {"use_tis": True, "tis_clip_high": 1.1}),
+    ("policy_loss", {"icepop_beta": 1.5}),
+    ("policy_loss", {"dual_clip": 2.5, "use_tis": True, "icepop_beta": 2.0}),
+]
+
+
+@pytest.mark.parametrize("name, given", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-")
+def test_a_formula_is_its_arithmetic_and_a_slope_its_derivative(name, given):
+    o = policy.settled(name, given)
+    lp = LP.clone().requires_grad_()
+    found = policy.losses(name, tokens(lp), o)
+    torch.testing.assert_close(found.detach(), by_hand(name, o), rtol=1e-14, atol=0)
+    if policy.by_token(name, o):
+        [slope] = torch.autograd.grad(found.sum(), lp)
+        torch.testing.assert_close(policy.slopes(name, tokens(), o), slope, rtol=1e-14, atol=0)
+    else:
+        assert torch.autograd.gradcheck(lambda t: policy.losses(name, tokens(t), o).sum(), lp)
+
+
+# What autograd and finite differences call the derivative where the formula has no constant.
+@pytest.mark.parametrize("name", ["reinforce", "importance_sampling", "ppo", "dro", "dr_grpo"])
+def test_gradients_are_those_of_finite_differences(name):
+    o = policy.settled(name, {"beta": 0.3} if name in ("dro", "dr_grpo") else {})
+    lp = LP.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: policy.losses(name, tokens(t), o), lp)
+
+
+def test_constants_have_no_gradient():
+    """cispo's ratio, the weight of truncated importance sampling, tokens that IcePop masks, and the
+    log-ratio to a teacher.
+    """
+    slope = functools.partial(policy.slopes, tokens=tokens())
+    r = (LP - OLD).exp()
+    cispo = slope("cispo", o=policy.settled("cispo", {}))
+    torch.testing.assert_close(cispo, -r.clamp(0, 4) * A, rtol=1e-14, atol=0)
+    plain = slope("policy_loss", o=Options())
+    masked = slope("policy_loss", o=Options(icepop_beta=1.5))
+    outside = (r > 1.5) | (r < 1 / 1.5)
+    assert outside.any() and not outside.all()
+    assert torch.equal(masked, torch.where(outside, 0.0, plain))
+    weight = (OLD - ROLLOUT).exp().clamp(0.1, 2)
+    assert set(weight.tolist()) & {0.1, 2.0}
+    assert torch.equal(slope("policy_loss", o=Options(use_tis=True)), plain * weight)
+    opd = slope("opd", o=Options())
+    torch.testing.assert_close(opd, r * (LP - TEACHER), rtol=1e-14, atol=0)
+
+
+def test_a_ratio_at_a_threshold_still_learns_and_one_beyond_does_not():
+    one = torch.zeros(3, dtype=F64)
+    at = Tokens(one, one + 1, torch.tensor([1.0, -1.0, 0.0], dtype=F64), one)
+    for edge in ({"clip_high_threshold": 1.0}, {"clip_low_threshold": 1.0}):
+        o = policy.settled("ppo", edge)
+        assert policy.slopes("ppo", at, o).tolist() == [-1, 1, 0]
+        lp = one.clone().requires_grad_()
+        loss = policy.losses("ppo", at._replace(logprob=lp), o)
+        assert torch.autograd.grad(loss.sum(), lp)[0].tolist() == [-1, 1, 0]
+    beyond = Options(clip_low_threshold=0.5, clip_high_threshold=0.9)
+    assert policy.slopes("ppo", at, beyond).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "dro", "cispo", "gspo"])
+def test_an_infinite_or_missing_old_log_probability_comes_out_as_such(name):
+    o = policy.settled(name, {})
+    old = OLD.clone()
+    old[0], old[3] = float("-inf"), float("nan")
+    t = tokens(old_logprob=old)
+    if name == "gspo":  # of the document
+        t = t._replace(documents=Documents.of(torch.tensor([0, 1, 3, 5]), 5))
+    found = policy.losses(name, t, o)
+    assert found[3].isnan() and found[1:3].isfinite().all()
+    if name != "cispo" and name != "gspo":  # whose ratios are clipped
+        assert found[0].isinf()
+    ignored = policy.losses(name, t._replace(valid=torch.isfinite(old).to(F64)), o)
+    assert ignored[[0, 3]].tolist() == [0, 0] and ignored.isfinite().all()
+
+
+def test_statistics_are_means_over_the_tokens_that_are_not_ignored():
+    valid = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=F64)
+    old = OLD.masked_fill(valid == 0, float("nan"))
+    t = tokens(valid=valid, old_logprob=old)
+    o = policy.settled("policy_loss", {"use_tis": True})
+    found = policy.statistics("policy_loss", t, o)
+    keep = valid == 1
+    r, d = (LP - OLD).exp()[keep], (LP - OLD)[keep]
+    expected = {
+        "ratio_mean": r.mean(),
+        "ratio_max": r.max(),
+        "clipped_low": (r < 0.8).double().mean(),
+        "clipped_high": (r > 1.2).double().mean(),
+        "tis_weight": (OLD - ROLLOUT).exp().clamp(0.1, 2)[keep].mean(),
+        "k1_old": d.mean(),
+        "k2_old": (d * d / 2).mean(),
+        "k3_old": ((-d).exp() - 1 + d).mean(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-14, atol=0)
+    others = {f"k{i}_{name}" for i in (1, 2, 3) for name in ("old", "ref", "rollout")}
+    assert set(found) == {*expected, *others}
+    assert found["clipped_low"] > 0 and found["clipped_high"] > 0
+    of_none = policy.statistics("policy_loss", t._replace(valid=valid * 0), o)
+    assert all(value == 0 for value in of_none.values())
+
+
+# ---- the op
+
+G = torch.Generator().manual_seed(0)
+X, W = torch.randn(8, 16, generator=G), torch.randn(62, 16, generator=G)
+Y = torch.randint(62, (8,), generator=G)
+Y[5] = -100
+ADVANTAGE = torch.randn(8, generator=G)
+NEAR = linear_logprob(X.double(), W.double(), Y, implementation="eager")[0].float()
+STALE = NEAR + torch.tensor([0.5, -0.5, 0.05, -0.05]).repeat(2)
+GIVEN = {"advantage": ADVANTAGE, "old_logprob": STALE, "chunk_size": 3}
+DOCUMENTS = torch.tensor([0, 3, 3, 8])
+
+
+def on_device(kwargs):
+    return {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in kwargs.items()}
+
+
+def call(name, given=GIVEN, **more):
+    x, w = (t.to(DEVICE).requires_grad_() for t in (X.clone(), W.clone()))
+    found = linear_policy_loss(
+        x, w, Y.to(DEVICE), implementation=name, **on_device({**given, **more})
+    )
+    return found, torch.autograd.grad(found.loss.sum(), (x, w))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "eager"])
+@pytest.mark.parametrize(
+    "given, passes",
+    [
+        (GIVEN, 1),
+        ({**GIVEN, "reduction": "none"}, 2),
+        ({**GIVEN, "loss": "gspo", "cu_seqlens": DOCUMENTS}, 2),
+        ({**GIVEN, "loss": "dr_grpo"}, 1),
+        ({**GIVEN, "loss": "dr_grpo", "ratio_type": "sequence", "cu_seqlens": DOCUMENTS}, 2),
+    ],
+    ids=["ppo", "none", "gspo", "dr_grpo", "dr_grpo-sequence"],
+)
+def test_logits_are_computed_once_where_a_loss_is_a_sum_over_tokens(
+    name, given, passes, monkeypatch
+):
+    skip_unless_usable(OP, name, torch.float32)
+    made, chunks = [], head.Chunks.__iter__
+    monkeypatch.setattr(head.Chunks, "__iter__", lambda self: (made.append(self), chunks(self))[1])
+    call(name, given)
+    assert len(made) == passes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_ignored_tokens_have_changes_nothing(name):
+    skip_unless_usable(OP, name, torch.float32)
+    found, grads = call(name, return_statistics=True)
+    spoiled = {k: v.masked_fill(Y == -100, float("nan")) for k, v in GIVEN.items() if k in RATED}
+    other, other_grads = call(name, return_statistics=True, **spoiled)
+    assert found.loss.isfinite() and torch.equal(found.loss, other.loss)
+    for a, b in zip(grads, other_grads, strict=True):
+        assert torch.equal(a, b)
+    assert found.statistics == other.statistics
+    assert found.statistics["entropy"] == found.entropy.sum() / 7
+    assert not found.logprob.requires_grad and not found.entropy.requires_grad
+
+
+RATED = ("advantage", "old_logprob")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thresholds_may_be_each_tokens_own(name):
+    skip_unless_usable(OP, name, torch.float32)
+    low, high = torch.full((8,), 0.8), torch.full((8,), 1.2)
+    same = {"clip_low_threshold": low, "clip_high_threshold": high}
+    (a, of_a), (b, of_b) = call(name), call(name, **same)
+    assert torch.equal(a.loss, b.loss) and all(map(torch.equal, of_a, of_b))
+    wide = {"clip_low_threshold": low * 0, "clip_high_threshold": high + 9}
+    c, _ = call(name, **wide)
+    plain, _ = call(name, loss="importance_sampling")
+    torch.testing.assert_close(c.loss, plain.loss)
+    assert not torch.equal(a.loss, c.loss)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mean_divides_by_the_tokens_or_by_what_is_given(name):
+    skip_unless_usable(OP, name, torch.float32)
+    total, of_total = call(name)
+    for given, by in (({}, 7), ({"num_tokens": 4}, 4), ({"num_tokens": torch.tensor(5)}, 5)):
+        mean, grads = call(name, reduction="mean", **given)
+        torch.testing.assert_close(mean.loss, total.loss / by)
+        torch.testing.assert_close(grads[0], of_total[0] / by)
+
+
+def _rank(rank, world, folder, name):
+    group = join_group(rank, world, folder)
+    for kind in ("ppo", "gspo"):
+        own = {**GIVEN, **({"cu_seqlens": DOCUMENTS} if kind == "gspo" else {})}
+        x, w = X.clone().requires_grad_(), W.chunk(world)[rank].clone().requires_grad_()
+        found = linear_policy_loss(x, w, Y, loss=kind, group=group, implementation=name, **own)
+        grads = torch.autograd.grad(found.loss, (x, w))
+        torch.save((found.loss.detach(), grads), f"{folder}/{kind}-{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_shards_of_the_vocabulary_equal_one(name):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    skip_unless_usable(OP, name, torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        two_processes(_rank, folder, name)
+        for kind in ("ppo", "gspo"):
+            own = {"cu_seqlens": DOCUMENTS} if kind == "gspo" else {}
+            whole, (dx, dw) = call("eager", loss=kind, **own)
+            (a, (dx_a, dw_a)), (b, (dx_b, dw_b)) = (
+                torch.load(f"{folder}/{kind}-{r}") for r in range(2)
+            )
+            for loss in (a, b):
+                torch.testing.assert_close(loss, whole.loss.detach())
+            for found, truth in ((dx_a, dx), (dx_b, dx), (torch.cat((dw_a, dw_b)), dw)):
+                assert contract.error(found, truth.double())[0] < 2e-5, kind
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"advantage": None}, "advantage must be a torch.Tensor for loss='ppo', got None"),
+        ({"old_logprob": None}, "old_logprob must be a torch.Tensor"),
+        ({"loss": "gspo"}, "cu_seqlens must be a torch.Tensor for loss='gspo', got None"),
+        (
+            {"loss": "dr_grpo", "ratio_type": "sequence"},
+            "cu_seqlens must be a torch.Tensor for loss='dr_grpo'",
+        ),
+        ({"loss": "dr_grpo", "beta": 0.1}, "ref_logprob must be a torch.Tensor"),
+        ({"loss": "policy_loss", "use_tis": True}, "rollout_logprob must be a torch.Tensor"),
+        ({"teacher_logprob": STALE}, "teacher_logprob must be None for loss='ppo', got a torch"),
+        ({"cu_seqlens": DOCUMENTS}, "cu_seqlens must be None for loss='ppo'"),
+        ({"loss": "opd", "teacher_logprob": STALE}, "advantage must be None for loss='opd'"),
+        (
+            {"dual_clip": 3.0},
+            "dual_clip must be None for loss='ppo', which reads clip_low_threshold, "
+            "clip_high_threshold; got 3.0",
+        ),
+        (
+            {"loss": "reinforce", "clip_low_threshold": STALE},
+            "clip_low_threshold must be None for loss='reinforce', which reads no option",
+        ),
+        ({"loss": "policy_loss", "dual_clip": 1.0}, r"dual_clip must be a number in \(1, inf\)"),
+        ({"loss": "grpo"}, "loss must be one of"),
+    ],
+)
+def test_bad_input_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(X, W, Y, **{**GIVEN, **given})

@@ -1,0 +1,197 @@
+"""Tests specific to linear_preference_loss. Parity with the eager twin is in test_contract.py."""
+
+import functools
+import itertools
+import math
+import tempfile
+
+import pytest
+import torch
+from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+
+from tilewright.bench import contract
+from tilewright.ops import OPS, linear_logprob, linear_preference_loss
+from tilewright.ops.loss import linear_preference_loss as module
+from tilewright.ops.loss.documents import Documents
+from tilewright.ops.loss.preference import FORMULAS, Options, Pairs
+
+OP = OPS["linear_preference_loss"]
+NAMES = OP.names()
+F64 = torch.float64
+G = torch.Generator().manual_seed(0)
+X, W = torch.randn(9, 16, generator=G), torch.randn(62, 16, generator=G)
+Y = torch.randint(62, (9,), generator=G)
+Y[3] = -100
+CU = torch.tensor([0, 4, 5, 5, 9])  # an answer of one token, one without
+REF = torch.tensor([-20.0, -5.0, -1.0, -30.0])
+
+
+def call(name, x=X, w=W, y=Y, cu=CU, ref=REF, **options):
+    x, w = (t.detach().clone().to(DEVICE).requires_grad_() for t in (x, w))
+    ref = None if ref is None else ref.to(DEVICE)
+    found = linear_preference_loss(
+        x, w, y.to(DEVICE), cu.to(DEVICE), ref, implementation=name, **options
+    )
+    return found, torch.autograd.grad(found.loss.sum(), (x, w))
+
+
+def in_float64(formula, options, ref, sft_ratio=0.0):
+    """The mean over pairs from log-probabilities that are added token by token."""
+    x, w = X.double().requires_grad_(), W.double().requires_grad_()
+    logprob, _ = linear_logprob(x, w, Y, implementation="eager")
+    ends = CU.tolist()
+    sums = [logprob[a:b].sum() for a, b in itertools.pairwise(ends)]
+    counts = [int((Y[a:b] != -100).sum()) for a, b in itertools.pairwise(ends)]
+    losses = []
+    for i in (0, 2):
+        c, r = sums[i], sums[i + 1]
+        refs = (c.detach(), r.detach()) if ref is None else (ref[i].double(), ref[i + 1].double())
+        n = [torch.tensor(max(counts[j], 1), dtype=F64) for j in (i, i + 1)]
+        loss = FORMULAS[formula].function(Pairs(c, r, *refs, *n), options)
+        losses.append(loss - sft_ratio * c / n[0])
+    loss = torch.stack(losses).mean()
+    return loss.detach(), torch.autograd.grad(loss, (x, w)), counts
+
+
+# ORPO's is infinite for an answer without a token, whose mean log-probability is 0.
+@pytest.mark.parametrize("formula", [f for f in FORMULAS if f != "orpo"])
+def test_every_formula_is_that_of_the_sums_of_its_documents(formula):
+    name = OP.choose(DEVICE, torch.float32)
+    ref = REF if FORMULAS[formula].reference else None
+    beta = Options(beta=0.2)
+    loss, grads, counts = in_float64(formula, beta, ref, 0.3)
+    found, own = call(name, ref=ref, loss=formula, beta=0.2, sft_ratio=0.3)
+    torch.testing.assert_close(found.loss.cpu().double(), loss, rtol=1e-5, atol=1e-6)
+    assert found.tokens.tolist() == counts == [3, 1, 0, 4]
+    for a, b in zip(own, grads, strict=True):
+        assert contract.error(a.cpu(), b)[0] < 2e-5
+    sums = found.logprob - (0 if ref is None else REF.to(DEVICE))
+    reward = sums / found.tokens.clamp_min(1) if ref is None else sums
+    torch.testing.assert_close(found.reward, 0.2 * reward, rtol=1e-4, atol=1e-6)
+    assert not found.reward.requires_grad and not found.logprob.requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_answers_have_no_margin(name):
+    """To the bit, where their rows are the same."""
+    skip_unless_usable(OP, name, torch.float32)
+    twice = {"x": torch.cat((X[:4], X[:4])), "y": torch.cat((Y[:4], Y[:4]))}
+    cu, ref = torch.tensor([0, 4, 8]), torch.tensor([-9.0, -9.0])
+    found, _ = call(name, cu=cu, ref=ref, **twice)
+    assert found.loss == torch.tensor(math.log(2))
+    assert found.reward[0] == found.reward[1]
+    hinge, _ = call(name, cu=cu, ref=ref, loss="hinge", **twice)
+    assert hinge.loss == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_margins_of_ten_thousand_do_not_overflow(name, sign):
+    skip_unless_usable(OP, name, torch.float32)
+    ref = torch.tensor([0.0, 1e4, 0.0, 1e4]) * sign
+    found, grads = call(name, ref=ref, beta=1.0)
+    margin = (found.logprob - ref.to(DEVICE))[0::2] - (found.logprob - ref.to(DEVICE))[1::2]
+    expected = 0.0 if sign > 0 else -margin.mean().item()
+    assert found.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert all(g.isfinite().all() for g in grads)
+    assert any(g.any() for g in grads) == (sign < 0)
+
+
+def test_odds_of_tokens_that_are_nearly_certain_are_finite_and_right():
+    """ORPO's log(1 - p) of mean log-probabilities of -1e-12, which are 1 - exp() = 0 in float32."""
+    sums = torch.tensor([-1e-12, -3e-12], dtype=F64, requires_grad=True)
+    ones = torch.ones(2, dtype=F64)
+    loss, _ = module.losses("orpo", Options(beta=1.0), sums, ones, None, 0.0)
+    # The odds are 1 / -log p there: their ratio is 3.
+    assert loss.item() == pytest.approx(-math.log(3 / 4), rel=1e-9)
+    [grad] = torch.autograd.grad(loss.sum(), sums)
+    assert grad[0].item() == pytest.approx(-0.25e12, rel=1e-6)
+
+
+def test_a_small_sum_after_large_ones_keeps_its_digits():
+    cu = torch.tensor([0, 3, 3, 5])
+    values = torch.tensor([1e15, 3.0, 7e15, 1e-12, 2e-12], dtype=F64, requires_grad=True)
+    sums = Documents.of(cu, 5).sums(values)
+    assert sums.tolist() == [8e15 + 3, 0, 1e-12 + 2e-12]
+    [grad] = torch.autograd.grad((sums * torch.tensor([1.0, 2.0, 3.0])).sum(), values)
+    assert grad.tolist() == [1, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ignored_rows_and_documents_without_pairs_change_nothing(name):
+    skip_unless_usable(OP, name, torch.float32)
+    found, (dx, dw) = call(name)
+    x = X.clone()
+    x[3] = -50.0
+    other, (other_dx, other_dw) = call(name, x=x)
+    assert torch.equal(found.loss, other.loss) and torch.equal(dw, other_dw)
+    assert torch.equal(dx, other_dx) and not dx[3].any()
+    none, grads = call(name, x=X[:0], y=Y[:0], cu=CU[:1], ref=REF[:0])
+    assert none.loss == 0 and not any(g.any() for g in grads)
+    assert none.logprob.shape == none.reward.shape == (0,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sum_or_a_mean_is_that_of_the_pairs(name):
+    skip_unless_usable(OP, name, torch.float32)
+    each, _ = call(name, reduction="none")
+    assert each.loss.shape == (2,)
+    for reduction in ("sum", "mean"):
+        whole, _ = call(name, reduction=reduction)
+        torch.testing.assert_close(whole.loss, getattr(each.loss, reduction)())
+
+
+def _rank(rank, world, folder, name):
+    group = join_group(rank, world, folder)
+    x, w = X.clone().requires_grad_(), W.chunk(world)[rank].clone().requires_grad_()
+    found = linear_preference_loss(x, w, Y, CU, REF, group=group, implementation=name)
+    torch.save((found.loss.detach(), torch.autograd.grad(found.loss, (x, w))), f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_shards_of_the_vocabulary_equal_one(name):
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    skip_unless_usable(OP, name, torch.float32)
+    whole, (dx, dw) = call("eager")
+    with tempfile.TemporaryDirectory() as folder:
+        two_processes(_rank, folder, name)
+        (a, of_a), (b, of_b) = (torch.load(f"{folder}/{r}") for r in range(2))
+    for loss in (a, b):
+        torch.testing.assert_close(loss, whole.loss.detach())
+    parts = (of_a[0], dx), (of_b[0], dx), (torch.cat((of_a[1], of_b[1])), dw)
+    for found, truth in parts:
+        assert contract.error(found, truth.double())[0] < 2e-5
+
+
+given = functools.partial(linear_preference_loss, X, W, Y)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (lambda: given(CU), "ref_logprob must be a torch.Tensor for loss='sigmoid', got None"),
+        (
+            lambda: given(CU, REF, loss="simpo"),
+            "ref_logprob must be None for loss='simpo', got a torch.Tensor",
+        ),
+        (
+            lambda: given(CU, REF, simpo_gamma=1.0),
+            "simpo_gamma must be None for loss='sigmoid', which reads beta, label_smoothing; got",
+        ),
+        (
+            lambda: given(CU, REF, loss="hinge", label_smoothing=0.1),
+            "label_smoothing must be None for loss='hinge', which reads beta; got 0.1",
+        ),
+        (lambda: given(CU, REF, label_smoothing=0.5), "label_smoothing must be a number"),
+        (lambda: given(CU[:-1], REF[:-1]), r"cu_seqlens must have shape \[n\] with n % 2 == 1"),
+        (lambda: given(CU, REF[:3]), "ref_logprob must have shape"),
+        (lambda: given(CU - 1, REF), "cu_seqlens must start at 0"),
+        (lambda: given(CU * 2, REF), "cu_seqlens must end at 9"),
+        (lambda: given(CU, REF, loss="dpo"), "loss must be one of"),
+    ],
+)
+def test_bad_input_is_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        bad()

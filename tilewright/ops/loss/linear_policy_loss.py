@@ -1,0 +1,572 @@
+"""Policy losses of a language model's head, without materializing its logits. `policy.py` has the
+formulas, of the log-probabilities of `logprob.py`.
+
+Where the loss is summed and a token's depends on no other token, forward computes the gradients
+too, as in `linear_cross_entropy.py`: 6 T H V flops. A loss of whole documents, or one for each
+token, recomputes the logits in backward: 8 T H V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tilewright.core import checks, platform
+from tilewright.core.library import Operator, declare
+from tilewright.core.registry import Implementation, Judged, Op
+from tilewright.core.takes import takes
+from tilewright.core.torch_names import ProcessGroup
+from tilewright.kernels.loss.operators import (
+    Scaling,
+    Softmax,
+    StatsGradients,
+    Wanted,
+    empty_rows,
+)
+from tilewright.ops import cases
+from tilewright.ops.loss import policy, softmax_stats
+from tilewright.ops.loss.cross_entropy import REDUCTIONS, SOFTCAP
+from tilewright.ops.loss.documents import Documents
+from tilewright.ops.loss.head import (
+    ADAPTER,
+    CHUNK,
+    HEAD,
+    HEAD_OPTIONS,
+    RANKS,
+    SIZES,
+    Chunks,
+    Head,
+    HeadRows,
+    Needs,
+    Plan,
+    statistics_of,
+    summed_dtype,
+)
+from tilewright.ops.loss.head_cases import atol, case
+from tilewright.ops.loss.linear_cross_entropy import scale_in_torch_, times_upstream
+from tilewright.ops.loss.logprob import linear_logprob, results, scaling_of
+from tilewright.ops.loss.policy import FORMULAS, KL_TYPES, RATIO_TYPES, Options, Tokens
+from tilewright.ops.loss.softmax_stats import reshaped
+from tilewright.ops.loss.targets import IGNORE_INDEX, divisor
+
+# Declarations (core.takes) of what tokens have, and of the options.
+PER_TOKEN = dict.fromkeys(
+    (
+        "advantage",
+        "old_logprob",
+        "rollout_logprob",
+        "ref_logprob",
+        "teacher_logprob",
+    ),
+    "float [*T]",
+)
+OPTIONS = {
+    **dict.fromkeys(policy.THRESHOLDS, "float [*T] or number [0, inf)"),
+    "dual_clip": "number (1, inf)",
+    "use_tis": "bool",
+    "tis_clip_low": "number [0, inf)",
+    "tis_clip_high": "number [0, inf)",
+    "icepop_beta": "number [1, inf)",
+    "beta": "number [0, inf)",
+    "kl_type": KL_TYPES,
+    "ratio_type": RATIO_TYPES,
+}
+
+
+class PolicyLoss(NamedTuple):
+    """loss: [], or [...] with reduction "none".   logprob, entropy: [...], of the tokens, without
+    gradient.   statistics: by name, see `linear_policy_loss`; None unless asked for.
+    """
+
+    loss: torch.Tensor
+    logprob: torch.Tensor
+    entropy: torch.Tensor
+    statistics: dict[str, torch.Tensor] | None = None
+
+
+@checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
+@takes(
+    *SIZES,
+    *RANKS,
+    **HEAD,
+    loss=tuple(FORMULAS),
+    **PER_TOKEN,
+    cu_seqlens="int32 | int64 [n]",
+    **OPTIONS,
+    **HEAD_OPTIONS,
+    **ADAPTER,
+    temperature="number (0, inf)",
+    softcap=SOFTCAP,
+    ignore_index=IGNORE_INDEX,
+    reduction=REDUCTIONS,
+    num_tokens="float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
+    return_statistics="bool",
+)
+def linear_policy_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    loss: str = "ppo",
+    advantage: torch.Tensor | None = None,
+    old_logprob: torch.Tensor | None = None,
+    rollout_logprob: torch.Tensor | None = None,
+    ref_logprob: torch.Tensor | None = None,
+    teacher_logprob: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    clip_low_threshold: torch.Tensor | float | None = None,
+    clip_high_threshold: torch.Tensor | float | None = None,
+    dual_clip: float | None = None,
+    use_tis: bool | None = None,
+    tis_clip_low: float | None = None,
+    tis_clip_high: float | None = None,
+    icepop_beta: float | None = None,
+    beta: float | None = None,
+    kl_type: str | None = None,
+    ratio_type: str | None = None,
+    bias: torch.Tensor | None = None,
+    lora_A: torch.Tensor | None = None,
+    lora_B: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+    num_tokens: int | torch.Tensor | None = None,
+    return_statistics: bool = False,
+    group: ProcessGroup | None = None,
+    fp32_logits: bool = False,
+    chunk_size: int | None = None,
+    implementation: str = "auto",
+) -> PolicyLoss:
+    """Policy-gradient and on-policy distillation losses of sampled tokens.
+
+    With lp a target's log-probability, r = exp(lp - old_logprob), A the advantage, sg() a constant,
+    and clip(r) between the two thresholds, the loss of a token is
+
+        reinforce              -lp A
+        importance_sampling    -r A
+        ppo                    -min(r A, clip(r) A)
+        cispo                  -sg(clip(r)) lp A; thresholds 0 and 4
+        dro                    -(lp A - beta / 2 (lp - old)^2); beta 0.05
+        gspo                   ppo with the ratio of a document, exp(mean(lp - old))
+        dr_grpo                ppo, thresholds 0.8 and 1.28, + beta KL to ref_logprob
+        policy_loss            ppo with dual_clip, use_tis and icepop_beta
+        opd                    r sg(lp - teacher_logprob); without old_logprob r = exp(lp - sg(lp))
+
+    Arithmetic on tokens is float32 (float64 for fp64), means over documents are float64. Nothing is
+    rewritten: an infinite or NaN log-probability gives such a loss. Differentiable once in x,
+    weight, bias, lora_A and lora_B. With reduction "sum" and "mean" forward computes the gradients
+    of a loss of single tokens, and backward scales them; in gspo, with ratio_type "sequence" and
+    with "none" backward recomputes the logits. A frozen head costs nothing.
+
+    Args:
+        x, weight, target, bias, ignore_index: as in `linear_cross_entropy`.
+        loss: the name of a formula.
+        advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob: [...] float, not
+            differentiated: log-probabilities under the policy before the update, the sampler, the
+            reference and the teacher. A formula refuses to run without what it reads.
+        cu_seqlens: int32 or int64 [documents + 1], 0 .. T: documents of the tokens in order,
+            flattened; for losses of documents.
+        clip_low_threshold, clip_high_threshold: absolute ratios, [...] float or numbers; default
+            0.8 and 1.2.
+        dual_clip: > 1, of policy_loss: where A < 0 the loss is at most -dual_clip A.
+        use_tis: of policy_loss: times sg(exp(old - rollout)), clipped to [tis_clip_low,
+            tis_clip_high], by default [0.1, 2].
+        icepop_beta: >= 1, of policy_loss: no gradient where r is outside [1 / icepop_beta,
+            icepop_beta].
+        beta: of dro and dr_grpo (0).
+        kl_type: k1, k2 or k3 (default), the estimator of dr_grpo's KL.
+        ratio_type: "token" or "sequence", of dr_grpo.
+        lora_A, lora_B, lora_scale, temperature, softcap: as in `linear_logprob`.
+        reduction: "sum", "mean" or "none". "mean" divides by num_tokens, by default the number of
+            targets that are not ignored.
+        return_statistics: also return means over the tokens that are not ignored, without gradient:
+            ratio_mean, ratio_max, clipped_low and clipped_high (shares of ratios beyond a
+            threshold), tis_weight, entropy, and k1_OTHER, k2_OTHER and k3_OTHER, estimates of the
+            KL to old, ref and rollout; those of which the inputs are given.
+        group: as in `linear_logprob`.
+        fp32_logits, chunk_size: as in `linear_cross_entropy`.
+        implementation: "auto", or one of triton, cpp, eager.
+
+    Returns:
+        PolicyLoss(loss, logprob, entropy, statistics), fp32 (fp64 for fp64). Ignored tokens have 0.
+
+    Raises:
+        TypeError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
+        ValueError: so; and an option that the formula does not read, or a tensor that is missing.
+
+    Example:
+        >>> x, weight, target = torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([0, 3])
+        >>> old = torch.full((2,), 0.25).log()
+        >>> found = tilewright.ops.linear_policy_loss(
+        ...     x, weight, target, advantage=torch.tensor([1.0, 3.0]), old_logprob=old
+        ... )
+        >>> f"{found.loss.item():.4f}"  # all ratios are 1
+        '-4.0000'
+
+    Source: `policy.py` has each formula's.
+    """
+    given = {
+        "clip_low_threshold": clip_low_threshold,
+        "clip_high_threshold": clip_high_threshold,
+        "dual_clip": dual_clip,
+        "use_tis": use_tis,
+        "tis_clip_low": tis_clip_low,
+        "tis_clip_high": tis_clip_high,
+        "icepop_beta": icepop_beta,
+        "beta": beta,
+        "kl_type": kl_type,
+        "ratio_type": ratio_type,
+    }
+    options = policy.settled(loss, given)
+    of = HeadRows.of(
+        x,
+        weight,
+        target,
+        bias=bias,
+        adapter=(lora_A, lora_B, lora_scale),
+        ignore_index=ignore_index,
+        fp32_logits=fp32_logits,
+        chunk_size=chunk_size,
+        group=group,
+    )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+
+    def flat(t):
+        return t.detach().to(dtype).reshape(-1) if isinstance(t, torch.Tensor) else None
+
+    T, documents = of.target.shape[0], None
+    if cu_seqlens is not None:
+        documents = Documents.of(checks.cu_seqlens(cu_seqlens, T, wait=False), T)
+    valid = of.valid.to(dtype)
+    own = Own(
+        *map(flat, (advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob)),
+        flat(clip_low_threshold),
+        flat(clip_high_threshold),
+    )
+    tokens = own.tokens(valid, valid, documents)
+    policy.check(loss, tokens, options)
+    by = divisor(of.valid, None, num_tokens) if reduction == "mean" else 1.0
+    fn = LINEAR_POLICY_LOSS.pick(implementation, x)
+    scaling = scaling_of(temperature, softcap)
+    with checks.no_autocast(x):
+        found, logprob, entropy = fn(of, scaling, loss, own, documents, options, reduction, by)
+    logprob, entropy = logprob.detach(), entropy.detach()
+    numbers = None
+    if return_statistics:
+        numbers = policy.statistics(loss, own.tokens(logprob, valid, documents), options)
+        count = (valid != 0).sum().clamp_min(1)
+        numbers["entropy"] = entropy.sum() / count
+    if reduction == "none":
+        found = reshaped(found, of.shape)
+    return PolicyLoss(found, reshaped(logprob, of.shape), reshaped(entropy, of.shape), numbers)
+
+
+class Own(NamedTuple):
+    """What tokens have beside their targets: fields of `policy.Tokens`."""
+
+    advantage: torch.Tensor | None
+    old_logprob: torch.Tensor | None
+    rollout_logprob: torch.Tensor | None
+    ref_logprob: torch.Tensor | None
+    teacher_logprob: torch.Tensor | None
+    ratio_low: torch.Tensor | None
+    ratio_high: torch.Tensor | None
+
+    def tokens(
+        self, logprob: torch.Tensor, valid: torch.Tensor, documents: Documents | None = None
+    ) -> Tokens:
+        return Tokens(logprob, valid, *self, documents)
+
+
+# ---- from the statistics of all rows: 8 T H V flops
+
+
+def from_statistics(statistics: Callable) -> Callable:
+    """(HeadRows, Scaling, name, Own, Documents | None, Options, reduction, divisor) -> loss [] or
+    [T], log-probability and entropy [T].
+    """
+
+    def computed(of, scaling, name, own, documents, options, reduction, by):
+        wanted = Wanted(mean=True)
+        stats = statistics(of.head, of.target, of.valid, None, scaling, wanted, of.plan, of.group)
+        logprob, entropy, _ = results(stats, of.valid)
+        valid = of.valid.to(logprob.dtype)
+        found = policy.losses(name, own.tokens(logprob, valid, documents), options)
+        return found if reduction == "none" else found.sum() / by, logprob, entropy
+
+    return computed
+
+
+# ---- the sum of the losses, whose forward computes the gradients too: 6 T H V
+
+
+class PolicyHead(NamedTuple):
+    """total: the sum of the losses.   logprob, entropy: [T].   dx, dweight, dbias, dlow, dup: the
+    total's gradients, of the vocabulary's in `summed_dtype`.
+    """
+
+    total: torch.Tensor
+    logprob: torch.Tensor
+    entropy: torch.Tensor
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+    dlow: torch.Tensor | None
+    dup: torch.Tensor | None
+
+
+@declare
+def policy_head(
+    head: Head,
+    target: torch.Tensor,
+    valid: torch.Tensor,
+    own: Own,
+    scaling: Scaling,
+    name: str,
+    options: Options,
+    plan: Plan,
+    needs: Needs,
+    group: ProcessGroup | None,
+) -> PolicyHead:
+    """The formula of this name, which is `policy.by_token`."""
+    x = head.x
+    return PolicyHead(
+        x.new_empty((), dtype=torch.float32),
+        empty_rows(x),
+        empty_rows(x),
+        *(
+            t.new_empty(
+                t.shape,
+                dtype=t.dtype if part in ("x", "low") else summed_dtype(t.dtype, plan.fp32_sums),
+            )
+            if t is not None and need
+            else None
+            for part, t, need in zip(Head._fields, head, needs, strict=True)
+        ),
+    )
+
+
+def _save(ctx, arguments, found):
+    ctx.save_for_backward(*found[3:])
+    ctx.dtype = arguments[0].x.dtype
+
+
+def _backward(ctx, g, needs):
+    if g.total is None:
+        return {}
+    return {
+        part: times_upstream(t, g.total, ctx.dtype, ctx.backward_op)
+        for part, t in zip(Head._fields, ctx.saved_tensors, strict=True)
+        if needs[part]
+    }
+
+
+policy_head.differentiate(_save, _backward, constants=PolicyHead._fields[1:])
+
+
+def _launch(kernels, head, target, valid, own, scaling, name, options, plan, needs, group):
+    x, capped = head.x, Scaling(scaling.cap)  # the GEMM divides by the temperature
+    losses, logprob, entropy = (empty_rows(x) for _ in range(3))
+    chunks = Chunks(head, plan, 1 / scaling.temperature, needs)
+    for rows, logits in chunks:
+        where = logits, target[rows], None, capped
+        stats = kernels.of_rows(*where, Wanted(mean=True), group)
+        logprob[rows], entropy[rows], _ = results(stats, valid[rows])
+        here = Own._make(None if t is None else t[rows] for t in own)
+        tokens = here.tokens(logprob[rows], valid[rows])
+        losses[rows] = policy.losses(name, tokens, options)
+        if chunks.needed:
+            # Where rounding put the log-probability above 0, p = 1 and the gradient is 0.
+            slope = policy.slopes(name, tokens, options)
+            slope = slope.masked_fill(stats.picked > stats.log_sum, 0.0)
+            softmax = Softmax(stats.peak, stats.log_sum)
+            gradients = StatsGradients(-slope, slope)
+            chunks.add(rows, kernels.gradient(*where, softmax, gradients, group, inplace=True))
+    return PolicyHead(losses.sum(), logprob, entropy, *chunks.gradients(wide=True))
+
+
+@functools.cache
+def operator(name: str) -> Operator:
+    """`policy_head` on the kernels of this name."""
+    kernels = softmax_stats.kernels(name)
+    launch = functools.partial(_launch, kernels)
+    return policy_head.define(
+        f"linear_policy_loss_{name}_forward", launch, kernels.scale_ or scale_in_torch_
+    )
+
+
+def fused(name: str) -> Callable:
+    """The implementation on the kernels of this name."""
+    launch, recomputed = operator(name), from_statistics(statistics_of(name))
+
+    def linear_policy_loss_fused(of, scaling, loss, own, documents, options, reduction, by):
+        if reduction == "none" or not policy.by_token(loss, options):
+            return recomputed(of, scaling, loss, own, documents, options, reduction, by)
+        head, on = of.head._replace(x=of.head.x.contiguous()), torch.is_grad_enabled()
+        needs = Needs(*(on and t is not None and t.requires_grad for t in head))
+        plan = of.plan._replace(learns=needs.need_weight)
+        found = launch(
+            head,
+            of.target.contiguous(),
+            of.valid,
+            own,
+            scaling,
+            loss,
+            options,
+            plan,
+            needs,
+            of.group,
+        )
+        return found.total / by, found.logprob, found.entropy
+
+    return linear_policy_loss_fused
+
+
+# ---- cases
+
+
+# From a log-probability to the token's. Ratios of 0.61, 0.95, 1.05 and 1.65 are far from
+# thresholds, where gradients jump; a teacher is farther, since opd's loss is the difference itself.
+STEPS = (-0.5, -0.05, 0.05, 0.5), (0.5, 1.0, 1.5, 2.0)
+
+# Of advantages whose losses are positive: opcheck differentiates the magnitude of a loss, and where
+# that is its negative, finds gradients that forward returned and backward scaled in their memory.
+SIGN = {"reinforce": 1, "cispo": 1, "dro": 1}
+
+
+def _atol(dtype, kwargs, name):
+    """In float32 the rounding of a log-probability of -6, 2 eps of 1, is multiplied by a ratio and
+    an advantage, or a KL that it cancels in: over 8 seeds 6 eps beyond twice the twin's error. In
+    16 bits a row's slope is rounded with its logits' gradient, the twin's after it: 0.9 eps.
+    """
+    if dtype == torch.float32:
+        return 16 * torch.finfo(dtype).eps
+    return max(atol(dtype, kwargs, name), torch.finfo(dtype).eps)
+
+
+def _case(name, sizes, *, loss="ppo", tokens=(), documents=(), edges=(), **options):
+    """tokens: which other log-probabilities there are.   edges: advantages of the first tokens, in
+    place of random ones.
+    """
+    timed = "tags" in options
+    made = case(name, sizes, **options)
+    needs = (*policy.FORMULAS[loss].needs, *tokens)
+
+    def make(device, dtype, seed):
+        kw = made.make(device, dtype, seed)
+        shape = kw["target"].shape
+        g = cases.generator(device, seed + 1)
+        near = _logprob(kw) if not timed else -11.0
+        kw["loss"] = loss
+        for n in needs:
+            if n == "advantage":
+                kw[n] = torch.randn(shape, device=device, generator=g) + SIGN.get(loss, -1)
+                kw[n].view(-1)[: len(edges)] = kw[n].new_tensor(edges)
+            elif n != "documents":
+                which = torch.randint(4, shape, device=device, generator=g)
+                kw[n] = near - torch.tensor(STEPS[n == "teacher_logprob"], device=device)[which]
+        if documents:
+            kw["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32, device=device)
+        return kw
+
+    return dataclasses.replace(made, make=make)
+
+
+def _logprob(kw):
+    """The log-probability of each target, in float64, as float32."""
+    head = ("x", "weight", "target", "bias", "lora_A", "lora_B")
+    more = ("temperature", "softcap", "lora_scale")
+    given = {n: kw[n] for n in (*head, *more) if n in kw}
+    wide = {n: v.detach().double() if n in head and n != "target" else v for n, v in given.items()}
+    return linear_logprob(**wide, implementation="eager")[0].float()
+
+
+CASES = (
+    _case("ppo", ((3, 7), 33, 203), edges=(0.0, 0.0, 1.0)),
+    _case("chunks", (11, 32, 100), chunk_size=4, reduction="mean", bias=True),
+    _case("tiny", (5, 3, 7), loss="reinforce", chunk_size=2),
+    _case("all_ignored", (6, 32, 100), ignored="all", chunk_size=4),
+    _case("no_rows", (0, 16, 64), loss="importance_sampling"),
+    _case("none", (11, 32, 100), loss="importance_sampling", chunk_size=4, reduction="none"),
+    _case("frozen", (11, 32, 100), chunk_size=4, bias=True, frozen=True),
+    _case("lora", (11, 32, 100), chunk_size=4, lora=5, frozen=True),
+    # Constants in a formula are none to finite differences: more elements than those take.
+    _case("cispo", (11, 32, 100), loss="cispo", chunk_size=4),
+    _case("dro", (11, 32, 100), loss="dro", chunk_size=4, num_tokens=17, reduction="mean"),
+    _case("gspo", (11, 32, 100), loss="gspo", chunk_size=4, documents=(0, 3, 3, 4, 11)),
+    _case(
+        "dr_grpo",
+        (11, 32, 100),
+        loss="dr_grpo",
+        tokens=("ref_logprob",),
+        beta=0.1,
+        chunk_size=4,
+    ),
+    _case("opd", (11, 32, 100), loss="opd", chunk_size=4),
+    _case(
+        "everything",
+        ((4, 5), 32, 100),
+        loss="policy_loss",
+        tokens=("rollout_logprob",),
+        dual_clip=1.5,
+        use_tis=True,
+        icepop_beta=3.0,
+        edges=(-1.0, -2.0, 0.0),
+        chunk_size=4,
+        bias=True,
+        temperature=0.7,
+        softcap=5.0,
+        lora=3,
+        lora_scale=0.5,
+        fp32_logits=True,
+    ),
+)
+
+
+LINEAR_POLICY_LOSS = Op(
+    "linear_policy_loss",
+    linear_policy_loss,
+    from_statistics(statistics_of("eager")),
+    (
+        Implementation(
+            "triton", lambda: fused("triton"), platform.no_triton, tunables=lambda: (CHUNK,)
+        ),
+        Implementation(
+            "cpp",
+            lambda: fused("cpp"),
+            platform.no_cpp,
+            ("cpu",),
+            (torch.float32, torch.bfloat16),
+            tunables=lambda: (CHUNK,),
+        ),
+    ),
+    CASES,
+    _atol,
+    # As linear_logprob's; and few rows of a case are not clipped.
+    judged=Judged(
+        of_sums=True,
+        detects={
+            torch.bfloat16: {
+                "out 0": 0.027,
+                "out 2": 0.023,
+                "grad x": 0.14,
+                "grad weight": 1.6,
+                "grad bias": 0.27,
+                "grad lora_A": 0.099,
+                "grad lora_B": 0.61,
+            },
+            torch.float16: {
+                "grad x": 0.025,
+                "grad weight": 0.22,
+                "grad bias": 0.033,
+                "grad lora_B": 0.066,
+            },
+        },
+    ),
+)
