@@ -50,6 +50,7 @@ from tilewright.ops.attention.options import (
     check_heads,
     request_of,
 )
+from tilewright.ops.attention.prefixes import Prefix
 from tilewright.ops.attention.ring import Ring
 from tilewright.ops.attention.ring_plan import plan, united
 from tilewright.ops.attention.ulysses import Gather, Scatter
@@ -261,6 +262,7 @@ def context_parallel_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    prefixes: Sequence[Prefix] = (),
     implementation: str = "auto",
 ) -> torch.Tensor:
     """`attention` over a sharded sequence, of which this rank has the part given by `shard`. Every
@@ -282,6 +284,7 @@ def context_parallel_attention(
             ring reads them; without them a call on CUDA synchronizes. Checked against cu_seqlens on
             a CPU only.
         causal, window, softcap, sinks, scale: as in `attention`; sinks [Hq].
+        prefixes: as in `attention`, of rows of the whole sequence; refused with a ring.
         implementation: of attention. A ring requires one that returns a part's log-sum-exp.
 
     Returns:
@@ -304,6 +307,8 @@ def context_parallel_attention(
     _check_shards(q, k, cp)
     cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
     ringed = cp.ring_size > 1
+    if ringed and prefixes:
+        raise ValueError(f"prefixes must be empty with a ring, got {tuple(prefixes)}")
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
@@ -315,9 +320,10 @@ def context_parallel_attention(
         softcap,
         packed=cu_seqlens is not None,
         sinks=sinks is not None and not ringed,
-        shorter=ringed and window is not None,
+        shorter=bool(prefixes) or (ringed and window is not None),
         gradient=gradient,
         part=ringed,
+        prefixes=bool(prefixes),
     )
     ATTENTION.pick(implementation, q, request)
     if cp.ulysses_size > 1:
@@ -360,6 +366,7 @@ def context_parallel_attention(
             causal=causal,
             sinks=sinks,
             max_seqlen=longest,
+            prefixes=prefixes,
             **options,
         )
     return Gather.apply(out, cp) if cp.ulysses_size > 1 else out

@@ -63,6 +63,27 @@ class Preference(Section):
     """dpop's weight of a chosen answer that is less probable than under the reference."""
     sft_ratio: float = field(0.0, Resume.NEXT_STEP, PREFERRED, differs=("none", OURS), ge=0)
     """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
+    share_prefix: bool = field(
+        False,
+        Resume.OTHER_BINS,
+        PREFERRED,
+        *(
+            Only(f"train.{name}_dropout", 0.0).because(
+                "one mask of a shared token would be both answers'"
+            )
+            for name in ("hidden", "attention", "ffn")
+        ),
+        Only("train.ringattn_parallel_size", 1).because(
+            "a ring's plan knows keys of a document's own rows alone; ulysses_parallel_size is accepted"
+        ),
+        Only("train.enable_compile", False).because(
+            "compiled code would have each batch's prefixes as constants"
+        ),
+        differs=("none", OURS),
+    )
+    """Whether a pair's prompt is computed once: the rejected answer's document is what follows it.
+    The loss and its gradients are those of two whole documents, and bins hold more pairs.
+    """
     reference: Literal["auto", "adapters_off", "model", "column"] = field(
         "auto",
         Resume.NEXT_STEP,
