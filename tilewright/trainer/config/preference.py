@@ -73,9 +73,6 @@ class Preference(Section):
             )
             for name in ("hidden", "attention", "ffn")
         ),
-        Only("train.ringattn_parallel_size", 1).because(
-            "a ring's plan knows keys of a document's own rows alone; ulysses_parallel_size is accepted"
-        ),
         Only("train.enable_compile", False).because(
             "compiled code would have each batch's prefixes as constants"
         ),

@@ -155,7 +155,7 @@ def attention_request(
         packed=True,
         window=window,
         sinks=config.architecture.sinks and not ring,  # a ring adds them to the sum of its parts
-        shorter=prefixes or (ring and window),
+        shorter=window if ring else prefixes,
         gradient=True,
         dropout=dropout,
         part=ring,
