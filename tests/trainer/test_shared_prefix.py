@@ -204,6 +204,27 @@ def test_with_adapters_and_without_a_reference(options, settings):
     same(shared, apart)
 
 
+def test_a_reference_in_a_column(settings, tmp_path):
+    """Of rows that are tokens: numbers per token are left out as their tokens are."""
+    lines = []
+    for i, row in enumerate(pairs(12, 3)):
+        prompt, prefixes = row["prompt_ids"], (0, len(row["prompt_ids"]) - 1)
+        for role, (name, prefix) in enumerate(zip(("chosen", "rejected"), prefixes, strict=True)):
+            ids = prompt + row[f"{name}_ids"]
+            labels = [IGNORE] * len(prompt) + row[f"{name}_ids"]
+            logprobs = [-0.1 * (i + t) for t in range(len(ids))]
+            made = {"input_ids": ids, "labels": labels, "reference_logprob": logprobs}
+            lines.append(json.dumps(made | {"pair": i, "role": role, "prefix": prefix}) + "\n")
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    data = json.dumps([{"path": str(tmp_path / "rows.jsonl"), "type": "tokenized"}])
+    options = ["--preference.reference=column", f"--data.datasets={data}"]
+    apart, shared = (
+        trained(settings, f"column_{len(more)}", *options, *more) for more in ([], [SHARED])
+    )
+    same(shared, apart)
+    assert shared[0]["drift"] == pytest.approx(apart[0]["drift"]) and apart[0]["drift"] > 1
+
+
 def test_both_passes_round_alike(settings):
     first, *_ = trained(settings, "bfloat16", SHARED, "--train.enable_mixed_precision=true")
     assert first["loss"] == math.log(2) and first["drift"] == 0.0

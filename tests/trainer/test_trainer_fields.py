@@ -404,6 +404,7 @@ HELD = {
     "preference.sft_ratio": "test_preference.py::test_the_likelihood_of_chosen_answers_is_added",
     "preference.reference": "test_preference.py::test_adapters_off_is_the_model_that_they_are_on",
     "preference.reference_path": "test_preference.py::test_a_run_is_dpo_on_two_models",
+    "preference.share_prefix": "test_shared_prefix.py::test_a_run_has_the_numbers_of_whole_documents",
     "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.callbacks": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.enable_activation_offload": "test_memory.py::test_offloaded_activations_give_the_same_bits",
