@@ -48,6 +48,10 @@ COMMANDS = {
         "bench.preference",
         "time steps of DPO by the trainer and by TRL, on a CPU",
     ),
+    "shared-prefix": (
+        "bench.shared_prefix",
+        "time passes of DPO with and without shared prompts, on a CPU",
+    ),
     "layouts": (
         "bench.layouts",
         "train with each layout of the trainer, and of transformers' Trainer, on a CPU",
