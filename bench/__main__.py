@@ -52,6 +52,10 @@ COMMANDS = {
         "bench.truth",
         "write docs/trainer/truth.md: preference losses and gradients of each layout and float64's",
     ),
+    "shared-prefix": (
+        "bench.shared_prefix",
+        "time passes of DPO with and without shared prompts, on a CPU",
+    ),
     "layouts": (
         "bench.layouts",
         "train with each layout of the trainer, and of transformers' Trainer, on a CPU",

@@ -30,6 +30,7 @@ from tilewright.ops.attention.context_parallel import (
     context_parallel_attention,
 )
 from tilewright.ops.attention.options import Variant
+from tilewright.ops.attention.prefixes import prefixes_of
 
 EVERY = pytest.mark.parametrize("name", ATTENTION.names())
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=short)
@@ -358,6 +359,85 @@ def test_fewer_queries_are_the_last_ones(name, queries, causal):
     torch.testing.assert_close(
         found, attention(q, k, v, causal=causal, implementation="eager")[:, :, -queries:], **CLOSE
     )
+
+
+PREFIXED = ends(0, 1, 10, 14, 16, 19, 19, 23)  # the third and fifth begin as the second does
+PREFIXES = ((10, 14, 1, 6), (16, 19, 1, 10))
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3}, {"window": 8, "softcap": 2.0}, {"sinks": True}, {"scale": 0.7}],
+    ids=str,
+)
+def test_documents_after_a_prefix_are_whole_documents(name, options):
+    """Outputs, and gradients: of a prefix's keys the sum over all documents that begin with it."""
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    if options.get("sinks"):
+        options = {"sinks": heads(1, HQ)[0, 0, :, 0]}
+    tensors, grad = qkv(23), heads(HQ, 23)
+    with skip_if_refused():
+        found = step(tensors, grad, name, cu_seqlens=PREFIXED, prefixes=PREFIXES, **options)
+    rows = [*range(10), *range(1, 6), *range(10, 16), *range(1, 10), *range(16, 23)]
+    own = [i for i in range(len(rows)) if not (10 <= i < 15 or 21 <= i < 30)]
+    again = torch.zeros(1, HQ, len(rows), D, device=DEVICE)
+    again[:, :, own] = grad
+    cu = ends(0, 1, 10, 19, 21, 33, 33, 37)
+    out, *gradients = step(
+        [t[:, :, rows] for t in tensors], again, "eager", cu_seqlens=cu, **options
+    )
+    of = torch.tensor(rows, device=DEVICE)
+    sums = [
+        torch.zeros_like(t).index_add_(2, of, g) for t, g in zip(tensors, gradients, strict=True)
+    ]
+    for a, b in zip(found, (out[:, :, own], *sums), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_whole_documents_have_the_bits_that_they_have_without_prefixes():
+    tensors, grad = qkv(23), heads(HQ, 23)
+    grad[:, :, 10:14] = grad[:, :, 16:19] = 0  # of what the others add to their prefix
+    for name in ("sdpa", "eager"):
+        plain = step(tensors, grad, name, cu_seqlens=PREFIXED)
+        found = step(tensors, grad, name, cu_seqlens=PREFIXED, prefixes=PREFIXES)
+        for a, b in zip(plain, found, strict=True):
+            for rows in (slice(0, 10), slice(14, 16), slice(19, 23)):
+                assert torch.equal(a[:, :, rows], b[:, :, rows])
+
+
+def test_prefixes_are_one_graph():
+    fn, tensors = torch.compile(attention, fullgraph=True, backend="aot_eager"), qkv(23)
+    options = {"cu_seqlens": PREFIXED, "prefixes": PREFIXES, "implementation": "eager"}
+    torch.testing.assert_close(fn(*tensors, **options), attention(*tensors, **options), **CLOSE)
+
+
+def test_prefixes_are_of_the_whole_document_before():
+    assert prefixes_of((0, 9, 12, 14, 20), (0, 4, 6, 0)) == ((9, 12, 0, 4), (12, 14, 0, 6))
+    assert prefixes_of((0, 3), (0,)) == ()
+
+
+@pytest.mark.parametrize(
+    "prefixes, options, message",
+    [
+        (((10, 14, 1, 11),), {}, "prefixes must be .* key_end <= first"),
+        (((10, 14, 1, 6), (10, 14, 1, 6)), {}, "in order, got"),
+        (((10, 14, 1, 6), (16, 19, 10, 12)), {}, "of another prefix"),
+        (((10, 13, 1, 6),), {}, "no document of rows 10 to 13"),
+        (((10, 14, 2, 6),), {}, "none that begins with rows 2 to 6"),
+        (((16, 19, 1, 12),), {}, "none that begins with rows 1 to 12"),
+        (PREFIXES, {"causal": False}, "prefixes need causal=True"),
+        (PREFIXES, {"dropout_p": 0.1, "seed": 1}, "prefixes need causal=True and dropout_p = 0"),
+        (PREFIXES, {"cu_seqlens": None}, "prefixes need cu_seqlens"),
+    ],
+    ids=str,
+)
+def test_what_are_no_prefixes_is_refused(prefixes, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(
+            *(t.cpu() for t in qkv(23)),
+            **{"cu_seqlens": PREFIXED.cpu(), "prefixes": prefixes} | options,
+        )
 
 
 @pytest.mark.parametrize(
@@ -760,6 +840,7 @@ def test_every_implementation_declares_what_it_lacks():
         "part": Request(head_dim=64, part=True),
         "wide": Request(head_dim=512),
         "odd": Request(head_dim=20),
+        "prefixes": Request(head_dim=64, packed=True, shorter=True, prefixes=True),
         "packed": Request(head_dim=64, packed=True),
         "packed gradient": Request(head_dim=64, packed=True, gradient=True),
         "values": Request(head_dim=64, value_dim=32),
@@ -775,7 +856,10 @@ def test_every_implementation_declares_what_it_lacks():
         "eager": set(),
         "triton": {"wide", "wide values"},
         "sdpa": {"window", "softcap", "sinks", "shorter", "dropout", "part"},
-        "native": {"softcap", "sinks", "shorter", "dropout", "part", "wide", "odd", *others},
+        "native": {
+            *("softcap", "sinks", "shorter", "dropout", "part", "prefixes", "wide", "odd"),
+            *others,
+        },
         "flash_attention_2": {"sinks", "dropout", "part", "wide", "odd", *others},
         "flash_attention_3": {"sinks", "dropout", "part", "wide", "odd", "values", "wide values"},
         "flash_attention_4": {"dropout", "part", "wide", "odd", "wide values"},

@@ -23,6 +23,7 @@ from tilewright.ops.attention.context_parallel import (
 )
 
 S, D = 48, 8
+PREFIXES = ((20, 21, 5, 19), (21, 40, 5, 15))
 CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)  # chunks begin at multiples of 6 or 12
 
 # name -> batch, query and key heads, cu_seqlens (or None), options
@@ -42,6 +43,14 @@ CASES = {
     "sinks": (2, 4, 2, None, {"sinks": True}),
     "values": (1, 4, 2, CROSSING, {"values": 12, "sinks": True}),
     "all_of_it": (1, 8, 2, CROSSING, {"sinks": True, "window": 9, "softcap": 2.0, "scale": 0.5}),
+    "prefixes": (1, 4, 2, CROSSING, {"prefixes": PREFIXES}),
+    "prefixes_and_all": (
+        1,
+        8,
+        2,
+        CROSSING,
+        {"prefixes": PREFIXES, "window": 9, "softcap": 2.0, "sinks": True},
+    ),
     "both_ways": (2, 4, 2, None, {"causal": False}),
     "documents_both_ways": (1, 4, 2, CROSSING, {"causal": False, "sinks": True}),
 }
@@ -111,13 +120,38 @@ def test_a_sequence_that_does_not_fit_and_a_rank_that_is_not_there_are_refused()
 # ---- the plan of a ring, without processes
 
 
-def mask(ends, n, causal, window):
-    document = torch.bucketize(torch.arange(n), torch.tensor(ends), right=True)
+def apart(n, prefixes):
+    """How many positions rows [n, n] are apart, and which are a query and a key of its prefix."""
     row, column = torch.arange(n)[:, None], torch.arange(n)
-    seen = document[:, None] == document
+    distance, prefix = row - column, torch.zeros(n, n, dtype=torch.bool)
+    for first, end, key_first, key_end in prefixes:
+        distance[first:end, :first] -= first - key_end
+        prefix[first:end, key_first:key_end] = True
+    return distance, prefix
+
+
+def mask(ends, n, causal, window, prefixes=()):
+    document = torch.bucketize(torch.arange(n), torch.tensor(ends), right=True)
+    distance, prefix = apart(n, prefixes)
+    seen = (document[:, None] == document) | prefix
     if causal:
-        seen &= row >= column
-    return seen & (row - column < window) if window else seen
+        seen &= distance >= 0
+    return seen & (distance < window) if window else seen
+
+
+def random_prefixes(ends, seed):
+    """Of every second document, and of some more."""
+    g, found, whole = torch.Generator().manual_seed(seed), [], None
+    for a, b in itertools.pairwise(ends):
+        if a == b:
+            continue
+        if whole is None or not torch.randint(0, 3, (), generator=g):
+            whole = (a, b)
+        else:
+            most = whole[1] - whole[0]
+            shared = int(torch.randint(1, most + 1, (), generator=g))
+            found.append((a, b, whole[0], whole[0] + shared))
+    return tuple(found)
 
 
 def random_ends(n, seed):
@@ -130,13 +164,17 @@ def random_ends(n, seed):
     "causal, window", [(True, None), (True, 1), (True, 5), (True, 14), (False, None)]
 )
 @pytest.mark.parametrize("ring", [2, 3, 4])
-def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causal, window):
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(
+    ring, causal, window, prefixed
+):
     n = 12 * ring
     for seed in range(12):
         ends = random_ends(n, seed)
-        want = mask(ends, n, causal, window)
+        prefixes = random_prefixes(ends, seed) if prefixed and causal else ()
+        want, (away, prefix) = mask(ends, n, causal, window, prefixes), apart(n, prefixes)
         layouts = ranks(ring, 1)
-        plans = [cp.plan(ends, n, ring, c.ring_rank, causal, window) for c in layouts]
+        plans = [cp.plan(ends, n, ring, c.ring_rank, causal, window, prefixes) for c in layouts]
         times = torch.zeros(n, n, dtype=torch.int64)
         for c, plan in zip(layouts, plans, strict=True):
             own = positions(n, c)
@@ -144,12 +182,12 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causa
                 rows = slice(begin, begin + plan.rows)
                 assert own[i * plan.rows] == begin
                 assert packed == any(begin < e < begin + plan.rows for e in ends)
-                times[rows, rows] += want[rows, rows]
+                times[rows, rows] += want[rows, rows] & ~prefix[rows, rows]
             for t, step in enumerate(plan.steps):
                 source = layouts[(c.ring_rank - t) % ring]
                 sender = plans[source.ring_rank].steps[t]
                 assert step.receive == sender.send and (t > 0 or not step.receive)
-                if causal and window is None:
+                if causal and window is None and not prefixes:
                     assert len(step.blocks) <= 1
                 there = positions(n, source)
                 rows = (
@@ -167,7 +205,7 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(ring, causa
                         distance = (
                             torch.arange(len(q))[:, None] + block.offset - torch.arange(len(k))
                         )
-                        assert distance.equal(q[:, None] - k)
+                        assert distance.equal(away[q[:, None], k])
                         part = (distance < window).long()
                     times[q[:, None], k] += part
                     useful[k[part.any(0)]] = True

@@ -415,6 +415,7 @@ HELD = {
     "preference.reference_update_steps": "test_references.py::test_a_reference_becomes_the_policy",
     "preference.reference_ema": "test_references.py::test_a_run_is_trls_tr_dpo",
     "reward.center_rewards_coefficient": "test_reward.py::test_a_run_is_one_of_transformers_model",
+    "preference.share_prefix": "test_shared_prefix.py::test_a_run_has_the_numbers_of_whole_documents",
     "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.callbacks": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.enable_activation_offload": "test_memory.py::test_offloaded_activations_give_the_same_bits",

@@ -22,7 +22,7 @@ from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
 from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
-from tilewright.trainer.data.batches import Batches, Bins
+from tilewright.trainer.data.batches import PREFIX, Batches, Bins
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
@@ -53,13 +53,19 @@ def compute_dtype(train: Train) -> torch.dtype:
 
 
 def choose_ops(
-    model: Model, shape: ModelConfig, mesh: Mesh, dtype: torch.dtype, dropout: bool = False
+    model: Model,
+    shape: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    dropout: bool = False,
+    prefixes: bool = False,
 ) -> Ops:
-    """Chooses implementations. dtype: of matrix products. dropout: whether attention has it. Raises
-    ValueError or ImplementationUnavailable before any weight is allocated.
+    """Chooses implementations. dtype: of matrix products. dropout: whether attention has it.
+    prefixes: whether documents share one. Raises ValueError or ImplementationUnavailable before any
+    weight is allocated.
     """
     ring, name = mesh.context.ring_size > 1, model.attn_implementation
-    wanted = attention_request(shape, ring, name, dropout)
+    wanted = attention_request(shape, ring, name, dropout, prefixes)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if model.activation_native and all(layers):
         raise ValueError(
@@ -367,6 +373,8 @@ def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
     t, loss = config.train, loss_of_run(config)
     named = {c: f"train.loss = {t.loss}" for c in loss.columns if c not in TOKENS}
     asked = named | loss.asked
+    if config.preference.share_prefix:
+        asked[PREFIX] = "preference.share_prefix = True"
     if t.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}
@@ -438,7 +446,8 @@ def build(config: Config, mesh: Mesh) -> Built:
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config)
     dtype = compute_dtype(config.train)
-    ops = choose_ops(config.model, shape, mesh, dtype, config.train.attention_dropout > 0)
+    dropped, prefixes = config.train.attention_dropout > 0, config.preference.share_prefix
+    ops = choose_ops(config.model, shape, mesh, dtype, dropped, prefixes)
     columns = columns_of(config, shape)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if config.train.do_test else {}

@@ -119,7 +119,14 @@ def _measured(
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """steps: optimizer steps; 0: one forward and backward pass."""
     t = config.train
-    ops = choose_ops(config.model, shape, mesh, compute_dtype(t), t.attention_dropout > 0)
+    ops = choose_ops(
+        config.model,
+        shape,
+        mesh,
+        compute_dtype(t),
+        t.attention_dropout > 0,
+        config.preference.share_prefix,
+    )
     # Compiled code saves less or as much; tracing it needs real tensors.
     eager = {"enable_compile": False, "enable_activation_offload": False}
     config = config.model_copy(update={"train": t.model_copy(update=eager)})

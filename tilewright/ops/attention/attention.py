@@ -13,7 +13,9 @@ ImplementationUnavailable with that sentence; `auto` takes the next implementati
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -38,6 +40,7 @@ from tilewright.ops.attention.options import (
     request_of,
     variant_of,
 )
+from tilewright.ops.attention.prefixes import Prefix, attend_prefixed, check_prefixes
 
 __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_part_backward"]
 
@@ -80,14 +83,16 @@ def attention(
     seed: int | None = None,
     offset: int = 0,
     max_seqlen: int | None = None,
+    prefixes: Sequence[Prefix] = (),
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Attention with grouped queries.
 
-    The softmax is computed in float32. Only eager allocates an S x Sk tensor. Differentiable in q,
-    k, v and sinks. Under torch.autocast q, k and v are cast to its dtype. Deterministic, forward
-    and backward, except for the backward of PyTorch and flash-attn on CUDA, which are deterministic
-    under torch.use_deterministic_algorithms.
+    The softmax is computed in float32. Only eager allocates an S x Sk tensor (sdpa a mask of a
+    document by its keys, where it has a prefix). Differentiable in q, k, v and sinks. Under
+    torch.autocast q, k and v are cast to its dtype. Deterministic, forward and backward, except for
+    the backward of PyTorch and flash-attn on CUDA, which are deterministic under
+    torch.use_deterministic_algorithms.
 
     With eager (not compiled), sdpa and triton, NaN and infinity in one document do not reach other
     documents or their gradients (native and flash-attn: as their kernels do). Within a document, or
@@ -130,6 +135,11 @@ def attention(
             micro-batches) have another mask; a recomputation needs the same.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
+        prefixes: of documents that begin with the first tokens of an earlier one, which are not
+            repeated, in order: (first, end, key_first, key_end), four ints on the host. The
+            document in rows first .. end is computed as if rows key_first .. key_end stood before
+            it; they begin a document that has no prefix itself. Needs cu_seqlens, against which it
+            is checked on a CPU, causal, and no dropout. native refuses it.
         implementation: "auto", or one of flash_attention_4, flash_attention_3, native,
             flash_attention_2, triton, sdpa, eager.
 
@@ -137,7 +147,7 @@ def attention(
         [B, Hq, S, Dv] in q's dtype.
 
     Raises:
-        TypeError, ValueError: invalid arguments, or dropout without a seed.
+        TypeError, ValueError: invalid arguments, dropout without a seed, or with prefixes.
         ImplementationUnavailable: a named implementation that cannot run here, or for which the
             request is unsupported.
 
@@ -169,6 +179,12 @@ def attention(
     dropout = dropout_of(dropout_p, seed, offset)
     if dropout.threshold > 0:
         drops = True
+    if prefixes:
+        if drops or not causal:
+            raise ValueError(
+                f"prefixes need causal=True and dropout_p = 0, got {causal} and {dropout_p}"
+            )
+        prefixes = check_prefixes(prefixes, cu_seqlens, S)
     request = request_of(
         (D, v.shape[3]),
         causal,
@@ -176,13 +192,17 @@ def attention(
         softcap,
         packed=cu_seqlens is not None,
         sinks=sinks is not None,
-        shorter=shorter,
+        shorter=shorter or bool(prefixes),
         gradient=gradient,
         dropout=drops,
+        prefixes=bool(prefixes),
     )
     fn = ATTENTION.pick(implementation, q, request)
     variant = variant_of(D, causal, window, softcap, scale, dropout)
-    return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
+    if not prefixes:
+        return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
+    prefixed = getattr(fn, "prefixed", functools.partial(attend_prefixed, fn))
+    return prefixed(q, k, v, cu_seqlens, variant, sinks, max_seqlen, prefixes)
 
 
 PART = "cu_seqlens is None or offset == 0"
@@ -366,7 +386,7 @@ def _case(
             if not options.get("causal", True)
             else min(n, window) * (2 * n - min(n, window)) // 2
             for n in longest
-        )
+        ) + sum((b - a) * min(d - c, window) for a, b, c, d in options.get("prefixes", ()))
         forward = itemsize * B * S * (D + Dv) * (hq + hk)
         return Cost(
             forward, 2 * forward, 2 * hq * pairs * (D + Dv), 2 * hq * pairs * (3 * D + 2 * Dv)
@@ -474,6 +494,31 @@ ATTENTION = Op(
             tags=cases.HOST,
         ),
         _case("cache", 2, 4, 2, 3, 8, keys=11),
+        _case(
+            "prefixes",
+            1,
+            4,
+            2,
+            17,
+            8,
+            documents=(0, 6, 10, 13, 17),
+            prefixes=((6, 10, 0, 3), (10, 13, 0, 4)),
+            tags=cases.HOST,
+        ),
+        _case(
+            "prefixes_window",
+            1,
+            4,
+            2,
+            23,
+            8,
+            documents=(0, 12, 23),
+            prefixes=((12, 23, 0, 7),),
+            window=9,
+            softcap=2.0,
+            sinks=True,
+            tags=cases.HOST,
+        ),
         _case("latent", 1, 4, 4, 19, (24, 16), documents=(0, 7, 19), tags=cases.HOST),
         _case("qwen3-8b", 1, 32, 8, 4096, 128, tags=cases.CUDA),
         _case("qwen3-30b-a3b_8k", 1, 32, 4, 8192, 128, tags=cases.CUDA),
@@ -539,7 +584,7 @@ ATTENTION = Op(
     requests=(
         *(
             Request(head_dim=64, **{f: True})
-            for f in ("window", "softcap", "sinks", "shorter", "dropout", "part")
+            for f in ("window", "softcap", "sinks", "shorter", "dropout", "part", "prefixes")
         ),
         Request(head_dim=512),
         Request(head_dim=128, value_dim=64),

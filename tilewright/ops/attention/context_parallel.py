@@ -25,9 +25,9 @@ in float32.
     forward     2: queries, keys and values; results    R - 1: keys with values
     backward    2: gradients, in reverse                2 (R - 1): keys with values; their gradients
 
-Documents that end with a chunk send nothing, and nothing is sent that no query sees. Deterministic:
-sums have a fixed order. Not in the table of ops: the implementations are `attention`'s, and a test
-needs several processes.
+A prefix is one rectangle more: a document's queries by its keys. Documents that end with a chunk
+send nothing, and nothing is sent that no query sees. Deterministic: sums have a fixed order. Not in
+the table of ops: the implementations are `attention`'s, and a test needs several processes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from tilewright.ops.attention.options import (
     check_heads,
     request_of,
 )
+from tilewright.ops.attention.prefixes import Prefix, check_prefixes
 from tilewright.ops.attention.ring import Ring
 from tilewright.ops.attention.ring_plan import plan, united
 from tilewright.ops.attention.ulysses import Gather, Scatter
@@ -262,6 +263,7 @@ def context_parallel_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    prefixes: Sequence[Prefix] = (),
     implementation: str = "auto",
 ) -> torch.Tensor:
     """`attention` over a sharded sequence, of which this rank has the part given by `shard`. Every
@@ -283,6 +285,7 @@ def context_parallel_attention(
             ring reads them; without them a call on CUDA synchronizes. Checked against cu_seqlens on
             a CPU only.
         causal, window, softcap, sinks, scale: as in `attention`; sinks [Hq].
+        prefixes: as in `attention`, of rows of the whole sequence.
         implementation: of attention. A ring requires one that returns a part's log-sum-exp.
 
     Returns:
@@ -305,6 +308,10 @@ def context_parallel_attention(
     _check_shards(q, k, cp)
     cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
     ringed = cp.ring_size > 1
+    if prefixes:
+        if not causal:
+            raise ValueError("prefixes need causal=True, got False")
+        prefixes = check_prefixes(prefixes, cu_seqlens, s * cp.size)
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sinks)
     )
@@ -316,9 +323,10 @@ def context_parallel_attention(
         softcap,
         packed=cu_seqlens is not None,
         sinks=sinks is not None and not ringed,
-        shorter=ringed and window is not None,
+        shorter=window is not None if ringed else bool(prefixes),
         gradient=gradient,
         part=ringed,
+        prefixes=bool(prefixes) and not ringed,
     )
     ATTENTION.pick(implementation, q, request)
     if cp.ulysses_size > 1:
@@ -348,7 +356,7 @@ def context_parallel_attention(
             sinks,
             cu_seqlens,
             cp,
-            plan(ends, S, cp.ring_size, cp.ring_rank, causal, window),
+            plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes),
             {**options, "causal": causal},
         )
     else:
@@ -361,6 +369,7 @@ def context_parallel_attention(
             causal=causal,
             sinks=sinks,
             max_seqlen=longest,
+            prefixes=prefixes,
             **options,
         )
     return Gather.apply(out, cp) if cp.ulysses_size > 1 else out

@@ -104,6 +104,15 @@ def attention_eager(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
     return _per_document(of_document, (q, k, v, rows), cu_seqlens)[0]
 
 
+def _eager_prefixed(q, k, v, cu_seqlens, variant, sinks, max_seqlen, prefixes):
+    out = attention_eager(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
+    for a, b, c, d in prefixes:
+        keys, values = (torch.cat((t[:, :, c:d], t[:, :, a:b]), 2) for t in (k, v))
+        rows = attention_eager(q[:, :, a:b], keys, values, None, variant, sinks, None)
+        out = torch.cat((out[:, :, :a], rows, out[:, :, b:]), 2)
+    return out
+
+
 def _eager_part(q, k, v, cu_seqlens, variant, offset):
     return _per_document(
         lambda *document: _part_of_document(*document, variant, offset),
@@ -149,3 +158,4 @@ def _gradients_of_document(dout, q, k, v, out, lse, together, variant, offset):
 
 
 attention_eager.part, attention_eager.part_backward = _eager_part, _eager_part_backward
+attention_eager.prefixed = _eager_prefixed

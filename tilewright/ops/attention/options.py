@@ -72,6 +72,7 @@ class Request(NamedTuple):
     gradient: bool = False
     dropout: bool = False
     part: bool = False  # output and log-sum-exp for a part of the keys (`attention_part`)
+    prefixes: bool = False  # documents that continue a prefix: packed ones, and `shorter` calls
 
 
 def request_of(
@@ -86,6 +87,7 @@ def request_of(
     gradient: bool = False,
     dropout: bool = False,
     part: bool = False,
+    prefixes: bool = False,
 ) -> Request:
     """From options as the public functions take them. Raises ValueError for a window that is not
     causal.
@@ -107,6 +109,7 @@ def request_of(
         gradient=gradient,
         dropout=dropout,
         part=part,
+        prefixes=prefixes,
     )
 
 
@@ -147,6 +150,7 @@ WINDOW, SOFTCAP, SINKS = "a sliding window", "a softcap", "sinks"
 # PyTorch's and flash-attn's draw from streams of their own.
 OWN_DROPOUT = "dropout by counters"
 PART = "a part of the keys with its log-sum-exp"
+PREFIXES = "documents that share a prefix"
 
 
 def unsupported_features(**features: str) -> Callable[[Request], str | None]:

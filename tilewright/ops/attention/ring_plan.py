@@ -2,7 +2,7 @@
 
 Ring rank r of R has chunks r and 2 R - 1 - r of a sequence that is split into 2 R chunks. A chunk
 and a document are intervals, so two chunks share at most one document, and the keys of one chunk
-that another's queries see form a rectangle.
+that another's queries see form a rectangle. So do a prefix's keys and a later document's queries.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import bisect
 import functools
 import itertools
 from typing import NamedTuple
+
+from tilewright.ops.attention.prefixes import Prefix
 
 
 class Block(NamedTuple):
@@ -50,19 +52,30 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=64)  # all layers of a model request the same plan
 def plan(
-    ends: tuple[int, ...], S: int, ring: int, rank: int, causal: bool, window: int | None
+    ends: tuple[int, ...],
+    S: int,
+    ring: int,
+    rank: int,
+    causal: bool,
+    window: int | None,
+    prefixes: tuple[Prefix, ...] = (),
 ) -> Plan:
     """The plan of ring rank `rank` of `ring` for documents that end at `ends`. Every rank computes
     its own plan, and the plans agree.
     """
     rows = S // (2 * ring)
+
+    def blocks_of(to: int, source: int) -> list[Block]:
+        blocks = _blocks(to, source, ends, rows, ring, causal, window)
+        return _joined(blocks + _prefixed(to, source, prefixes, rows, ring, window))
+
     steps = []
     for t in range(ring):
         send, receive = (
-            united([block.keys for block in _blocks(to, source, ends, rows, ring, causal, window)])
+            united([block.keys for block in blocks_of(to, source)])
             for to, source in (((rank + t) % ring, rank), (rank, (rank - t) % ring))
         )
-        blocks = _blocks(rank, (rank - t) % ring, ends, rows, ring, causal, window)
+        blocks = blocks_of(rank, (rank - t) % ring)
         if t == 0:
             steps.append(Step((), (), tuple(blocks)))
         else:
@@ -96,16 +109,41 @@ def _blocks(to, source, ends, rows, ring, causal, window):
         shared = _shared(max(i, j), min(i, j), rows, ends)
         if shared is None:
             continue
-        (qa, qb), (ka, kb) = shared if i > j else shared[::-1]
-        offset = None
-        if window is not None:
-            ka, qb = max(ka, qa - window + 1), min(qb, kb - 1 + window)
-            if ka >= kb or qa >= qb:
-                continue
-            offset = qa - ka if qb - 1 - ka >= window else None
-        to_q, to_k = q_at * rows - i * rows, k_at * rows - j * rows
-        blocks.append(Block((qa + to_q, qb + to_q), (ka + to_k, kb + to_k), offset))
-    return _joined(blocks)
+        queries, keys = shared if i > j else shared[::-1]
+        to_q, to_k = (q_at - i) * rows, (k_at - j) * rows
+        blocks += _rectangle(queries, keys, to_q, to_k, window)
+    return blocks
+
+
+def _prefixed(to, source, prefixes, rows, ring, window):
+    """The keys of `source` in prefixes of documents whose queries ring rank `to` has."""
+    blocks = []
+    for (q_at, i), (k_at, j) in itertools.product(
+        enumerate(_chunks(to, ring)), enumerate(_chunks(source, ring))
+    ):
+        for first, end, key_first, key_end in prefixes:
+            queries = max(first, i * rows), min(end, (i + 1) * rows)
+            keys = max(key_first, j * rows), min(key_end, (j + 1) * rows)
+            to_q, to_k, apart = (q_at - i) * rows, (k_at - j) * rows, first - key_end
+            if queries[0] < queries[1] and keys[0] < keys[1]:
+                blocks += _rectangle(queries, keys, to_q, to_k, window, apart)
+    return blocks
+
+
+def _rectangle(queries, keys, to_q, to_k, window, apart=0):
+    """The block of rows of the sequence, cut by a window, if there is any of it left.
+
+    to_q, to_k: from rows of the sequence to those of ranks.   apart: how many rows farther queries
+    are from keys than their positions.
+    """
+    (qa, qb), (ka, kb) = queries, keys
+    qa, qb, to_q, offset = qa - apart, qb - apart, to_q + apart, None
+    if window is not None:
+        ka, qb = max(ka, qa - window + 1), min(qb, kb - 1 + window)
+        if ka >= kb or qa >= qb:
+            return []
+        offset = qa - ka if qb - 1 - ka >= window else None
+    return [Block((qa + to_q, qb + to_q), (ka + to_k, kb + to_k), offset)]
 
 
 def _shared(late, early, rows, ends):

@@ -19,6 +19,7 @@ from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
     OWN_DROPOUT,
     PART,
+    PREFIXES,
     SINKS,
     SOFTCAP,
     WINDOW,
@@ -104,9 +105,14 @@ def _fused(q, k, v, variant):
     if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
         grouped = True
 
+    causal, mask = variant.causal, None
+    if causal and q.shape[2] != k.shape[2]:  # of a document after its prefix
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        causal, mask = False, seen.tril(k.shape[2] - q.shape[2])
+
     def attend(q, k, v):
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, scale=variant.scale, enable_gqa=grouped
         )
         return ReadableGradient.apply(out) if out.is_cuda and out.requires_grad else out
 
@@ -123,7 +129,7 @@ def _aligned_at_the_first_key(
     """`lacks`, and the limits of all implementations that pass is_causal on."""
 
     def refuses(request: Request) -> str | None:
-        if request.shorter and request.causal:
+        if request.shorter and request.causal and not request.prefixes:
             return "aligns a causal mask at the first key: it takes as many queries as keys"
         return lacks(request)
 
@@ -168,7 +174,9 @@ def no_native(device_type: str) -> str | None:
 
 
 _native_lacks = _aligned_at_the_first_key(
-    unsupported_features(softcap=SOFTCAP, sinks=SINKS, dropout=OWN_DROPOUT, part=PART)
+    unsupported_features(
+        softcap=SOFTCAP, sinks=SINKS, dropout=OWN_DROPOUT, part=PART, prefixes=PREFIXES
+    )
 )
 
 

@@ -107,6 +107,24 @@ class Preference(Section):
     """What mean log-ratios are over. micro_batch: the micro-batches that all ranks compute at once;
     step: all of a step, or of an evaluation; kto_pair then takes one more forward pass.
     """
+    share_prefix: bool = field(
+        False,
+        Resume.OTHER_BINS,
+        PREFERRED,
+        *(
+            Only(f"train.{name}_dropout", 0.0).because(
+                "one mask of a shared token would be both answers'"
+            )
+            for name in ("hidden", "attention", "ffn")
+        ),
+        Only("train.enable_compile", False).because(
+            "compiled code would have each batch's prefixes as constants"
+        ),
+        differs=("none", OURS),
+    )
+    """Whether a pair's prompt is computed once: the rejected answer's document is what follows it.
+    The loss and its gradients are those of two whole documents, and bins hold more pairs.
+    """
     reference: Literal["auto", "adapters_off", "model", "precomputed", "column"] = field(
         "auto",
         Resume.NEXT_STEP,

@@ -10,6 +10,8 @@ A batch is one packed row:
 Where a loss asks for it (`mismatched`), a batch also has `mismatched`, a batch of the documents'
 prompts with the answers of other documents: of the one before, in the order of a step's bins,
 round the step. It has `documents`, their number.
+With the column `prefix` a document's first tokens, as many as it says, are left out: they are those
+of the nearest document before it that has none, and its position_ids begin after them.
 With context parallelism what is per token is this rank's shard of the row, and the ranks of one row
 read the same bins.
 """
@@ -37,7 +39,7 @@ from tilewright.trainer.data.encode import has_target
 from tilewright.trainer.data.units import rows_of, starts_of, unfolded
 from tilewright.trainer.parallel.mesh import padding
 
-BIN_ENDS = "bin_ends"
+BIN_ENDS, PREFIX = "bin_ends", "prefix"
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 # (input_ids, labels), or with a third item: further columns by name.
 Document = tuple[Any, ...]
@@ -83,7 +85,10 @@ class Bins(torch.utils.data.Dataset):
         self.columns = self._read | (DOCUMENT if numbered else {})
         self._names = [*TOKENS, *(name for name in self._read if name not in self._absent)]
         self.dataset, self.data = dataset.with_format("numpy", columns=self._names), data
-        self.lengths = lengths = lengths_of(dataset)
+        lengths = lengths_of(dataset)
+        # Tokens of each document that are those of one before it.
+        self.shared = _shared(dataset, lengths) if PREFIX in self._read else np.zeros_like(lengths)
+        self.lengths = lengths = lengths - self.shared
         self.tokens = int(lengths.sum())
         units = starts_of(dataset, self._read)
         if packed:
@@ -163,13 +168,41 @@ class Bins(torch.utils.data.Dataset):
         further: dict[str, list] = {}
         for name, column in self._read.items():
             if name in self._absent:
-                further[name] = [column.read(None, int(n)) for n in self.lengths[numbers]]
+                stored = (self.lengths + self.shared)[numbers]
+                further[name] = [column.read(None, int(n)) for n in stored]
             else:
                 further[name] = [column.shaped(v) for v in rows[name]]
         if "document" in self.columns:
             further["document"] = list(numbers)
         each = ({name: values[j] for name, values in further.items()} for j in range(len(numbers)))
-        return list(zip(*(rows[name] for name in TOKENS), each, strict=True))
+        found = list(zip(*(rows[name] for name in TOKENS), each, strict=True))
+        return self._without_prefixes(found) if PREFIX in self._read else found
+
+    def _without_prefixes(self, documents: list[Document]) -> list[Document]:
+        """Raises ValueError for a prefix that is not that of the document before it."""
+        found, whole = [], np.empty(0, np.int64)
+        for ids, labels, further in documents:
+            if not (n := int(further[PREFIX])):
+                whole = ids
+            elif not np.array_equal(whole[:n], ids[:n]) or (labels[1 : n + 1] != IGNORE).any():
+                raise ValueError(
+                    f"prefix = {n}: these tokens of a document of {len(ids)} must be those of the "
+                    "nearest document before it whose prefix is 0, and predict no label"
+                )
+            by_token = {k for k, c in self.columns.items() if c.each == "token"}
+            further = {k: v[n:] if k in by_token else v for k, v in further.items()}
+            found.append((ids[n:], labels[n:], further))
+        return found
+
+
+def _shared(dataset: Any, lengths: np.ndarray) -> np.ndarray:
+    """The column prefix. Raises ValueError for one that leaves nothing of its document."""
+    rows, column = rows_of(dataset), dataset.data.column(PREFIX).to_numpy()
+    shared = column if rows is None else column[rows]
+    if (wrong := shared >= lengths).any():
+        i = int(wrong.argmax())
+        raise ValueError(f"document {i} has {lengths[i]} tokens, and a prefix of {shared[i]}")
+    return shared
 
     def _with_mismatched(self, i: int, before: int) -> list[Document]:
         """The documents of bin i, each with its mismatched one, or None if there is no other."""
@@ -232,7 +265,8 @@ def collate(
         lengths.append(pad)
     ids = np.concatenate([d[0] for d in documents])
     shifted = np.concatenate([np.append(d[1][1:], IGNORE) for d in documents])
-    positions = np.concatenate([np.arange(n) for n in lengths])
+    begins = [d[2][PREFIX] if PREFIX in columns else 0 for d in documents]
+    positions = np.concatenate([np.arange(n) + a for n, a in zip(lengths, begins, strict=True)])
     row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
     tensors = {name: torch.from_numpy(t).long() for name, t in row.items()}
     of_documents = {}

@@ -114,7 +114,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (norm(config, self.ops, D) for _ in "qk")
 
     def forward(self, x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-        apart = self.breaks and sequence.cu_seqlens is not None
+        apart = (self.breaks or sequence.prefixes) and sequence.cu_seqlens is not None
         # `torch.compiler.disable` returns something without a type.
         attend: Any = self._attend_uncompiled if apart else self._attend
         return self.output(attend(*self.project(x, sequence), sequence))
@@ -160,6 +160,7 @@ class Attention(nn.Module):
             "window": self.window,
             "scale": self.scale,
             "sinks": None if self.sinks is None else self.tp.own(local(self.sinks)),
+            "prefixes": sequence.prefixes,
             "implementation": self.ops.attention,
         }
         if self.cp.size > 1:

@@ -19,6 +19,7 @@ from torch import nn
 from tilewright.nn import in_row_blocks
 from tilewright.nn.sharded import local
 from tilewright.ops.attention.context_parallel import ContextParallel
+from tilewright.ops.attention.prefixes import Prefix
 from tilewright.trainer.models.head import (
     LANGUAGE_MODEL,
     Around,
@@ -196,6 +197,7 @@ class Transformer(nn.Module):
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
+        prefixes: tuple[Prefix, ...] = (),
         routed_experts: torch.Tensor | None = None,
         masks: Masks | None = None,
         loss: LossFunction | None = None,
@@ -210,6 +212,7 @@ class Transformer(nn.Module):
             position_ids: [B, S]; default: from 0 in every document.
             cu_seqlens, ends: see `Sequence`. With context parallelism they describe the whole
                 sequence, and all other tensors are this rank's shard.
+            prefixes: as in `ops.attention`; position_ids say where documents go on.
             routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
                 for a token that is routed as usual.
             masks: of dropout, which is off outside of training; with ends, and on one rank's whole
@@ -227,6 +230,7 @@ class Transformer(nn.Module):
         )
         sequence.routes = self.routes(routed_experts)
         sequence.masks = masks if self.training else None
+        sequence.prefixes = prefixes
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
             return self.head.outputs(hidden, *self._around())

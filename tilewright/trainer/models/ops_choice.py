@@ -138,11 +138,13 @@ def attention_request(
     ring: bool = False,
     implementation: str = "auto",
     dropout: bool = False,
+    prefixes: bool = False,
 ) -> Request:
     """What all layers' attention asks of an implementation, over packed documents.
 
     ring: whether sequences are sharded over one.
     implementation: if it takes values as wide as keys alone, latent attention pads them.
+    prefixes: whether documents share one.
     """
     window = config.sliding_window is not None
     D = config.head_dim
@@ -153,10 +155,11 @@ def attention_request(
         packed=True,
         window=window,
         sinks=config.architecture.sinks and not ring,  # a ring adds them to the sum of its parts
-        shorter=ring and window,
+        shorter=window if ring else prefixes,
         gradient=True,
         dropout=dropout,
         part=ring,
+        prefixes=prefixes and not ring,
     )
 
 

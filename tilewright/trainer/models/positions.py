@@ -13,6 +13,7 @@ from tilewright.ops.attention.context_parallel import (
     positions,
     shard,
 )
+from tilewright.ops.attention.prefixes import Prefix
 from tilewright.ops.rope import tables
 from tilewright.ops.rope.rope import document_positions
 from tilewright.trainer.models.masks import Masks
@@ -48,7 +49,7 @@ class Sequence:
     documents' lengths, so that few values of it are compiled; None without ends.
     routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
     a layer is called with its own.
-    masks: of dropout, or None.
+    masks: of dropout, or None.   prefixes: of documents, see `ops.attention`.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -68,6 +69,7 @@ class Sequence:
         self.position_ids, self.cu_seqlens, self.ends = position_ids, cu_seqlens, ends
         self.routes: torch.Tensor | None = None
         self.masks: Masks | None = None
+        self.prefixes: tuple[Prefix, ...] = ()
         self.longest: int | None = None
         if ends is not None:
             longest = max(b - a for a, b in itertools.pairwise(ends))

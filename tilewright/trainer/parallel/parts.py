@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from tilewright.ops.attention.prefixes import prefixes_of
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
@@ -66,7 +67,9 @@ class Parts:
             for k, v in batch.items()
         }
         # Read here, on the host: otherwise each layer would synchronize.
-        return {**moved, "ends": tuple(batch["cu_seqlens"].tolist())}
+        ends = tuple(batch["cu_seqlens"].tolist())
+        shared = batch["prefix"].tolist() if "prefix" in batch else [0] * (len(ends) - 1)
+        return {**moved, "ends": ends, "prefixes": prefixes_of(ends, shared)}
 
     def _outcome(self, batch: Mapping[str, Any], loss: LossFunction) -> Outcome:
         device, half = batch["input_ids"].device.type, self.autocast

@@ -18,7 +18,7 @@ from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 
 # Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("cu_seqlens", "ends", "routed_experts", "masks")
+_OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "masks")
 
 
 def ranks_of_stages(train: Train) -> list[int]:
@@ -142,6 +142,7 @@ class Stage(nn.Module):
             model.cp,
             **{name: batch.get(name) for name in ("position_ids", "cu_seqlens", "ends")},
         )
+        sequence.prefixes = batch.get("prefixes", ())
         sequence.routes = model.routes(batch.get("routed_experts"))
         sequence.masks = batch.get("masks") if model.training else None
         T = ids.shape[1] // self.parts

@@ -50,10 +50,11 @@ def too_long(most: int, data: Mapping[str, Bins]) -> Iterator[str]:
     most: its max_position_embeddings.
     """
     for name, bins in data.items():
-        if count := int((bins.lengths > most).sum()):
+        lengths = bins.lengths + bins.shared
+        if count := int((lengths > most).sum()):
             yield (
-                f"warning: {count} of {len(bins.lengths)} samples of {name} are longer than the "
-                f"model's max_position_embeddings = {most} (up to {bins.lengths.max()} tokens): it "
+                f"warning: {count} of {len(lengths)} samples of {name} are longer than the "
+                f"model's max_position_embeddings = {most} (up to {lengths.max()} tokens): it "
                 "may not have seen such positions; data.datasets.max_seq_len cuts samples"
             )
 

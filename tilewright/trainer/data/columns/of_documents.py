@@ -12,3 +12,5 @@ COLUMNS.add("role", Column("document", "int64", fill=-1, least=0))
 # By how much a chosen answer's reward should exceed the rejected one's; of a pair, that of the
 # chosen answer.
 COLUMNS.add("margin", Column("document", "float32", default=0.0))
+# How many of its first tokens are those of the chosen answer's document, and predict no label.
+COLUMNS.add("prefix", Column("document", "int64", least=0))

@@ -20,7 +20,7 @@ from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.tables import DATASETS
 
 ROLES = (("chosen", 0), ("rejected", 1))
-YIELDS = ("pair", "role", "reward")
+YIELDS = ("pair", "role", "reward", "prefix")
 SCORES = ("chosen_score", "rejected_score")
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -60,9 +60,20 @@ def _pair(
     # Consecutive pairs must differ; equal ones are in one bin, as they would be anyway.
     digest = hashlib.sha256(np.array([t for ids, _ in cut for t in (*ids, -1)], np.int64).tobytes())
     number = int.from_bytes(digest.digest()[:8], "big") >> 1
-    for (_, role), (ids, labels) in zip(ROLES, cut, strict=True):
+    prefixes = 0, _shared(*(ids for ids, _ in cut), cut[1][1])
+    for (_, role), (ids, labels), prefix in zip(ROLES, cut, prefixes, strict=True):
         own = {"reward": scores[role]} if scores else {}
-        yield ids, labels, {"pair": number, "role": role, **own}
+        yield ids, labels, {"pair": number, "role": role, "prefix": prefix, **own}
+
+
+def _shared(chosen: list[int], rejected: list[int], labels: list[int]) -> int:
+    """How many first tokens both have that predict no label of the rejected answer: of a prompt all
+    but the last one, from which each answer's first token is predicted.
+    """
+    count, most = 0, min(len(chosen), len(rejected) - 1)
+    while count < most and chosen[count] == rejected[count] and labels[count + 1] == IGNORE:
+        count += 1
+    return count
 
 
 def last(samples: list[chat.Sample], name: str) -> chat.Sample:
