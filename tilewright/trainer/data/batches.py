@@ -194,16 +194,6 @@ class Bins(torch.utils.data.Dataset):
             found.append((ids[n:], labels[n:], further))
         return found
 
-
-def _shared(dataset: Any, lengths: np.ndarray) -> np.ndarray:
-    """The column prefix. Raises ValueError for one that leaves nothing of its document."""
-    rows, column = rows_of(dataset), dataset.data.column(PREFIX).to_numpy()
-    shared = column if rows is None else column[rows]
-    if (wrong := shared >= lengths).any():
-        i = int(wrong.argmax())
-        raise ValueError(f"document {i} has {lengths[i]} tokens, and a prefix of {shared[i]}")
-    return shared
-
     def _with_mismatched(self, i: int, before: int) -> list[Document]:
         """The documents of bin i, each with its mismatched one, or None if there is no other."""
         found, last = self[i], self.dataset[int(self.bins[before][-1])]
@@ -215,6 +205,16 @@ def _shared(dataset: Any, lengths: np.ndarray) -> np.ndarray:
             (*own[:2], {**dict(*own[2:]), MISMATCHED: mismatch(own[:2], other, most)})
             for own, other in zip(found, earlier, strict=True)
         ]
+
+
+def _shared(dataset: Any, lengths: np.ndarray) -> np.ndarray:
+    """The column prefix. Raises ValueError for one that leaves nothing of its document."""
+    rows, column = rows_of(dataset), dataset.data.column(PREFIX).to_numpy()
+    shared = column if rows is None else column[rows]
+    if (wrong := shared >= lengths).any():
+        i = int(wrong.argmax())
+        raise ValueError(f"document {i} has {lengths[i]} tokens, and a prefix of {shared[i]}")
+    return shared
 
 
 def mismatch(own: Document, other: Document | None, most: int) -> Document | None:
