@@ -288,7 +288,7 @@ def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
     """The columns that a run reads beside tokens and labels."""
     t, loss = config.train, loss_of_run(config)
     named = {c: f"train.loss = {t.loss}" for c in loss.columns if c not in TOKENS}
-    asked = named | loss.asked
+    asked = {**named, **loss.asked}
     if t.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}

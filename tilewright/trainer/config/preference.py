@@ -81,7 +81,6 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_desirable_weight"),
-        names="desirable_weight",
         differs=("none", OURS),
         ge=0,
     )
@@ -91,7 +90,6 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_undesirable_weight"),
-        names="undesirable_weight",
         differs=("none", OURS),
         ge=0,
     )

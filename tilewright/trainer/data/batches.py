@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -327,7 +327,7 @@ class Batches:
                 if self.data.dataloader_drop_last:
                     return
                 step += [None] * (self.per_step - len(step))
-            keys = keyed(step) if self.bins.mismatched else [*step]
+            keys: list[Key] = keyed(step) if self.bins.mismatched else [*step]
             for a in range(self.accumulation):
                 start = (a * self.world + self.rank) * self.micro
                 yield keys[start : start + self.micro]
@@ -352,7 +352,7 @@ class Batches:
 
 def _loader(
     bins: Bins,
-    indices: Sequence[Sequence[Key]],
+    indices: list[list[Key]],
     data: Data,
     pin: bool,
     cp: ContextParallel,

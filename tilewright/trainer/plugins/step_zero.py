@@ -32,13 +32,17 @@ class StepZero(Callback):
         what, terms = ("pair", TERMS) if paired else ("answer", ("",))
 
         def look(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-            values, there = (pairs_of if paired else answers_of)(per_token, batch, True)
-            n = len(terms)
-            apart = torch.stack([values[i] - values[i + n] for i in range(n)]).ne(0) & there
+            if paired:
+                p, there = pairs_of(per_token, batch, reference=True)
+                both = ((p.chosen, p.ref_chosen), (p.rejected, p.ref_rejected))
+            else:
+                p, there = answers_of(per_token, batch, reference=True)
+                both = ((p.answer, p.reference),)
+            apart = torch.stack([own - other for own, other in both]).ne(0) & there
             count = apart.any(0).double().sum()
             # One synchronization a micro-batch, in the first step alone.
             for term, document in apart.nonzero()[:1].tolist():
-                own, other = (float(values[i][document]) for i in (term, term + n))
+                own, other = (float(t[document]) for t in both[term])
                 found.append(
                     f"micro-batch {len(found) + 1}, {what} {int(there[: document + 1].sum())}: "
                     f"log-probability of the {terms[term]}answer {own:.9g}, under the reference "
