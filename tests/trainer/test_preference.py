@@ -28,9 +28,11 @@ from tilewright.ops.loss.preference import (  # noqa: E402
     log1mexp,
 )
 from tilewright.trainer import build, train  # noqa: E402
+from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
+from tilewright.trainer.data.prepared import prepare  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
 from tilewright.trainer.losses import preferences  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
@@ -519,6 +521,19 @@ def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
         after(policy, other, len(found) + 1)
         found.append((loss.item(), margins.mean().item(), (margins > 0).double().mean().item()))
     return found
+
+
+def test_ranked_responses_of_files_are_prepared_with_their_scores(settings, tmp_path):
+    first = {"src": ["to be", "or"], "tgt": ["not"], "response": [["a"], ["b"]], "sort": [2, 5]}
+    second = {"system": "s", "src": ["x"], "tgt": [], "response": [["c"], ["d"]], "sort": [1, 0]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(second))
+    data = [{"path": str(tmp_path / "r.jsonl"), "type": "preference_erniekit"}]
+    options = [f"--data.datasets={json.dumps(data)}", "--preference.offset_alpha=1"]
+    config = load(settings[1], options)
+    columns = build.columns_of(config, hf.shape_of(config.model))
+    made = prepare(config.data.datasets, config, Words, VOCAB, columns=columns, shuffle=False)
+    assert made["reward"] == [5, 2, 1, 0] and made["pair"] == [0, 0, 1, 1]
+    assert made["role"] == [0, 1, 0, 1]
 
 
 def test_scores_of_answers_are_an_offset_and_are_asked_for(settings, alone, tmp_path):

@@ -149,6 +149,7 @@ ROWS = [
     row("data.test_datasets", "@tests", "evaluations"),
     row("data.mixing", "random", "losses", **TWO),
     row("data.samples_per_epoch", 5, "size", **TWO | {"data__mixing": "random"}),
+    row("data.on_bad_row", "skip", "prepared"),
     row("data.dataset_prepared_path", "@prepared", "folders"),
     row("data.select_columns", ["input_ids"], "losses", data__datasets="@labels"),
     row("data.sample_packing_method", "multipack", "losses"),
@@ -407,7 +408,6 @@ HELD = {
     "preference.kl_scope": "test_preference.py::test_mean_log_ratios_are_those_of_a_micro_batch_or_of_a_step",
     "preference.kto_desirable_weight": "test_unpaired_preference.py::test_a_run_is_kto_on_two_models",
     "preference.kto_undesirable_weight": "test_unpaired_preference.py::test_a_run_is_kto_on_two_models",
-    "data.on_bad_row": "test_data.py::test_unusable_rows_are_skipped_and_counted_and_the_first_ten_named",
     "preference.sft_ratio": "test_preference.py::test_the_likelihood_of_chosen_answers_is_added",
     "preference.reference": "test_preference.py::test_adapters_off_is_the_model_that_they_are_on",
     "preference.reference_path": "test_preference.py::test_a_run_is_dpo_on_two_models",
@@ -624,7 +624,7 @@ def spies(seen):
             keep("shapes", lambda self, given, loss: [b["input_ids"].shape[1] for b in given]),
         )
         spy(gc, "collect", keep("collected", lambda *a, **k: 1))
-        spy(preparing, "encoded", keep("prepared", lambda job, count: count))
+        spy(preparing, "encoded", keep("prepared", lambda job, count: (count, job.encoder.skip)))
         spy(
             packing,
             "ProcessPoolExecutor",
@@ -888,7 +888,11 @@ def pipeline_plan(config):
 
 
 # Rows whose other value names the same contents.
-SAME_CONTENTS = {"data.skip_prepare_dataset", "data.datasets.preprocess_shards"}
+SAME_CONTENTS = {
+    "data.on_bad_row",
+    "data.skip_prepare_dataset",
+    "data.datasets.preprocess_shards",
+}
 # What rows of one process leave out: values that no resumed run of it can have.
 NOT_RESUMED = {
     "model.ep_dispatch",

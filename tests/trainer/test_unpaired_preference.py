@@ -20,11 +20,13 @@ from test_preference import SMALL, VOCAB, Words, metrics, trained  # noqa: E402
 
 from tilewright.ops.loss.preference import Answers, Options  # noqa: E402
 from tilewright.trainer import build  # noqa: E402
+from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import load  # noqa: E402
 from tilewright.trainer.data.batches import keyed, mismatch  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
 from tilewright.trainer.losses import preferences  # noqa: E402
+from tilewright.trainer.memory_plan import plan  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
 
@@ -249,6 +251,7 @@ def settings(tmp_path_factory):
 
 OWN = "--preference.reference_path=null"
 WHOLE = "--preference.kl_scope=step"
+NEUTRAL = [f"--preference.kto_{kind}_weight=1" for kind in ("desirable", "undesirable")]
 
 
 @pytest.fixture(scope="module")
@@ -410,8 +413,8 @@ def test_evaluations_over_all_of_a_set_do_not_depend_on_its_batches(settings, tm
     options = [f"--data.test_datasets={data}", "--train.max_steps=1", WHOLE]
     found = []
     for size in (1, 3):
-        name = f"held_{size}"
-        trained(settings, name, *options, f"--train.eval_micro_batch_size={size}")
+        name, hits = f"held_{size}", f"--train.eval_accuracy={size == 3}"
+        trained(settings, name, *options, hits, f"--train.eval_micro_batch_size={size}")
         lines = map(json.loads, (settings[0] / name / "metrics.jsonl").read_text().splitlines())
         found.append(next(row for row in lines if "eval_loss" in row))
     for name in ("eval_loss", "eval_kl", "eval_reward_desirable"):
@@ -452,11 +455,19 @@ def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, caps
 
 def test_pairs_and_answers_are_not_taken_for_each_other(settings):
     with pytest.raises(ValueError, match=r"train.loss = preference: .* has no column pair"):
-        neutral = [f"--preference.kto_{kind}_weight=1" for kind in ("desirable", "undesirable")]
-        trained(settings, "pairs", "--preference.loss=sigmoid", *neutral)
+        trained(settings, "pairs", "--preference.loss=sigmoid", *NEUTRAL)
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
     path = settings[0] / "pairs.jsonl"
     path.write_text(json.dumps(pair))
     data = json.dumps([{"path": str(path), "type": "preference_tokenized"}])
     with pytest.raises(ValueError, match=r"preference.loss = kto: .* has no column desirable"):
         trained(settings, "answers", f"--data.datasets={data}")
+
+
+def test_a_plan_of_memory_takes_no_less_than_without_mismatched_answers(settings):
+    config = load(settings[1], ["--data.sample_packing_sequence_len=256"])
+    shape, device = hf.shape_of(config.model), torch.device("cpu")
+    found = plan(config, shape, 1, 0, device, otherwise=False)
+    pairs = load(settings[1], ["--preference.loss=apo_zero", *NEUTRAL])
+    pairs = pairs.model_copy(update={"data": config.data})
+    assert found.total >= plan(pairs, shape, 1, 0, device, otherwise=False).total

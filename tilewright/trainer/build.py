@@ -372,7 +372,7 @@ def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
     """The columns that a run reads beside tokens and labels."""
     t, loss = config.train, loss_of_run(config)
     named = {c: f"train.loss = {t.loss}" for c in loss.columns if c not in TOKENS}
-    asked = named | loss.asked
+    asked = {**named, **loss.asked}
     if config.preference.share_prefix:
         asked[PREFIX] = "preference.share_prefix = True"
     if t.router_replay:

@@ -181,7 +181,7 @@ class Engine:
         if not getattr(loss, "whole", False):
             return summed
         summed = list(summed)
-        total = sum(batch["first"] for batch in summed)
+        total = torch.stack([batch["first"] for batch in summed]).sum(0)
         return [{**batch, "first": total} for batch in summed]
 
     def _with_reference(self, batch: Batch) -> Batch:

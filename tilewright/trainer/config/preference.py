@@ -82,7 +82,6 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_desirable_weight"),
-        names={"TRL": "desirable_weight"},
         differs=("none", OURS),
         ge=0,
     )
@@ -92,7 +91,6 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_undesirable_weight"),
-        names={"TRL": "undesirable_weight"},
         differs=("none", OURS),
         ge=0,
     )

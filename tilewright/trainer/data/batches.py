@@ -22,7 +22,7 @@ import copy
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -368,7 +368,7 @@ class Batches:
                 if self.data.dataloader_drop_last:
                     return
                 step += [None] * (self.per_step - len(step))
-            keys = keyed(step) if self.bins.mismatched else [*step]
+            keys: list[Key] = keyed(step) if self.bins.mismatched else [*step]
             for a in range(self.accumulation):
                 start = (a * self.world + self.rank) * self.micro
                 yield keys[start : start + self.micro]
@@ -393,7 +393,7 @@ class Batches:
 
 def _loader(
     bins: Bins,
-    indices: Sequence[Sequence[Key]],
+    indices: list[list[Key]],
     data: Data,
     pin: bool,
     cp: ContextParallel,

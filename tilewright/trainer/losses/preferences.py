@@ -82,7 +82,8 @@ def answers_of(
     """Of each document the answer, and whether it has one. Elsewhere the answer is filled."""
     sums = sums_of(per_token, batch, reference)
     is_one = (batch["desirable"] >= 0) & (sums[1] > 0)
-    return Answers(*_filled(sums, is_one)[[0, 2, 1]], batch["desirable"] == 1), is_one
+    answer, tokens, other = _filled(sums, is_one)
+    return Answers(answer, other, tokens, batch["desirable"] == 1), is_one
 
 
 def pair_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -176,7 +177,15 @@ def unpaired(
 
 def settled(section: Preference) -> Loss:
     formula, whole = PREFERENCES[section.loss], section.kl_scope == "step"
-    options = Options(**{name: getattr(section, name) for name in Options._fields})
+    options = Options(
+        beta=section.beta,
+        label_smoothing=section.label_smoothing,
+        simpo_gamma=section.simpo_gamma,
+        dpop_lambda=section.dpop_lambda,
+        offset_alpha=section.offset_alpha,
+        kto_desirable_weight=section.kto_desirable_weight,
+        kto_undesirable_weight=section.kto_undesirable_weight,
+    )
     given = {"formula": formula, "options": options, "sft_ratio": section.sft_ratio}
     if not formula.paired:
         return Loss(

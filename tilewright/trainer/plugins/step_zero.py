@@ -37,9 +37,17 @@ class StepZero(Callback):
         what, terms = ("pair", TERMS) if paired else ("answer", ("",))
 
         def look(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-            values, there = (pairs_of if paired else answers_of)(per_token, batch, True)
-            n = len(terms)
-            own, other, tokens = (torch.stack([*values[i : i + n]]) for i in (0, n, 2 * n))
+            if paired:
+                p, there = pairs_of(per_token, batch, reference=True)
+                parts = (
+                    (p.chosen, p.rejected),
+                    (p.ref_chosen, p.ref_rejected),
+                    (p.chosen_tokens, p.rejected_tokens),
+                )
+            else:
+                p, there = answers_of(per_token, batch, reference=True)
+                parts = (p.answer,), (p.reference,), (p.tokens,)
+            own, other, tokens = (torch.stack(of) for of in parts)
             apart = (own - other).abs() * there
             largest.append(float(apart.nan_to_num(nan=torch.inf).max()))
             apart = (apart <= reference.bound * (own.abs() + tokens)).logical_not() & there

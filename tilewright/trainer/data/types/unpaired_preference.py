@@ -40,7 +40,8 @@ def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 
 def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
-        yield _judged(row, *tokens_of(row, IDS), asked.most)
+        [sample] = tokens_of(row, IDS)
+        yield _judged(row, sample, asked.most)
 
     return samples
 
