@@ -32,7 +32,7 @@ LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adam
 MOVING = ["--preference.reference_update_steps=1", "--preference.reference_ema=0.6"]
 HALF = ["--train.max_steps=2", "--train.save_strategy=steps", "--train.save_steps=2"]
 AGAIN = "--train.load_checkpoint_path=auto"
-EVALUATED = ["--data.val_set_size=20", "--train.reshard_after_forward=false"]
+EVALUATED = "--data.val_set_size=20"
 FSDP2 = ["--train.data_parallel_mode=fsdp2"]
 
 
@@ -62,10 +62,11 @@ ONLINE = {
     "run_pipeline_model": [],
     "run_pipeline_adapters_off": LORA,
 }
+GATHERED = [*FSDP2, "--train.reshard_after_forward=false"]
 STOPPED = {
-    f"{mode}_{kind}": [f"--train.data_parallel_mode={mode}", *MOVING, *more]
-    for mode in ("ddp", "fsdp2")
-    for kind, more in (("dense", ()), ("lora", [*LORA, *EVALUATED]))
+    f"{mode}_{kind}": [*layout, *MOVING, *more]
+    for mode, layout in (("ddp", ["--train.data_parallel_mode=ddp"]), ("fsdp2", GATHERED))
+    for kind, more in (("dense", ()), ("lora", [*LORA, EVALUATED]))
 }
 
 
@@ -435,7 +436,7 @@ def test_ranks_that_resume_have_those_bits(name, spread):
 
 def test_an_evaluation_compares_with_what_has_moved(spread, settings):
     """Between forward passes of the policy, whose weights stay gathered under FSDP2."""
-    trained(settings, "evaluated", *LORA, *MOVING, *EVALUATED)
+    trained(settings, "evaluated", *LORA, *MOVING, EVALUATED)
     ends = [
         settings[0] / "evaluated",
         *(spread / f"run_{mode}_lora_whole" for mode in ("ddp", "fsdp2")),
