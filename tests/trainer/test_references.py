@@ -32,6 +32,7 @@ LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adam
 MOVING = ["--preference.reference_update_steps=1", "--preference.reference_ema=0.6"]
 HALF = ["--train.max_steps=2", "--train.save_strategy=steps", "--train.save_steps=2"]
 AGAIN = "--train.load_checkpoint_path=auto"
+EVALUATED = "--data.val_set_size=20"
 FSDP2 = ["--train.data_parallel_mode=fsdp2"]
 
 
@@ -61,10 +62,11 @@ ONLINE = {
     "run_pipeline_model": [],
     "run_pipeline_adapters_off": LORA,
 }
+GATHERED = [*FSDP2, "--train.reshard_after_forward=false"]
 STOPPED = {
-    f"{mode}_{kind}": [f"--train.data_parallel_mode={mode}", *MOVING, *more]
-    for mode in ("ddp", "fsdp2")
-    for kind, more in (("dense", ()), ("lora", LORA))
+    f"{mode}_{kind}": [*layout, *MOVING, *more]
+    for mode, layout in (("ddp", ["--train.data_parallel_mode=ddp"]), ("fsdp2", GATHERED))
+    for kind, more in (("dense", ()), ("lora", [*LORA, EVALUATED]))
 }
 
 
@@ -94,6 +96,11 @@ def spread(settings):
         add(f"run_{name}_rest", [*options, AGAIN], f"run_{name}")
     run_modes(2, folder, modes)
     return folder
+
+
+def evaluations(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "eval_loss" in row]
 
 
 # ---- precomputed
@@ -264,8 +271,7 @@ def test_documents_that_are_new_are_added(read, settings, tmp_path, monkeypatch)
     options = [f"--data.test_datasets={data}", "--train.max_steps=1"]
     trained(settings, "held", *options, *cache(tmp_path, "cache"))
     assert len(values(tmp_path / "cache")) == 258
-    lines = map(json.loads, (settings[0] / "held" / "metrics.jsonl").read_text().splitlines())
-    before, *_ = [row for row in lines if "eval_loss" in row]
+    before = evaluations(settings[0] / "held")[0]
     assert before["eval_loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert before["eval_drift"] == pytest.approx(0, abs=1e-4)
 
@@ -426,6 +432,20 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not(options, settings):
 def test_ranks_that_resume_have_those_bits(name, spread):
     whole, parts = metrics(spread / f"run_{name}_whole"), metrics(spread / f"run_{name}")
     assert [r["loss"] for r in parts] == [r["loss"] for r in whole] and len(whole) == 4
+
+
+def test_an_evaluation_compares_with_what_has_moved(spread, settings):
+    """Between forward passes of the policy, whose weights stay gathered under FSDP2."""
+    trained(settings, "evaluated", *LORA, *MOVING, EVALUATED)
+    ends = [
+        settings[0] / "evaluated",
+        *(spread / f"run_{mode}_lora_whole" for mode in ("ddp", "fsdp2")),
+    ]
+    one, *several = [evaluations(folder)[-1] for folder in ends]
+    for found in several:
+        for name in ("eval_loss", "eval_drift", "eval_logprob_chosen"):
+            assert found[name] == pytest.approx(one[name], rel=1e-4)
+    assert one["eval_drift"] > 0
 
 
 def test_a_run_may_begin_to_move(settings, alone):

@@ -115,14 +115,11 @@ class Reference:
 
     @torch.no_grad()
     def begin(self, policy: Parts) -> None:
-        """Makes a reference that moves. It begins as one that does not: adapters add zeros."""
+        """Makes a reference that moves.   policy: as it begins, whose adapters add zeros."""
         self._moves = True
         if self.parts is None:
             named = policy.model.named_parameters()
             self._second = {n: p.detach().clone() for n, p in named if is_adapter(n)}
-            for name, t in self._second.items():
-                if name.endswith("B"):
-                    shard(t).zero_()
 
     @torch.no_grad()
     def move(self, policy: Parts, share: float) -> None:

@@ -144,6 +144,7 @@ class Preference(Section):
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
         ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
+        names="precompute_ref_log_probs",
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
@@ -191,7 +192,10 @@ class Preference(Section):
                 and c.lora.enable_lora
             )
         ),
-        names={"TRL": "ref_model_sync_steps"},
+        names={
+            "TRL": "ref_model_sync_steps sync_ref_model",
+            "ERNIEKit": "ref_model_update_steps",
+        },
         differs=("none", TR_DPO),
         ge=1,
     )

@@ -28,15 +28,15 @@ class Damaged(ValueError):
 
 def key_of(ids: np.ndarray, labels: np.ndarray) -> bytes:
     """SHA-256 of a document's tokens and labels.   labels: as batches have them, shifted."""
-    digest = hashlib.sha256(np.ascontiguousarray(ids, "<i8"))
-    digest.update(np.ascontiguousarray(labels, "<i8"))
+    digest = hashlib.sha256(np.ascontiguousarray(ids, "<i8").data)
+    digest.update(np.ascontiguousarray(labels, "<i8").data)
     return digest.digest()
 
 
 def _checksum(about: str, arrays: Iterable[np.ndarray]) -> str:
     digest = xxhash.xxh3_64(about.encode())
     for array in arrays:
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 
@@ -57,7 +57,7 @@ def write(
         "logprobs": np.concatenate([v.astype(np.float32) for v in found.values()]),
     }
     about = json.dumps(reference, sort_keys=True)
-    name = hashlib.sha256(arrays["keys"]).hexdigest()[:16]
+    name = hashlib.sha256(arrays["keys"].data).hexdigest()[:16]
     aside = folder / f".{name}.{rank}.partial"
     checksum = _checksum(about, (arrays[n] for n in NAMES))
     save_file(arrays, aside, {"reference": about, "checksum": checksum})
