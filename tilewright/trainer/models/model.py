@@ -217,7 +217,8 @@ class Transformer(nn.Module):
                 for a token that is routed as usual.
             masks: of dropout, which is off outside of training; with ends, and on one rank's whole
                 sequences and matrices alone.
-            loss: see `losses.loss`; called with the head's values, input_ids, labels and `more`.
+            loss: see `losses.loss`; called with what the head gives, input_ids, labels,
+                position_ids and `more`.
             more: further tensors of the batch, for the loss.
         """
         sequence = Sequence.of(
