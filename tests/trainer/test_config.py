@@ -7,6 +7,7 @@ import json
 import pathlib
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tilewright.trainer.config import (
     resolved,
 )
 from tilewright.trainer.config import config as module
+from tilewright.trainer.config.elsewhere import SETTINGS
 from tilewright.trainer.config.field_tree import get, kind, leaves
 from tilewright.trainer.config.overrides import unknown
 from tilewright.trainer.config.readers import Scope, readers
@@ -557,6 +559,60 @@ def test_names_of_other_libraries_lead_to_one_field_and_stand_in_the_reference()
         assert f"| {who} | `{name}` | `{path}` |" in text
         assert f"\n  in {who}: " in module.explain(path)
     assert {"ERNIEKit", "NxDT", "transformers", "TRL", "peft"} <= {who for who, *_ in NAMED}
+
+
+# Names of ERNIEKit's and NxDT's references for evaluation, schedules, optimizers, dropout, data by
+# weights and checkpoints.
+ROWS = {
+    "ERNIEKit": """hidden_dropout_prob attention_probs_dropout_prob dropout_warmup_steps
+        logging_steps logging_dir do_eval do_train disable_tqdm per_device_eval_batch_size
+        eval_dataset_path eval_dataset_prob eval_steps evaluation_strategy max_evaluate_steps
+        train_dataset_path train_dataset_prob max_steps num_train_epochs
+        per_device_train_batch_size gradient_accumulation_steps weight_decay seed learning_rate
+        warmup_steps lr_scheduler_type min_lr layerwise_lr_decay_bound random_shuffle num_cycles
+        lr_end power adam_beta1 adam_beta2 adam_epsilon save_steps save_strategy
+        unified_checkpoint unified_checkpoint_config disable_ckpt_quant ignore_save_lr_and_optim
+        ignore_load_lr_and_optim save_total_limit num_samples_each_epoch lora_plus_scale""",
+    "NxDT": """seed max_epochs max_steps log_every_n_steps val_check_interval
+        check_val_every_n_epoch num_sanity_val_steps limit_val_batches limit_test_batches
+        gradient_clip_val create_tensorboard_logger explicit_log_dir resume_if_exists
+        create_checkpoint_callback monitor save_top_k mode every_n_train_steps log_parameter_norm
+        log_gradient_norm async_checkpointing resume_from_checkpoint weight_init_only
+        do_layer_norm_weight_decay optim.name optim.betas sched.name sched.max_steps warmup_steps
+        constant_steps min_lr hidden_dropout attention_dropout ffn_dropout train_dir val_dir
+        dev_choose_samples""",
+}
+
+
+@pytest.mark.parametrize("who", ROWS)
+def test_every_name_of_a_reference_is_a_field_or_says_what_is_written_here(who):
+    own = {path.rpartition(".")[2] for path in LEAVES}
+    said = {name.partition(":")[0] for name in SETTINGS[who]}
+    names = {name for w, name, _ in NAMED if w == who}
+    assert {*ROWS[who].split()} - own - said - names == set()
+    text = (ROOT / "docs/trainer/fields.md").read_text()
+    assert all(f"| {who} | `{name}` | " in text for name in SETTINGS[who])
+
+
+@pytest.mark.parametrize(
+    ("who", "name"),
+    [(w, n) for w, own in SETTINGS.items() for n, here in own.items() if isinstance(here, dict)],
+)
+def test_what_is_written_for_a_name_of_another_configuration_loads(who, name):
+    given = SETTINGS[who][name]
+    data: dict = {"datasets": [{"path": "x.jsonl", "type": "text"}]}
+    if "data.mixing" not in given:
+        data["val_set_size"] = 4
+    tree = {"model": {"model_path": "x"}, "data": data, "train": {"output_dir": "o"}}
+    for path, value in given.items():
+        *parts, last = path.split(".")
+        at: Any = tree
+        for part in parts:
+            at = at[int(part) if part.isdigit() else part]
+        at[last] = value
+    config = Config.model_validate(tree, context=(broken := []))
+    assert not broken
+    assert all(get(config, path) == value for path, value in given.items())
 
 
 def test_the_section_that_was_named_comes_before_other_libraries_names():

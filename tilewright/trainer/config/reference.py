@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from tilewright.trainer.config.elsewhere import SETTINGS
 from tilewright.trainer.config.field_tree import kind, leaves
 from tilewright.trainer.config.readers import readers
 from tilewright.trainer.config.section import Accepts, RowOf, needs, properties
@@ -64,6 +65,13 @@ def help_text(model: type[BaseModel]) -> str:
     )
 
 
+def _said(here: dict[str, Any] | str) -> str:
+    """Settings as they are written, or the sentence that stands for them."""
+    if isinstance(here, str):
+        return here
+    return ", ".join(f"`{path}: {json.dumps(v).strip(chr(34))}`" for path, v in here.items())
+
+
 def page(model: type[BaseModel], text: str) -> str:
     """A page with the current reference between its two marks: a table for each section, the
     differences from the documentation that the fields follow, and their names elsewhere.
@@ -85,15 +93,17 @@ def page(model: type[BaseModel], text: str) -> str:
         table = tables.setdefault(f"## {section}{more}", [])
         table.append(row(*cells, ", ".join(readers(model).get(path, ()))))
         differences += [row(f"`{path}`", *found.differs)] if found.differs else []
-        names += [(who.lower(), who, n, path) for who, own in found.names.items() for n in own]
+        names += [(who, name, f"`{path}`") for who, own in found.names.items() for name in own]
     lines = [BEGIN, TITLE.strip()]
     for title, rows in tables.items():
         lines += ["", title, "", "| field | type | default | meaning | resume | read by |"]
         lines += ["|---|---|---|---|---|---|", *rows]
     lines += ["", "## Differences from xorl's documentation", ""]
     lines += ["| field | there | here, and why |", "|---|---|---|", *differences]
-    lines += ["", "## Names in other configurations", "", "| in | name | field |", "|---|---|---|"]
-    lines += [row(who, f"`{name}`", f"`{path}`") for _, who, name, path in sorted(names)] + [END]
+    names += [(who, n, _said(here)) for who, own in SETTINGS.items() for n, here in own.items()]
+    names.sort(key=lambda cells: (cells[0].lower(), *cells))
+    lines += ["", "## Names in other configurations", "", "| in | name | here |", "|---|---|---|"]
+    lines += [row(who, f"`{name}`", here) for who, name, here in names] + [END]
     return text.split(BEGIN)[0] + "\n".join(lines) + text.split(END)[1]
 
 
