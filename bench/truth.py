@@ -176,7 +176,9 @@ def of_trainer(
     batches, found = next(made.batches.steps()), {}
     for name in losses:
         engine.reference = reference if FORMULAS[name].reference else None
-        sums = engine.forward_backward(batches, loss_of("preference", {"preference": Preference(loss=name)}))
+        sums = engine.forward_backward(
+            batches, loss_of("preference", {"preference": Preference(loss=name)})
+        )
         if round(sums.denominator) != PAIRS:
             raise RuntimeError(f"a step has {sums.denominator} pairs, not {PAIRS}")
         engine.divide()

@@ -123,6 +123,33 @@ def pytest_collection_finish():
     atexit.register(gc.unfreeze)  # extension modules check that nothing is left
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    import helpers
+
+    report = yield
+    # Those of test_check_layout are started by the tool that it tests.
+    if helpers.STARTS or item.path.stem == "test_check_layout":
+        report.user_properties.append(("ranks", True))
+        helpers.STARTS.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Beside the slowest tests: the time of those that start ranks, which is to stay under four
+    minutes of `make test` on two idle cores.
+    """
+    if not terminalreporter.config.option.durations:
+        return
+    found = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "duration")]
+    ranks = [r for r in found if ("ranks", True) in r.user_properties]
+    took = [sum(r.duration for r in reports) for reports in (ranks, found)]
+    tests = len({r.nodeid for r in ranks})
+    terminalreporter.write_line(
+        f"{took[0]:.0f} s of {took[1]:.0f} s, summed over processes, in {tests} tests that start ranks"
+    )
+
+
 @pytest.fixture(scope="session")
 def compiling():
     """The command of a Python that compiles Triton's kernels, as none does that interprets them. It

@@ -159,10 +159,15 @@ def threads(number):
         torch.set_num_threads(before)
 
 
+# One item for each time that this process has started ranks: conftest.py sums such tests' time.
+STARTS = []
+
+
 def processes(number, fn, *arguments):
     """Runs fn(rank, number, *arguments) in that many processes, which are terminated if the test
     fails. The test's own time limit applies.
     """
+    STARTS.append(number)
     context = torch.multiprocessing.start_processes(
         _and_leave,
         (fn, dict(os.environ), number, *arguments),

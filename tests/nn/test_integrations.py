@@ -510,8 +510,9 @@ def test_the_pages_python_runs_as_it_stands(hf, attentions, calls, tmp_path, mon
             assert self.model.train()(tokens, labels=tokens).logits is None
 
     tiny(hf, "qwen3_moe", layers=1).save_pretrained(tmp_path)
-    page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    pages = sorted((pathlib.Path(__file__).parents[2] / "docs").glob("integrations*.md"))
+    text = "".join(page.read_text() for page in pages)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     *blocks, kernelized = blocks
     assert "kernelize" in kernelized  # run in test_hub.py
     found, ran = {}, []

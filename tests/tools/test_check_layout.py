@@ -142,7 +142,7 @@ def test_unusual_parameters_are_compared_and_what_is_not_is_noted(tmp_path):
 
 # ---- the page
 
-PAGE = (ROOT / "docs/check_layout.md").read_text()
+PAGE = "".join(p.read_text() for p in sorted((ROOT / "docs").glob("check_layout*.md")))
 
 
 def test_code_on_the_page_is_that_of_the_examples():

@@ -18,7 +18,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 TUTORIAL = (ROOT / "docs/tutorials/your_own_op.md").read_text()
 SCRIPT = """
 import doctest, json, sys
-import forked, torch
+import forked, pytest, torch
 from tools.test_docstrings import missing
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
@@ -39,6 +39,7 @@ print(json.dumps({
     "twice": torch.autograd.gradgradcheck(
         lambda x: OPS["scale"].public(x, 3.0, implementation="eager"),
         torch.ones(2, dtype=torch.float64, requires_grad=True)),
+    "tested": pytest.main(["-q", "-p", "no:cacheprovider", "tests/ops/test_scale.py"]),
 }))
 """
 
@@ -69,11 +70,13 @@ def test_the_template_makes_an_op(tmp_path):
     pytest.importorskip("triton")
     package = tmp_path / "tilewright"
     shutil.copytree(ROOT / "tilewright", package, ignore=shutil.ignore_patterns("*.so", "__pyc*"))
-    blocks = re.findall(r"```python\n# (tilewright/\S+)\n(.*?)```", TEXT, re.S)
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", TEXT, re.S)
     assert [name for name, _ in blocks] == [
         "tilewright/ops/activation/scale.py",
         "tilewright/kernels/activation/scale_triton.py",
+        "tests/ops/test_scale.py",
     ]
+    (tmp_path / "tests/ops").mkdir(parents=True)
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     lint = [
@@ -84,6 +87,7 @@ def test_the_template_makes_an_op(tmp_path):
         "--config",
         ROOT / "pyproject.toml",
         package / "ops",
+        tmp_path / "tests",
     ]
     subprocess.run(lint, check=True)
     lines, result = printed(SCRIPT, tmp_path / "out", tree=tmp_path, TRITON_INTERPRET="1")
@@ -94,6 +98,7 @@ def test_the_template_makes_an_op(tmp_path):
         "gate": ["scale/bf16", "scale/fp32"],
         "bench": 0,
         "twice": True,
+        "tested": 0,
     }
     assert any(re.match(r"scale\s+triton\s+usable", line) for line in lines)
     assert "6 hold, 0 break the contract, 0 are unsupported" in lines

@@ -60,7 +60,7 @@ REFUSED = {
     "gate launches_nothing": "launched no Triton kernel",
     f"gate raises {ROW}": "raises fails: ValueError: what the function says",
 }
-PAGE = (ROOT / "docs/emulate.md").read_text()
+PAGE = "".join(p.read_text() for p in sorted((ROOT / "docs").glob("emulate*.md")))
 SHOWN = re.findall(r"^\$ tilewright (.*)\n((?:.*\n)*?)```", PAGE, re.M)
 [WORKFLOW] = re.findall(r"```yaml .*?\n(.*?)```", PAGE, re.S)
 IN_WORKFLOW = re.findall(r"- run: tilewright (.*)", WORKFLOW)

@@ -185,8 +185,8 @@ SOURCES = {
         "1.34 times": lambda: step("bfloat16", "after", "times_as_fast"),
         "558 MiB": lambda: step("bfloat16", "before", "peak_mib"),
         "442 MiB": lambda: step("bfloat16", "after", "peak_mib"),
-        "1.5 MB": "of an export, which the command prints",
     },
+    "docs/integrations_reference.md": {"1.5 MB": "of an export, which the command prints"},
     "docs/tutorials/hugging_face.md": {
         "1.3 times": lambda: step("float32", "after", "times_as_fast")
     },

@@ -16,7 +16,7 @@ import distributed_worker
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers import processes
+from helpers import STARTS, processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
 
@@ -37,6 +37,7 @@ def torchrun(number, *script):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
     }
+    STARTS.append(number)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return subprocess.Popen(
         [sys.executable, *start, str(number), *script],
@@ -114,6 +115,7 @@ def agents(nodes, number, folder, arguments, main=None):
     its command does, but forked. Yields the agents' processes; what rank N says is in said_N.txt.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    STARTS.append(nodes * number)
     context = torch.multiprocessing.start_processes(
         _agent,
         (arguments, nodes, number, store.port, str(folder), main),

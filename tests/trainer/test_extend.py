@@ -1,5 +1,5 @@
-"""The page docs/trainer/extend.md: each of its files is a row of a table, in a copy of the package
-in which nothing else is edited.
+"""The pages docs/trainer/extend*.md: each of their files is a row of a table, in a copy of the
+package in which nothing else is edited.
 """
 
 import dataclasses
@@ -31,8 +31,10 @@ from tilewright.trainer.tables import CALLBACKS, DATASETS, SCHEDULES, Table
 
 pytestmark = pytest.mark.packages
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
-PAGE = (ROOT / "docs/trainer/extend.md").read_text()
-FILES = dict(re.findall(r'```python title="(tilewright/trainer/\S+)"\n(.*?)```', PAGE, re.S))
+PAGES = [p.read_text() for p in sorted((ROOT / "docs/trainer").glob("extend*.md"))]
+FILES = dict(
+    re.findall(r'```python title="(tilewright/trainer/\S+)"\n(.*?)```', "".join(PAGES), re.S)
+)
 SHAPE = {
     "model_type": "seed_oss",
     "vocab_size": 97,

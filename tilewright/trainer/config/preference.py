@@ -144,7 +144,7 @@ class Preference(Section):
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
         ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
-        names="precompute_ref_log_probs",
+        names={"TRL": "precompute_ref_log_probs"},
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
