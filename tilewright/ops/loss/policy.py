@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.ops.loss.documents import Documents
-
 KL_TYPES = ("k1", "k2", "k3")
 RATIO_TYPES = ("token", "sequence")
 
