@@ -26,7 +26,7 @@ CU = torch.tensor([0, 4, 5, 5, 9])  # an answer of one token, one without
 REF = torch.tensor([-20.0, -5.0, -1.0, -30.0])
 
 
-def call(name, x=X, w=W, y=Y, cu=CU, ref=REF, **options):
+def call(name, x=X, w=W, y=Y, cu=CU, ref: torch.Tensor | None = REF, **options):
     x, w = (t.detach().clone().to(DEVICE).requires_grad_() for t in (x, w))
     ref = None if ref is None else ref.to(DEVICE)
     found = linear_preference_loss(

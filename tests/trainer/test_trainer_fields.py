@@ -981,9 +981,13 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
             free[path] = resume_of(path)
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
-    # A revision of the weights is known by their checksums; options are those of an optimizer that
+    # A revision of the weights is known by their checksums, shared prompts by the bins that they
+    # make; options are those of an optimizer that
     # reads some, which none of these does.
-    known = {free.pop(name) for name in ("model.revision", "train.optimizer_args")}
+    known = {
+        free.pop(name)
+        for name in ("model.revision", "train.optimizer_args", "preference.share_prefix")
+    }
     assert known == {"refused"} and {*free.values()} == {"free"}
 
 

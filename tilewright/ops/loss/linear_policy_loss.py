@@ -88,6 +88,7 @@ class PolicyLoss(NamedTuple):
     statistics: dict[str, torch.Tensor] | None = None
 
 
+# Long: its arguments.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @takes(
     *SIZES,
@@ -175,16 +176,16 @@ def linear_policy_loss(
         clip_low_threshold, clip_high_threshold: absolute ratios, [...] float or numbers; default
             0.8 and 1.2.
         dual_clip: > 1, of policy_loss: where A < 0 the loss is at most -dual_clip A.
-        use_tis: of policy_loss: times sg(exp(old - rollout)), clipped to [tis_clip_low,
-            tis_clip_high], by default [0.1, 2].
+        use_tis: of policy_loss: times sg(exp(old - rollout)), clipped.
+        tis_clip_low, tis_clip_high: its limits, by default 0.1 and 2.
         icepop_beta: >= 1, of policy_loss: no gradient where r is outside [1 / icepop_beta,
             icepop_beta].
         beta: of dro and dr_grpo (0).
         kl_type: k1, k2 or k3 (default), the estimator of dr_grpo's KL.
         ratio_type: "token" or "sequence", of dr_grpo.
         lora_A, lora_B, lora_scale, temperature, softcap: as in `linear_logprob`.
-        reduction: "sum", "mean" or "none". "mean" divides by num_tokens, by default the number of
-            targets that are not ignored.
+        reduction: "sum", "mean" or "none".
+        num_tokens: the divisor of "mean"; default: the number of targets that are not ignored.
         return_statistics: also return means over the tokens that are not ignored, without gradient:
             ratio_mean, ratio_max, clipped_low and clipped_high (shares of ratios beyond a
             threshold), tis_weight, entropy, and k1_OTHER, k2_OTHER and k3_OTHER, estimates of the
@@ -235,41 +236,47 @@ def linear_policy_loss(
         chunk_size=chunk_size,
         group=group,
     )
-    dtype = torch.promote_types(x.dtype, torch.float32)
-
-    def flat(t):
-        return t.detach().to(dtype).reshape(-1) if isinstance(t, torch.Tensor) else None
-
-    T, documents = of.target.shape[0], None
-    if cu_seqlens is not None:
-        documents = Documents.of(checks.cu_seqlens(cu_seqlens, T, wait=False), T)
-    valid = of.valid.to(dtype)
-    own = Own(
-        *map(flat, (advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob)),
-        flat(clip_low_threshold),
-        flat(clip_high_threshold),
+    own = _own(
+        of.valid.to(torch.promote_types(x.dtype, torch.float32)),
+        (advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob),
+        (clip_low_threshold, clip_high_threshold),
     )
-    tokens = own.tokens(valid, valid, documents)
-    policy.check(loss, tokens, options)
+    documents = _documents(cu_seqlens, of.target.shape[0])
+    policy.check(loss, own.tokens(own.valid, documents), options)
     by = divisor(of.valid, None, num_tokens) if reduction == "mean" else 1.0
     fn = LINEAR_POLICY_LOSS.pick(implementation, x)
     scaling = scaling_of(temperature, softcap)
     with checks.no_autocast(x):
-        found, logprob, entropy = fn(of, scaling, loss, own, documents, options, reduction, by)
-    logprob, entropy = logprob.detach(), entropy.detach()
+        found, *parts = fn(of, scaling, loss, own, documents, options, reduction, by)
+    logprob, entropy = (t.detach() for t in parts)
     numbers = None
     if return_statistics:
-        numbers = policy.statistics(loss, own.tokens(logprob, valid, documents), options)
-        count = (valid != 0).sum().clamp_min(1)
-        numbers["entropy"] = entropy.sum() / count
+        numbers = policy.statistics(loss, own.tokens(logprob, documents), options)
+        numbers["entropy"] = entropy.sum() / (own.valid != 0).sum().clamp_min(1)
     if reduction == "none":
         found = reshaped(found, of.shape)
     return PolicyLoss(found, reshaped(logprob, of.shape), reshaped(entropy, of.shape), numbers)
 
 
-class Own(NamedTuple):
-    """What tokens have beside their targets: fields of `policy.Tokens`."""
+def _own(valid: torch.Tensor, given: tuple, thresholds: tuple) -> Own:
+    """Constants [T] in valid's dtype; a threshold that is a number is an option."""
+    of_tokens = [t if isinstance(t, torch.Tensor) else None for t in thresholds]
+    flat = [
+        None if t is None else t.detach().to(valid.dtype).reshape(-1) for t in (*given, *of_tokens)
+    ]
+    return Own(valid, *flat)
 
+
+def _documents(cu_seqlens: torch.Tensor | None, T: int) -> Documents | None:
+    if cu_seqlens is None:
+        return None
+    return Documents.of(checks.cu_seqlens(cu_seqlens, T, wait=False), T)
+
+
+class Own(NamedTuple):
+    """What tokens have beside their log-probability: the fields of `policy.Tokens`, in order."""
+
+    valid: torch.Tensor
     advantage: torch.Tensor | None
     old_logprob: torch.Tensor | None
     rollout_logprob: torch.Tensor | None
@@ -278,10 +285,8 @@ class Own(NamedTuple):
     ratio_low: torch.Tensor | None
     ratio_high: torch.Tensor | None
 
-    def tokens(
-        self, logprob: torch.Tensor, valid: torch.Tensor, documents: Documents | None = None
-    ) -> Tokens:
-        return Tokens(logprob, valid, *self, documents)
+    def tokens(self, logprob: torch.Tensor, documents: Documents | None = None) -> Tokens:
+        return Tokens(logprob, *self, documents)
 
 
 # ---- from the statistics of all rows: 8 T H V flops
@@ -296,8 +301,7 @@ def from_statistics(statistics: Callable) -> Callable:
         wanted = Wanted(mean=True)
         stats = statistics(of.head, of.target, of.valid, None, scaling, wanted, of.plan, of.group)
         logprob, entropy, _ = results(stats, of.valid)
-        valid = of.valid.to(logprob.dtype)
-        found = policy.losses(name, own.tokens(logprob, valid, documents), options)
+        found = policy.losses(name, own.tokens(logprob, documents), options)
         return found if reduction == "none" else found.sum() / by, logprob, entropy
 
     return computed
@@ -325,7 +329,6 @@ class PolicyHead(NamedTuple):
 def policy_head(
     head: Head,
     target: torch.Tensor,
-    valid: torch.Tensor,
     own: Own,
     scaling: Scaling,
     name: str,
@@ -370,16 +373,16 @@ def _backward(ctx, g, needs):
 policy_head.differentiate(_save, _backward, constants=PolicyHead._fields[1:])
 
 
-def _launch(kernels, head, target, valid, own, scaling, name, options, plan, needs, group):
+def _launch(kernels, head, target, own, scaling, name, options, plan, needs, group):
     x, capped = head.x, Scaling(scaling.cap)  # the GEMM divides by the temperature
     losses, logprob, entropy = (empty_rows(x) for _ in range(3))
     chunks = Chunks(head, plan, 1 / scaling.temperature, needs)
     for rows, logits in chunks:
         where = logits, target[rows], None, capped
         stats = kernels.of_rows(*where, Wanted(mean=True), group)
-        logprob[rows], entropy[rows], _ = results(stats, valid[rows])
+        logprob[rows], entropy[rows], _ = results(stats, own.valid[rows])
         here = Own._make(None if t is None else t[rows] for t in own)
-        tokens = here.tokens(logprob[rows], valid[rows])
+        tokens = here.tokens(logprob[rows])
         losses[rows] = policy.losses(name, tokens, options)
         if chunks.needed:
             # Where rounding put the log-probability above 0, p = 1 and the gradient is 0.
@@ -414,7 +417,6 @@ def fused(name: str) -> Callable:
         found = launch(
             head,
             of.target.contiguous(),
-            of.valid,
             own,
             scaling,
             loss,

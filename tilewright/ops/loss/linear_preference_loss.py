@@ -132,7 +132,7 @@ def linear_preference_loss(
     Example:
         >>> x, weight = torch.zeros(3, 8), torch.zeros(4, 8)
         >>> target, ends = torch.tensor([0, 3, 1]), torch.tensor([0, 2, 3])
-        >>> ref = torch.tensor([2.0, 1.0]) * -math.log(4)
+        >>> ref = torch.tensor([2.0, 1.0]) * torch.tensor(0.25).log()
         >>> found = tilewright.ops.linear_preference_loss(x, weight, target, ends, ref)
         >>> f"{found.loss.item():.4f}"  # log 2: the policy is the reference
         '0.6931'

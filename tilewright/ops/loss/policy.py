@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-from tilewright.ops.loss.documents import Documents
 
 KL_TYPES = ("k1", "k2", "k3")
 RATIO_TYPES = ("token", "sequence")
@@ -48,7 +46,8 @@ class Options(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tensors [T] of one dtype, float32 or float64; log-probabilities in nats.
+    """Tensors [T] of one dtype, float32 or float64, and Documents; log-probabilities in nats. None
+    for what is not given, which `check` refuses where a formula reads it.
 
     valid: 1 for a token to learn from, 0 for an ignored one, NaN for one whose loss is NaN.
     logprob: under the policy, differentiable.   old_logprob: under the policy that the update
@@ -58,14 +57,14 @@ class Tokens(NamedTuple):
 
     logprob: torch.Tensor
     valid: torch.Tensor
-    advantage: torch.Tensor | None = None
-    old_logprob: torch.Tensor | None = None
-    rollout_logprob: torch.Tensor | None = None
-    ref_logprob: torch.Tensor | None = None
-    teacher_logprob: torch.Tensor | None = None
+    advantage: Any = None
+    old_logprob: Any = None
+    rollout_logprob: Any = None
+    ref_logprob: Any = None
+    teacher_logprob: Any = None
     ratio_low: torch.Tensor | None = None
     ratio_high: torch.Tensor | None = None
-    documents: Documents | None = None
+    documents: Any = None
 
     def masked(self) -> Tokens:
         """With zeros for whatever ignored tokens have."""
@@ -315,7 +314,7 @@ def statistics(name: str, tokens: Tokens, o: Options) -> dict[str, torch.Tensor]
     count = learned.sum().clamp_min(1)
 
     def mean(values: torch.Tensor) -> torch.Tensor:
-        values = torch.where(learned == 0, 0.0, values.double() * tokens.valid)
+        values = torch.where(learned == 0, 0.0, values.double())
         return (values.sum() / count).to(t.logprob.dtype)
 
     found = {}
