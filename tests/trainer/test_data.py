@@ -842,7 +842,8 @@ def test_unusable_rows_are_skipped_and_counted_and_the_first_ten_named(
 ):
     lines = [{"input_ids": [1, 5000 if i % 3 == 1 else 2 + i]} for i in range(40)]
     fields = {"on_bad_row": "skip", "dataset_num_proc": processes}
-    config = make(jsonl(tmp_path / "a.jsonl", lines), **fields)
+    path = jsonl(tmp_path / "a.jsonl", lines)
+    config = make({"path": path, "preprocess_shards": 2}, **fields)
     found = prepared(config, shuffle=False)
     assert rows(found) == [line["input_ids"] for line in lines if line["input_ids"][1] != 5000]
     said = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
