@@ -76,7 +76,6 @@ class Preference(Section):
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
         ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
-        names="precompute_ref_log_probs",
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
@@ -124,7 +123,7 @@ class Preference(Section):
                 and c.lora.enable_lora
             )
         ),
-        names="ref_model_sync_steps sync_ref_model ref_model_update_steps",
+        names="ref_model_sync_steps",
         differs=("none", TR_DPO),
         ge=1,
     )
