@@ -174,7 +174,7 @@ def test_other_orders_and_bins_read_the_same_values(options, read, settings, mon
     options = ["--train.max_steps=2", *options]
     name = options[1].partition("=")[0][8:]
     online = trained(settings, f"online_{name}", *options)
-    monkeypatch.setattr(precomputed, "write", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(precomputed, "_compute", lambda *_: pytest.fail("computed again"))
     same(trained(settings, f"read_{name}", *options, *cache(settings[0], "cache")), online)
 
 
@@ -188,7 +188,7 @@ def test_the_default_folder_is_that_of_the_reference(settings, alone, monkeypatc
         first, second = map(values, (folder / "prepared").glob("reference_*"))
         assert own["loss"] == alone[0]["loss"] != elsewhere["loss"]
         assert first.keys() == second.keys() and first != second
-        monkeypatch.setattr(precomputed, "write", lambda *_: pytest.fail("computed again"))
+        monkeypatch.setattr(precomputed, "_compute", lambda *_: pytest.fail("computed again"))
     same([elsewhere], trained(settings, "default_online", other, "--train.max_steps=1"))
 
 
@@ -315,7 +315,7 @@ def test_the_pass_rounds_as_the_policy_does(options, settings, tmp_path):
 def test_a_resumed_run_reads_again(settings, read, monkeypatch):
     out = [*cache(settings[0], "cache")]
     trained(settings, "half", *out, *HALF)
-    monkeypatch.setattr(precomputed, "write", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(precomputed, "_compute", lambda *_: pytest.fail("computed again"))
     found = trained(settings, "half", *out, AGAIN)
     assert [r["loss"] for r in found[-2:]] == [r["loss"] for r in read[-2:]]
 
@@ -358,7 +358,8 @@ def test_the_first_step_is_held_to_a_bound(settings, read, tmp_path, capsys):
     ):
         trained(settings, "far", *cache(tmp_path, "wrong"))
     with pytest.raises(ValueError, match="pairs differ by more than"):
-        trained(settings, "dropped", "--train.hidden_dropout=0.2", *cache(folder, "cache"))
+        trained(settings, "dropped", "--train.hidden_dropout=0.2", *cache(tmp_path, "dropped"))
+    assert values(tmp_path / "dropped") == values(folder / "cache")  # the pass has no dropout
 
 
 def test_a_reference_that_is_not_a_number_ends_the_run(settings, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from tilewright.trainer.data.logprobs import Found, clear, documents, key_of, wr
 from tilewright.trainer.data.prepared import alone
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.reference import Batch, Tensors, adapters_off, logprobs
+from tilewright.trainer.reference import Batch, Tensors, logprobs
 from tilewright.trainer.scoring import batches_of
 
 log = logging.getLogger("tilewright")
@@ -137,8 +137,7 @@ def _compute(
     problem = None
     for bins, numbers in zip(sets, todo, strict=True):
         for batch in batches_of(bins.only(numbers), size, mesh):
-            with adapters_off(parts.model):
-                [outcome] = parts.forward([batch], logprobs)
+            [outcome] = parts.forward([batch], logprobs)
             if not outcome.more:  # of a pipeline's stages the last has them
                 continue
             ids, labels = _whole(batch, mesh)
@@ -165,10 +164,11 @@ def computed(
     fingerprint: Mapping[str, Any],
     size: int,
 ) -> Found:
-    """The log-probabilities of all documents of these sets under a model without its adapters: what
-    a folder holds, and the rest once it is computed. Every rank must call it.
+    """The log-probabilities of all documents of these sets: what a folder holds, and the rest once
+    it is computed. Every rank must call it.
 
-    Rows are packed as in training.   size: bins of a micro-batch.
+    parts: of a model as it was read: adapters add zeros.   size: bins, packed as in training, of a
+    micro-batch.
     Raises as `Found`, and ValueError for a log-probability that is not finite, on every rank.
     """
     begun, problem, todo, count = time.monotonic(), None, [], 0

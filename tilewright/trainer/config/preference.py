@@ -137,6 +137,15 @@ class Preference(Section):
                 not PREFERENCES[c.preference.loss].paired and kind_of_reference(c) not in COMPUTED
             )
         ),
+        Refuse(
+            "random weights have no fingerprint by which they would be known", "model.model_path"
+        ).when(
+            lambda c: (
+                kind_of_reference(c) == "precomputed"
+                and c.model.model_path is None
+                and c.preference.reference_path is None
+            )
+        ),
         Refuse("there are no adapters", "lora.enable_lora").when(
             lambda c: c.preference.reference == "adapters_off" and not c.lora.enable_lora
         ),
@@ -144,7 +153,6 @@ class Preference(Section):
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
         ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
-        names={"TRL": "precompute_ref_log_probs"},
         differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
@@ -192,10 +200,7 @@ class Preference(Section):
                 and c.lora.enable_lora
             )
         ),
-        names={
-            "TRL": "ref_model_sync_steps sync_ref_model",
-            "ERNIEKit": "ref_model_update_steps",
-        },
+        names={"TRL": "ref_model_sync_steps"},
         differs=("none", TR_DPO),
         ge=1,
     )
