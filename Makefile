@@ -72,10 +72,12 @@ $(DOCS): $(READY)
 	$(PIP) "tilewright[docs]"
 	touch $@
 
+# Triton once more at the end: torch for CUDA, the only one that PyPI has, requires another version and brings it back.
 $(VENV)/.dev: $(TRAINER_STAMP)
 	@echo "set-up: what the tests need: linters, Triton, the CuTe DSL, and the libraries that formats are compared with"
 	$(BIN)/python -m pip install -q --no-compile --no-deps $(call exact,triton,$(PINNED_TRITON))
-	$(PIP) "triton==$(PINNED_TRITON)" "tilewright[dev,docs]"
+	$(PIP) "tilewright[dev,docs]"
+	$(BIN)/python -m pip install -q --no-compile --no-deps $(call exact,triton,$(PINNED_TRITON))
 	touch $@
 
 $(STAMP): $(TORCH_STAMP)
