@@ -6,7 +6,8 @@ The model has SmolLM2-135M's shape with fewer layers, and random weights; the re
 one. A step is a pair of documents of `tokens` each, of which the prompt is 1/2, 3/4 and 8/9. Timed
 are both forward passes and the backward, by one thread, in seconds of the process's CPU time, which
 other work on the machine hardly changes; the optimizer has no tokens. `promised` is the share of
-tokens that are left out, `saved` that of the time, from medians. The losses must agree.
+tokens that are left out, `saved` that of the time, from medians. Log-probabilities of the rejected
+answers must agree: the losses are ln 2 without a step of the optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tilewright.bench.options import at_least
 from tilewright.core import platform
 
 PARTS = (1, 3, 8)  # of a prompt, to one of an answer
-AGREEMENT = 1e-4  # relative, of losses in float32
+AGREEMENT = 1e-4  # relative, of sums in float32
 
 
 def write_pairs(path: pathlib.Path, tokens: int, part: int, count: int, vocabulary: int) -> None:
@@ -69,7 +70,7 @@ def configuration(folder: pathlib.Path, part: int, tokens: int, share: bool) -> 
 
 
 def passes(folder: pathlib.Path, part: int, tokens: int, share: bool) -> Any:
-    """A generator of (tokens, loss, seconds of CPU time), one a step."""
+    """A generator of (tokens, log-probability, seconds of CPU time), one a step."""
     from tilewright.trainer import build
     from tilewright.trainer.config import load
     from tilewright.trainer.parallel.mesh import Mesh
@@ -81,8 +82,9 @@ def passes(folder: pathlib.Path, part: int, tokens: int, share: bool) -> Any:
     for batches in made.batches.steps():
         made.engine.zero()
         began = time.process_time()
-        mean = made.engine.forward_backward(batches, loss).mean
-        yield batches[0]["input_ids"].shape[1], mean, time.process_time() - began
+        sums = made.engine.forward_backward(batches, loss)
+        seconds = time.process_time() - began
+        yield batches[0]["input_ids"].shape[1], sums.reported()["logprob_rejected"], seconds
 
 
 def figures(part: int, found: dict[bool, list[tuple[int, float, float]]]) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def figures(part: int, found: dict[bool, list[tuple[int, float, float]]]) -> dic
     tokens = {share: sum(step[0] for step in steps[1:]) for share, steps in found.items()}
     samples = {share: [step[2] for step in steps[1:]] for share, steps in found.items()}
     times = {share: statistics.median(s) for share, s in samples.items()}
-    losses = [[step[1] for step in found[share]] for share in (False, True)]
+    logprobs = [[step[1] for step in found[share]] for share in (False, True)]
     promised, saved = 1 - tokens[True] / tokens[False], 1 - times[True] / times[False]
     return {
         "prompt_to_answer": f"{part}:1",
@@ -103,12 +105,12 @@ def figures(part: int, found: dict[bool, list[tuple[int, float, float]]]) -> dic
         "promised": promised,
         "saved": saved,
         "saved_of_promised": saved / promised,
-        "losses_differ": largest_difference(*losses),
+        "logprobs_differ": largest_difference(*logprobs),
     }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 1: the losses differ."""
+    """Exit code 1: log-probabilities differ."""
     parser = argparse.ArgumentParser(
         prog="python -m bench shared-prefix",
         description=__doc__,
@@ -148,4 +150,4 @@ def main(argv: Sequence[str]) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
         store.write_json(args.out / "shared_prefix.json", document)
-    return int(max(row["losses_differ"] for row in rows) > AGREEMENT)
+    return int(max(row["logprobs_differ"] for row in rows) > AGREEMENT)

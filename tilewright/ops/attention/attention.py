@@ -192,15 +192,17 @@ def attention(
         softcap,
         packed=cu_seqlens is not None,
         sinks=sinks is not None,
-        shorter=shorter or bool(prefixes),
+        shorter=shorter,
         gradient=gradient,
         dropout=drops,
-        prefixes=bool(prefixes),
     )
+    if prefixes:
+        request = request._replace(shorter=True, prefixes=True)
     fn = ATTENTION.pick(implementation, q, request)
     variant = variant_of(D, causal, window, softcap, scale, dropout)
     if not prefixes:
         return fn(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
+    assert cu_seqlens is not None  # checked
     prefixed = getattr(fn, "prefixed", functools.partial(attend_prefixed, fn))
     return prefixed(q, k, v, cu_seqlens, variant, sinks, max_seqlen, prefixes)
 

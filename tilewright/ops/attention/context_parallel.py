@@ -323,11 +323,12 @@ def context_parallel_attention(
         softcap,
         packed=cu_seqlens is not None,
         sinks=sinks is not None and not ringed,
-        shorter=window is not None if ringed else bool(prefixes),
+        shorter=ringed and window is not None,
         gradient=gradient,
         part=ringed,
-        prefixes=bool(prefixes) and not ringed,
     )
+    if prefixes and not ringed:
+        request = request._replace(shorter=True, prefixes=True)
     ATTENTION.pick(implementation, q, request)
     if cp.ulysses_size > 1:
         q, k, v = Scatter.apply(q, k, v, cp)

@@ -87,7 +87,6 @@ def request_of(
     gradient: bool = False,
     dropout: bool = False,
     part: bool = False,
-    prefixes: bool = False,
 ) -> Request:
     """From options as the public functions take them. Raises ValueError for a window that is not
     causal.
@@ -109,7 +108,6 @@ def request_of(
         gradient=gradient,
         dropout=dropout,
         part=part,
-        prefixes=prefixes,
     )
 
 

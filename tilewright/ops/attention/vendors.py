@@ -100,15 +100,14 @@ def _fused(q, k, v, variant):
         # no logit, since the scale is given, and what they add to results is cut off.
         q, k, v = (F.pad(t, (0, widest - t.shape[3])) for t in (q, k, v))
         return _fused(q, k, v, variant)[..., :width]
-    q, k, v = map(last_contiguous, (q, k, v))  # otherwise PyTorch takes its path with S x Sk scores
-    grouped = False
-    if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
-        grouped = True
-
     causal, mask = variant.causal, None
     if causal and q.shape[2] != k.shape[2]:  # of a document after its prefix
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         causal, mask = False, seen.tril(k.shape[2] - q.shape[2])
+    q, k, v = map(last_contiguous, (q, k, v))  # otherwise PyTorch takes its path with S x Sk scores
+    grouped = False
+    if q.shape[1] != k.shape[1]:  # a constant, where compiled code has symbolic heads
+        grouped = True
 
     def attend(q, k, v):
         out = F.scaled_dot_product_attention(

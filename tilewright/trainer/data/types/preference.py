@@ -60,7 +60,7 @@ def _pair(
     # Consecutive pairs must differ; equal ones are in one bin, as they would be anyway.
     digest = hashlib.sha256(np.array([t for ids, _ in cut for t in (*ids, -1)], np.int64).tobytes())
     number = int.from_bytes(digest.digest()[:8], "big") >> 1
-    prefixes = 0, _shared(*(ids for ids, _ in cut), cut[1][1])
+    prefixes = 0, _shared(cut[0][0], *cut[1])
     for (_, role), (ids, labels), prefix in zip(ROLES, cut, prefixes, strict=True):
         own = {"reward": scores[role]} if scores else {}
         yield ids, labels, {"pair": number, "role": role, "prefix": prefix, **own}
