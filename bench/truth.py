@@ -69,6 +69,7 @@ class Layout:
         return bool(self.options.get("lora.enable_lora"))
 
 
+LOSSES = {name: formula for name, formula in FORMULAS.items() if formula.paired}
 # A step is all pairs.
 PACKED = {"data.sample_packing_sequence_len": BIN, "train.micro_batch_size": PAIRS // 2}
 LAYOUTS = {
@@ -175,10 +176,11 @@ def of_trainer(
         save_adapter(engine.model, folder / "adapter", base_model=str(folder / "model"))
     batches, found = next(made.batches.steps()), {}
     for name in losses:
-        engine.reference = reference if FORMULAS[name].reference else None
-        sums = engine.forward_backward(
-            batches, loss_of("preference", {"preference": Preference(loss=name)})
-        )
+        formula = LOSSES[name]
+        engine.reference = reference if formula.reference else None
+        scope = "step" if formula.kl else "micro_batch"
+        section = Preference(loss=name, kl_scope=scope)
+        sums = engine.forward_backward(batches, loss_of("preference", {"preference": section}))
         if round(sums.denominator) != PAIRS:
             raise RuntimeError(f"a step has {sums.denominator} pairs, not {PAIRS}")
         engine.divide()
@@ -303,9 +305,11 @@ def by_transformers(
     }
     found = {}
     for name in losses:
-        formula = FORMULAS[name]
+        formula = LOSSES[name]
         against = theirs if formula.reference else [t.detach() for t in own]
-        loss = formula.function(Pairs(*own, *against, *counts), Options()).mean()
+        ratios = [(a - b).detach().mean().clamp_min(0) for a, b in zip(own, against, strict=True)]
+        numbers = Pairs(*own, *against, *counts, None, *ratios)
+        loss = formula.function(numbers, Options()).mean()
         grads = torch.autograd.grad(loss, list(learns.values()), retain_graph=True)
         found[name] = Found(loss=loss.detach(), **dict(zip(learns, grads, strict=True)))
     return found
@@ -366,7 +370,7 @@ def page(document: Mapping[str, Any]) -> str:
     rows, meta = document["rows"], document["meta"]
     commits = ", ".join(dict.fromkeys(r["commit"] for r in rows))
     cells = {(r["loss"], r["layout"], r["dtype"]): share(r) for r in rows}
-    layouts, losses = [n for n in LAYOUTS if any(r["layout"] == n for r in rows)], [*FORMULAS]
+    layouts, losses = [n for n in LAYOUTS if any(r["layout"] == n for r in rows)], [*LOSSES]
     tables = []
     for dtype in DTYPES:
         body = [
@@ -396,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for option, known in (("layout", LAYOUTS), ("loss", FORMULAS)):
+    for option, known in (("layout", LAYOUTS), ("loss", LOSSES)):
         text = f"default: {', '.join(known)}"
         parser.add_argument(f"--{option}", type=names(), metavar=f"{option.upper()},..", help=text)
     text = f"writes {FILE} there, and {PAGE}"
@@ -404,7 +408,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--page", type=pathlib.Path, default=PAGE, metavar="FILE")
     args = parser.parse_args(argv)
     layouts = chosen(parser, "--layout", args.layout, LAYOUTS)
-    losses = chosen(parser, "--loss", args.loss, FORMULAS)
+    losses = chosen(parser, "--loss", args.loss, LOSSES)
     for module in ("pydantic", "transformers", "peft"):
         if reason := platform.no_module(module):
             parser.error(reason)

@@ -79,6 +79,7 @@ def exo(z, e):
 
 
 BETA, SMOOTHING, GAMMA, LAMBDA = mp.mpf("0.125"), mp.mpf("0.25"), mp.mpf("0.5"), mp.mpf(50)
+KL_CHOSEN, KL_REJECTED = 0.75, 1.5
 EXACT = {
     "sigmoid": lambda s: smoothed(BETA * (s.u - s.d), SMOOTHING),
     "robust": lambda s: (
@@ -99,6 +100,9 @@ EXACT = {
     "sppo_hard": lambda s: (s.u - 1 / (2 * BETA)) ** 2 + (s.d + 1 / (2 * BETA)) ** 2,
     "apo_zero": lambda s: sigmoid(-BETA * s.u) + sigmoid(BETA * s.d),
     "apo_down": lambda s: sigmoid(BETA * s.u) + sigmoid(-BETA * (s.u - s.d)),
+    "kto_pair": lambda s: (
+        2 - sigmoid(BETA * (s.u - KL_REJECTED)) - sigmoid(BETA * (KL_CHOSEN - s.d))
+    ),
     "dpop": lambda s: -logsigmoid(BETA * (s.u - s.d - LAMBDA * max(mp.mpf(0), -s.u))),
     "simpo": lambda s: -logsigmoid(BETA * (s.c_bar - s.r_bar) - GAMMA),
     "orpo": lambda s: -BETA * logsigmoid(log_odds(s.c_bar) - log_odds(s.r_bar)),
@@ -133,14 +137,16 @@ def exact(name, numbers):
     )
 
 
-@pytest.mark.parametrize("name", preference.FORMULAS)
+@pytest.mark.parametrize("name", truth.LOSSES)
 def test_the_extremes_of_a_formula_have_their_digits(name):
     options = preference.Options(beta=0.125, label_smoothing=0.25)
     with mp.workdps(60):
         for numbers in NUMBERS:
             c, r, *more = (torch.tensor([float(n)], dtype=torch.float64) for n in numbers)
             both = c.requires_grad_(), r.requires_grad_()
-            loss = preference.FORMULAS[name].function(preference.Pairs(*both, *more), options)
+            loss = preference.FORMULAS[name].function(
+                preference.Pairs(*both, *more, None, KL_CHOSEN, KL_REJECTED), options
+            )
             if name == "dpop" and numbers[0] == numbers[2]:  # a kink
                 continue
             for found, truth_ in zip(
