@@ -308,7 +308,8 @@ def by_transformers(
         formula = LOSSES[name]
         against = theirs if formula.reference else [t.detach() for t in own]
         ratios = [(a - b).detach().mean().clamp_min(0) for a, b in zip(own, against, strict=True)]
-        numbers = Pairs(*own, *against, *counts, None, *ratios)
+        numbers = Pairs(*own, *against, *counts)
+        numbers = numbers._replace(kl_chosen=ratios[0], kl_rejected=ratios[1])
         loss = formula.function(numbers, Options()).mean()
         grads = torch.autograd.grad(loss, list(learns.values()), retain_graph=True)
         found[name] = Found(loss=loss.detach(), **dict(zip(learns, grads, strict=True)))

@@ -280,8 +280,7 @@ def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **optio
 
 def loss_of_run(config: Config) -> Loss:
     """What a run minimizes."""
-    sections = {"preference": config.preference, "reward": config.reward}
-    return loss_of(config.train.loss, sections)
+    return loss_of(config.train.loss, dict(config))
 
 
 def same_place(path: str, other: str | None) -> bool:

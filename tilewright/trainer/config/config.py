@@ -4,7 +4,8 @@ A field that is accepted does what its description says. What cannot work is ref
 sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
 a default or a meaning departs from it, the field says so, and why. Everything about a field stands
 on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`, `preference.py` and
-`reward.py`; `overrides.py` reads files and command lines.
+`reward.py`,
+`policy.py`; `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
@@ -27,6 +28,7 @@ from tilewright.trainer.config.data import Data
 from tilewright.trainer.config.field_tree import ConfigError, leaves
 from tilewright.trainer.config.lora import Lora
 from tilewright.trainer.config.model import Model
+from tilewright.trainer.config.policy import Policy
 from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.config.reward import Reward
 from tilewright.trainer.config.section import Section, problems
@@ -39,6 +41,7 @@ class Config(Section):
     train: Train = Field(..., description="How.")
     lora: Lora = Field(Lora(), description="Adapters.")
     preference: Preference = Field(Preference(), description="Preferences.")
+    policy: Policy = Field(Policy(), description="Policies.")
     reward: Reward = Field(Reward(), description="Reward models.")
 
     @model_validator(mode="after")

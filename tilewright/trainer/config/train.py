@@ -420,6 +420,9 @@ class Train(Section):
         0.0,
         Resume.NEXT_STEP,
         UNSHAPED,
+        Refuse("a policy's loss is one of log-probabilities as they are", "loss").when(
+            lambda c: c.train.z_loss != 0.0 and c.train.loss == "policy"
+        ),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.z_loss != 0.0 and _scored(c)),
         differs=OURS,
         ge=0,

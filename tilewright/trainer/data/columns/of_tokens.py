@@ -27,6 +27,9 @@ ROUTED_EXPERTS = Column(
 COLUMNS.add("routed_experts", ROUTED_EXPERTS)
 COLUMNS.add("weight", Column("token", "float32", default=1.0, target=True, least=0.0))
 COLUMNS.add("advantage", Column("token", "float32", target=True))
-# Log-probabilities, in nats: of the policy that generated the token, and of a reference model.
+# Log-probabilities, in nats: under the policy before the update, under the sampler if its numbers
+# are others, under a teacher, and under a reference model.
 COLUMNS.add("old_logprob", Column("token", "float32", target=True, most=0.0))
+COLUMNS.add("rollout_logprob", Column("token", "float32", target=True, most=0.0))
+COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0))
 COLUMNS.add("reference_logprob", Column("token", "float32", target=True, most=0.0))

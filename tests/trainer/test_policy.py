@@ -1,0 +1,248 @@
+"""Policy losses of sampled tokens: whole runs beside transformers' log-probabilities."""
+
+import json
+import math
+import pathlib
+import random
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+from ranks import run_modes  # noqa: E402
+
+from tilewright.ops.loss import policy  # noqa: E402
+from tilewright.trainer import build, train  # noqa: E402
+from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.losses.policies import COLUMNS  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+
+pytestmark = pytest.mark.packages
+
+VOCAB, ROWS = 48, 24
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+
+
+def logprobs(model, row):
+    ids = torch.tensor([row["input_ids"]])
+    found = model(ids).logits[0, :-1].log_softmax(-1)
+    return found.gather(1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """(folder, path of a configuration): a step takes every document."""
+    folder, rng = tmp_path_factory.mktemp("policy"), random.Random(0)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    model.save_pretrained(folder / "model")
+    rows = []
+    for _ in range(ROWS):
+        prompt, answer = rng.randint(1, 5), rng.randint(1, 9)
+        ids = [rng.randrange(VOCAB) for _ in range(prompt + answer)]
+        row = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+        with torch.no_grad():
+            own = [0.0, *logprobs(model, row).tolist()]
+        for column in COLUMNS.values():
+            row[column] = [min(0.0, x + rng.gauss(0, 0.3)) for x in own]
+        row["advantage"] = [rng.gauss(0, 1)] * len(ids)
+        rows.append(row)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "model": {"model_path": str(folder / "model")},
+        "data": {
+            "datasets": [{"path": str(folder / "rows.jsonl"), "type": "tokenized"}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "sample_packing_sequence_len": 64,
+            "pad_to_multiple_of": 16,
+        },
+        "train": {
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "none",
+            "loss": "policy",
+            "gradient_accumulation_steps": 2,
+            "max_steps": 2,
+            "lr": 1e-2,
+            "optimizer": "sgd",
+            "lr_decay_style": "constant",
+            "max_grad_norm": 0.0,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_hf_weights": False,
+            "save_strategy": "no",
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return folder, str(folder / "config.yaml"), rows
+
+
+def metrics(folder):
+    lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def trained(settings, name, *options):
+    folder, path, _ = settings
+    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
+    return metrics(folder / name)
+
+
+class Alone:
+    """A document."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def sums(self, values):
+        return values.sum()[None]
+
+    def each(self, values):
+        return values.expand(self.count)
+
+
+def plain(settings, name, options, average):
+    """The loss of all documents, one at a time, and its gradient's norm."""
+    folder, _, rows = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
+    needed, total, count = policy.needed(name, options), [], 0
+    for row in rows:
+        kept = [t != -100 for t in row["labels"]][1:]
+        given = {
+            tensor: torch.tensor(row[column][1:])[kept].double()
+            for tensor, column in COLUMNS.items()
+            if tensor in needed
+        }
+        of = Alone(sum(kept)) if "documents" in needed else None
+        logprob = logprobs(model, row)[kept].double()
+        tokens = policy.Tokens(logprob, torch.ones(sum(kept)).double(), documents=of, **given)
+        losses = policy.losses(name, tokens, options)
+        total.append(losses.mean() if average == "documents" else losses.sum())
+        count += 1 if average == "documents" else sum(kept)
+    loss = torch.stack(total).sum() / count
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.double().square().sum() for p in model.parameters()))
+    return loss.item(), norm
+
+
+CASES = {
+    **{name: ({}, "tokens") for name in policy.FORMULAS},
+    "documents": ({"loss": "ppo"}, "documents"),
+    "sequences": (
+        {"loss": "dr_grpo", "ratio_type": "sequence", "beta": 0.1, "kl_type": "k2"},
+        "documents",
+    ),
+    "everything": (
+        {"loss": "policy_loss", "dual_clip": 1.5, "use_tis": True, "icepop_beta": 3.0}
+        | {"tis_clip_low": 0.8, "tis_clip_high": 1.1, "clip_low_threshold": 0.9},
+        "tokens",
+    ),
+}
+
+
+def arguments(case):
+    options, average = CASES[case]
+    options = {"loss": case, **options}
+    return [f"--policy.{n}={json.dumps(v)}" for n, v in {**options, "average": average}.items()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_that_of_a_plain_loop(case, settings):
+    """A step takes every bin."""
+    options, average = CASES[case]
+    name = options.get("loss", case)
+    given = {n: v for n, v in options.items() if n != "loss"}
+    size = [
+        f"--train.micro_batch_size={len(packed(settings))}",
+        "--train.gradient_accumulation_steps=1",
+    ]
+    first, _ = trained(settings, case, *arguments(case), *size)
+    loss, norm = plain(settings, name, policy.settled(name, given), average)
+    assert first["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def packed(settings):
+    folder, path, _ = settings
+    return build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh()).batches.bins
+
+
+def test_statistics_are_means_over_tokens(settings):
+    found = trained(settings, "statistics", "--policy.average=documents")[0]
+    assert {"ratio_mean", "clipped_low", "clipped_high", "k1_old", "k3_old"} <= {*found}
+    assert "ratio_max" not in found and found["policy_tokens"] > 1
+    assert 0 < found["clipped_low"] < 0.5 and 0.8 < found["ratio_mean"] < 1.3
+
+
+MODES = {
+    "ddp": ["--train.data_parallel_mode=ddp", "--train.gradient_accumulation_steps=1"],
+    "fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=1"],
+    "ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
+    "ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
+}
+KINDS = ("ppo", "sequences")
+
+
+@pytest.fixture(scope="module")
+def spread(settings):
+    folder, path, _ = settings
+    modes = {
+        f"{kind} {name}": [
+            path,
+            f"--train.output_dir={folder / f'{kind} {name}'}",
+            "--model.merge_qkv=false",
+            *options,
+            *arguments(kind),
+        ]
+        for name, options in MODES.items()
+        for kind in KINDS
+    }
+    run_modes(2, folder, {f"run_{i}": m for i, m in enumerate(modes.values())})
+    return {name: metrics(folder / name) for name in modes}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_train_as_one_process(name, kind, spread, settings):
+    alone = trained(settings, f"{kind} alone {name}", *arguments(kind))
+    for a, b in zip(spread[f"{kind} {name}"], alone, strict=True):
+        for key in ("loss", "grad_norm", "ratio_mean", "k2_old", "policy_tokens"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--policy.loss=ppoo"], "must be one of cispo|must be one of reinforce"),
+        (["--policy.loss=gspo", "--policy.beta=0.1"], "only dro and dr_grpo read this"),
+        (["--train.loss=language_modeling", "--policy.loss=gspo"], "only policy reads this"),
+        (["--train.z_loss=0.1"], "log-probabilities as they are"),
+        (["--policy.dual_clip=0.5"], "greater than 1"),
+        (["--policy.kl_type=k4"], "k1"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_settings_that_nothing_reads_are_refused(options, said, settings):
+    with pytest.raises(ConfigError, match=said):
+        load(settings[1], options)
+
+
+def test_a_column_that_is_not_there_is_named_with_what_reads_it(settings, tmp_path):
+    _, path, rows = settings
+    few = [{k: v for k, v in row.items() if k != "teacher_logprob"} for row in rows]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few))
+    data = json.dumps([{"path": str(tmp_path / "few.jsonl"), "type": "tokenized"}])
+    options = [f"--data.datasets={data}", f"--train.output_dir={tmp_path}", "--policy.loss=opd"]
+    with pytest.raises(ValueError, match=r"policy\.loss = opd: .*no column teacher_logprob"):
+        train.train(load(path, options), Mesh())

@@ -1,0 +1,60 @@
+"""The section policy: what train.loss = policy minimizes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from tilewright.ops.loss.policy import FORMULAS
+from tilewright.trainer.config.section import Only, Resume, Section, field
+
+OURS = "ours: xorl's local configuration has no policies"
+POLICY = Only("train.loss", "policy")
+
+
+def _known(name: str) -> str:
+    if name not in FORMULAS:
+        raise ValueError(f"must be one of {', '.join(FORMULAS)}")
+    return name
+
+
+def _option(name: str, **more: Any) -> Any:
+    """An option of formulas; null: what the formula has."""
+    readers = Only("loss", table=lambda: [n for n, row in FORMULAS.items() if name in row.reads])
+    return field(None, Resume.NEXT_STEP, POLICY, readers, differs=("none", OURS), **more)
+
+
+class Policy(Section):
+    loss: Annotated[str, AfterValidator(_known)] = field(
+        "ppo", Resume.NEXT_STEP, POLICY, differs=("none", OURS)
+    )
+    """The formula: a loss for each token, of its log-probability and of the columns that it reads,
+    among them advantage, old_logprob, rollout_logprob, reference_logprob and teacher_logprob.
+    """
+    average: Literal["tokens", "documents"] = field(
+        "tokens", Resume.NEXT_STEP, POLICY, differs=("none", OURS)
+    )
+    """tokens: the mean over a step's tokens; documents: over documents of the means over theirs."""
+    clip_low_threshold: float | None = _option("clip_low_threshold", ge=0)
+    """The least ratio to the old policy that is not clipped; null: the formula's, mostly 0.8."""
+    clip_high_threshold: float | None = _option("clip_high_threshold", ge=0)
+    """The greatest; null: the formula's, mostly 1.2."""
+    dual_clip: float | None = _option("dual_clip", gt=1)
+    """Where an advantage is negative, the loss is at most -advantage times this; null: no limit."""
+    use_tis: bool | None = _option("use_tis")
+    """Weigh tokens by the old policy's probability over the sampler's, clipped: truncated
+    importance sampling.
+    """
+    tis_clip_low: float | None = _option("tis_clip_low", ge=0)
+    """The least of these weights; null: 0.1."""
+    tis_clip_high: float | None = _option("tis_clip_high", ge=0)
+    """The greatest; null: 2."""
+    icepop_beta: float | None = _option("icepop_beta", ge=1)
+    """Nothing is learned where the ratio is not between 1 / this and this; null: everywhere."""
+    beta: float | None = _option("beta", ge=0)
+    """Of dro's square (null: 0.05), or of dr_grpo's KL to the reference (null: 0)."""
+    kl_type: Literal["k1", "k2", "k3"] | None = _option("kl_type")
+    """The estimate of that KL; null: k3."""
+    ratio_type: Literal["token", "sequence"] | None = _option("ratio_type")
+    """The ratio of a token, or the geometric mean over its document; null: token."""
