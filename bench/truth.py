@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from bench.page.text import table
 from tilewright.bench import bounds, report, run, store
@@ -225,7 +226,13 @@ def rank(folder: str, name: str, dtype: str, losses: str) -> None:
         where = root / str(draw)
         found.append(of_trainer(layout, dtype, losses.split(","), where, draw, joined))
     if dist.get_rank() == 0:
-        torch.save([{k: dict(v) for k, v in of.items()} for of in found], root / "found")
+        flat = {
+            f"{d}/{k}/{n}": t
+            for d, of in enumerate(found)
+            for k, v in of.items()
+            for n, t in v.items()
+        }
+        save_file({n: t.contiguous() for n, t in flat.items()}, root / "found")
     dist.destroy_process_group()
 
 
@@ -244,7 +251,11 @@ def by_trainer(
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     what = ["-m", "bench.truth", str(folder), name, dtype, ",".join(losses)]
     subprocess.run([*start, str(layout.processes), *what], cwd=ROOT, check=True)
-    return [{k: Found(v) for k, v in of.items()} for of in torch.load(folder / "found")]
+    found: list[dict[str, Found]] = [{} for _ in range(DRAWS)]
+    for key, t in load_file(folder / "found").items():
+        draw, loss, name_of = key.split("/")
+        found[int(draw)].setdefault(loss, Found())[name_of] = t
+    return found
 
 
 # ---- transformers

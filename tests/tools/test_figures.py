@@ -123,6 +123,13 @@ def preferences(name):
     return raw(folder, "preference.json", lambda d: d[name])
 
 
+def shared(ratio, name):
+    """In percent."""
+    folder = "shared-prefix-amd-epyc-2026-11-27"
+    rows = raw(folder, "shared_prefix.json", lambda d: d["rows"])
+    return 100 * next(r[name] for r in rows if r["prompt_to_answer"] == ratio)
+
+
 def dpo(provider, name):
     return next(r[name] for r in preferences("rows") if r["provider"] == provider)
 
@@ -207,6 +214,12 @@ SOURCES = {
         "5,760 MiB": lambda: float(f"{dpo('trainer', 'peak_mib'):.3g}"),
         "8,380 MiB": lambda: float(f"{dpo('trl', 'peak_mib'):.3g}"),
         "0.01 %": "the limit of losses_differ, in words",
+        "25.0 %": lambda: shared("1:1", "promised"),
+        "22.4 %": lambda: shared("1:1", "saved"),
+        "37.5 %": lambda: shared("3:1", "promised"),
+        "36.9 %": lambda: shared("3:1", "saved"),
+        "44.4 %": lambda: shared("8:1", "promised"),
+        "44.8 %": lambda: shared("8:1", "saved"),
         "2 x": CUSTOM,
         "3.6 minutes": (
             "bench/results/training-preference-amd-epyc-2026-11-26/README.md",

@@ -89,6 +89,7 @@ class PolicyLoss(NamedTuple):
 
 
 # Long: its arguments.
+# Wide: what nine formulas read of a token, and what the head's other losses take.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @takes(
     *SIZES,

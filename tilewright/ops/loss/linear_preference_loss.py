@@ -32,6 +32,9 @@ from tilewright.ops.loss.logprob import logprob_of, scaling_of
 from tilewright.ops.loss.preference import FORMULAS, Options, Pairs
 from tilewright.ops.loss.targets import IGNORE_INDEX
 
+# An answer that is not in a pair is another row of FORMULAS.
+PAIRED = tuple(name for name, row in FORMULAS.items() if row.paired)
+
 
 class PreferenceLoss(NamedTuple):
     """loss: [], or [pairs] with reduction "none".   Without gradient, [documents]: logprob, sums
@@ -44,6 +47,7 @@ class PreferenceLoss(NamedTuple):
     reward: torch.Tensor
 
 
+# Wide: what formulas read, and what the head's other losses take.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @takes(
     *SIZES,
@@ -52,7 +56,7 @@ class PreferenceLoss(NamedTuple):
     **HEAD,
     cu_seqlens="int32 | int64 [n]",
     ref_logprob="float [n-1]",
-    loss=tuple(FORMULAS),
+    loss=PAIRED,
     beta="number (0, inf)",
     label_smoothing="number [0, 0.5)",
     simpo_gamma="number [0, inf)",
@@ -107,7 +111,8 @@ def linear_preference_loss(
             the reference. (Formulas read nothing else of it, and it is one number to store.) None
             for simpo and orpo, which have no reference.
         loss: one of sigmoid (DPO), robust, sigmoid_norm, hinge, ipo, exo_pair, nca_pair, bco_pair,
-            sppo_hard, apo_zero, apo_down, dpop, simpo, orpo.
+            sppo_hard, apo_zero, apo_down, kto_pair (whose mean log-ratios are over these pairs),
+            dpop, simpo, orpo.
         beta: > 0.
         label_smoothing: in [0, 0.5), of sigmoid, robust, sigmoid_norm and exo_pair; default 0.
         simpo_gamma: of simpo; default 0.5.
@@ -178,10 +183,11 @@ def _settled(
     loss: str, given: Mapping[str, float | None], ref_logprob: torch.Tensor | None
 ) -> Options:
     row = FORMULAS[loss]
+    reads = [name for name in given if name in row.reads]
     for name, value in given.items():
-        if value is not None and name not in row.reads:
+        if value is not None and name not in reads:
             raise ValueError(
-                f"{name} must be None for loss={loss!r}, which reads {', '.join(row.reads)}; got "
+                f"{name} must be None for loss={loss!r}, which reads {', '.join(reads)}; got "
                 f"{value!r}"
             )
     if row.reference != (ref_logprob is not None):
@@ -206,6 +212,10 @@ def losses(
     ref = sums.detach() if ref is None else ref.double()
     parts = (t[i::2] for t in (sums, ref, counts) for i in (0, 1))
     pairs = Pairs(*parts)
+    if FORMULAS[loss].kl:
+        both = (t.detach().sum() / max(t.shape[0], 1) for t in (pairs.up, pairs.down))
+        kl_chosen, kl_rejected = (t.clamp_min(0.0) for t in both)
+        pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
     found = FORMULAS[loss].function(pairs, options)
     if sft_ratio:
         found = found - sft_ratio * pairs.means.chosen

@@ -26,6 +26,7 @@ TERMS = ("chosen ", "rejected ")
 
 
 class StepZero(Callback):
+    # Long: what is compared, and a sentence for each of four outcomes.
     def before_step(self, step: Step) -> None:
         run, reference = self.run, self.run.engine.reference
         if step.number > 1:
