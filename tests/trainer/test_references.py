@@ -481,3 +481,19 @@ def test_a_run_may_begin_to_move(settings, alone):
 def test_settings_that_do_not_go_together_are_refused(options, said, settings):
     with pytest.raises(ConfigError, match=said):
         load(settings[1], options)
+
+
+def test_precomputed_numbers_are_those_of_shared_prompts_too(settings):
+    shared = "--preference.share_prefix=true"
+    online = trained(settings, "shared", shared)
+    read = trained(settings, "shared_read", shared, "--preference.reference=precomputed")
+    assert len(online) == len(read) > 1
+    for a, b in zip(read, online, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["reward_margin"] == pytest.approx(b["reward_margin"], rel=1e-4, abs=1e-6)
+
+
+def test_random_weights_are_refused_as_a_precomputed_reference(settings):
+    options = ["--model.model_path=null", f"--model.config_path={settings[0] / 'model'}"]
+    with pytest.raises(ConfigError, match="no fingerprint"):
+        load(settings[1], [*options, "--preference.reference=precomputed"])
