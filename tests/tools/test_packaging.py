@@ -80,9 +80,9 @@ def test_importing_is_cheap_and_brings_nothing_optional():
     for module, share, brought, dynamo in json.loads(run("-c", IMPORT, cwd=ROOT)):
         assert module.split(".")[0] in brought and not heavy & set(brought), module
         assert not dynamo, "torch._dynamo takes more than a second, and imports Triton"
-        # 0.15 for the 42 ops, which register operators and generate the checks of their arguments.
+        # 0.17 for the 44 ops, which register operators and generate the checks of their arguments.
         # transformers takes 0.4, torch._dynamo 1.2.
-        assert share < 0.16, f"{module}: {share:.2f} of the calls of `import torch`"
+        assert share < 0.18, f"{module}: {share:.2f} of the calls of `import torch`"
 
 
 WITHOUT_TRITON = """

@@ -24,6 +24,8 @@ def test_pieces_make_the_whole(name, small):
     op, cut_cases = OPS[name], 0
     for case in (c for c in op.cases if "contract" in c.tags):
         kwargs = case.make("cpu", torch.float32, 0)
+        if kwargs.get("prefixes"):  # such cases are small, and never cut
+            continue
         if (cut := pieces.of(op, kwargs)) is None or kwargs.get("inplace"):
             continue
         cut_cases += len(cut.parts) > 1
