@@ -172,7 +172,7 @@ def of_trainer(
     for _, module in adapted(engine.model):  # they begin with zeros
         torch.nn.init.normal_(module.lora_B, std=0.1, generator=generator)
     for name, p in engine.model.named_parameters():
-        p.requires_grad_(p.requires_grad and not name.endswith(layout.frozen or ("/",)))
+        p.requires_grad_(p.requires_grad and not name.endswith(layout.frozen))
     if layout.adapters:
         save_adapter(engine.model, folder / "adapter", base_model=str(folder / "model"))
     batches, found = next(made.batches.steps()), {}
@@ -312,7 +312,7 @@ def by_transformers(
     learns = {
         n: p
         for n, p in policy.named_parameters()
-        if p.requires_grad and not n.endswith(layout.frozen or ("/",))
+        if p.requires_grad and not n.endswith(layout.frozen)
     }
     found = {}
     for name in losses:

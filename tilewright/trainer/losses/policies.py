@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewright.ops.loss import policy
+from tilewright.ops.loss.documents import Documents as OneSequence
 from tilewright.ops.loss.policy import Options, Tokens
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.policy import Policy
@@ -60,7 +61,6 @@ def policy_loss(
     learned = (batch["labels"] != IGNORE)[0].double()
     given = {tensor: batch[column][0].double() for tensor, column in columns.items()}
     logprob = -per_token.values()[0].double()
-    # The sum of a document's probabilities is on every rank that has a part of it.
     tokens = Tokens(logprob, learned, **given)
     if "documents" in policy.needed(name, options):
         tokens = tokens._replace(documents=documents)
@@ -91,11 +91,11 @@ def settled(section: Policy) -> Loss:
     options = policy.settled(section.loss, given)
     reads = policy.needed(section.loss, options)
     columns = {tensor: column for tensor, column in COLUMNS.items() if tensor in reads}
+    # Of one token, for the names of the statistics.
     one = dict.fromkeys((*columns, "logprob"), torch.zeros(1)) | {"valid": torch.ones(1)}
-    alone = options._replace(ratio_type="token")
-    whole = "documents" in reads
-    names_of = policy.statistics("ppo" if whole else section.loss, Tokens(**one), alone)
-    reports = tuple(n for n in names_of if n not in NO_MEANS)
+    tokens = Tokens(**one, documents=OneSequence.of(torch.tensor([0, 1]), 1))
+    named = policy.statistics(section.loss, tokens, options)
+    reports = tuple(n for n in named if n not in NO_MEANS)
     function = functools.partial(
         policy_loss,
         name=section.loss,
