@@ -177,3 +177,9 @@ def nearly_same_training(found, want):
     assert found["loss"] != want["loss"]
     np.testing.assert_allclose(found["loss"], want["loss"], rtol=3e-4)
     np.testing.assert_allclose(found["norm"], want["norm"], rtol=6e-3)
+
+
+def metrics(folder):
+    """The rows of steps that a run has written."""
+    lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pathlib
 import random
 
 import pytest
@@ -12,7 +11,7 @@ import yaml
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from ranks import run_modes  # noqa: E402
+from ranks import metrics, run_modes  # noqa: E402
 
 from tilewright.ops.loss import policy  # noqa: E402
 from tilewright.trainer import build, train  # noqa: E402
@@ -86,11 +85,6 @@ def settings(tmp_path_factory):
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return folder, str(folder / "config.yaml"), rows
-
-
-def metrics(folder):
-    lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def trained(settings, name, *options):

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import json
 import math
-import pathlib
 import random
 import types
 from typing import Any
@@ -17,7 +16,7 @@ import yaml
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from ranks import run_modes  # noqa: E402
+from ranks import metrics, run_modes  # noqa: E402
 
 from tilewright import ops  # noqa: E402
 from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
@@ -463,11 +462,6 @@ def settings(tmp_path_factory):
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return folder, str(folder / "config.yaml")
-
-
-def metrics(folder):
-    lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def trained(settings, name, *options):
