@@ -483,14 +483,26 @@ def test_settings_that_do_not_go_together_are_refused(options, said, settings):
         load(settings[1], options)
 
 
-def test_precomputed_numbers_are_those_of_shared_prompts_too(settings):
+def test_precomputed_numbers_are_those_of_shared_prompts_too(read, settings, tmp_path):
+    """By the keys of whole documents: a cache serves with and without shared prompts."""
     shared = "--preference.share_prefix=true"
     online = trained(settings, "shared", shared)
-    read = trained(settings, "shared_read", shared, "--preference.reference=precomputed")
-    assert len(online) == len(read) > 1
-    for a, b in zip(read, online, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-        assert a["reward_margin"] == pytest.approx(b["reward_margin"], rel=1e-4, abs=1e-6)
+    found = trained(settings, "shared_read", shared, *cache(tmp_path, "shared"))
+    nearly(values(tmp_path / "shared"), values(settings[0] / "cache"))
+    elsewhere = trained(settings, "shared_elsewhere", shared, *cache(settings[0], "cache"))
+    for run in (found, elsewhere):
+        assert len(online) == len(run) > 1
+        for a, b in zip(run, online, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert a["reward_margin"] == pytest.approx(b["reward_margin"], rel=1e-4, abs=1e-6)
+    # An answer after two prompts is two documents.
+    again = [{**row, "rejected_ids": [5, 6, 7]} for row in rows(4, 1)]
+    (tmp_path / "again.jsonl").write_text("".join(json.dumps(r) + "\n" for r in again))
+    data = json.dumps([{"path": str(tmp_path / "again.jsonl"), "type": "preference_tokenized"}])
+    one = [shared, f"--data.datasets={data}", "--train.max_steps=1"]
+    one.append("--train.gradient_accumulation_steps=1")
+    trained(settings, "again", *one, *cache(tmp_path, "again"))
+    assert len(values(tmp_path / "again")) == 8
 
 
 def test_random_weights_are_refused_as_a_precomputed_reference(settings):

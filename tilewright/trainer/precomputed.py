@@ -10,7 +10,7 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from tilewright.ops.attention.context_parallel import shard, unshard
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.batches import PREFIX, Bins
 from tilewright.trainer.data.logprobs import Found, clear, documents, key_of, write
 from tilewright.trainer.data.prepared import alone
 from tilewright.trainer.parallel.mesh import Mesh
@@ -44,11 +44,12 @@ def folder_of(root: str, given: str | None, fingerprint: Mapping[str, Any]) -> p
     return pathlib.Path(root, f"reference_{hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
 
-def _whole(batch: Batch, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens and labels of a micro-batch, [T], of all ranks that share it."""
+def _documents(batch: Batch, mesh: Mesh) -> Iterator[tuple[slice, np.ndarray, bytes]]:
+    """`documents` of a micro-batch of all ranks that share it."""
     pair = torch.stack([batch[name][0].to(mesh.device) for name in ("input_ids", "labels")])
     ids, labels = unshard(pair, 1, mesh.context).cpu().numpy()
-    return ids, labels
+    shared = batch[PREFIX].tolist() if PREFIX in batch else None
+    return documents(ids, labels, batch["cu_seqlens"].tolist(), shared)
 
 
 class Precomputed:
@@ -61,9 +62,8 @@ class Precomputed:
         """A micro-batch with the column reference_logprob. Raises ValueError for a document that
         the pass has not seen.
         """
-        ids, labels = _whole(batch, self.mesh)
-        row = np.zeros(len(ids), np.float32)
-        for span, learned, key in documents(ids, labels, batch["cu_seqlens"].tolist()):
+        row = np.zeros(int(batch["cu_seqlens"][-1]), np.float32)
+        for span, learned, key in _documents(batch, self.mesh):
             row[span][learned] = self.found[key]
         own = shard(torch.from_numpy(row)[None], 1, self.mesh.context)
         return {**batch, "reference_logprob": own}
@@ -140,12 +140,12 @@ def _compute(
             [outcome] = parts.forward([batch], logprobs)
             if not outcome.more:  # of a pipeline's stages the last has them
                 continue
-            ids, labels = _whole(batch, mesh)
+            found = _documents(batch, mesh)
             values = unshard(outcome.more[0], 1, mesh.context)[0].float().cpu().numpy()
             if not tells or problem is not None:
                 continue
             try:
-                for span, learned, key in documents(ids, labels, batch["cu_seqlens"].tolist()):
+                for span, learned, key in found:
                     files.add(key, values[span][learned])
             except (OSError, ValueError) as error:
                 problem = error

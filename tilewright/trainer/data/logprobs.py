@@ -18,6 +18,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tilewright.trainer.columns import IGNORE
+
 KEY = "S32"
 NAMES = ("keys", "ends", "logprobs")
 
@@ -140,16 +142,26 @@ class Found:
 
 
 def documents(
-    ids: np.ndarray, labels: np.ndarray, ends: Iterable[int]
+    ids: np.ndarray, labels: np.ndarray, ends: Iterable[int], shared: Iterable[int] | None = None
 ) -> Iterator[tuple[slice, np.ndarray, bytes]]:
     """Where in a packed row each document with labels is, which of its tokens have one, and its
     key.
 
     ids, labels: [T].   ends: of documents, from 0 on.
+    shared: of each document the first tokens that it has from the nearest one before it with none.
+    The row does not repeat them; they are in the key, since an answer's log-probabilities are those
+    after its prompt.
     """
     first, *rest = ends
-    for end in rest:
+    whole = slice(first, first)
+    for end, n in zip(rest, [0] * len(rest) if shared is None else shared, strict=True):
         span, first = slice(first, end), end
+        whole = whole if n else span
         learned = labels[span] >= 0
         if learned.any():
-            yield span, learned, key_of(ids[span], labels[span])
+            prompt = ids[whole][:n]
+            key = key_of(
+                np.concatenate((prompt, ids[span])),
+                np.concatenate((np.full_like(prompt, IGNORE), labels[span])),
+            )
+            yield span, learned, key
