@@ -1,26 +1,25 @@
-"""Writes docs/trainer/truth.md: how near the trainer's preference losses and their gradients are to
-float64, under each layout.
+"""Writes docs/trainer/truth.md: how near the trainer's losses and their gradients are to float64,
+under each layout.
 
     python -m bench truth --out DIR [--layout NAME,..] [--loss NAME,..]
 
-One step's pairs of answers, of other weights than the reference's, some of one token, are computed
-by the trainer, and by transformers' (with adapters PEFT's) model in float64. A loss holds where its
-error, and the largest of its gradients', are at most twice those of transformers' model in the
-trainer's dtypes and a rounding, in the units of the numerics contract. A call with the same --out
-runs the layouts that have no rows there.
+One step of answers, some of one token, is computed by the trainer, and by transformers' (with
+adapters PEFT's) model in float64. A loss holds where its error, and the largest of its gradients',
+are at most twice those of transformers' model in the trainer's dtypes and a rounding, in the units
+of the numerics contract. A call with the same --out runs what has no rows there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
-import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,19 +28,29 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from bench.page.text import table
+from bench.truth_losses import (
+    BIN,
+    KINDS,
+    LONGEST,
+    LOSSES,
+    PADDING,
+    PAIRS,
+    VOCABULARY,
+    Ids,
+    Kind,
+    Step,
+)
 from tilewright.bench import bounds, report, run, store
 from tilewright.bench.options import chosen, names
 from tilewright.bench.tensors import error
 from tilewright.core import platform
-from tilewright.ops.loss.preference import FORMULAS, Options, Pairs
+from tilewright.ops.loss.preference import FORMULAS
 
 FILE, ROOT = "truth.json", pathlib.Path(__file__).parents[1]
 PAGE = pathlib.Path("docs/trainer/truth.md")
 DTYPES = {"float32": False, "bfloat16": True}  # train.enable_mixed_precision
-# Bins of two pairs: three do not fit, and a document has at most half of a bin of one.
-PAIRS, LEAST, LONGEST, BIN = 12, 22, 32, 64
-VOCABULARY = 64
-DRAWS = 16  # of weights and pairs: an error of one draw may be small by chance
+DRAWS = 16  # of weights and data: an error of one draw may be small by chance
+HEADS = ("lm_head.weight", "score.weight")
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -51,6 +60,14 @@ SHAPE = {
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
+}
+PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+RANK, ALPHA = 4, 8
+LORA = {
+    "lora.enable_lora": True,
+    "lora.lora_rank": RANK,
+    "lora.lora_alpha": ALPHA,
+    "lora.lora_target_modules": PROJECTIONS,
 }
 RANKS = {"train.data_parallel_mode": "fsdp2", "model.merge_qkv": False}
 
@@ -70,8 +87,7 @@ class Layout:
         return bool(self.options.get("lora.enable_lora"))
 
 
-LOSSES = {name: formula for name, formula in FORMULAS.items() if formula.paired}
-# A step is all pairs.
+# A step is all data: bins of two pairs, or of four documents.
 PACKED = {"data.sample_packing_sequence_len": BIN, "train.micro_batch_size": PAIRS // 2}
 LAYOUTS = {
     "a pair a bin": Layout(
@@ -81,8 +97,8 @@ LAYOUTS = {
     "accumulation 3": Layout(
         options={**PACKED, "train.micro_batch_size": 2, "train.gradient_accumulation_steps": 3}
     ),
-    "LoRA": Layout(options={**PACKED, "lora.enable_lora": True, "lora.lora_rank": 4}),
-    "frozen head": Layout(options=PACKED, frozen=("lm_head.weight",)),
+    "LoRA": Layout(options={**PACKED, **LORA}),
+    "frozen head": Layout(options=PACKED, frozen=HEADS),
     "FSDP2 on 2": Layout(2, {**PACKED, **RANKS, "train.micro_batch_size": 3}),
     "Ulysses on 2": Layout(2, {**PACKED, **RANKS, "train.ulysses_parallel_size": 2}),
     "ring on 2": Layout(2, {**PACKED, **RANKS, "train.ringattn_parallel_size": 2}),
@@ -96,106 +112,118 @@ class Found(dict[str, torch.Tensor]):
 # ---- inputs
 
 
-def pairs(draw: int) -> list[dict[str, list[int]]]:
-    """Every third has an answer of one token."""
-    rng = random.Random(draw)
+def load_model(kind: Kind, folder: pathlib.Path, dtype: torch.dtype) -> Any:
+    import transformers
 
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(VOCABULARY) for _ in range(count)]
-
-    rows = []
-    for i in range(PAIRS):
-        prompt, most = (n := rng.randint(5, 6)), LONGEST // 2 - n
-        chosen = rng.randint(2, most) if i % 3 else 1
-        rejected = rng.randint(max(LEAST - 2 * prompt - chosen, 1), most)
-        answers = {"chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
-        if i % 3 == 2:
-            answers = dict(zip(answers, reversed(answers.values()), strict=True))
-        rows.append({"prompt_ids": ids(prompt), **answers})
-    return rows
+    name = "LlamaForSequenceClassification" if kind.scored else "LlamaForCausalLM"
+    return getattr(transformers, name).from_pretrained(folder, dtype=dtype)
 
 
-def write_inputs(folder: pathlib.Path, draw: int) -> None:
-    """The pairs; the model, and the reference, whose weights are near its."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def write_inputs(kind: Kind, folder: pathlib.Path, draw: int, adapters: bool) -> None:
+    """The model; adapters that add something; a reference whose weights are near the model's; and
+    the rows.
+    """
+    import transformers
 
     torch.manual_seed(draw)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    of_scores = {"num_labels": 1, "pad_token_id": PADDING}
+    made = transformers.LlamaConfig(**SHAPE, **(of_scores if kind.scored else {}))
+    name = "LlamaForSequenceClassification" if kind.scored else "LlamaForCausalLM"
+    model: Any = getattr(transformers, name)(made)
     model.save_pretrained(folder / "model")
+    other = load_model(kind, folder / "model", torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in other.parameters():
             p.add_(torch.randn_like(p) * 0.05 * p.std() if p.dim() > 1 else 0.0)
-    model.save_pretrained(folder / "reference")
-    text = "".join(json.dumps(row) + "\n" for row in pairs(draw))
-    (folder / "pairs.jsonl").write_text(text)
+    other.save_pretrained(folder / "reference")
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        task = "SEQ_CLS" if kind.scored else "CAUSAL_LM"
+        lora = LoraConfig(task, r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS)  # type: ignore
+        model = get_peft_model(model, lora)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        model.save_pretrained(folder / "adapter")
+    model = model.double()
+    with torch.no_grad():
+        rows = kind.rows(draw, lambda prompt, answer: logprobs(model, prompt, answer))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text)
+
+
+def read_rows(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 # ---- the trainer
 
 
-def arguments(layout: Layout, dtype: str, folder: pathlib.Path) -> list[str]:
+def arguments(kind: Kind, layout: Layout, dtype: str, folder: pathlib.Path) -> list[str]:
     options: dict[str, Any] = {
         "model.model_path": str(folder / "model"),
-        "data.datasets": [{"path": str(folder / "pairs.jsonl"), "type": "preference_tokenized"}],
+        "data.datasets": [{"path": str(folder / "rows.jsonl"), "type": kind.type}],
         "data.dataset_prepared_path": str(folder / "prepared"),
         "data.pad_to_multiple_of": 16,
+        # Documents are mismatched in the order of the rows.
+        "data.shuffle_before_merging_datasets": False,
+        "data.shuffle_merged_datasets": False,
+        "data.sample_packing_sequentially": True,
         "train.output_dir": str(folder / "out"),
-        "train.loss": "preference",
+        "train.loss": kind.loss,
         "train.data_parallel_mode": "none",
         "train.enable_gradient_checkpointing": False,
         "train.enable_mixed_precision": DTYPES[dtype],
         "train.save_hf_weights": False,
         "train.optimizer": "sgd",
         **layout.options,
+        **{f"{kind.loss}.{name}": value for name, value in kind.builds.items()},
     }
-    if not layout.adapters:
+    if kind.reference and not layout.adapters:
         options["preference.reference_path"] = str(folder / "reference")
     return [f"--{name}={json.dumps(value)}" for name, value in options.items()]
 
 
 def of_trainer(
-    layout: Layout, dtype: str, losses: Iterable[str], folder: pathlib.Path, draw: int, mesh: Any
+    kind: Kind, layout: Layout, dtype: str, losses: Sequence[str], folder: pathlib.Path, mesh: Any
 ) -> dict[str, Found]:
-    """What a step of each loss gives. With adapters writes them."""
-    from tilewright.nn import save_adapter
-    from tilewright.nn.weights import adapted
+    """What a step of each loss gives."""
+    from tilewright.nn.peft import load_adapter
     from tilewright.trainer import build
     from tilewright.trainer.config import load
-    from tilewright.trainer.config.preference import Preference
     from tilewright.trainer.losses.loss import loss_of
 
-    config = load(None, arguments(layout, dtype, folder))
+    config = load(None, arguments(kind, layout, dtype, folder))
     engine = (made := build.build(config, mesh)).engine
     reference = engine.reference
-    generator = torch.Generator().manual_seed(draw)
-    module: Any
-    for _, module in adapted(engine.model):  # they begin with zeros
-        torch.nn.init.normal_(module.lora_B, std=0.1, generator=generator)
+    if layout.adapters:
+        load_adapter(engine.model, folder / "adapter")
     for name, p in engine.model.named_parameters():
         p.requires_grad_(p.requires_grad and not name.endswith(layout.frozen))
-    if layout.adapters:
-        save_adapter(engine.model, folder / "adapter", base_model=str(folder / "model"))
-    batches, found = next(made.batches.steps()), {}
+    batches, rows, found = next(made.batches.steps()), read_rows(folder), {}
     for name in losses:
-        formula = LOSSES[name]
-        engine.reference = reference if formula.reference else None
-        scope = "step" if formula.kl else "micro_batch"
-        section = Preference(loss=name, kl_scope=scope)
-        sums = engine.forward_backward(batches, loss_of("preference", {"preference": section}))
-        if round(sums.denominator) != PAIRS:
-            raise RuntimeError(f"a step has {sums.denominator} pairs, not {PAIRS}")
+        loss = loss_of(kind.loss, {kind.loss: LOSSES[name].section()})
+        engine.reference = reference if kind.reference and needs_reference(name) else None
+        sums = engine.forward_backward(batches, loss)
+        if round(sums.denominator) != (count := LOSSES[name].count(rows)):
+            raise RuntimeError(f"{name}: a mean over {sums.denominator}, not {count}")
         engine.divide()
-        loss = torch.tensor(sums.mean, dtype=torch.float64)
-        found[name] = Found(loss=loss, **gradients(engine.model, made.shape))
+        value = torch.tensor(sums.mean, dtype=torch.float64)
+        found[name] = Found(loss=value, **gradients(engine.model, made.shape))
         engine.zero()
     return found
+
+
+def needs_reference(name: str) -> bool:
+    return FORMULAS[LOSSES[name].fields["loss"]].reference
 
 
 def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
     """By their names in transformers' model, or PEFT's."""
     from tilewright.nn.peft import part_path
     from tilewright.nn.sharded import whole
-    from tilewright.nn.weights import adapted
+    from tilewright.nn.weights import adapted, is_adapter
     from tilewright.trainer.checkpoint import hf
 
     found = {}
@@ -208,28 +236,33 @@ def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
             found[f"{key}.lora_B.default.weight"] = B[at : at + stop - first]
             at += stop - first
     for name, p in model.named_parameters():
-        if p.grad is not None and not of_adapters:
-            full = whole(p.grad)
-            parts = hf.split(name, full, shape)
-            found |= dict(zip(hf.sources(name, shape), parts, strict=True))
+        if p.grad is None or is_adapter(name):
+            continue
+        parts = hf.split(name, whole(p.grad), shape)
+        for of_part, part in zip(hf.sources(name, shape), parts, strict=True):
+            if of_adapters:  # a new head
+                *above, kind = of_part.split(".")
+                of_part = ".".join(["base_model.model", *above, "modules_to_save.default", kind])
+            found[of_part] = part
     return {name: g.detach().clone() for name, g in found.items()}
 
 
-def rank(folder: str, name: str, dtype: str, losses: str) -> None:
+def rank(folder: str, kind: str, name: str, dtype: str, losses: str) -> None:
     """One of torchrun's processes: the first writes what was found."""
     from tilewright.trainer.config import load
     from tilewright.trainer.parallel import mesh
 
-    layout, found, root = LAYOUTS[name], [], pathlib.Path(folder)
-    joined = mesh.join(load(None, arguments(layout, dtype, root / "0")).train)
-    for draw in range(DRAWS):
-        where = root / str(draw)
-        found.append(of_trainer(layout, dtype, losses.split(","), where, draw, joined))
+    of, layout, found, root = KINDS[kind], LAYOUTS[name], [], pathlib.Path(folder)
+    joined = mesh.join(load(None, arguments(of, layout, dtype, root / "0")).train)
+    wanted = losses.split(";")
+    for draw in range(len([*root.iterdir()])):
+        found.append(of_trainer(of, layout, dtype, wanted, root / str(draw), joined))
+    dist.barrier()
     if dist.get_rank() == 0:
         flat = {
             f"{d}/{k}/{n}": t
-            for d, of in enumerate(found)
-            for k, v in of.items()
+            for d, of_draw in enumerate(found)
+            for k, v in of_draw.items()
             for n, t in v.items()
         }
         save_file({n: t.contiguous() for n, t in flat.items()}, root / "found")
@@ -237,7 +270,7 @@ def rank(folder: str, name: str, dtype: str, losses: str) -> None:
 
 
 def by_trainer(
-    name: str, dtype: str, losses: Sequence[str], folder: pathlib.Path
+    kind: str, name: str, dtype: str, losses: Sequence[str], folder: pathlib.Path
 ) -> list[dict[str, Found]]:
     """Of each draw."""
     layout = LAYOUTS[name]
@@ -245,11 +278,11 @@ def by_trainer(
         from tilewright.trainer.parallel.mesh import Mesh
 
         return [
-            of_trainer(layout, dtype, losses, folder / str(draw), draw, Mesh())
+            of_trainer(KINDS[kind], layout, dtype, losses, folder / str(draw), Mesh())
             for draw in range(DRAWS)
         ]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    what = ["-m", "bench.truth", str(folder), name, dtype, ",".join(losses)]
+    what = ["-m", "bench.truth", str(folder), kind, name, dtype, ";".join(losses)]
     subprocess.run([*start, str(layout.processes), *what], cwd=ROOT, check=True)
     found: list[dict[str, Found]] = [{} for _ in range(DRAWS)]
     for key, t in load_file(folder / "found").items():
@@ -270,58 +303,47 @@ class Precision(NamedTuple):
     half: bool = False
 
 
+def logprobs(model: Any, prompt: Ids, answer: Ids, half: bool = False) -> torch.Tensor:
+    """Of the answer's tokens, float64.   half: under autocast."""
+    ids = torch.tensor([prompt + answer])
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    wide = torch.promote_types(model.dtype, torch.float32)
+    of_all = logits.to(wide).log_softmax(-1)
+    return of_all.gather(1, ids[0, len(prompt) :, None])[:, 0].double()
+
+
 def by_transformers(
-    layout: Layout, precision: Precision, losses: Iterable[str], folder: pathlib.Path, draw: int
+    kind: Kind, layout: Layout, precision: Precision, losses: Sequence[str], folder: pathlib.Path
 ) -> dict[str, Found]:
     """The same of transformers' model and a formula."""
-    from transformers import LlamaForCausalLM
-
     dtype, half = precision
-
-    def load_model(name: str) -> Any:
-        return LlamaForCausalLM.from_pretrained(folder / name, dtype=dtype)
-
-    policy, other = load_model("model"), load_model("reference")
+    policy = load_model(kind, folder / "model", dtype)
+    other = load_model(kind, folder / ("model" if layout.adapters else "reference"), dtype)
     if layout.adapters:
         from peft import PeftModel
 
-        other = load_model("model")
         policy = PeftModel.from_pretrained(policy, folder / "adapter", is_trainable=True).to(dtype)
 
-    rows = pairs(draw)
-
-    def logprob(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        ids = torch.tensor([prompt + answer])
+    def reward(ids: Ids) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            logits = model(ids).logits[0, len(prompt) - 1 : -1]
-        logprobs = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
-        return logprobs.gather(1, ids[0, len(prompt) :, None]).double().sum()
+            return policy(torch.tensor([ids])).logits[0, 0].double()
 
-    def sums(model: Any) -> list[torch.Tensor]:
-        return [
-            torch.stack([logprob(model, row["prompt_ids"], row[name]) for row in rows])
-            for name in ("chosen_ids", "rejected_ids")
-        ]
+    @torch.no_grad()
+    def reference(prompt: Ids, answer: Ids) -> torch.Tensor:
+        return logprobs(other, prompt, answer, half)
 
-    counts = [
-        torch.tensor([len(row[n]) for row in rows]).double() for n in ("chosen_ids", "rejected_ids")
-    ]
-    own = sums(policy)
-    with torch.no_grad():
-        theirs = sums(other)
+    def own(prompt: Ids, answer: Ids) -> torch.Tensor:
+        return logprobs(policy, prompt, answer, half)
+
+    step = Step(read_rows(folder), own, reference, reward)
     learns = {
         n: p
         for n, p in policy.named_parameters()
         if p.requires_grad and not n.endswith(layout.frozen)
     }
     found = {}
-    for name in losses:
-        formula = LOSSES[name]
-        against = theirs if formula.reference else [t.detach() for t in own]
-        ratios = [(a - b).detach().mean().clamp_min(0) for a, b in zip(own, against, strict=True)]
-        numbers = Pairs(*own, *against, *counts)
-        numbers = numbers._replace(kl_chosen=ratios[0], kl_rejected=ratios[1])
-        loss = formula.function(numbers, Options()).mean()
+    for name, loss in kind.expected(step, {name: LOSSES[name] for name in losses}).items():
         grads = torch.autograd.grad(loss, list(learns.values()), retain_graph=True)
         found[name] = Found(loss=loss.detach(), **dict(zip(learns, grads, strict=True)))
     return found
@@ -354,24 +376,30 @@ def row(compared: Sequence[tuple[Found, Found, Found]], half: bool) -> dict[str,
 
 
 def measure(name: str, losses: Sequence[str]) -> Iterator[dict[str, Any]]:
-    layout = LAYOUTS[name]
-    for dtype, half in DTYPES.items():
-        # FSDP2 casts the weights; the other modes run under autocast.
-        cast = half and layout.processes > 1
-        eager = Precision(torch.bfloat16 if cast else torch.float32, half and not cast)
-        with tempfile.TemporaryDirectory() as made:
-            folders = [pathlib.Path(made, str(draw)) for draw in range(DRAWS)]
-            for draw, folder in enumerate(folders):
-                folder.mkdir()
-                write_inputs(folder, draw)
-            found = by_trainer(name, dtype, losses, pathlib.Path(made))
-            twin, truth = (
-                [by_transformers(layout, p, losses, f, draw) for draw, f in enumerate(folders)]
-                for p in (eager, Precision(torch.float64))
-            )
-        for loss in losses:
-            compared = [(found[d][loss], twin[d][loss], truth[d][loss]) for d in range(DRAWS)]
-            yield {"loss": loss, "layout": name, "dtype": dtype, **row(compared, half)}
+    of_kind = [(k, [n for n in losses if LOSSES[n].kind == k]) for k in KINDS]
+    for (kind, some), dtype in itertools.product(of_kind, DTYPES):
+        if some:
+            yield from _measure(kind, name, dtype, some)
+
+
+def _measure(kind: str, name: str, dtype: str, losses: Sequence[str]) -> Iterator[dict[str, Any]]:
+    layout, half = LAYOUTS[name], DTYPES[dtype]
+    # FSDP2 casts the weights; the other modes run under autocast.
+    cast = half and layout.processes > 1
+    eager = Precision(torch.bfloat16 if cast else torch.float32, half and not cast)
+    with tempfile.TemporaryDirectory() as made:
+        folders = [pathlib.Path(made, str(draw)) for draw in range(DRAWS)]
+        for draw, folder in enumerate(folders):
+            folder.mkdir()
+            write_inputs(KINDS[kind], folder, draw, layout.adapters)
+        found = by_trainer(kind, name, dtype, losses, pathlib.Path(made))
+        twin, truth = (
+            [by_transformers(KINDS[kind], layout, p, losses, f) for f in folders]
+            for p in (eager, Precision(torch.float64))
+        )
+    for loss in losses:
+        compared = [(found[d][loss], twin[d][loss], truth[d][loss]) for d in range(DRAWS)]
+        yield {"loss": loss, "layout": name, "dtype": dtype, **row(compared, half)}
 
 
 def share(row: Mapping[str, Any]) -> float:
@@ -393,10 +421,11 @@ def page(document: Mapping[str, Any]) -> str:
         made = table(["loss", *layouts], [(line, ()) for line in body])
         tables.append("\n".join([f"## {dtype}", "", *made]).rstrip())
     return (
-        "# Preference losses against float64\n\n"
+        "# Losses against float64\n\n"
         f"Generated by `python -m bench truth` (commit {commits}, {meta['date'][:10]}, torch "
         f"{meta['versions']['torch']}, {meta['device']}): do not edit this page.\n\n"
-        f"{DRAWS} steps of {PAIRS} pairs by the trainer, beside transformers' model in float64: the larger "
+        f"{DRAWS} steps, of {PAIRS} pairs or twice as many documents, by the trainer, beside "
+        "transformers' model in float64: the larger "
         "of the error of the loss and that of its gradients, as a share of what is allowed, which "
         "is twice that of transformers' model in the trainer's dtypes, and a rounding "
         "([the contract](../numerics.md#the-contract)). 1 is the limit. Of gradients the tensor with "

@@ -10,8 +10,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from bench import truth
-from tilewright.ops.loss import preference
+from bench import truth, truth_losses
+from tilewright.ops.loss import policy, preference
+from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
 
@@ -27,11 +28,16 @@ def shares(layout, dtype, *losses, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("packed", "float32"), ("accumulation 3", "bfloat16"), ("LoRA", "float32")],
+    ("layout", "dtype", "losses"),
+    [
+        ("packed", "float32", ("sigmoid", "hinge", "orpo with SFT")),
+        ("accumulation 3", "bfloat16", ("sppo_hard", "kto", "gspo")),
+        ("LoRA", "float32", ("sigmoid offset", "reward", "ppo by documents")),
+    ],
+    ids=["packed", "accumulation", "LoRA"],
 )
-def test_a_sample_of_the_table_holds(layout, dtype, monkeypatch):
-    found = shares(layout, dtype, "sigmoid", "hinge", "sppo_hard", monkeypatch=monkeypatch)
+def test_a_sample_of_the_table_holds(layout, dtype, losses, monkeypatch):
+    found = shares(layout, dtype, *losses, monkeypatch=monkeypatch)
     assert len(found) == 3 and max(found.values()) < 1
 
 
@@ -50,9 +56,20 @@ def test_a_wrong_gradient_shows(monkeypatch):
 
 
 def test_documents_that_a_step_leaves_out_show(monkeypatch):
-    monkeypatch.setattr(truth, "PAIRS", 14)  # of which a step's six bins hold 12
-    with pytest.raises(RuntimeError, match=r"12\.0 pairs"):
+    monkeypatch.setattr(truth_losses, "PAIRS", 14)  # of which a step's six bins hold 12
+    with pytest.raises(RuntimeError, match=r"a mean over 12\.0, not 14"):
         shares("packed", "float32", "sigmoid", monkeypatch=monkeypatch)
+
+
+def test_every_loss_of_the_trainer_is_in_the_table():
+    """All formulas, and all further options of pairs' losses."""
+    of = {name: {} for name in ("preference", "policy", "reward")}
+    for loss in truth.LOSSES.values():
+        section = truth.KINDS[loss.kind].loss
+        of[section].setdefault(loss.fields.get("loss"), []).append(loss.fields)
+    assert of["preference"].keys() == preference.FORMULAS.keys()
+    assert of["policy"].keys() == policy.FORMULAS.keys()
+    assert {*LOSSES.names()} - {*of} == {"language_modeling", "weighted_language_modeling"}
 
 
 # The formulas once more, of numbers with 60 digits. c, r: log-probabilities of answers; u, d: their
@@ -137,7 +154,11 @@ def exact(name, numbers):
     )
 
 
-@pytest.mark.parametrize("name", truth.LOSSES)
+def test_formulas_of_pairs_have_an_exact_one():
+    assert EXACT.keys() == {name for name, f in preference.FORMULAS.items() if f.paired}
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_the_extremes_of_a_formula_have_their_digits(name):
     options = preference.Options(beta=0.125, label_smoothing=0.25)
     with mp.workdps(60):
@@ -156,3 +177,21 @@ def test_the_extremes_of_a_formula_have_their_digits(name):
             ):
                 value = 0.0 if found is None else found.item()
                 assert abs(value - truth_) <= abs(truth_) * 1e-13 + 1e-300, (numbers, value)
+
+
+@pytest.mark.parametrize("desirable", [True, False])
+@pytest.mark.parametrize("numbers", [(-1.0, -10001.0), (-10001.0, -1.0), (-1e-12, -2.0), (-3, -3)])
+def test_the_extremes_of_kto_have_their_digits(numbers, desirable):
+    answer = torch.tensor([numbers[0]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([numbers[1]], dtype=torch.float64)
+    answers = preference.Answers(answer, reference, torch.ones(1), torch.tensor([desirable]), 0.75)
+    options = preference.Options(beta=0.125, kto_desirable_weight=1.5, kto_undesirable_weight=0.25)
+    loss = preference.FORMULAS["kto"].function(answers, options)
+    [slope] = torch.autograd.grad(loss.sum(), answer)
+    with mp.workdps(60):
+        z = BETA * (mp.mpf(numbers[0]) - mp.mpf(numbers[1]) - mp.mpf(0.75))
+        weight, sign = (mp.mpf(1.5), -1) if desirable else (mp.mpf(0.25), 1)
+        expected = weight * sigmoid(sign * z)
+        derivative = sign * BETA * weight * sigmoid(z) * sigmoid(-z)
+        assert abs(loss.item() - expected) <= abs(expected) * 1e-13 + 1e-300
+        assert abs(slope.item() - derivative) <= abs(derivative) * 1e-13 + 1e-300

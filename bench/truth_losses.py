@@ -1,0 +1,306 @@
+"""Losses of `python -m bench truth`: data of their steps, and what they are of a plain model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from tilewright.ops.loss import policy, preference
+from tilewright.ops.loss.preference import Answers, Pairs
+
+VOCABULARY, PADDING = 64, 0
+PAIRS, DOCUMENTS = 12, 24  # of a step
+# Tokens of a pair, and of a document: a bin of LONGEST has one pair or two documents, and no more;
+# one of BIN two or four.
+LEAST, LONGEST, BIN = 22, 32, 64
+SHORTEST = 13
+# From a log-probability to the one that a column has: ratios far from where a formula clips them,
+# and, for the sampler, far from where its weights are clipped.
+STEPS = {
+    "old_logprob": (-0.6, -0.03, 0.03, 0.6),
+    "rollout_logprob": (-0.3, -0.1, 0.1, 0.3),
+    "reference_logprob": (-0.5, -0.2, 0.2, 0.5),
+    "teacher_logprob": (0.5, 1.0, -1.5, -2.0),
+}
+Row = dict[str, Any]
+Ids = list[int]
+# Of a prompt and an answer: the log-probabilities of the answer's tokens, float64.
+Logprobs = Callable[[Ids, Ids], torch.Tensor]
+
+
+class Step(NamedTuple):
+    """A step's rows, and models: the log-probabilities of the policy and of the reference, or the
+    reward of a document, differentiable, [] float64.
+    """
+
+    rows: Sequence[Row]
+    policy: Logprobs
+    reference: Logprobs
+    reward: Callable[[Ids], torch.Tensor]
+
+
+class Kind(NamedTuple):
+    """Losses of like data.
+
+    loss: train.loss.   type: of the data set.   rows: of a draw, some by the policy's
+    log-probabilities.   expected: (step, losses by name) -> the step's loss by name.
+    builds: fields of the loss's section with which a run reads all columns.   reference: whether
+    the run has a second model.
+    """
+
+    loss: str
+    type: str
+    rows: Callable[[int, Logprobs], list[Row]]
+    expected: Callable[[Step, Mapping[str, Loss]], dict[str, torch.Tensor]]
+    builds: Mapping[str, Any]
+    reference: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether the model has one number for a document, and no vocabulary."""
+        return self.loss == "reward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """kind: a row of KINDS.   fields: of its section."""
+
+    kind: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def section(self) -> Any:
+        from tilewright.trainer.config.policy import Policy
+        from tilewright.trainer.config.preference import Preference
+        from tilewright.trainer.config.reward import Reward
+
+        fields, section = dict(self.fields), KINDS[self.kind].loss
+        if section == "preference" and preference.FORMULAS[fields["loss"]].kl:
+            fields["kl_scope"] = "step"
+        sections = {"preference": Preference, "policy": Policy, "reward": Reward}
+        return sections[section](**fields)
+
+    def count(self, rows: Sequence[Row]) -> int:
+        """What the step's loss is a mean over."""
+        if KINDS[self.kind].loss == "policy" and self.fields.get("average") != "documents":
+            return sum(t >= 0 for row in rows for t in row["labels"])
+        return len(rows)
+
+
+# ---- data
+
+
+def _ids(rng: random.Random, count: int) -> Ids:
+    return [rng.randrange(PADDING + 1, VOCABULARY) for _ in range(count)]
+
+
+def _pairs(draw: int, _: Logprobs) -> list[Row]:
+    """Every third has an answer of one token."""
+    rng, rows = random.Random(draw), []
+    for i in range(PAIRS):
+        prompt, most = (n := rng.randint(5, 6)), LONGEST // 2 - n
+        chosen = rng.randint(2, most) if i % 3 else 1
+        rejected = rng.randint(max(LEAST - 2 * prompt - chosen, 1), most)
+        answers = {"chosen_ids": _ids(rng, chosen), "rejected_ids": _ids(rng, rejected)}
+        if i % 3 == 2:
+            answers = dict(zip(answers, reversed(answers.values()), strict=True))
+        scores = {"chosen_score": 1.0 + rng.random(), "rejected_score": rng.random()}
+        rows.append({"prompt_ids": _ids(rng, prompt), **answers, **scores})
+    return rows
+
+
+def _with_margins(draw: int, of: Logprobs) -> list[Row]:
+    return [{**row, "margin": i % 3 / 2} for i, row in enumerate(_pairs(draw, of))]
+
+
+def _documents(draw: int) -> list[tuple[Ids, Ids]]:
+    """Prompts and answers; every third answer has one token."""
+    rng, found = random.Random(draw), []
+    for i in range(DOCUMENTS):
+        count = rng.randint(SHORTEST, BIN // 4)
+        answer = rng.randint(2, 8) if i % 3 else 1
+        found.append((_ids(rng, count - answer), _ids(rng, answer)))
+    return found
+
+
+def _answers(draw: int, _: Logprobs) -> list[Row]:
+    return [
+        {"prompt_ids": prompt, "completion_ids": answer, "label": i % 5 < 3}
+        for i, (prompt, answer) in enumerate(_documents(draw))
+    ]
+
+
+def _sampled(draw: int, of: Logprobs) -> list[Row]:
+    rng, rows = random.Random(draw), []
+    for prompt, answer in _documents(draw):
+        own, before = of(prompt, answer).tolist(), [0.0] * len(prompt)
+        columns = {"advantage": before + [rng.gauss(0, 1) for _ in own]}
+        for name, steps in STEPS.items():
+            columns[name] = before + [min(x + rng.choice(steps), 0.0) for x in own]
+        ids, labels = prompt + answer, [-100] * len(prompt) + answer
+        rows.append({"input_ids": ids, "labels": labels, **columns})
+    return rows
+
+
+# ---- losses
+
+
+def _sums(of: Logprobs, rows: Sequence[Row], name: str) -> torch.Tensor:
+    return torch.stack([of(row["prompt_ids"], row[name]).sum() for row in rows])
+
+
+def _lengths(rows: Sequence[Row], name: str) -> torch.Tensor:
+    return torch.tensor([len(row[name]) for row in rows]).double()
+
+
+def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
+    names, rows = ("chosen_ids", "rejected_ids"), step.rows
+    own, theirs = ([_sums(of, rows, n) for n in names] for of in (step.policy, step.reference))
+    counts = [_lengths(rows, n) for n in names]
+    gap = torch.tensor([r["chosen_score"] - r["rejected_score"] for r in rows]).double()
+    found = {}
+    for name, loss in losses.items():
+        fields = dict(loss.fields)
+        formula, sft = preference.FORMULAS[fields.pop("loss")], fields.pop("sft_ratio", 0.0)
+        against = theirs if formula.reference else [t.detach() for t in own]
+        ratios = [(a - b).detach().mean().clamp_min(0) for a, b in zip(own, against, strict=True)]
+        pairs = Pairs(*own, *against, *counts, gap, *ratios)
+        values = formula.function(pairs, preference.Options(**fields))
+        found[name] = (values - sft * own[0] / counts[0]).mean()
+    return found
+
+
+def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
+    """Mismatched: a prompt with the answer of the document before, round the step."""
+    rows = step.rows
+    own, theirs = (_sums(of, rows, "completion_ids") for of in (step.policy, step.reference))
+    mismatched = [
+        {**row, "completion_ids": rows[i - 1]["completion_ids"]} for i, row in enumerate(rows)
+    ]
+    with torch.no_grad():
+        both = [_sums(of, mismatched, "completion_ids") for of in (step.policy, step.reference)]
+    desirable = torch.tensor([row["label"] for row in rows])
+    kl = (both[0] - both[1]).mean().clamp_min(0)
+    answers = Answers(own, theirs, _lengths(rows, "completion_ids"), desirable, kl)
+    found = {}
+    for name, loss in losses.items():
+        fields = dict(loss.fields)
+        formula = preference.FORMULAS[fields.pop("loss")]
+        found[name] = formula.function(answers, preference.Options(**fields)).mean()
+    return found
+
+
+class _Documents:
+    """Of tokens in order, as `ops.loss.documents.Documents`."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = list(lengths)
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([t.sum() for t in values.split(self.lengths)])
+
+    def each(self, values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(torch.tensor(self.lengths))
+
+
+def _of_tokens(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
+    answers = [[t for t in row["labels"] if t >= 0] for row in step.rows]
+    prompts = [row["input_ids"][: -len(a)] for row, a in zip(step.rows, answers, strict=True)]
+    own = torch.cat([step.policy(p, a) for p, a in zip(prompts, answers, strict=True)])
+
+    def column(name: str) -> torch.Tensor:
+        found = (row[name][-len(a) :] for row, a in zip(step.rows, answers, strict=True))
+        # As the trainer stores it.
+        return torch.tensor([*itertools.chain(*found)], dtype=torch.float32).double()
+
+    documents = _Documents([len(a) for a in answers])
+    given = {"ref_logprob": "reference_logprob"} | {
+        n: n for n in ("advantage", "old_logprob", "rollout_logprob", "teacher_logprob")
+    }
+    found = {}
+    for name, loss in losses.items():
+        fields = dict(loss.fields)
+        average = fields.pop("average", "tokens")
+        formula = fields.pop("loss")
+        options = policy.settled(formula, fields)
+        reads = policy.needed(formula, options)
+        columns: dict[str, Any] = {n: column(c) for n, c in given.items() if n in reads}
+        if "documents" in reads:
+            columns["documents"] = documents
+        values = policy.losses(
+            formula, policy.Tokens(own, torch.ones_like(own), **columns), options
+        )
+        parts = values.split(documents.lengths)
+        means = torch.stack([t.mean() for t in parts])
+        found[name] = means.mean() if average == "documents" else values.mean()
+    return found
+
+
+def _of_rewards(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
+    chosen, rejected = (
+        torch.stack([step.reward(row["prompt_ids"] + row[n]) for row in step.rows])
+        for n in ("chosen_ids", "rejected_ids")
+    )
+    margin = torch.tensor([row["margin"] for row in step.rows]).double()
+    values = -logsigmoid(chosen - rejected - margin)
+    centered = (chosen + rejected).square()
+    return {
+        name: (values + loss.fields.get("center_rewards_coefficient", 0.0) * centered).mean()
+        for name, loss in losses.items()
+    }
+
+
+_policy = functools.partial(Kind, "policy", "tokenized", _sampled, _of_tokens)
+KINDS = {
+    "pairs": Kind(
+        "preference",
+        "preference_tokenized",
+        _pairs,
+        _of_pairs,
+        {"loss": "sigmoid", "offset_alpha": 1.0},
+        True,
+    ),
+    "answers": Kind(
+        "preference",
+        "unpaired_preference_tokenized",
+        _answers,
+        _of_answers,
+        {"loss": "kto", "kl_scope": "step"},
+        True,
+    ),
+    "rewards": Kind("reward", "preference_tokenized", _with_margins, _of_rewards, {}),
+    "sampled": _policy({"loss": "policy_loss", "use_tis": True}),
+    "with a reference": _policy({"loss": "dr_grpo", "beta": 0.1}),
+    "with a teacher": _policy({"loss": "opd"}),
+}
+POLICIES: dict[str, Loss] = {}
+for _name, _row in policy.FORMULAS.items():
+    _kind = "with a teacher" if "teacher_logprob" in _row.needs else "sampled"
+    POLICIES[_name] = Loss(_kind, {"loss": _name})
+LOSSES = {
+    **{
+        name: Loss("pairs" if formula.paired else "answers", {"loss": name})
+        for name, formula in preference.FORMULAS.items()
+    },
+    "sigmoid smoothed": Loss("pairs", {"loss": "sigmoid", "label_smoothing": 0.1}),
+    "sigmoid offset": Loss("pairs", {"loss": "sigmoid", "offset_alpha": 1.0}),
+    "orpo with SFT": Loss("pairs", {"loss": "orpo", "sft_ratio": 1.0}),
+    "kto weighed": Loss(
+        "answers",
+        {"loss": "kto", "kto_desirable_weight": 1.5, "kto_undesirable_weight": 0.5},
+    ),
+    "reward": Loss("rewards"),
+    "reward centered": Loss("rewards", {"center_rewards_coefficient": 0.01}),
+    **POLICIES,
+    "dr_grpo with KL": Loss("with a reference", {"loss": "dr_grpo", "beta": 0.1}),
+    "policy_loss corrected": Loss(
+        "sampled", {"loss": "policy_loss", "use_tis": True, "dual_clip": 1.5, "icepop_beta": 1.3}
+    ),
+    "ppo by documents": Loss("sampled", {"loss": "ppo", "average": "documents"}),
+}
