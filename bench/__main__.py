@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "truth": (
         "bench.truth",
-        "write docs/trainer/truth.md: preference losses and gradients of each layout and float64's",
+        "write docs/trainer/truth.md: losses and gradients of each layout beside those in float64",
     ),
     "shared-prefix": (
         "bench.shared_prefix",
