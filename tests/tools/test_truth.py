@@ -30,7 +30,7 @@ def shares(layout, dtype, *losses, monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "dtype", "losses"),
     [
-        ("packed", "float32", ("sigmoid", "hinge", "orpo with SFT")),
+        ("packed", "float32", ("sigmoid", "hinge", "orpo")),
         ("accumulation 3", "bfloat16", ("sppo_hard", "kto", "gspo")),
         ("LoRA", "float32", ("sigmoid offset", "reward", "ppo by documents")),
     ],
