@@ -32,7 +32,7 @@ from tilewright.core.installed import installed
 from tilewright.kernels import tuning
 from tilewright.ops.attention.vendors import FLASH
 from tilewright.selection import operations
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Config, Data
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.cache_key import files_of
 from tilewright.trainer.data.data_files import are_digests, moved
@@ -290,15 +290,15 @@ def between_ranks(own: Facts, mesh: Mesh) -> str | None:
     return listed(said) if said else None
 
 
-def files_of_data(config: Config) -> dict[str, list[dict[str, Any]]]:
+def files_of_data(data: Data) -> dict[str, list[dict[str, Any]]]:
     """What a certificate says of the data's files."""
-    data = config.data
-    if is_saved(config):
+    if is_saved(data):
         return {}
     split = data.datasets if data.val_set_size is not None else []
+    root = data.dataset_prepared_path
     return {
-        "contents": files_of(data.datasets, config, BLOCKS),
-        "evaluation": files_of(data.test_datasets or split, config, BLOCKS),
+        "contents": files_of(data.datasets, root, BLOCKS),
+        "evaluation": files_of(data.test_datasets or split, root, BLOCKS),
     }
 
 
