@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import pathlib
@@ -191,6 +192,11 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def tokenizer_of(model: Model) -> Any:
+    assert model.tokenizer_path is not None  # at least config_path is given
+    return load_tokenizer(model.tokenizer_path, model.revision)
+
+
 def prepared(
     entries: list[Dataset],
     config: Config,
@@ -205,17 +211,12 @@ def prepared(
     model, data = config.model, config.data
     if not push:
         data = data.model_copy(update={"push_dataset_to_hub": None})
-
-    def tokenizer():
-        assert model.tokenizer_path is not None  # at least config_path is given
-        return load_tokenizer(model.tokenizer_path, model.revision)
-
     return prepare(
         entries,
         data,
         model,
         config.train.seed,
-        tokenizer,
+        functools.partial(tokenizer_of, model),
         vocab,
         shuffle=shuffle,
         columns=columns,

@@ -62,8 +62,7 @@ class LanguageModel(Base):
         config = load(path, overrides)
         mesh: Mesh = join(config.train)
         engine = filled_engine(config, build.shape_of_run(config.model, "language_model"), mesh)
-        model = config.model
-        tokenizer = build.load_tokenizer(str(model.tokenizer_path), model.revision)
+        tokenizer = build.tokenizer_of(config.model)
         return cls(engine, config.data, config.train.micro_batch_size, tokenizer)
 
     @property

@@ -16,6 +16,7 @@ from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
 from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.config import Config, resolved
+from tilewright.trainer.config.section import certified
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
@@ -241,9 +242,10 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     loss = build.loss_of_run(config)
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
     best = Best.of(t, state.get("best"), held, names)
-    own = facts(config, mesh, (batches, held), made.identity, made.ops)
+    deep_ep = config.model.ep_dispatch == "deepep"
+    own = facts(certified(config), deep_ep, mesh, (batches, held), made.identity, made.ops)
     files = files_of_data(config.data) if mesh.main else {}
-    certified = witness.start(engine, own, files, start, plan.total)
+    told = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     data = config.data
@@ -262,7 +264,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         *too_long(longest, {"training": batches.bins} | held),
         metrics.basis(),
         *choices(made.ops, engine.model.ops.numerics),
-        *certified,
+        *told,
     ):
         metrics.say(line)
     run = Run(

@@ -18,6 +18,7 @@ from typing import Any
 
 from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.config import Data, Dataset, Model
+from tilewright.trainer.config.section import keyed
 from tilewright.trainer.data.data_files import Digests, digests
 from tilewright.trainer.data.encode import Columns, longest
 from tilewright.trainer.data.sources import located
@@ -26,16 +27,6 @@ from tilewright.trainer.tables import DATASETS
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
 PREPARATION = 5
-# Fields that say where data are, or how they are prepared, and not which samples come out.
-WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
-NEWER = {"max_samples", "weight"}
-SETTINGS = (
-    "select_columns",
-    "shuffle_merged_datasets",
-    "shuffle_before_merging_datasets",
-    "dataset_shard_num",
-    "dataset_shard_idx",
-)
 
 
 class Notes:
@@ -152,8 +143,8 @@ def cache_key(
     versions = [k.version for k in kinds]
     what = [
         PREPARATION,
-        [[_settings(e), longest(e, data), contents(e)] for e in entries],
-        {k: getattr(data, k) for k in SETTINGS},
+        [[keyed(e), longest(e, data), contents(e)] for e in entries],
+        keyed(data),
         vocab,
         shuffle,
         seed,
@@ -166,14 +157,6 @@ def cache_key(
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _settings(entry: Dataset) -> dict[str, Any]:
-    """An entry's fields that decide on its samples. Those that are newer only where they are set:
-    what was prepared before is found.
-    """
-    found = entry.model_dump(exclude=WITHOUT)
-    return {k: v for k, v in found.items() if v is not None or k not in NEWER}
 
 
 def _tokenizer(model: Model, notes: Notes) -> Any:
