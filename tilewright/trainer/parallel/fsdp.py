@@ -83,8 +83,9 @@ def shard_parameters(parts: Parts, mesh: Mesh, train: Train, names: Model) -> No
     # A block ends in a matrix product, whose result is a view where torch flattens its input. What
     # follows adds it out of place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    model, reshard = parts.model, train.reshard
+    model = parts.model
     half = torch.bfloat16 if train.enable_mixed_precision else None
+    reshard = train.reshard
     # Activations have the weights' dtype from the embedding on. Any other floating-point input
     # would be float32 and stay so.
     policy = MixedPrecisionPolicy(
