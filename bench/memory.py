@@ -104,7 +104,13 @@ def configuration(layout: str, schedule: str, folder: pathlib.Path) -> str:
 def most_allocated(config: Any, ranks: Any) -> int:
     """The most bytes of tensors at one time while a model is built and takes two steps."""
     from tilewright.trainer import memory_plan
-    from tilewright.trainer.build import build_engine, choose_ops, compute_dtype
+    from tilewright.trainer.build import (
+        build_engine,
+        choose_ops,
+        columns_of,
+        compute_dtype,
+        loss_of_run,
+    )
     from tilewright.trainer.checkpoint import hf
     from tilewright.trainer.losses.language_modeling import language_modeling
 
@@ -117,10 +123,10 @@ def most_allocated(config: Any, ranks: Any) -> int:
         shape = hf.shape_of(config.model)
         ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
         engine = build_engine(config, shape, ranks, ops)
-        batch, n = (
-            memory_plan.full_batch(config, ranks, shape),
-            config.train.gradient_accumulation_steps,
-        )
+        t, loss = config.train, loss_of_run(config)
+        columns = columns_of(t, loss, shape, share_prefix=False)
+        batch = memory_plan.full_batch(config.data, t.micro_batch_size, columns, ranks, False)
+        n = t.gradient_accumulation_steps
         size = batch["input_ids"].shape
         batch["input_ids"] = torch.randint(shape.vocab_size, size, generator=draw)
         if ranks.layout.expert > 1:

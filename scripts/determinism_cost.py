@@ -77,7 +77,7 @@ def training(rounds):
     )
     model = Transformer(ModelConfig.from_hf(SHAPE), Ops.resolve())
     init_weights(model, 0)
-    engine = engine_around(Parts(model), config, Mesh())
+    engine = engine_around(Parts(model), config.train, Mesh(), 1.0)
     ids = torch.randint(SHAPE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
     batch = collate([[(ids.numpy(), ids.numpy())]], 1)
     sums = Checksums(Parts(model), Mesh())

@@ -54,7 +54,7 @@ class Quick:
 def loaded():
     return Quick() if tokenizer == "quick" else load_tokenizer(tokenizer)
 
-made = prepare(config.data.datasets, config, loaded, 1 << 20)
+made = prepare(config.data.datasets, config.data, config.model, config.train.seed, loaded, 1 << 20)
 print(len(made))
 """
 

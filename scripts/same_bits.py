@@ -2,16 +2,20 @@
 
     python scripts/same_bits.py record A.json        # at the first commit
     python scripts/same_bits.py compare A.json       # at the second, on the same machine
+    python scripts/same_bits.py compare A.json B.json
 
 Trains small models of every kind and layout for four steps, two of them after a resume, and records
 a hash of the checksums of all outputs, gradients and weights of each step, the losses and the
-exported weights. `compare` exits with 1 and the names of the runs that differ.
+exported weights. `compare` exits with 1 and the names of the runs that differ; B.json gets both
+hashes of each run, with what they were computed on.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -19,6 +23,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 from tests.written.make import EXPERTS, LORA, NF4, SHAPE, train, write_model  # noqa: E402
+from tilewright.core import platform  # noqa: E402
 
 TWO = {**SHAPE, "num_hidden_layers": 2}
 FSDP2 = {"data_parallel_mode": "fsdp2"}
@@ -93,6 +98,11 @@ def main() -> int:
         file.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     before = json.loads(file.read_text())
+    if sys.argv[3:]:
+        about = {"date": str(datetime.date.today()), "load": os.getloadavg()}
+        both = {name: [before.get(name), own] for name, own in found.items()}
+        row = {"about": {**about, **platform.provenance()}, "before and after": both}
+        pathlib.Path(sys.argv[3]).write_text(json.dumps(row, indent=1) + "\n")
     differ = [name for name in found if found[name] != before.get(name)]
     print(
         f"differ: {', '.join(differ)}" if differ else f"{len(found)} runs are the same bit for bit"

@@ -483,6 +483,40 @@ RULES = [
 ]
 
 
+# Functions, and classes with such a field, that have the whole configuration: they assemble a run,
+# a plan of its memory or an evaluation. These numbers only fall.
+HAVE_ALL = {"build": 12, "evaluate": 3, "loop": 3, "memory_plan": 5}
+TRAINER = ROOT / "tilewright/trainer"
+
+
+def wholes(tree):
+    """What has the whole configuration: a parameter or a field that is a Config, or called config
+    without saying what it is.
+    """
+    for node in ast.walk(tree):
+        named = getattr(node, "arg", getattr(getattr(node, "target", None), "id", None))
+        if isinstance(node, ast.arg | ast.AnnAssign) and named is not None:
+            said = ast.unparse(node.annotation) if node.annotation else ""
+            if re.search(r"\bConfig\b", said):
+                yield node.lineno, f"{named} is the whole configuration"
+    for _, node in functions_of(tree.body):
+        for arg in ast.walk(node.args):
+            if isinstance(arg, ast.arg) and arg.arg == "config" and arg.annotation is None:
+                yield arg.lineno, "config is not said to be anything"
+
+
+def test_a_function_takes_the_values_that_it_needs():
+    found = {}
+    for path in sorted(TRAINER.rglob("*.py")):
+        module = ".".join(path.relative_to(TRAINER).with_suffix("").parts)
+        if not module.startswith("config.") and (here := [*wholes(parsed(path))]):
+            found[module] = here
+    numbers = {module: len(here) for module, here in found.items()}
+    assert numbers == HAVE_ALL, {
+        m: here for m, here in found.items() if len(here) != HAVE_ALL.get(m)
+    }
+
+
 @pytest.mark.parametrize("rule, files", RULES, ids=[rule.__name__ for rule, _ in RULES])
 def test_rule_holds(rule, files):
     assert files
@@ -500,6 +534,10 @@ MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
 @pytest.mark.parametrize(
     "rule, source",
     [
+        (wholes, "def f(config: Config): pass"),
+        (wholes, "def f(x: int, *, c: config.Config | None = None): pass"),
+        (wholes, "class A:\n    def f(self, config): pass"),
+        (wholes, "class A:\n    config: Config"),
         (long, "def f():\n" + MOST_LINES * "    x = 1\n"),
         (long, "class A:\n    # Short: no.\n    def f(self):\n" + MOST_LINES * "        x = 1\n"),
         (crowded, f"def f({MANY}): pass"),

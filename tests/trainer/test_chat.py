@@ -15,13 +15,13 @@ pytest.importorskip("transformers")
 
 import datasets
 import tokenizers
+from preparing import prepare_of
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.prepared import prepare
 
 pytestmark = pytest.mark.packages
 
@@ -226,7 +226,7 @@ def made(tmp_path, monkeypatch):
             | fields,
             train={"output_dir": "out"},
         )
-        return prepare(config.data.datasets, config, lambda: tokenizer or characters(), 200)
+        return prepare_of(config, lambda: tokenizer or characters(), 200)
 
     return made
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing import prepare_of
 
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.build import columns_of
@@ -18,7 +19,7 @@ from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import Batches, Bins, collate
 from tilewright.trainer.data.mixing import Mixing, mixed
-from tilewright.trainer.data.prepared import prepare, split_validation
+from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.units import unfolded
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.losses.weighted import weighted_language_modeling
@@ -211,7 +212,7 @@ class Letters:
 def samples(folder, rows, *names, kind="tokenized", **entry):
     own = config(folder / "prepared", written(folder / "rows.jsonl", rows) | {"type": kind} | entry)
     columns = {n: dataclasses.replace(COLUMNS[n], asked_by="train.loss = mine") for n in names}
-    return prepare(own.data.datasets, own, lambda: None, 97, shuffle=False, columns=columns)
+    return prepare_of(own, lambda: None, 97, shuffle=False, columns=columns)
 
 
 def test_columns_are_read_from_rows(tmp_path):
@@ -242,7 +243,7 @@ def test_texts_have_columns_too(tmp_path):
     entry = written(tmp_path / "rows.jsonl", rows) | {"type": "text", "max_seq_len": 4}
     own = config(tmp_path / "prepared", entry)
     columns = {n: COLUMNS[n] for n in ("reward", "weight")}
-    found = prepare(own.data.datasets, own, Letters, 97, shuffle=False, columns=columns)
+    found = prepare_of(own, Letters, 97, shuffle=False, columns=columns)
     assert found["reward"] == [2, 2, 3] and found["weight"] == [[0.5] * 4, [0.5] * 3, [1] * 3]
 
 
@@ -287,7 +288,7 @@ def test_a_list_per_token_needs_rows_that_are_tokens(tmp_path):
     with pytest.raises(
         ValueError, match="line 1: weight: a list of numbers needs rows that are to"
     ):
-        prepare(own.data.datasets, own, Letters, 97, columns={"weight": COLUMNS["weight"]})
+        prepare_of(own, Letters, 97, columns={"weight": COLUMNS["weight"]})
 
 
 def test_other_columns_are_other_prepared_data(tmp_path):
@@ -319,10 +320,10 @@ def test_columns_of_a_set_that_was_saved_are_checked(given, said, tmp_path):
     own = config(tmp_path, skip_prepare_dataset=True)
     columns = {"weight": COLUMNS["weight"]}
     if said is None:
-        assert prepare(own.data.datasets, own, None, 97, columns=columns)["weight"] == given
+        assert prepare_of(own, None, 97, columns=columns)["weight"] == given
         return
     with pytest.raises(ValueError) as caught:
-        prepare(own.data.datasets, own, None, 97, columns=columns)
+        prepare_of(own, None, 97, columns=columns)
     assert str(caught.value) == f"data.skip_prepare_dataset: {tmp_path}: {said}"
 
 
@@ -338,7 +339,7 @@ def paired(tmp_path, **fields):
         entries.append(written(tmp_path / f"{k}.jsonl", rows))
     own = config(tmp_path / "prepared", *entries, **fields)
     columns = {n: COLUMNS[n] for n in ("pair", "role")}
-    made = prepare(own.data.datasets, own, lambda: None, 297, columns=columns)
+    made = prepare_of(own, lambda: None, 297, columns=columns)
     return own, made, columns
 
 
@@ -392,11 +393,11 @@ def test_a_set_that_was_saved_without_a_column_has_its_default(tmp_path):
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path)
     own = config(tmp_path, skip_prepare_dataset=True)
     columns = {"weight": COLUMNS["weight"]}
-    made = prepare(own.data.datasets, own, None, 97, columns=columns)
+    made = prepare_of(own, None, 97, columns=columns)
     batch = collate([Bins(made, own.data, columns=columns)[0]], 1, columns=columns)
     assert batch["weight"].tolist() == [[1, 0, 1, 1, 0]]
     with pytest.raises(ValueError, match="has no column reward"):
-        prepare(own.data.datasets, own, None, 97, columns={"reward": COLUMNS["reward"]})
+        prepare_of(own, None, 97, columns={"reward": COLUMNS["reward"]})
 
 
 def test_a_pair_longer_than_a_bin_is_refused(tmp_path):
@@ -435,7 +436,8 @@ def test_tokens_weigh_what_their_column_says():
 def test_a_run_reads_the_columns_of_its_loss(monkeypatch):
     mine = Loss(lambda *_: (), columns=("labels", "weight", "reward"))
     monkeypatch.setattr(LOSSES, "_rows", LOSSES._rows | {"mine": mine})
-    found = columns_of(config("x", {"path": "p"}, train={"loss": "mine"}), shape=None)
+    train = config("x", {"path": "p"}, train={"loss": "mine"}).train
+    found = columns_of(train, mine, shape=None, share_prefix=False)
     assert [*found] == ["weight", "reward"]
     assert found["reward"].asked_by == "train.loss = mine"
 

@@ -27,6 +27,7 @@ pytest.importorskip("pydantic")
 
 import datasets
 import fsspec
+from preparing import prepare_of
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
@@ -35,7 +36,7 @@ from tilewright.trainer.data import cache_key, packing, sources
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import Bins, collate, evaluation_batches
 from tilewright.trainer.data.packing import pack
-from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
+from tilewright.trainer.data.prepared import check_targets, split_validation
 
 pytestmark = pytest.mark.packages
 
@@ -103,9 +104,7 @@ def none():
 
 
 def prepared(config, tokenizer=none, entries=None, **options):
-    return prepare(
-        config.data.datasets if entries is None else entries, config, tokenizer, VOCAB, **options
-    )
+    return prepare_of(config, tokenizer, VOCAB, entries, **options)
 
 
 def jsonl(path, rows):
@@ -1014,7 +1013,7 @@ def test_cache_is_not_used_when_what_it_depends_on_changed(
         monkeypatch.setattr(cache_key, "PREPARATION", -1)
     config = make(text, **fields)
     with pytest.raises(AssertionError, match="nothing is to be tokenized"):
-        prepare(config.data.datasets, config, none, vocab, **options)
+        prepare_of(config, none, vocab, **options)
 
 
 def test_a_half_written_cache_is_not_taken_for_a_finished_one(make, text, tmp_path, monkeypatch):

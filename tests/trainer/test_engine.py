@@ -469,5 +469,5 @@ def test_offload_is_a_layout_like_the_others(tmp_path, monkeypatch):
     train = config.train.model_copy(update={"enable_activation_offload": True})
     parts = Parts(Transformer(shape_of(config), Ops.resolve()))
     forward = parts.model.model.layers[0].forward
-    made = apply_layouts(parts, config.model_copy(update={"train": train}), Mesh(), filled=False)
+    made = apply_layouts(parts, {**dict(config), "train": train}, Mesh(), filled=False)
     assert made is parts and parts.model.model.layers[0].forward != forward

@@ -362,7 +362,7 @@ def test_an_evaluation_that_a_signal_has_cut_off_is_made_up_for(tmp_path, monkey
 def test_how_a_stopped_run_goes_on(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(launch, "run", lambda *_, again=None, **__: found.append(again) or 0)
-    monkeypatch.setattr(train, "check_data", lambda config: None)
+    monkeypatch.setattr(train, "check_data", lambda data: None)
     path = write_config(tmp_path)
     named = ["--train.load_checkpoint_path=x", "--train.load_optimizer=false"]
     for argv in ([path], [path, *named], [path, "--train.save_optimizer=false"]):

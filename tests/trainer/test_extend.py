@@ -236,7 +236,11 @@ def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
     for version in (0, 1, 2):
         changed = dataclasses.replace(row, version=version)
         monkeypatch.setitem(DATASETS._rows, "text", changed)
-        names.append(cache_key.cache_key(config.data.datasets, config, 97, True, {}))
+        names.append(
+            cache_key.cache_key(
+                config.data.datasets, config.data, config.model, config.train.seed, 97, True, {}
+            )
+        )
     assert len({*names}) == 3
 
 
@@ -304,7 +308,7 @@ def __getattr__(name):  # a row like the table's first
     table = getattr(tables, name)
     return copy.copy(table[next(n for n in table.names() if n != "planted")])
 
-LAYOUTS = Layout(45, lambda config, mesh: True, lambda *_: print("its layout"))
+LAYOUTS = Layout(45, lambda mesh: True, lambda *_: print("its layout"))
 CALLBACKS = Plugin(lambda run: print("its callback") or Callback(run), wanted=lambda run: True)
 """
 

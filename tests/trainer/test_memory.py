@@ -269,7 +269,8 @@ def test_the_plan_of_a_stage_is_what_the_allocator_of_its_rank_counts(case, rank
     counted = int((pipelines / case / f"memory_{rank}").read_text())
     assert found.total == pytest.approx(counted, rel=0.05)
     many = config.train.model_copy(update={"gradient_accumulation_steps": 64})
-    bound = memory_plan.most(config.model_copy(update={"train": many}), shape_of(config))
+    length = config.data.sample_packing_sequence_len
+    bound = memory_plan.most(many, length, eager=False, shape=shape_of(config))
     assert bound > 16 * counted  # of four, which GPipe keeps all
     layers = STAGES[case][3]
     own = {f"layers.{i}" for i in layers[rank]}
@@ -386,9 +387,8 @@ def test_autocast_keeps_no_casts_of_weights(tmp_path):
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
         return language_modeling(per_token, batch)
 
-    engine_of(config).forward_backward(
-        [memory_plan.full_batch(config, Mesh(), shape_of(config))], loss
-    )
+    batch = memory_plan.full_batch(config.data, 1, {}, Mesh(), mismatched=False)
+    engine_of(config).forward_backward([batch], loss)
     assert seen == [(True, False)]
 
 
@@ -502,7 +502,7 @@ def test_a_step_waits_for_the_device_once(shape, mode, tmp_path, monkeypatch):
     try:
         with Reads().watching() as tracker:
             parts = unfilled(config, shape_of(config), ranks, Ops.resolve(), CPU)
-            engine = engine_around(parts, config, ranks)
+            engine = engine_around(parts, config.train, ranks, 1.0)
             batches = [collate(make_bins()[i : i + 4], 8) for i in (0, 4)]
             sums = engine.forward_backward(batches, language_modeling)
             assert tracker.reads == []

@@ -6,10 +6,10 @@ import json
 import datasets
 import numpy as np
 import pytest
+from preparing import prepare_of
 
 from tilewright.trainer.config import Config
 from tilewright.trainer.data.mixing import mixed
-from tilewright.trainer.data.prepared import prepare
 
 pytestmark = pytest.mark.packages
 
@@ -92,7 +92,7 @@ def config(tmp_path, *entries, test=(), **fields):
 
 
 def taken(own, **options):
-    made = prepare(own.data.datasets, own, lambda: None, 97, **options)
+    made = prepare_of(own, lambda: None, 97, **options)
     return [tuple(ids[:2]) for ids in made["input_ids"]]
 
 

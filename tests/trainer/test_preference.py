@@ -16,6 +16,7 @@ import yaml
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
+from preparing import prepare_of  # noqa: E402
 from ranks import metrics, run_modes  # noqa: E402
 
 from tilewright import ops  # noqa: E402
@@ -31,7 +32,6 @@ from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
-from tilewright.trainer.data.prepared import prepare  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
 from tilewright.trainer.losses import preferences  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
@@ -524,8 +524,9 @@ def test_ranked_responses_of_files_are_prepared_with_their_scores(settings, tmp_
     data = [{"path": str(tmp_path / "r.jsonl"), "type": "preference_erniekit"}]
     options = [f"--data.datasets={json.dumps(data)}", "--preference.offset_alpha=1"]
     config = load(settings[1], options)
-    columns = build.columns_of(config, hf.shape_of(config.model))
-    made = prepare(config.data.datasets, config, Words, VOCAB, columns=columns, shuffle=False)
+    loss = build.loss_of_run(config)
+    columns = build.columns_of(config.train, loss, hf.shape_of(config.model), share_prefix=False)
+    made = prepare_of(config, Words, VOCAB, columns=columns, shuffle=False)
     assert made["reward"] == [5, 2, 1, 0] and made["pair"] == [0, 0, 1, 1]
     assert made["role"] == [0, 1, 0, 1]
 

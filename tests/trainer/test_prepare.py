@@ -22,6 +22,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
 
 import datasets
+from preparing import prepare_of
 
 from tilewright.core import files, platform
 from tilewright.trainer.checkpoint import hf
@@ -29,7 +30,7 @@ from tilewright.trainer.config import Config, Dataset
 from tilewright.trainer.data import cache_key, data_files, encode, packing, rows, sources
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import lengths_of
-from tilewright.trainer.data.prepared import prepare, split_validation
+from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.types import text as text_rows
 from tilewright.trainer.tables import DATASETS
 
@@ -63,7 +64,7 @@ def made(tmp_path, monkeypatch):
             | fields,
             train={"output_dir": "out"},
         )
-        return prepare(config.data.datasets, config, tokenizer, 256)
+        return prepare_of(config, tokenizer, 256)
 
     return made
 

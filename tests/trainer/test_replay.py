@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+from preparing import prepare_of
 from ranks import same_training, together_and_alone
 from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
 
@@ -23,7 +24,6 @@ from tilewright.nn import read_routed_experts
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.columns import of_tokens
-from tilewright.trainer.data.prepared import prepare
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models import moe
@@ -474,7 +474,9 @@ def test_a_prepared_set_without_routes_is_not_replayed(tmp_path):
     write_rows(tmp_path / "train.jsonl", [([5, 6, 7], [[[0, 1], [2, 3]]] * 2)])
     config = load(path)
     keys = {
-        cache_key(config.data.datasets, config, 97, True, columns)
+        cache_key(
+            config.data.datasets, config.data, config.model, config.train.seed, 97, True, columns
+        )
         for columns in ({}, read(Routes(L, (0, 1), K, E)), read(Routes(L, (1,), K, E)))
     }
     assert len(keys) == 3
@@ -518,10 +520,10 @@ def test_routes_of_a_set_that_was_saved_are_checked(second, message, tmp_path):
         ["--data.skip_prepare_dataset=true", f"--data.dataset_prepared_path={tmp_path}"],
     )
     if message is None:
-        assert len(prepare(config.data.datasets, config, None, 97, **options)) == 2
+        assert len(prepare_of(config, None, 97, **options)) == 2
         return
     with pytest.raises(ValueError) as caught:
-        prepare(config.data.datasets, config, None, 97, **options)
+        prepare_of(config, None, 97, **options)
     said = f"data.skip_prepare_dataset: {tmp_path}: {message}"
     assert str(caught.value).startswith(said)
 

@@ -639,7 +639,7 @@ def test_what_cannot_be_spread_is_one_sentence(shape, message, tmp_path):
         model = Transformer(shape_of(config), Ops.resolve())
     with pytest.raises(ValueError, match=message), fake_group(8):
         ranks = mesh.build(config.train, 0, 8, torch.device("cpu"), control_backend="fake")
-        apply_layouts(Parts(model), config, ranks, filled=False)
+        apply_layouts(Parts(model), dict(config), ranks, filled=False)
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ def test_what_cannot_be_spread_is_one_sentence(tmp_path):
     with pytest.raises(
         ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"
     ):
-        apply_layouts(Parts(decoder), config, Mesh(context=ContextParallel(4)), filled=False)
+        apply_layouts(Parts(decoder), dict(config), Mesh(context=ContextParallel(4)), filled=False)
     config = load(write_config(tmp_path), [*spread(2, 1), "--model.attn_implementation=native"])
     with pytest.raises(ImplementationUnavailable, match=r"attention\[native\]"):
         choose_ops(

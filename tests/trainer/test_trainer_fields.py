@@ -895,7 +895,8 @@ def pipeline_plan(config):
             if rank == 0
         ]
         schedule = pipeline.make_schedule(t, own, t.gradient_accumulation_steps)
-    length = stages.length_of_hidden(t, [5, 9], pipeline.longest_micro_batch(config, Mesh()))
+    longest = pipeline.longest_micro_batch(t.micro_batch_size, config.data, Mesh())
+    length = stages.length_of_hidden(t, [5, 9], longest)
     return ranks, stages.layers_of_stages(model, t), str(schedule.pipeline_order), length
 
 

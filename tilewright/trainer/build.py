@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import pathlib
@@ -18,8 +19,8 @@ from tilewright.trainer import precomputed as precompute
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, with_head
 from tilewright.trainer.columns import TOKENS
-from tilewright.trainer.config import Config, Dataset, Lora, Model, Train
-from tilewright.trainer.config.preference import kind_of_reference
+from tilewright.trainer.config import Config, Data, Dataset, Lora, Model, Train
+from tilewright.trainer.config.preference import Preference, kind_of_reference
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
@@ -85,15 +86,13 @@ def choose_ops(
     )
 
 
-def shape_of_run(config: Config, head: str | None = None) -> ModelConfig:
-    """The shape of the model that a run trains.   head: default: the one that its loss reads."""
-    head = head or loss_of_run(config).head
-    m, shape = config.model, hf.shape_of(config.model)
-    padding = None
+def shape_of_run(model: Model, head: str) -> ModelConfig:
+    """The shape of the model that a run trains.   head: the one that its loss reads."""
+    shape, padding = hf.shape_of(model), None
     if head == "reward" and shape.pad_token_id is None:
-        assert m.config_path is not None and m.tokenizer_path is not None
-        ends = ends_of_tokenizer(m.tokenizer_path, m.revision)
-        padding = padding_of(hf.local_folder(m.config_path, m.revision), ends)
+        assert model.config_path is not None and model.tokenizer_path is not None
+        ends = ends_of_tokenizer(model.tokenizer_path, model.revision)
+        padding = padding_of(hf.local_folder(model.config_path, model.revision), ends)
     return with_head(shape, head, padding)
 
 
@@ -119,7 +118,7 @@ def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Par
         init_weights(parts.model, t.seed, std, missing)
         mesh.control.agree(_not_finite(parts.model, m.model_path))
     adapters.reset(parts, adapters.generator(t.seed, 0))
-    return apply_layouts(parts, config, mesh, filled=True)
+    return apply_layouts(parts, dict(config), mesh, filled=True)
 
 
 @torch.no_grad()
@@ -151,7 +150,7 @@ def unfilled(
         adapters.add(model, config.lora, config.model)
     if not meta and torch.device(init_device).type != mesh.device.type:
         model.to(mesh.device)
-    parts = apply_layouts(Parts(model), config, mesh, filled=False)
+    parts = apply_layouts(Parts(model), dict(config), mesh, filled=False)
     if meta:
         for root in parts.roots:
             root.to_empty(device=mesh.device)
@@ -160,7 +159,8 @@ def unfilled(
 
 
 def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:
-    return engine_around(build_model(config, shape, mesh, ops), config, mesh)
+    parts = build_model(config, shape, mesh, ops)
+    return engine_around(parts, config.train, mesh, config.lora.lora_plus_scale)
 
 
 def computing(parts: Parts, train: Train, mesh: Mesh) -> Parts:
@@ -172,11 +172,10 @@ def computing(parts: Parts, train: Train, mesh: Mesh) -> Parts:
     return parts
 
 
-def engine_around(parts: Parts, config: Config, mesh: Mesh) -> Engine:
-    t = config.train
-    computing(parts, t, mesh)
-    parts.model.shaping = Shaping(at_step(t.loss_temperature, 0), at_step(t.z_loss, 0))
-    optimizer = build_optimizer(parts.model, t, parts.whole, config.lora.lora_plus_scale)
+def engine_around(parts: Parts, train: Train, mesh: Mesh, lora_plus_scale: float) -> Engine:
+    computing(parts, train, mesh)
+    parts.model.shaping = Shaping(at_step(train.loss_temperature, 0), at_step(train.z_loss, 0))
+    optimizer = build_optimizer(parts.model, train, parts.whole, lora_plus_scale)
     return Engine(parts, optimizer, mesh)
 
 
@@ -193,6 +192,11 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def tokenizer_of(model: Model) -> Any:
+    assert model.tokenizer_path is not None  # at least config_path is given
+    return load_tokenizer(model.tokenizer_path, model.revision)
+
+
 def prepared(
     entries: list[Dataset],
     config: Config,
@@ -203,23 +207,21 @@ def prepared(
     shuffle: bool,
     push: bool = True,
 ) -> Any:
-    """See `prepare`. Rank 0 prepares."""
-
-    def tokenizer():
-        path = config.model.tokenizer_path
-        assert path is not None  # at least config_path is given
-        return load_tokenizer(path, config.model.revision)
-
+    """See `prepare`. Rank 0 prepares.   push: to data.push_dataset_to_hub."""
+    model, data = config.model, config.data
+    if not push:
+        data = data.model_copy(update={"push_dataset_to_hub": None})
     return prepare(
         entries,
-        config,
-        tokenizer,
+        data,
+        model,
+        config.train.seed,
+        functools.partial(tokenizer_of, model),
         vocab,
         shuffle=shuffle,
         columns=columns,
         main=mesh.main,
         broadcast=mesh.control.broadcast,
-        push=push,
     )
 
 
@@ -230,12 +232,12 @@ def build_data(
 
     columns: further ones that batches have.
     """
-    d, t = config.data, config.train
+    d, t, loss = config.data, config.train, loss_of_run(config)
     whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
-    check_samples(training, "the data sets to train on", config, columns)
-    bins = Bins(training, d, columns=columns, mismatched=loss_of_run(config).mismatched)
+    check_samples(training, "the data sets to train on", loss, columns)
+    bins = Bins(training, d, columns=columns, mismatched=loss.mismatched)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
@@ -248,7 +250,7 @@ def build_data(
         cp=mesh.context,
         tp=mesh.layout.tp,
     )
-    sets = {} if held is None else {"held_out": held_bins("held_out", held, config, columns)}
+    sets = {} if held is None else {"held_out": held_bins("held_out", held, d, loss, columns)}
     if not t.do_test:
         sets |= test_sets(config, mesh, vocab, columns)
     return batches, sets
@@ -256,26 +258,28 @@ def build_data(
 
 def test_sets(config: Config, mesh: Mesh, vocab: int, columns: Columns) -> dict[str, Bins]:
     """The bins of each of data.test_datasets, by its name."""
-    entries, found = config.data.test_datasets, {}
+    entries, loss, found = config.data.test_datasets, loss_of_run(config), {}
     for name, entry in zip(titles(entries), entries, strict=True):
         dataset = prepared([entry], config, mesh, vocab, columns, shuffle=False)
-        found[name] = held_bins(name, dataset, config, columns)
+        found[name] = held_bins(name, dataset, config.data, loss, columns)
     return found
 
 
-def check_samples(dataset: Any, what: str, config: Config, columns: Columns) -> None:
+def check_samples(dataset: Any, what: str, loss: Loss, columns: Columns) -> None:
     """Raises ValueError for samples that the run cannot learn from."""
     check_targets(dataset, what)
-    if loss_of_run(config).pairs:
+    if loss.pairs:
         check_pairs(dataset, columns)
 
 
-def held_bins(name: str, dataset: Any, config: Config, columns: Columns, **options: Any) -> Bins:
+def held_bins(
+    name: str, dataset: Any, data: Data, loss: Loss, columns: Columns, **options: Any
+) -> Bins:
     """The bins of a data set to evaluate on. options: of `Bins`."""
-    check_samples(dataset, f"the data set to evaluate on, {name}", config, columns)
-    packed = config.data.eval_sample_packing is not False
-    options |= {"mismatched": loss_of_run(config).mismatched}
-    return Bins(dataset, config.data, packed=packed, columns=columns, **options)
+    check_samples(dataset, f"the data set to evaluate on, {name}", loss, columns)
+    packed = data.eval_sample_packing is not False
+    options |= {"mismatched": loss.mismatched}
+    return Bins(dataset, data, packed=packed, columns=columns, **options)
 
 
 def loss_of_run(config: Config) -> Loss:
@@ -290,10 +294,10 @@ def same_place(path: str, other: str | None) -> bool:
 Made = Callable[[Config, ModelConfig, Mesh, Ops], Parts]
 
 
-def begins_as_policy(config: Config) -> bool:
+def begins_as_policy(model: Model, preference: Preference) -> bool:
     """Whether the reference's weights are those that the policy begins with."""
-    path = config.preference.reference_path
-    return path is None or same_place(path, config.model.model_path)
+    path = preference.reference_path
+    return path is None or same_place(path, model.model_path)
 
 
 def second_model(
@@ -301,7 +305,7 @@ def second_model(
 ) -> Parts:
     """A reference model, whole whatever the policy trains."""
     m, path, other = config.model, config.preference.reference_path, shape
-    if not begins_as_policy(config):
+    if not begins_as_policy(m, config.preference):
         m = m.model_copy(update={"model_path": path})
         other = with_head(hf.shape_of(m), shape.head, None)
     if other.vocab_size != shape.vocab_size:
@@ -332,7 +336,7 @@ def reference(
             found = Reference()
         case "model":
             parts = second_model(config, shape, mesh, ops, made)
-            found = Reference(parts, begins_as_policy(config))
+            found = Reference(parts, begins_as_policy(config.model, config.preference))
         case _:
             return None
     if config.preference.reference_update_steps is not None:
@@ -347,7 +351,7 @@ def precomputed(
     there yet.
     """
     t, lora, dtype = config.train, config.lora, compute_dtype(config.train)
-    own = begins_as_policy(config)
+    own = begins_as_policy(config.model, config.preference)
     format = lora.quant_format, lora.quant_group_size, lora.exclude_modules
     fingerprint = {
         "weights": parts.origin,
@@ -367,24 +371,25 @@ def precomputed(
     return precompute.Precomputed(found, mesh, own, bound)
 
 
-def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
+def columns_of(
+    train: Train, loss: Loss, shape: ModelConfig, share_prefix: bool
+) -> dict[str, Column]:
     """The columns that a run reads beside tokens and labels."""
-    t, loss = config.train, loss_of_run(config)
-    named = {c: f"train.loss = {t.loss}" for c in loss.columns if c not in TOKENS}
+    named = {c: f"train.loss = {train.loss}" for c in loss.columns if c not in TOKENS}
     asked = {**named, **loss.asked}
-    if config.preference.share_prefix:
+    if share_prefix:
         asked[PREFIX] = "preference.share_prefix = True"
-    if t.router_replay:
+    if train.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}
 
 
-def model_identity(config: Config, shape: ModelConfig) -> dict[str, Any]:
+def model_identity(model: Model, lora: Lora, shape: ModelConfig) -> dict[str, Any]:
     """A checkpoint's compatibility keys of kind `model`."""
     return {
         **dataclasses.asdict(shape),
-        **kept(config.model, Resume.OTHER_WEIGHTS),
-        "lora": adapters.identity(config.lora),
+        **kept(model, Resume.OTHER_WEIGHTS),
+        "lora": adapters.identity(lora),
     }
 
 
@@ -397,7 +402,7 @@ def identity(
     origin: `Parts.origin`; None for weights that were drawn.
     """
     return {
-        "model": model_identity(config, shape),
+        "model": model_identity(config.model, config.lora, shape),
         "optimizer": {
             **kept(config.train, Resume.OTHER_STATES, unread=False),
             **kept(config.lora, Resume.OTHER_STATES, unread=False),
@@ -441,19 +446,19 @@ class Built:
 
 def build(config: Config, mesh: Mesh) -> Built:
     """The parts of a configuration. Steps that can fail by a user's mistake come first."""
-    shape = shape_of_run(config)
+    t, loss, prefixes = config.train, loss_of_run(config), config.preference.share_prefix
+    shape = shape_of_run(config.model, loss.head)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
-    export_as = exported(config)
-    dtype = compute_dtype(config.train)
-    dropped, prefixes = config.train.attention_dropout > 0, config.preference.share_prefix
-    ops = choose_ops(config.model, shape, mesh, dtype, dropped, prefixes)
-    columns = columns_of(config, shape)
+    export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
+    dropped = t.attention_dropout > 0
+    ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
+    columns = columns_of(t, loss, shape, prefixes)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
-    last = test_sets(config, mesh, shape.vocab_size, columns) if config.train.do_test else {}
-    dropout.check(config.train, shape, batches.per_step)
+    last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
+    dropout.check(t, shape, batches.per_step)
     read = kind_of_reference(config) == "precomputed"
     sets, compared = [batches.bins, *held.values(), *last.values()], None
-    if read and not begins_as_policy(config):
+    if read and not begins_as_policy(config.model, config.preference):
         # Before there is a policy, and gone before it: two models are never in memory.
         compared = precomputed(config, mesh, ops, second_model(config, shape, mesh, ops), sets)
         free(mesh)
@@ -468,31 +473,32 @@ def build(config: Config, mesh: Mesh) -> Built:
         held,
         last,
         identity(config, shape, batches, engine.parts.origin),
-        names_of_ops(ops, engine, config),
+        names_of_ops(ops, engine, t),
         export_as,
     )
 
 
-def names_of_ops(ops: Ops, engine: Engine, config: Config) -> dict[str, str]:
+def names_of_ops(ops: Ops, engine: Engine, train: Train) -> dict[str, str]:
     """The implementation of each op of a run."""
-    device, dtype = engine.mesh.device, compute_dtype(config.train)
+    device, dtype = engine.mesh.device, compute_dtype(train)
     return (
         ops.names()
         | adapters.operations(engine.parts.whole, device, dtype)
-        | dropout.operations(config.train, device.type, dtype)
+        | dropout.operations(train, device.type, dtype)
     )
 
 
-def exported(config: Config) -> dict[str, Any]:
-    """How to export the last checkpoint: the arguments of `Engine.export`."""
-    m, save = config.model, config.train.save_hf_weights
-    base, tokenizer = m.model_path, m.tokenizer_path
-    described = base or m.config_path
+def exported(model: Model, save: bool, adapters_alone: bool) -> dict[str, Any]:
+    """How to export the last checkpoint: the arguments of `Engine.export`.   save: whether it
+    will be.
+    """
+    base, tokenizer = model.model_path, model.tokenizer_path
+    described = base or model.config_path
     assert described is not None and tokenizer is not None  # at least config_path is given
-    folder = hf.local_folder(described, m.revision)
+    folder = hf.local_folder(described, model.revision)
     dtype = hf.stored_dtype(folder, weights=base is not None)
     return {
-        "tokenizer": hf.local_folder(tokenizer, m.revision) if save else None,
+        "tokenizer": hf.local_folder(tokenizer, model.revision) if save else None,
         "dtype": dtype,
-        "adapter_of": base if config.lora.save_lora_only else None,
+        "adapter_of": base if adapters_alone else None,
     }

@@ -29,7 +29,7 @@ from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
-from tilewright.trainer.config import Config, from_command_line
+from tilewright.trainer.config import Config, Model, from_command_line
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
@@ -106,13 +106,13 @@ class Rewards:
 
 
 def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
-    data = config.data
+    data, loss = config.data, build.loss_of_run(config)
     entries = data.test_datasets or data.datasets
     # A folder that was prepared for training has no other columns than those of the loss.
     columns = {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
     for name, entry in zip(titles(entries), entries, strict=True):
         dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False, push=False)
-        bins = build.held_bins(name, dataset, config, {}, numbered=True)
+        bins = build.held_bins(name, dataset, data, loss, {}, numbered=True)
         ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
         yield Set(name, bins, ids)
 
@@ -126,16 +126,17 @@ def evaluate(
     file: where scores are written, at the end, in the order of the data.
     """
     t = config.train
-    check_weights(config)
+    check_weights(config.model.model_path, t.load_checkpoint_path)
     with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config)
+        shape = shape_of(config.model, build.loss_of_run(config).head)
         if each_token and shape.head == "reward":
             raise ValueError("--per-token: a reward model has one number for each document")
         chosen = list(sets(config, mesh, shape.vocab_size))
         engine = filled_engine(config, shape, mesh)
+        size = t.eval_micro_batch_size or t.micro_batch_size
         found, lines = {}, []
         for one in chosen:
-            of_set: list[Any] = sorted(_scores(engine, one, config, each_token))
+            of_set: list[Any] = sorted(_scores(engine, one, size, each_token))
             found[one.name] = (Rewards if shape.head == "reward" else Totals).of(of_set)
             lines += [_line(one, s) for s in of_set] if file is not None else []
     if mesh.main:
@@ -147,16 +148,15 @@ def evaluate(
     return found
 
 
-def shape_of(config: Config) -> ModelConfig:
+def shape_of(model: Model, head: str) -> ModelConfig:
     """With the head that the loss reads, or that the model's folder has."""
-    head = build.loss_of_run(config).head
-    stored = hf.shape_of(config.model).head
-    return build.shape_of_run(config, stored if head == "language_model" else head)
+    stored = hf.shape_of(model).head
+    return build.shape_of_run(model, stored if head == "language_model" else head)
 
 
-def check_weights(config: Config) -> None:
+def check_weights(model_path: str | None, checkpoint: str | None) -> None:
     """Raises ValueError for a configuration whose weights would be drawn."""
-    if config.model.model_path is None and config.train.load_checkpoint_path is None:
+    if model_path is None and checkpoint is None:
         raise ValueError(
             "model.model_path = null, train.load_checkpoint_path = null: give one of them; there "
             "are no weights to evaluate"
@@ -165,8 +165,8 @@ def check_weights(config: Config) -> None:
 
 def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
     """With the weights of the model's folder, or of a checkpoint. Raises as `check_weights`."""
-    check_weights(config)
     path, m = config.train.load_checkpoint_path, config.model
+    check_weights(m.model_path, path)
     if path is None and m.model_path is not None:
         missing, _ = drawn(hf.local_folder(m.model_path, m.revision), shape)
         if missing:
@@ -180,16 +180,13 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
         folders = earlier(config.train.output_dir, path)
         if not folders:
             raise ValueError(f"train.load_checkpoint_path = {path}: there is no checkpoint")
-        wanted = {"model": build.model_identity(config, shape)}
-        names = build.names_of_ops(ops, engine, config)
+        wanted = {"model": build.model_identity(m, config.lora, shape)}
+        names = build.names_of_ops(ops, engine, config.train)
         engine.load(folders, wanted, names, config.train.verify_checkpoint, states=False)
     return engine
 
 
-def _scores(
-    engine: Engine, one: Set, config: Config, each_token: bool
-) -> Iterator[Score | Rewarded]:
-    size = config.train.eval_micro_batch_size or config.train.micro_batch_size
+def _scores(engine: Engine, one: Set, size: int, each_token: bool) -> Iterator[Score | Rewarded]:
     batches = batches_of(one.bins, size, engine.mesh)
     found: Iterable[list[Score] | list[Rewarded]] = (
         rewards(engine, batches)

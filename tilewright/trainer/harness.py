@@ -19,7 +19,7 @@ import numpy as np
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer import build
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import Config, load
+from tilewright.trainer.config import Data, load
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.evaluate import filled_engine
@@ -40,14 +40,16 @@ class LanguageModel(Base):
 
     Args:
         engine: with the weights.
-        config: whose sections data and train say how requests are packed and batched.
+        data: how requests are packed.
+        micro_batch_size: how many bins are in a batch.
         tokenizer: transformers'.
     """
 
-    def __init__(self, engine: Engine, config: Config, tokenizer: Any):
+    def __init__(self, engine: Engine, data: Data, micro_batch_size: int, tokenizer: Any):
         super().__init__()
-        self.engine, self.config, self.tokenizer = engine, config, tokenizer
-        held = config.data.sample_packing_sequence_len - 1  # a bin also has the last label's token
+        self.engine, self.data, self.tokenizer = engine, data, tokenizer
+        self.micro_batch_size = micro_batch_size
+        held = data.sample_packing_sequence_len - 1  # a bin also has the last label's token
         self.max_length = min(engine.model.config.max_position_embeddings, held)
 
     @classmethod
@@ -59,9 +61,9 @@ class LanguageModel(Base):
         """
         config = load(path, overrides)
         mesh: Mesh = join(config.train)
-        engine = filled_engine(config, build.shape_of_run(config, "language_model"), mesh)
-        model = config.model
-        return cls(engine, config, build.load_tokenizer(str(model.tokenizer_path), model.revision))
+        engine = filled_engine(config, build.shape_of_run(config.model, "language_model"), mesh)
+        tokenizer = build.tokenizer_of(config.model)
+        return cls(engine, config.data, config.train.micro_batch_size, tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -137,6 +139,6 @@ class LanguageModel(Base):
             rows["labels"].append(labels)
         if not rows["input_ids"]:
             return []
-        bins = Bins(datasets.Dataset.from_dict(rows), self.config.data, numbered=True)
-        batches = batches_of(bins, self.config.train.micro_batch_size, self.engine.mesh)
+        bins = Bins(datasets.Dataset.from_dict(rows), self.data, numbered=True)
+        batches = batches_of(bins, self.micro_batch_size, self.engine.mesh)
         return sorted(s for some in scores(self.engine, batches) for s in some)

@@ -16,6 +16,7 @@ from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
 from tilewright.trainer.checkpoint.best import Best
 from tilewright.trainer.config import Config, resolved
+from tilewright.trainer.config.section import certified
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
@@ -231,7 +232,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     witness = Witness(t, mesh)
     made = build.build(config, mesh)
     engine, batches, held = made.engine, made.batches, made.held
-    resumed, state = resume(config, mesh, made, folders)
+    resumed, state = resume(t, mesh, made, folders)
     start = state.get("step", 0)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
@@ -241,12 +242,14 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     loss = build.loss_of_run(config)
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
     best = Best.of(t, state.get("best"), held, names)
-    own = facts(config, mesh, (batches, held), made.identity, made.ops)
-    files = files_of_data(config) if mesh.main else {}
-    certified = witness.start(engine, own, files, start, plan.total)
+    deep_ep = config.model.ep_dispatch == "deepep"
+    own = facts(certified(config), deep_ep, mesh, (batches, held), made.identity, made.ops)
+    files = files_of_data(config.data) if mesh.main else {}
+    told = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
-    flops = flops_per_token(engine.parts.whole, config.data.sample_packing_sequence_len)
+    data = config.data
+    flops = flops_per_token(engine.parts.whole, data.sample_packing_sequence_len)
     metrics = Metrics(
         t,
         main=mesh.main,
@@ -257,11 +260,11 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     )
     longest = made.shape.max_position_embeddings
     for line in (
-        *summary(config, mesh, engine, batches, plan),
+        *summary(engine, batches, plan, mesh, data.pad_to_multiple_of, t.enable_compile),
         *too_long(longest, {"training": batches.bins} | held),
         metrics.basis(),
         *choices(made.ops, engine.model.ops.numerics),
-        *certified,
+        *told,
     ):
         metrics.say(line)
     run = Run(

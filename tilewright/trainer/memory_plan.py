@@ -14,7 +14,7 @@ import functools
 import logging
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
 
@@ -38,9 +38,10 @@ from tilewright.trainer.build import (
     unfilled,
 )
 from tilewright.trainer.columns import MISMATCHED
-from tilewright.trainer.config import Config, ConfigError, Train
+from tilewright.trainer.config import Config, ConfigError, Data, Train
 from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.data.batches import collate
+from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -118,23 +119,21 @@ def _measured(
     config: Config, shape: ModelConfig, mesh: Mesh, steps: int
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """steps: optimizer steps; 0: one forward and backward pass."""
-    t = config.train
-    ops = choose_ops(
-        config.model,
-        shape,
-        mesh,
-        compute_dtype(t),
-        t.attention_dropout > 0,
-        config.preference.share_prefix,
-    )
+    t, loss, prefixes = config.train, loss_of_run(config), config.preference.share_prefix
+    dropped = t.attention_dropout > 0
+    ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
+    columns = columns_of(t, loss, shape, prefixes)
+    if kind_of_reference(config) == "precomputed":  # which is read, not computed
+        columns["reference_logprob"] = COLUMNS["reference_logprob"]
     # Compiled code saves less or as much; tracing it needs real tensors.
     eager = {"enable_compile": False, "enable_activation_offload": False}
     config = config.model_copy(update={"train": t.model_copy(update=eager)})
-    batch, tracker = full_batch(config, mesh, shape), Tracker(mesh.device)
+    batch = full_batch(config.data, t.micro_batch_size, columns, mesh, loss.mismatched)
+    tracker = Tracker(mesh.device)
     with tracker.watching():
         with tracker.owned_by("parameters"):
             parts = unfilled(config, shape, mesh, ops, mesh.device)
-            engine = engine_around(parts, config, mesh)
+            engine = engine_around(parts, config.train, mesh, config.lora.lora_plus_scale)
             made = functools.partial(unfilled, init_device=mesh.device)
             engine.reference = compared = reference(config, shape, mesh, ops, parts, made)
             if t.enable_activation_offload:
@@ -146,7 +145,7 @@ def _measured(
         owners = tracker.own("parameters", stored)
         for step in range(max(1, steps)):
             for micro_batches in _calls(t, last=step == steps - 1):
-                engine.forward_backward([batch] * micro_batches, loss_of_run(config))
+                engine.forward_backward([batch] * micro_batches, loss)
             owners |= tracker.own(
                 "gradients", [p.grad for p in engine.parameters if p.grad is not None]
             )
@@ -198,19 +197,19 @@ def _by_part(sizes: Counter[str]) -> dict[str, int]:
     return parts
 
 
-def full_batch(config: Config, mesh: Mesh, shape: ModelConfig) -> dict[str, Any]:
-    """This rank's micro-batch of full bins of one document each."""
-    length = config.data.sample_packing_sequence_len
-    columns = {name: c for name, c in columns_of(config, shape).items() if c.batched}
-    if kind_of_reference(config) == "precomputed":  # which is read, not computed
-        columns["reference_logprob"] = COLUMNS["reference_logprob"]
+def full_batch(
+    data: Data, bins: int, columns: Mapping[str, Column], mesh: Mesh, mismatched: bool
+) -> dict[str, Any]:
+    """This rank's micro-batch of full bins of one document each.   columns, mismatched: of the
+    run's loss.
+    """
+    length = data.sample_packing_sequence_len
+    columns = {name: c for name, c in columns.items() if c.batched}
     further = {name: c.filled(length) for name, c in columns.items()}
     tokens = (np.zeros(length, np.int64), np.zeros(length, np.int64))
     document = (*tokens, {**further, MISMATCHED: tokens})
-    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
-    bins = [[document]] * config.train.micro_batch_size
-    options = {"mismatched": loss_of_run(config).mismatched}
-    return collate(bins, multiple, mesh.context, columns, **options)
+    multiple = padding(data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    return collate([[document]] * bins, multiple, mesh.context, columns, mismatched=mismatched)
 
 
 def _mark(parts: Parts, tracker: Tracker) -> dict[str, int]:
@@ -276,8 +275,9 @@ def check(config: Config, size: int, rank: int, device: torch.device) -> None:
         return
     layout_of(config.train, size)
     there, where = available(device)
-    shape = shape_of_run(config)
-    if most(config, shape) < there:
+    shape = shape_of_run(config.model, loss_of_run(config).head)
+    eager = config.model.attn_implementation == "eager"
+    if most(config.train, config.data.sample_packing_sequence_len, eager, shape) < there:
         return
     try:
         needed = plan_apart(config, shape, size, rank, device)
@@ -311,9 +311,11 @@ def plan_apart(
         return process.submit(plan, config, shape, size, rank, device, otherwise).result()
 
 
-def most(config: Config, shape: ModelConfig) -> int:
-    """A bound in bytes, several times what one process would need: smaller runs are not planned."""
-    t, length = config.train, config.data.sample_packing_sequence_len
+def most(train: Train, length: int, eager: bool, shape: ModelConfig) -> int:
+    """A bound in bytes, several times what one process would need: smaller runs are not planned.
+
+    length: of a bin, in tokens.   eager: whether attention keeps all its probabilities.
+    """
     hidden, heads = shape.hidden_size, shape.num_attention_heads + shape.num_key_value_heads
     shared = shape.n_shared_experts or 0
     experts = shape.moe_intermediate_size * (shape.num_experts + shared)
@@ -322,10 +324,10 @@ def most(config: Config, shape: ModelConfig) -> int:
     weights = shape.num_hidden_layers * layer + 2 * shape.vocab_size * hidden
     routed = shape.moe_intermediate_size * (shape.num_experts_per_tok + shared)
     row = 20 * hidden + 8 * max(shape.intermediate_size, routed) + 8 * heads * shape.head_dim
-    if config.model.attn_implementation == "eager" or shape.sliding_window is not None:
+    if eager or shape.sliding_window is not None:
         row += 4 * shape.num_attention_heads * length
-    tokens = t.micro_batch_size * length
-    under_way = t.gradient_accumulation_steps if t.pipeline_parallel_size > 1 else 1
+    tokens = train.micro_batch_size * length
+    under_way = train.gradient_accumulation_steps if train.pipeline_parallel_size > 1 else 1
     saved = under_way * shape.num_hidden_layers * row
     values = 24 * weights + tokens * (saved + 4 * shape.vocab_size)
     return 4 * values + (64 << 20)
@@ -342,7 +344,7 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
     """The lines of `--plan`, for each pipeline rank of the first of its ranks: its shards are the
     largest, and the others' differ only by the remainder of what does not divide.
     """
-    shape = shape_of_run(config)
+    shape = shape_of_run(config.model, loss_of_run(config).head)
     layout = layout_of(config.train, size)
     axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""

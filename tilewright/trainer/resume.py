@@ -7,30 +7,30 @@ import pathlib
 from typing import Any
 
 from tilewright.trainer.build import Built
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Train
 from tilewright.trainer.parallel.mesh import Mesh
 
 log = logging.getLogger("tilewright")
 
 
 def resume(
-    config: Config, mesh: Mesh, made: Built, folders: list[pathlib.Path]
+    train: Train, mesh: Mesh, made: Built, folders: list[pathlib.Path]
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
     """Fills the engine from the first folder that is not damaged, and sets the position in the
     data. Returns the folder that the run goes on from, and its state: None and {} without folders,
     or if the run takes the weights alone.
     """
-    t, batches = config.train, made.batches
+    batches = made.batches
     if not folders:
-        if t.load_checkpoint_path and mesh.main:
-            log.info("%s holds no checkpoint to resume from: the run starts anew", t.output_dir)
+        if train.load_checkpoint_path and mesh.main:
+            log.info("%s holds no checkpoint to resume from: the run starts anew", train.output_dir)
         return None, {}
-    free = {"base"} if t.allow_other_base else set()
-    free |= set() if t.load_optimizer else {"optimizer", "data"}
+    free = {"base"} if train.allow_other_base else set()
+    free |= set() if train.load_optimizer else {"optimizer", "data"}
     wanted = {k: v for k, v in made.identity.items() if k not in free}
-    options = made.ops, t.verify_checkpoint, t.load_optimizer
+    options = made.ops, train.verify_checkpoint, train.load_optimizer
     resumed, state = made.engine.load(folders, wanted, *options)
-    if not t.load_optimizer:
+    if not train.load_optimizer:
         return None, {}
     batches.load_state_dict(state["data"])
     batches.tokens = state.get("tokens", 0)

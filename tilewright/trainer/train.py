@@ -20,20 +20,20 @@ import torch
 
 from tilewright.core import platform
 from tilewright.trainer import launch, memory_plan, report
-from tilewright.trainer.config import Config, from_command_line
+from tilewright.trainer.config import Data, from_command_line
 from tilewright.trainer.data.sources import check_sources
 from tilewright.trainer.loop import train
 from tilewright.trainer.parallel.mesh import Mesh
 
 
-def check_data(config: Config) -> None:
+def check_data(data: Data) -> None:
     """Raises ValueError or OSError for data that are not there, as far as can be seen without
     reading them.
     """
-    if not config.data.skip_prepare_dataset:
+    if not data.skip_prepare_dataset:
         check_sources(
-            [*config.data.datasets, *config.data.test_datasets],
-            cached=pathlib.Path(config.data.dataset_prepared_path).is_dir(),
+            [*data.datasets, *data.test_datasets],
+            cached=pathlib.Path(data.dataset_prepared_path).is_dir(),
         )
 
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     def check(rank: int, size: int, device: torch.device) -> None:
         if page is not None and page.parent.exists() and not page.parent.is_dir():
             raise ValueError(f"--report {page.parent}: is no folder")
-        check_data(config)  # before a model is downloaded for its plan
+        check_data(config.data)  # before a model is downloaded for its plan
         memory_plan.check(config, size, rank, device)
 
     def work(mesh: Mesh) -> None:

@@ -66,6 +66,8 @@ from tilewright.trainer.checkpoint.run_folder import (
     step_of,
     time_after,
 )
+from tilewright.trainer.config import Lora, Train
+from tilewright.trainer.config.section import Resume, unrecorded
 from tilewright.trainer.parallel.mesh import Group, Mesh, checkpoint_group
 from tilewright.trainer.parallel.parts import Parts
 
@@ -543,8 +545,15 @@ _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 # What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
 # run had what is the default now.
 ADDED: dict[str, dict[str, Any]] = {
-    "model": {"head": "language_model", "pad_token_id": None, "lora": {"rslora": False}},
-    "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0},
+    "model": {
+        "head": "language_model",
+        "pad_token_id": None,
+        "lora": unrecorded(Lora, Resume.OTHER_WEIGHTS),
+    },
+    "optimizer": {
+        **unrecorded(Train, Resume.OTHER_STATES),
+        **unrecorded(Lora, Resume.OTHER_STATES),
+    },
 }
 
 

@@ -56,6 +56,7 @@ class Dataset(Section):
             "text, chat and prompt_completion are ours: tokenized on preparation with "
             "tokenizer_path",
         ),
+        keyed=True,
     )
     """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
     rows with messages, rendered by the tokenizer's chat template, loss on the assistant's answers;
@@ -71,15 +72,17 @@ class Dataset(Section):
         Refuse("give one of them", "data_files").when_entry(
             lambda e: e.name is not None and e.data_files is not None and _on_hub(e)
         ),
+        keyed=True,
     )
     """Configuration (subset) of a Hub dataset."""
-    split: str | None = field(None, Resume.OTHER_CONTENTS, READ)
+    split: str | None = field(None, Resume.OTHER_CONTENTS, READ, keyed=True)
     """Split, such as train or train[:10%]; null: the only one. Files are one split, train."""
     revision: str | None = field(
         None,
         Resume.OTHER_CONTENTS,
         READ,
         Refuse(ON_HUB, "path").when_entry(lambda e: e.revision is not None and _here(e)),
+        keyed=True,
     )
     """Commit or tag of a Hub dataset."""
     trust_remote_code: bool = field(
@@ -93,6 +96,7 @@ class Dataset(Section):
         Resume.OTHER_CONTENTS,
         READ,
         Only("ds_type", but=None).because("data_files needs ds_type"),
+        keyed=True,
     )
     """Files or patterns within path (a folder, Hub id or address); needs ds_type."""
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = field(
@@ -102,6 +106,7 @@ class Dataset(Section):
         Refuse("the Hub knows the format, unless data_files are named", "data_files").when_entry(
             lambda e: e.ds_type is not None and e.data_files is None and _on_hub(e)
         ),
+        keyed=True,
     )
     """Format of the files; null: by their suffix. Of a folder, only such files are read."""
     max_seq_len: int | None = field(
@@ -118,6 +123,7 @@ class Dataset(Section):
             lambda e: (e.shards is None) != (e.shards_idx is None)
         ),
         ge=1,
+        keyed=True,
     )
     """Take one of this many parts of the dataset."""
     shards_idx: int | None = field(
@@ -125,9 +131,12 @@ class Dataset(Section):
         Resume.OTHER_CONTENTS,
         Refuse(INDICES, "shards").when_entry(lambda e: _beyond(e.shards_idx, e.shards)),
         ge=0,
+        keyed=True,
     )
     """Which part, from 0."""
-    max_samples: int | None = field(None, Resume.OTHER_CONTENTS, READ, differs=OURS, ge=1)
+    max_samples: int | None = field(
+        None, Resume.OTHER_CONTENTS, READ, differs=OURS, ge=1, keyed=True, later=True
+    )
     """Rows that are taken, from the beginning; null: all."""
     weight: float | None = field(
         None,
@@ -135,6 +144,8 @@ class Dataset(Section):
         Only("data.mixing", *WEIGHED).because("concat takes every sample once"),
         differs=OURS,
         gt=0,
+        keyed=True,
+        later=True,
     )
     """Its share of the samples is this over the sum of the weights; null: see data.mixing."""
     preprocess_shards: int | None = field(
@@ -167,6 +178,7 @@ class Data(Section):
         names={"transformers": "train_file", "ERNIEKit": "train_dataset_path", "NxDT": "train_dir"},
         min_length=1,
         examples=[[{"path": "dummy"}]],
+        certified=False,
     )
     """What to train on."""
     test_datasets: list[Dataset] = field(
@@ -177,6 +189,7 @@ class Data(Section):
             "ERNIEKit": "eval_dataset_path",
             "NxDT": "val_dir",
         },
+        certified=False,
     )
     """What to evaluate on."""
     mixing: Literal["concat", "random", "interleave_under", "interleave_over"] = field(
@@ -211,7 +224,9 @@ class Data(Section):
     """
     dataset_prepared_path: str = field("last_prepared_dataset", Resume.PLACE)
     """Folder for prepared datasets."""
-    select_columns: list[str] | None = field(None, Resume.OTHER_CONTENTS)
+    select_columns: list[str] | None = field(
+        None, Resume.OTHER_CONTENTS, certified=False, keyed=True
+    )
     """Columns to read; null: those that type names."""
     sample_packing_method: Literal["sequential", "multipack"] = field(
         "sequential", Resume.OTHER_BINS, names={"TRL": "packing"}
@@ -238,6 +253,7 @@ class Data(Section):
             "a start method",
             "the same; null packs in one process, which takes seconds for a million samples",
         ),
+        certified=False,
     )
     """Pack the groups of multipack in processes that are started so; null: in this process."""
     eval_sample_packing: bool | None = field(None, Resume.EVALUATION)
@@ -247,6 +263,7 @@ class Data(Section):
         Resume.COST,
         differs=("8", "batches are slices of a memory-mapped file; processes cost memory"),
         ge=0,
+        certified=False,
     )
     """Worker processes that read batches; 0: none."""
     dataloader_prefetch_factor: int | None = field(
@@ -255,9 +272,10 @@ class Data(Section):
         Only("dataloader_num_workers", but=0).because("without workers it must be null"),
         differs=("2", "it must be null without workers; 2 with them, as there"),
         ge=1,
+        certified=False,
     )
     """Batches read ahead by each worker; null: 2 with workers."""
-    dataloader_pin_memory: bool = field(True, Resume.COST)
+    dataloader_pin_memory: bool = field(True, Resume.COST, certified=False)
     """Pin batches in memory where there is a CUDA device."""
     dataloader_drop_last: bool = field(True, Resume.NEXT_STEP)
     """Drop the last incomplete global batch of an epoch; false: fill it with empty bins."""
@@ -285,13 +303,18 @@ class Data(Section):
                 c.data.val_set_size is not None and c.data.test_datasets and not c.train.do_test
             )
         ),
+        certified=False,
     )
     """Held out of datasets for evaluation: a number of samples, or a fraction below 1."""
     shuffle_merged_datasets: bool = field(
-        True, Resume.OTHER_ORDER, stored="shuffle", names={"ERNIEKit": "random_shuffle"}
+        True,
+        Resume.OTHER_ORDER,
+        stored="shuffle",
+        names={"ERNIEKit": "random_shuffle"},
+        keyed=True,
     )
     """Shuffle all samples, and the bins in every epoch."""
-    shuffle_before_merging_datasets: bool = field(True, Resume.OTHER_CONTENTS)
+    shuffle_before_merging_datasets: bool = field(True, Resume.OTHER_CONTENTS, keyed=True)
     """Shuffle each dataset before merging."""
     dataset_num_proc: int | None = field(
         None,
@@ -303,6 +326,7 @@ class Data(Section):
         ),
         names={"transformers": "preprocessing_num_workers"},
         ge=1,
+        certified=False,
     )
     """Processes for preparation; null: TILEWRIGHT_DATASET_NUM_PROC or the number of CPUs for a
     dataset of more than 64 MiB, this process alone for a smaller one.
@@ -315,6 +339,8 @@ class Data(Section):
         ),
         differs=("splits the merged dataset", "splits each one first: the rest is not prepared"),
         ge=1,
+        certified=False,
+        keyed=True,
     )
     """Take one of this many parts of every dataset."""
     dataset_shard_idx: int | None = field(
@@ -324,11 +350,13 @@ class Data(Section):
             lambda c: _beyond(c.data.dataset_shard_idx, c.data.dataset_shard_num)
         ),
         ge=0,
+        certified=False,
+        keyed=True,
     )
     """Which of those parts, from 0."""
     num_dataset_shards_to_save: int | None = field(None, Resume.OUTPUT, ge=1)
     """Files of a prepared dataset; null: one."""
-    skip_prepare_dataset: bool = field(False, Resume.OTHER_CONTENTS)
+    skip_prepare_dataset: bool = field(False, Resume.OTHER_CONTENTS, certified=False)
     """Load dataset_prepared_path as it is."""
     push_dataset_to_hub: str | None = field(
         None,

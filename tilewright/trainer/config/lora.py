@@ -43,6 +43,7 @@ class Lora(Section):
         Resume.OTHER_WEIGHTS,
         LORA,
         differs=("none", "ours; the default is what it has without one"),
+        later=True,
     )
     """Scale the adapters by alpha / sqrt(rank) (arXiv:2312.03732)."""
     lora_target_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, LORA, min_length=1)
@@ -53,6 +54,7 @@ class Lora(Section):
         LORA,
         differs=("none", "ours; the default is what it has without one"),
         gt=0,
+        later=True,
     )
     """LoRA+: the learning rate of the adapters' B, over that of their A."""
     save_lora_only: bool = field(
@@ -67,6 +69,7 @@ class Lora(Section):
             "random weights are not stored anywhere that the adapters could be put on again"
         ),
         Only("train.save_hf_weights", True).because("no Hugging Face checkpoint is written"),
+        certified=False,
     )
     """true: write the adapters as peft reads them; false: dense weights with adapters merged."""
     save_base: bool = field(

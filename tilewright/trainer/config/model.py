@@ -32,6 +32,7 @@ class Model(Section):
         Refuse("one of them must be given", "config_path").when(
             lambda c: c.model.config_path is None
         ),
+        certified=False,
     )
     """Folder (or Hub id) with weights; null: random weights."""
     revision: str | None = field(
@@ -45,11 +46,12 @@ class Model(Section):
             "tokenizer_path",
         ).when(_of_several),
         differs=("none", "ours, as data sets have it: an id's main branch changes"),
+        certified=False,
     )
     """Commit, tag or branch of the Hub id; null: what its main branch is."""
-    config_path: str | None = field(None, Resume.OTHER_CONTENTS)
+    config_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Folder with config.json, or the file; null: as model_path."""
-    tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS)
+    tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Folder with the tokenizer; null: as config_path."""
     attn_implementation: str = field(
         "auto",

@@ -171,6 +171,7 @@ class Preference(Section):
         ),
         names={"TRL": "ref_model"},
         differs=("none", OURS),
+        certified=False,
     )
     """The folder of the reference model; null: model.model_path."""
     reference_cache: str | None = field(

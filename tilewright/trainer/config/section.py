@@ -127,6 +127,10 @@ class Resume(enum.StrEnum):
     THIS_START = "free: it is about one start of the command"
 
 
+# What is computed does not depend on a field that is one of these.
+BESIDE = (Resume.PLACE, Resume.OUTPUT, Resume.THIS_START)
+
+
 class Place(NamedTuple):
     """Where a field stands in a configuration: its path, with the indices of lists' entries, and
     what its rules are about, which is the configuration, or the entry that it is in.
@@ -269,6 +273,9 @@ class Properties(NamedTuple):
     differs: tuple[str, str] | None
     names: dict[str, list[str]]
     stored: str | None
+    certified: bool
+    keyed: bool
+    later: bool
 
 
 def field(
@@ -278,6 +285,9 @@ def field(
     differs: tuple[str, str] | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
     stored: str | None = None,
+    certified: bool = True,
+    keyed: bool = False,
+    later: bool = False,
     **limits: Any,
 ) -> Any:
     """A field, which means what the string below it says.
@@ -286,10 +296,17 @@ def field(
     names: what it is called in other libraries' configurations, where that is another name, by
     library, with spaces between.
     stored: its name in the identity of a run, if it has another one there.
+    certified: whether the certificate of a run holds it, unless `resume` says already that nothing
+    computed depends on it. False where no step and no number of an evaluation does, and where what
+    it names is another fact.
+    keyed: whether the name of a prepared set holds it.
+    later: whether there are checkpoints or prepared sets from before there was the field: what they
+    do not hold is the default.
     limits: of pydantic's Field. An example of a required field stands in where it is missing.
     """
     made, there = Field(default, **limits), {who: said.split() for who, said in names.items()}
-    made.metadata.append(Properties(resume, rules, differs, there, stored))
+    certified = certified and resume not in BESIDE
+    made.metadata.append(Properties(resume, rules, differs, there, stored, certified, keyed, later))
     return made
 
 
@@ -351,3 +368,34 @@ def kept(section: Section, resume: Resume, *, unread: bool = True) -> dict[str, 
         if found.resume == resume and all(r.holds(getattr(section, r.others[0])) for r in deciding):
             (sometimes if deciding else always)[found.stored or name] = getattr(section, name)
     return always | sometimes
+
+
+def certified(config: Config) -> dict[str, Any]:
+    """What the certificate of a run holds of its configuration: fields by their paths."""
+    made = config.model_dump(mode="json")
+    return {
+        f"{at}.{name}": made[at][name]
+        for at, section in config
+        for name, field in type(section).model_fields.items()
+        if properties(field).certified
+    }
+
+
+def keyed(section: Section) -> dict[str, Any]:
+    """What the name of a prepared set holds of a section, or of an entry of its data sets."""
+    found = {}
+    for name, field in type(section).model_fields.items():
+        own, value = properties(field), getattr(section, name)
+        if own.keyed and not (own.later and value == field.default):
+            found[name] = value
+    return found
+
+
+def unrecorded(kind: type[Section], resume: Resume) -> dict[str, Any]:
+    """What `kept` would have held of a section in a run from before it had its later fields."""
+    found = {name: (properties(field), field) for name, field in kind.model_fields.items()}
+    return {
+        own.stored or name: field.default
+        for name, (own, field) in found.items()
+        if own.later and own.resume == resume
+    }

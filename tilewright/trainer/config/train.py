@@ -450,6 +450,7 @@ class Train(Section):
         Only("optimizer", table=_with_options),
         Refuse(_wrong_options, "optimizer").when(_wrong_options),
         differs=("none", "ours: options that have no field of their own"),
+        later=True,
     )
     """Options of the optimizer that have no field here, under PyTorch's names."""
     optimizer_dtype: Literal["fp32", "bf16"] = field(
@@ -627,6 +628,7 @@ class Train(Section):
         gt=0,
         le=1,
         names={"ERNIEKit": "layerwise_lr_decay_bound"},
+        later=True,
     )
     """b: the rate of a layer is lr (b + (1 - b) depth / (layers + 2)): the embedding is at depth 0,
     layers at 1, 2, ..., the final norm and the head at layers + 2.
@@ -725,10 +727,16 @@ class Train(Section):
     )
     """Forward passes before an optimizer step."""
     num_train_epochs: int = field(
-        1, Resume.NEXT_STEP, names={"torchtune": "epochs", "NxDT": "max_epochs"}, ge=1
+        1,
+        Resume.NEXT_STEP,
+        names={"torchtune": "epochs", "NxDT": "max_epochs"},
+        ge=1,
+        certified=False,
     )
     """Passes over the data."""
-    max_steps: int | None = field(None, Resume.NEXT_STEP, names={"torchtitan": "steps"}, ge=1)
+    max_steps: int | None = field(
+        None, Resume.NEXT_STEP, names={"torchtitan": "steps"}, ge=1, certified=False
+    )
     """Optimizer steps in all; overrides epochs."""
     # evaluation
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = field(
@@ -740,6 +748,7 @@ class Train(Section):
         ),
         differs=OURS,
         names={"transformers": "do_eval", "ERNIEKit": "do_eval evaluation_strategy"},
+        certified=False,
     )
     """When there is something to evaluate on. auto: before the first step, with each checkpoint of
     save_steps and save_epochs, at the end of each epoch and of the run; steps: every eval_steps;
@@ -752,6 +761,7 @@ class Train(Section):
         differs=OURS,
         ge=1,
         names={"NxDT": "val_check_interval"},
+        certified=False,
     )
     """Evaluate every so many optimizer steps."""
     eval_epochs: int = field(
@@ -761,6 +771,7 @@ class Train(Section):
         differs=OURS,
         ge=1,
         names={"NxDT": "check_val_every_n_epoch"},
+        certified=False,
     )
     """Evaluate at the end of every so many epochs."""
     eval_on_start: bool | None = field(
@@ -769,6 +780,7 @@ class Train(Section):
         Only("eval_strategy", but="no", neutral=(False,)).because("nothing is evaluated"),
         HELD_OUT.when(lambda c: c.train.eval_on_start),
         differs=OURS,
+        certified=False,
     )
     """Evaluate before the first step of a run; null: where eval_strategy is auto."""
     eval_sanity_batches: int = field(
@@ -779,6 +791,7 @@ class Train(Section):
         differs=OURS,
         names={"NxDT": "num_sanity_val_steps"},
         ge=0,
+        certified=False,
     )
     """Whenever the command starts, evaluate so many batches before its first step, and discard the
     result: what cannot be evaluated ends it early.
@@ -944,7 +957,9 @@ class Train(Section):
     """Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. With
     lora.enable_qlora always meta.
     """
-    load_weights_mode: Literal["broadcast", "all_ranks"] = field("broadcast", Resume.COST)
+    load_weights_mode: Literal["broadcast", "all_ranks"] = field(
+        "broadcast", Resume.COST, certified=False
+    )
     """broadcast: rank 0 (of a pipeline, the first of each stage) reads the weights and sends them;
     all_ranks: each reads.
     """
@@ -971,11 +986,15 @@ class Train(Section):
     )
     """Start although the plan of memory does not fit into the device."""
     empty_cache_steps: int = field(
-        500, Resume.COST, differs=("500", "the same; 0 switches it off"), ge=0
+        500, Resume.COST, differs=("500", "the same; 0 switches it off"), ge=0, certified=False
     )
     """torch.cuda.empty_cache() every so many steps; 0: never."""
     gc_steps: int = field(
-        500, Resume.COST, differs=("500", "the same; 0 leaves garbage collection to Python"), ge=0
+        500,
+        Resume.COST,
+        differs=("500", "the same; 0 leaves garbage collection to Python"),
+        ge=0,
+        certified=False,
     )
     """Collect garbage every so many steps only; 0: when Python likes."""
     # checkpoints

@@ -17,7 +17,8 @@ import pathlib
 from typing import Any
 
 from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
-from tilewright.trainer.config import Config, Dataset, Model
+from tilewright.trainer.config import Data, Dataset, Model
+from tilewright.trainer.config.section import keyed
 from tilewright.trainer.data.data_files import Digests, digests
 from tilewright.trainer.data.encode import Columns, longest
 from tilewright.trainer.data.sources import located
@@ -26,16 +27,6 @@ from tilewright.trainer.tables import DATASETS
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
 PREPARATION = 5
-# Fields that say where data are, or how they are prepared, and not which samples come out.
-WITHOUT = {"path", "preprocess_shards", "trust_remote_code", "max_seq_len"}
-NEWER = {"max_samples", "weight"}
-SETTINGS = (
-    "select_columns",
-    "shuffle_merged_datasets",
-    "shuffle_before_merging_datasets",
-    "dataset_shard_num",
-    "dataset_shard_idx",
-)
 
 
 class Notes:
@@ -66,13 +57,13 @@ class Notes:
             self._note(name, [*state, *digests(path)])
         return Digests(*self.known[name][2:])
 
-    def remote(self, entry: Dataset, config: Config) -> Any:
+    def remote(self, entry: Dataset, token: bool | None) -> Any:
         """What the server of an entry's data says about their version; if it cannot be asked, what
         it said last.
         """
         name = json.dumps([entry.path, entry.name, entry.revision, entry.data_files])
         try:
-            self._note(name, version(entry, config.data.hf_use_auth_token))
+            self._note(name, version(entry, token))
         except Exception as error:  # readers of URLs raise exceptions without a common base
             if name in self.known:
                 log.warning(
@@ -117,11 +108,11 @@ def known(said: Any) -> bool:
     return bool(said) and (isinstance(said, str) or all(told for _, told in said))
 
 
-def files_of(entries: list[Dataset], config: Config, blocks: int) -> list[dict[str, Any]]:
-    """The local files that entries are read from, as `data_files.moved` compares them.   blocks:
-    of all together, at most, but one of each.
+def files_of(entries: list[Dataset], root: str, blocks: int) -> list[dict[str, Any]]:
+    """The local files that entries are read from, as `data_files.moved` compares them.   root: of
+    prepared sets.   blocks: of all together, at most, but one of each.
     """
-    notes = Notes(pathlib.Path(config.data.dataset_prepared_path))
+    notes = Notes(pathlib.Path(root))
     found = [f for e in entries if e.path != "dummy" for f in located(e)[1] if "://" not in f]
     made = [{"file": f, **notes.file(f).within(blocks // len(found))._asdict()} for f in found]
     notes.save()
@@ -130,13 +121,14 @@ def files_of(entries: list[Dataset], config: Config, blocks: int) -> list[dict[s
 
 def cache_key(
     entries: list[Dataset],
-    config: Config,
+    data: Data,
+    model: Model,
+    seed: int,
     vocab: int,
     shuffle: bool,
     columns: Columns,
 ) -> str:
     """Changes whenever the prepared data would."""
-    data = config.data
     notes = Notes(pathlib.Path(data.dataset_prepared_path))
 
     def contents(entry: Dataset) -> Any:
@@ -145,18 +137,18 @@ def cache_key(
         kind, files = located(entry)
         if files and "://" not in files[0]:
             return [kind, [[pathlib.PurePath(f).suffix, notes.file(f).sha256] for f in files]]
-        return [kind, entry.path, notes.remote(entry, config)]
+        return [kind, entry.path, notes.remote(entry, data.hf_use_auth_token)]
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
     what = [
         PREPARATION,
-        [[_settings(e), longest(e, data), contents(e)] for e in entries],
-        {k: getattr(data, k) for k in SETTINGS},
+        [[keyed(e), longest(e, data), contents(e)] for e in entries],
+        keyed(data),
         vocab,
         shuffle,
-        config.train.seed,
-        _tokenizer(config.model, notes) if any(k.tokenizer for k in kinds) else None,
+        seed,
+        _tokenizer(model, notes) if any(k.tokenizer for k in kinds) else None,
         *([{name: str(c.type) for name, c in columns.items()}] if columns else []),
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
@@ -165,14 +157,6 @@ def cache_key(
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _settings(entry: Dataset) -> dict[str, Any]:
-    """An entry's fields that decide on its samples. Those that are newer only where they are set:
-    what was prepared before is found.
-    """
-    found = entry.model_dump(exclude=WITHOUT)
-    return {k: v for k, v in found.items() if v is not None or k not in NEWER}
 
 
 def _tokenizer(model: Model, notes: Notes) -> Any:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from tilewright.core import platform
 from tilewright.trainer.columns import SCHEMA
-from tilewright.trainer.config import Config, Dataset
+from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data.encode import (
     Columns,
     Encoded,
@@ -199,7 +199,7 @@ def _first_other(source: Rows, column: str) -> str:
 def prepare_entry(
     source: Source,
     entry: Dataset,
-    config: Config,
+    data: Data,
     tokenizer,
     vocab: int,
     writer: Writer,
@@ -210,7 +210,7 @@ def prepare_entry(
     samples.   units: those of the samples that have been written.
     """
     units.begin_set()
-    data, most, kind = config.data, longest(entry, config.data), DATASETS[entry.type]
+    most, kind = longest(entry, data), DATASETS[entry.type]
     names, features = source.column_names, source.features
     try:
         check_columns(entry, list(names), features, columns)

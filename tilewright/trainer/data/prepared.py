@@ -26,7 +26,7 @@ import pyarrow.compute
 
 from tilewright.core.files import replace_folder
 from tilewright.trainer.columns import IGNORE, TOKENS
-from tilewright.trainer.config import Config, Data, Dataset
+from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.encode import Columns, has_target, schema
@@ -43,9 +43,8 @@ log = logging.getLogger("tilewright")
 ORDER = "order.npy"
 
 
-def _source(entry: Dataset, config: Config, vocab: int, seed: tuple[int, ...]):
+def _source(entry: Dataset, data: Data, vocab: int, seed: tuple[int, ...]):
     """The rows of an entry that are asked for."""
-    data = config.data
     source = dummy(data, vocab, seed) if entry.path == "dummy" else read_raw(entry, data)
     if data.select_columns is not None:
         names = list(source.column_names)
@@ -65,7 +64,8 @@ def _source(entry: Dataset, config: Config, vocab: int, seed: tuple[int, ...]):
 
 def _build(
     entries: list[Dataset],
-    config: Config,
+    data: Data,
+    seed: int,
     tokenizer: Callable[[], Any],
     vocab: int,
     shuffle: bool,
@@ -74,16 +74,16 @@ def _build(
 ) -> None:
     """Writes a prepared set."""
     check_sources(entries)
-    data, seed, order, begun = config.data, config.train.seed, [], time.monotonic()
+    order, begun = [], time.monotonic()
     path, counts = folder / "samples.arrow", Counts()
     units = Units(columns)
     with contextlib.closing(Writer(path, schema(columns))) as writer:
         for i, entry in enumerate(entries):
             # Training and evaluation must not share documents.
-            source = _source(entry, config, vocab, (seed, i, int(shuffle)))
+            source = _source(entry, data, vocab, (seed, i, int(shuffle)))
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
             first = writer.samples, len(units.first)
-            found = prepare_entry(source, entry, config, loaded, vocab, writer, columns, units)
+            found = prepare_entry(source, entry, data, loaded, vocab, writer, columns, units)
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
@@ -162,7 +162,9 @@ def alone(path: pathlib.Path) -> Iterator[None]:
 
 def prepare(
     entries: list[Dataset],
-    config: Config,
+    data: Data,
+    model: Model,
+    seed: int,
     tokenizer: Callable[[], Any],
     vocab: int,
     *,
@@ -170,20 +172,19 @@ def prepare(
     columns: Columns | None = None,
     main: bool = True,
     broadcast: Callable[[str | None], str | None] = lambda name: name,
-    push: bool = True,
 ):
     """The merged, tokenized data set with columns input_ids, labels and further ones that are asked
     for, from the cache if present.
 
+    model: whose tokenizer the samples are made with, known by its files.   tokenizer: makes it.
     main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
     the others wait there and read it. Another name could be theirs: files and answers of servers
     change.
-    push: to data.push_dataset_to_hub.
     """
-    data, columns = config.data, columns or {}
+    columns = columns or {}
     root = pathlib.Path(data.dataset_prepared_path)
     split = _split(entries, data)
-    if is_saved(config):
+    if is_saved(data):
         return _saved(root, split != "train", vocab, columns, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
@@ -196,7 +197,7 @@ def prepare(
     check_sources(entries, cached=True)
     if not main:
         return _load(root / str(broadcast(None)))
-    folder = root / cache_key(entries, config, vocab, shuffle, columns)
+    folder = root / cache_key(entries, data, model, seed, vocab, shuffle, columns)
     if data.skip_prepare_dataset:
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -218,10 +219,10 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                _build(entries, config, tokenizer, vocab, shuffle, aside, columns)
+                _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns)
                 replace_folder(aside, folder)
-            if push:
-                _push(folder, config, split)
+            if data.push_dataset_to_hub:
+                _push(folder, data.push_dataset_to_hub, split)
     broadcast(folder.name)
     return _load(folder)
 
@@ -234,19 +235,17 @@ def _split(entries: list[Dataset], data: Data) -> str:
     return "test" if len(data.test_datasets) == len(entries) else f"test_{of_test[0]}"
 
 
-def _push(folder: pathlib.Path, config: Config, split: str) -> None:
-    target = config.data.push_dataset_to_hub
+def _push(folder: pathlib.Path, target: str, split: str) -> None:
     told = folder / "pushed.txt"  # the target folder: the same at every start
     pushed = told.read_text(errors="replace").splitlines() if told.is_file() else []
-    if target and target not in pushed:
+    if target not in pushed:
         token: Any = True  # the saved one, which push_to_hub takes and its annotation does not
         _load(folder).push_to_hub(target, split=split, token=token, private=True)
         told.write_text("".join(f"{name}\n" for name in (*pushed, target)))
 
 
-def is_saved(config: Config) -> bool:
+def is_saved(data: Data) -> bool:
     """Whether the data are one prepared set that the datasets package saved, and no other files."""
-    data = config.data
     saved = pathlib.Path(data.dataset_prepared_path, "dataset_info.json")
     return data.skip_prepare_dataset and saved.is_file()
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from tilewright.core import torch_names
-from tilewright.trainer.config import Train
+from tilewright.trainer.config import Model, Train
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.models.recompute import inner
 from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.tables import LAYOUTS
 
 log = logging.getLogger("tilewright")
@@ -125,13 +127,16 @@ def compiled_parts(model: Transformer) -> dict[str, int]:
     return dict(Counter(inner(v).func.name for v in methods if is_compiled(v)))
 
 
+def _apply(parts: Parts, mesh: Mesh, train: Train, names: Model) -> None:
+    compile_layers(parts.model, train, names.basic_modules)
+
+
 LAYOUTS.add(
     "compile",
     Layout(
         40,
-        lambda config, mesh: config.train.enable_compile,
-        lambda parts, config, mesh: compile_layers(
-            parts.model, config.train, config.model.basic_modules
-        ),
+        lambda mesh, train, names: train.enable_compile,
+        _apply,
+        ("train", "model"),
     ),
 )

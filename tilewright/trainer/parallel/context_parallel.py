@@ -30,7 +30,7 @@ LAYOUTS.add(
     "context",
     Layout(
         30,
-        lambda config, mesh: mesh.context.size > 1,
-        lambda parts, config, mesh: spread_sequence(parts.model, mesh.context),
+        lambda mesh: mesh.context.size > 1,
+        lambda parts, mesh: spread_sequence(parts.model, mesh.context),
     ),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Train
 from tilewright.trainer.parallel.layouts import Layout
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.tables import LAYOUTS
 
 
-def wrap(parts: Parts, config: Config, mesh: Mesh) -> None:
+def wrap(parts: Parts, mesh: Mesh, train: Train) -> None:
     # The buffers are frozen weights, the same on all ranks.
     parts.wrapped = DistributedDataParallel(
         parts.model,
@@ -21,8 +21,8 @@ def wrap(parts: Parts, config: Config, mesh: Mesh) -> None:
     )
 
 
-def _applies(config: Config, mesh: Mesh) -> bool:
-    return config.train.data_parallel_mode == "ddp" and mesh.size > 1
+def _applies(mesh: Mesh, train: Train) -> bool:
+    return train.data_parallel_mode == "ddp" and mesh.size > 1
 
 
-LAYOUTS.add("ddp", Layout(70, _applies, wrap, filled=True))
+LAYOUTS.add("ddp", Layout(70, _applies, wrap, ("train",), filled=True))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.ops.moe.expert_parallel import DeepEP
-from tilewright.trainer.config import Config, Model
+from tilewright.trainer.config import Model, Train
 from tilewright.trainer.models.model import Block
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.shared import PLAIN
@@ -79,11 +79,11 @@ def _shard_experts(
         experts.set_force_sum_reduction_for_comms(True)
 
 
-def shard_parameters(parts: Parts, config: Config, mesh: Mesh) -> None:
+def shard_parameters(parts: Parts, mesh: Mesh, train: Train, names: Model) -> None:
     # A block ends in a matrix product, whose result is a view where torch flattens its input. What
     # follows adds it out of place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    model, train, names = parts.model, config.train, config.model
+    model = parts.model
     half = torch.bfloat16 if train.enable_mixed_precision else None
     reshard = train.reshard
     # Activations have the weights' dtype from the embedding on. Any other floating-point input
@@ -157,5 +157,10 @@ def _shard_basic_modules(
 
 LAYOUTS.add(
     "fsdp2",
-    Layout(60, lambda config, mesh: config.train.data_parallel_mode == "fsdp2", shard_parameters),
+    Layout(
+        60,
+        lambda mesh, train, names: train.data_parallel_mode == "fsdp2",
+        shard_parameters,
+        ("train", "model"),
+    ),
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from tilewright.trainer.config import Config
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.tables import LAYOUTS
@@ -18,20 +18,24 @@ class Layout:
     order: layouts are applied in this order, since each wraps the result of the previous ones:
         pipeline 10, tensor parallelism 20, context parallelism 30, compilation 40, recomputation
         50, offload 55, FSDP2 60, DDP 70.
-    applies: (configuration, mesh) -> whether it is wanted.
-    apply: changes the parts in place, or returns others.
+    applies: (mesh, *sections) -> whether it is wanted.
+    apply: (parts, mesh, *sections) changes the parts in place, or returns others.
+    sections: the names of the configuration's that both read.
     filled: applied after weights have their values, and not before.
     """
 
     order: int
-    applies: Callable[[Config, Mesh], bool]
-    apply: Callable[[Parts, Config, Mesh], Parts | None]
+    applies: Callable[..., bool]
+    apply: Callable[..., Parts | None]
+    sections: tuple[str, ...] = ()
     filled: bool = False
 
 
-def apply_layouts(parts: Parts, config: Config, mesh: Mesh, *, filled: bool) -> Parts:
+def apply_layouts(parts: Parts, sections: Mapping[str, Any], mesh: Mesh, *, filled: bool) -> Parts:
+    """sections: of the configuration, by name."""
     rows = map(LAYOUTS.__getitem__, LAYOUTS.names())  # those of entry points too
     for layout in sorted(rows, key=lambda row: row.order):
-        if layout.filled == filled and layout.applies(config, mesh):
-            parts = layout.apply(parts, config, mesh) or parts
+        read = [sections[name] for name in layout.sections]
+        if layout.filled == filled and layout.applies(mesh, *read):
+            parts = layout.apply(parts, mesh, *read) or parts
     return parts

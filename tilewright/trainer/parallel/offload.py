@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Train
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.recompute import Wrapped
 from tilewright.trainer.parallel.layouts import Layout
@@ -198,11 +198,12 @@ def offload_activations(model: Transformer, limit: float, copies: Copies) -> Off
     return offload
 
 
-def _apply(parts: Parts, config: Config, mesh: Mesh) -> None:
-    limit = config.train.activation_gpu_limit * 1e9
+def _apply(parts: Parts, mesh: Mesh, train: Train) -> None:
+    limit = train.activation_gpu_limit * 1e9
     offload_activations(parts.model, limit, StreamCopies(mesh.device))
 
 
 LAYOUTS.add(
-    "offload", Layout(55, lambda config, mesh: config.train.enable_activation_offload, _apply)
+    "offload",
+    Layout(55, lambda mesh, train: train.enable_activation_offload, _apply, ("train",)),
 )

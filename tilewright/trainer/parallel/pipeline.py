@@ -31,7 +31,7 @@ from torch.distributed.pipelining import (
 from tilewright.core.registry import short
 from tilewright.core.torch_names import known_stage
 from tilewright.nn.sharded import shard, whole
-from tilewright.trainer.config import Config, Train
+from tilewright.trainer.config import Data, Train
 from tilewright.trainer.config.train import too_few
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
@@ -296,10 +296,10 @@ class Pipeline(Parts):
         return hidden
 
 
-def longest_micro_batch(config: Config, mesh: Mesh) -> int:
-    """Tokens of a rank in a micro-batch of full bins."""
-    tokens = config.train.micro_batch_size * config.data.sample_packing_sequence_len
-    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+def longest_micro_batch(bins: int, data: Data, mesh: Mesh) -> int:
+    """Tokens of a rank in a micro-batch of so many full bins."""
+    tokens = bins * data.sample_packing_sequence_len
+    multiple = padding(data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
     return math.ceil(tokens / multiple) * multiple // mesh.context.size
 
 
@@ -314,9 +314,10 @@ LAYOUTS.add(
     "pipeline",
     Layout(
         10,
-        lambda config, mesh: mesh.layout.pp > 1,
-        lambda parts, config, mesh: Pipeline(
-            parts.model, config.train, mesh, longest_micro_batch(config, mesh)
+        lambda mesh, train, data: mesh.layout.pp > 1,
+        lambda parts, mesh, train, data: Pipeline(
+            parts.model, train, mesh, longest_micro_batch(train.micro_batch_size, data, mesh)
         ),
+        ("train", "data"),
     ),
 )

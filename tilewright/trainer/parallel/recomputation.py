@@ -6,10 +6,13 @@ from collections.abc import Collection
 from functools import partial
 
 from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.trainer.config import Train
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.recompute import recompute
 from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.tables import LAYOUTS
 
 
@@ -50,16 +53,21 @@ def _is_spread(experts: Experts | LoRAExperts) -> bool:
     return experts.group is not None
 
 
+def _apply(parts: Parts, mesh: Mesh, train: Train) -> None:
+    recompute_activations(
+        parts.model,
+        train.recompute_modules,
+        train.enable_reentrant,
+        train.moe_checkpoint_method == "moe_act",
+    )
+
+
 LAYOUTS.add(
     "recomputation",
     Layout(
         50,
-        lambda config, mesh: config.train.enable_gradient_checkpointing,
-        lambda parts, config, mesh: recompute_activations(
-            parts.model,
-            config.train.recompute_modules,
-            config.train.enable_reentrant,
-            config.train.moe_checkpoint_method == "moe_act",
-        ),
+        lambda mesh, train: train.enable_gradient_checkpointing,
+        _apply,
+        ("train",),
     ),
 )

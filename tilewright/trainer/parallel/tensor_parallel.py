@@ -201,7 +201,7 @@ LAYOUTS.add(
     "tensor",
     Layout(
         20,
-        lambda config, mesh: mesh.tensor is not None,
-        lambda parts, config, mesh: shard_matrices(parts.model, cast(DeviceMesh, mesh.tensor)),
+        lambda mesh: mesh.tensor is not None,
+        lambda parts, mesh: shard_matrices(parts.model, cast(DeviceMesh, mesh.tensor)),
     ),
 )

@@ -20,7 +20,7 @@ import importlib.metadata
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from tilewright.core.installed import installed
 from tilewright.kernels import tuning
 from tilewright.ops.attention.vendors import FLASH
 from tilewright.selection import operations
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Data
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.cache_key import files_of
 from tilewright.trainer.data.data_files import are_digests, moved
@@ -49,82 +49,6 @@ BEHIND = {
     **{name: flash.distribution for name, flash in FLASH.items()},
     "quack": "quack-kernels",
     "cute": "nvidia-cutlass-dsl",
-}
-# Fields that change no number of a step, and those whose contents are other facts.
-LEFT_OUT = {
-    "model": {"model_path", "revision", "config_path", "tokenizer_path"},
-    "data": {
-        "datasets",
-        "test_datasets",
-        "dataset_prepared_path",
-        "select_columns",
-        "sample_packing_mp_start_method",
-        "dataloader_num_workers",
-        "dataloader_prefetch_factor",
-        "dataloader_pin_memory",
-        "val_set_size",
-        "dataset_num_proc",
-        "dataset_shard_num",
-        "dataset_shard_idx",
-        "num_dataset_shards_to_save",
-        "skip_prepare_dataset",
-        "push_dataset_to_hub",
-        "hf_use_auth_token",
-    },
-    "train": {
-        "num_train_epochs",
-        "max_steps",
-        "load_weights_mode",
-        "allow_cuda_launch_blocking",
-        "ignore_memory_plan",
-        "empty_cache_steps",
-        "gc_steps",
-        "output_dir",
-        "ckpt_manager",
-        # Without eval_max_batches and eval_micro_batch_size: evaluations, which are compared too,
-        # report other numbers.
-        "eval_strategy",
-        "eval_steps",
-        "eval_epochs",
-        "eval_on_start",
-        "eval_sanity_batches",
-        "save_strategy",
-        "save_steps",
-        "save_epochs",
-        "best_metric",
-        "best_mode",
-        "save_best",
-        "save_async",
-        "save_total_limit",
-        "save_optimizer",
-        "save_hf_weights",
-        "load_checkpoint_path",
-        "load_optimizer",
-        "verify_checkpoint",
-        "allow_other_base",
-        "checksum_steps",
-        "assert_deterministic",
-        "log_format",
-        "log_steps",
-        "use_wandb",
-        "wandb_project",
-        "wandb_name",
-        "wandb_tags",
-        "wandb_log_interval",
-        "use_tensorboard",
-        "log_dir",
-        "log_norms",
-        "plot_loss",
-        "enable_profiling",
-        "profile_start_step",
-        "profile_end_step",
-        "profile_trace_dir",
-        "profile_record_shapes",
-        "profile_profile_memory",
-        "profile_with_stack",
-        "profile_rank0_only",
-    },
-    "lora": {"save_lora_only", "save_base"},
 }
 # Facts that are hashes, which a sentence does not show: their names in it, by kind, or kind and
 # name.
@@ -170,7 +94,8 @@ class Difference(NamedTuple):
 
 
 def facts(
-    config: Config,
+    fields: Mapping[str, Any],
+    deep_ep: bool,
     mesh: Mesh,
     data: tuple[Batches, dict[str, Bins]],
     belongs: Facts,
@@ -178,12 +103,12 @@ def facts(
 ) -> Facts:
     """This rank's, causes before what they have an effect on; without the initial weights.
 
+    fields: what `certified` returns.   deep_ep: whether DeepEP sends tokens to experts.
     data: what `build.build_data` returns.   belongs: what `build.identity` returns.   chosen: the
     implementation of each op.
     """
     batches, held = data
     device = platform.device_name(mesh.device.type)
-    made = config.model_dump(mode="json")
     found = {
         "environment": platform.provenance(),
         "setting": {
@@ -193,15 +118,10 @@ def facts(
             "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
         },
         "layout": {"processes": mesh.size, **dataclasses.asdict(mesh.layout)},
-        "field": {
-            f"{section}.{name}": value
-            for section, left_out in LEFT_OUT.items()
-            for name, value in made[section].items()
-            if name not in left_out
-        },
+        "field": {**fields},
         "model": belongs["model"],
         "implementation": chosen,
-        "package": packages(chosen, deep_ep=config.model.ep_dispatch == "deepep"),
+        "package": packages(chosen, deep_ep),
         "launch": launches(chosen, mesh.device),
         "tuned table": {f"{op} for {device}": h for op, h in tuning.hashes(mesh.device).items()},
         "data": {
@@ -290,15 +210,15 @@ def between_ranks(own: Facts, mesh: Mesh) -> str | None:
     return listed(said) if said else None
 
 
-def files_of_data(config: Config) -> dict[str, list[dict[str, Any]]]:
+def files_of_data(data: Data) -> dict[str, list[dict[str, Any]]]:
     """What a certificate says of the data's files."""
-    data = config.data
-    if is_saved(config):
+    if is_saved(data):
         return {}
     split = data.datasets if data.val_set_size is not None else []
+    root = data.dataset_prepared_path
     return {
-        "contents": files_of(data.datasets, config, BLOCKS),
-        "evaluation": files_of(data.test_datasets or split, config, BLOCKS),
+        "contents": files_of(data.datasets, root, BLOCKS),
+        "evaluation": files_of(data.test_datasets or split, root, BLOCKS),
     }
 
 

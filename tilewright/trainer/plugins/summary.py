@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models.ops_choice import Numerics
@@ -17,14 +16,17 @@ from tilewright.trainer.plugins import adapters
 
 
 def summary(
-    config: Config, mesh: Mesh, engine: Engine, batches: Batches, plan: Plan
+    engine: Engine, batches: Batches, plan: Plan, mesh: Mesh, multiple: int, compiled: bool
 ) -> Iterator[str]:
-    """What is trained, where, and on how many tokens, a line each."""
+    """What is trained, where, and on how many tokens, a line each.
+
+    multiple: data.pad_to_multiple_of.   compiled: train.enable_compile.
+    """
     yield (
         f"{adapters.size(engine.parts.whole)} on {mesh.size} x {mesh.device.type}, {plan.total} steps, "
         f"{batches.steps_per_epoch} per epoch, {batches.bins.tokens} tokens of data"
     )
-    multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    multiple = padding(multiple, mesh.context, mesh.layout.tp)
     if (tp := mesh.layout.tp) > 1:
         shape = engine.model.config
         heads = f"{shape.num_attention_heads} and {shape.num_key_value_heads}"
@@ -39,7 +41,7 @@ def summary(
             f"a sequence on {mesh.context.ring_size} ring x {mesh.context.ulysses_size} Ulysses "
             f"ranks, padded to a multiple of {multiple} tokens"
         )
-    if config.train.enable_compile:
+    if compiled:
         parts = compiled_parts(engine.model).items()
         yield "compiled: " + ", ".join(f"{n} x {part}" for part, n in parts)
 
