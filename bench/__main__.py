@@ -64,6 +64,10 @@ COMMANDS = {
         "bench.memory",
         "compare the trainer's plan of memory with the allocator's count, for pipelines on a CPU",
     ),
+    "data-memory": (
+        "bench.data_memory",
+        "measure the memory of preparing data of several sizes, and of reading them",
+    ),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }
 BUDGETED = ("suite", "search")  # their minutes count from the start of the process
