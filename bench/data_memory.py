@@ -13,6 +13,7 @@ counts what it cannot take back. `begun` is what had been there before the first
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import random
@@ -50,14 +51,14 @@ def write_text(path: pathlib.Path, size: int) -> None:
 def _config(path: str, folder: str, tokenizer: str) -> Any:
     from tilewright.trainer.config import Config
 
-    model: Any = {"config_path": tokenizer or "-"}
-    data: Any = {
+    data = {
         "datasets": [{"path": path, "type": "text"}],
         "dataset_prepared_path": f"{folder}/prepared",
         "sample_packing_sequence_len": BIN,
     }
-    train: Any = {"output_dir": f"{folder}/out", "data_parallel_mode": "none"}
-    return Config(model=model, data=data, train=train)
+    train = {"output_dir": f"{folder}/out", "data_parallel_mode": "none"}
+    model = {"config_path": tokenizer or "-"}
+    return Config.model_validate({"model": model, "data": data, "train": train})
 
 
 class _FourBytes:
@@ -76,8 +77,7 @@ def work(phase: str, path: str, folder: str, tokenizer: str) -> None:
     """phase: prepare, or read, what has been prepared. Prints `begun` before either, and at the end
     the number of samples, bins, or tokens.
     """
-    import datasets
-
+    datasets: Any = importlib.import_module("datasets")
     from tilewright.trainer.build import load_tokenizer
     from tilewright.trainer.data.batches import Batches, Bins
     from tilewright.trainer.data.prepared import prepare

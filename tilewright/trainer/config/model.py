@@ -32,6 +32,7 @@ class Model(Section):
         Refuse("one of them must be given", "config_path").when(
             lambda c: c.model.config_path is None
         ),
+        names={"transformers": "model_name_or_path", "ERNIEKit": "model_name_or_path"},
     )
     """Folder (or Hub id) with weights; null: random weights."""
     revision: str | None = field(
@@ -47,7 +48,7 @@ class Model(Section):
         differs=("none", "ours, as data sets have it: an id's main branch changes"),
     )
     """Commit, tag or branch of the Hub id; null: what its main branch is."""
-    config_path: str | None = field(None, Resume.OTHER_CONTENTS)
+    config_path: str | None = field(None, Resume.OTHER_CONTENTS, names={"NxDT": "model_config"})
     """Folder with config.json, or the file; null: as model_path."""
     tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS)
     """Folder with the tokenizer; null: as config_path."""
@@ -92,7 +93,7 @@ class Model(Section):
         ),
     )
     """Overlap DeepEP's combine with the next layer."""
-    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS)
+    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS, names={"NxDT": "fuse_qkv"})
     """Keep the query, key and value projections as one qkv_proj; DeepSeek-V3 has none to merge."""
     router_fp32: bool = field(True, Resume.ROUNDING, differs=SERVER)
     """Keep the router's logits in float32 rather than rounding them to bfloat16."""
