@@ -590,11 +590,11 @@ def test_the_page_of_other_configurations_is_current(tmp_path):
 
 def test_a_key_of_another_configuration_is_refused_with_its_sentence(least):
     [said] = errors(least, "--train.sequence_parallel", "true")
-    assert "unknown key; sequence_parallel of ERNIEKit is true is what" in said
+    assert "unknown key; ERNIEKit's sequence_parallel: true is what" in said and "; NxDT's" in said
     [said] = errors(least, "--model.lnc", "2")
-    assert said.endswith("lnc of NxDT is refused: logical cores of Neuron's; a GPU is one device")
+    assert said.endswith("NxDT's lnc: refused: logical cores of Neuron's; a GPU is one device")
     [said] = errors(least, "--train.zero1", "true")
-    assert "zero1 of NxDT is not yet: sharded states alone" in said
+    assert "NxDT's zero1: not yet: sharded states alone" in said
 
 
 @pytest.mark.parametrize(

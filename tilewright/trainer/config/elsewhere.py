@@ -346,7 +346,7 @@ def _refuses(rule: Any) -> bool:
 def said(name: str) -> str:
     """What stands for a name of another configuration, in a sentence, or ""."""
     found = [(who, here[name]) for who, here in SETTINGS.items() if name in here]
-    return "; ".join(f"{name} of {who} is {written(here)}" for who, here in found)
+    return "; ".join(f"{who}'s {name}: {written(here)}" for who, here in found)
 
 
 def written(here: list[str] | dict[str, Any] | str) -> str:
