@@ -64,6 +64,18 @@ COMMANDS = {
         "bench.memory",
         "compare the trainer's plan of memory with the allocator's count, for pipelines on a CPU",
     ),
+    "data-memory": (
+        "bench.data_memory",
+        "measure the memory of preparing data of several sizes, and of reading them",
+    ),
+    "data-waiting": (
+        "bench.data_waiting",
+        "measure how long steps of the demo wait for their batches, on two ranks of a CPU",
+    ),
+    "evaluation-speed": (
+        "bench.evaluation_speed",
+        "time evaluations of the demo's model and bare forward passes, on a CPU",
+    ),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }
 BUDGETED = ("suite", "search")  # their minutes count from the start of the process

@@ -45,9 +45,16 @@ def head(variant):
     return next(r["peak_mib"] for r in rows if (r["variant"], r["dtype"]) == (variant, "float32"))
 
 
-def memory(file, kind):
-    folder = "data-preparation-amd-epyc-2026-11-23"
-    return raw(folder, f"{file}.json", lambda d: d["peak_mib"][kind])
+def of_data(command, of):
+    """Of the last row."""
+    folder = "data-evaluation-amd-epyc-2026-11-27"
+    return raw(folder, f"{command}.json", lambda d: of(d["rows"][-1]))
+
+
+def evaluated(i, of):
+    """In percent of bare forward passes."""
+    folder = "data-evaluation-amd-epyc-2026-11-27"
+    return 100 * raw(folder, "evaluation_speed.json", lambda d: of(d["rows"][i]))
 
 
 def least(name):
@@ -154,7 +161,6 @@ STEPS = {
     "434 MiB": lambda: step("float32", "after", "peak_mib"),
     "724 MiB": lambda: head("after"),
 }
-A_GIB = "the size of what was prepared"
 LARGE = ("tilewright/trainer/data/prepare.py", "LARGE = 64 << 20")
 CUSTOM = "a shape or an exponent, no quantity"
 # By page: the number itself, (a file, what it says) for what code sets, or the reason why it is
@@ -239,9 +245,16 @@ SOURCES = {
     "docs/trainer/failures.md": {"30 seconds": "torchrun's own limit"},
     "docs/trainer/fields.md": {"64 MiB": LARGE, "2 x": CUSTOM, "10%": CUSTOM},
     "docs/trainer/measured.md": {
-        "743 MiB": lambda: memory("jsonl", "pss"),
-        "1812 MiB": lambda: memory("jsonl", "rss"),
-        "1 GiB": A_GIB,
+        "1,024 MiB": lambda: of_data("data_memory", lambda r: r["bytes"]) / 2**20,
+        "531 MiB": lambda: of_data("data_memory", lambda r: r["prepare"]["peak_mib"]["anonymous"]),
+        "470 MiB": lambda: of_data("data_memory", lambda r: r["read"]["peak_mib"]["anonymous"]),
+        "345 MiB": lambda: of_data("data_memory", lambda r: r["read"]["begun_mib"]["anonymous"]),
+        "0.05 %": lambda: 100 * of_data("data_waiting", lambda r: r["share"]),
+        "99.4 %": lambda: evaluated(0, lambda r: r["share"]),
+        "103.3 %": lambda: evaluated(0, lambda r: r["shares"][-1]),
+        "97.9 %": lambda: evaluated(1, lambda r: r["share"]),
+        "106.4 %": lambda: evaluated(1, lambda r: r["shares"][-1]),
+        "0.37 %": lambda: 100 * of_data("data_waiting", lambda r: r["share_of_a_step"]["most"]),
         "1.22 times": lambda: pair(1),
         "0.96 GB": lambda: (
             raw("checkpoint-cost-2026-11-25", "cost.json", lambda d: d["bytes"]) / 1e9

@@ -23,12 +23,13 @@ from tilewright.trainer.config import (
     Lora,
     Model,
     Train,
+    elsewhere,
     load,
     overrides,
     resolved,
 )
 from tilewright.trainer.config import config as module
-from tilewright.trainer.config.elsewhere import SETTINGS
+from tilewright.trainer.config.elsewhere import SETTINGS, State
 from tilewright.trainer.config.field_tree import get, kind, leaves
 from tilewright.trainer.config.overrides import unknown
 from tilewright.trainer.config.readers import Scope, readers
@@ -54,34 +55,9 @@ LEAST = (
     "model: {config_path: nowhere}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: out}\n"
 )
 
-# The reference for the configuration's fields.
-XORL = {
-    "model": """model_path config_path tokenizer_path attn_implementation moe_implementation ep_dispatch
-        deepep_buffer_size_gb deepep_num_sms deepep_async_combine merge_qkv basic_modules foundation encoders""",
-    "data": """datasets test_datasets dataset_prepared_path select_columns sample_packing_method
-        sample_packing_sequence_len sample_packing_group_size sample_packing_sequentially
-        sample_packing_mp_start_method eval_sample_packing dataloader_num_workers dataloader_prefetch_factor
-        dataloader_pin_memory dataloader_drop_last pad_to_multiple_of val_set_size shuffle_merged_datasets
-        shuffle_before_merging_datasets dataset_num_proc dataset_shard_num dataset_shard_idx
-        num_dataset_shards_to_save skip_prepare_dataset push_dataset_to_hub hf_use_auth_token""",
-    "data.datasets": """path type name split revision trust_remote_code data_files ds_type max_seq_len shards
-        shards_idx preprocess_shards""",
-    "train": """data_parallel_mode data_parallel_shard_size data_parallel_replicate_size tensor_parallel_size
-        pipeline_parallel_size pipeline_parallel_schedule pp_variable_seq_lengths expert_parallel_size
-        ulysses_parallel_size ringattn_parallel_size cp_fsdp_mode reshard_after_forward ep_outside
-        optimizer optimizer_dtype lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio weight_decay
-        no_decay_modules no_decay_params max_grad_norm muon_lr muon_momentum muon_nesterov muon_ns_steps
-        muon_adjust_lr_fn micro_batch_size gradient_accumulation_steps num_train_epochs max_steps
-        enable_mixed_precision enable_gradient_checkpointing enable_reentrant recompute_modules
-        moe_checkpoint_method enable_full_shard enable_forward_prefetch enable_activation_offload
-        activation_gpu_limit enable_compile init_device load_weights_mode enable_full_determinism
-        allow_cuda_launch_blocking empty_cache_steps gc_steps output_dir ckpt_manager save_steps save_epochs
-        save_async save_hf_weights load_checkpoint_path log_format use_wandb wandb_project wandb_name wandb_tags
-        wandb_log_interval enable_profiling profile_start_step profile_end_step profile_trace_dir
-        profile_record_shapes profile_profile_memory profile_with_stack profile_rank0_only seed""",
-    "lora": """enable_lora lora_rank lora_alpha lora_target_modules save_lora_only enable_qlora quant_format
-        quant_group_size exclude_modules merge_lora_interval reset_optimizer_on_merge enable_aqn aqn_alpha""",
-}
+# By library, lines of every name of its configuration, and of titles; and the names alone.
+LISTS = {p.stem: p.read_text() for p in sorted((ROOT / "tests/trainer/references").glob("*.txt"))}
+LISTED = {who: [n for n in t.splitlines() if not n.startswith("#")] for who, t in LISTS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +92,7 @@ def errors(call, *arguments):
 
 
 def test_every_field_of_the_reference_exists_and_others_say_that_it_has_none():
-    expected = {f"{section}.{name}" for section, names in XORL.items() for name in names.split()}
+    expected = {*LISTED["xorl"]}
     entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
     assert entries == {
         p.replace("datasets", "test_datasets") for p in LEAVES if p.startswith("data.datasets.")
@@ -453,14 +429,12 @@ def test_a_default_is_that_of_the_documentation_or_the_difference_is_explained()
         for section, values in yaml.safe_load(DEFAULTS).items()
         for name, value in values.items()
     }
-    for section, names in XORL.items():
-        for name in names.split():
-            path = f"{section}.{name}"
-            default = LEAVES[path].default
-            if path in THEIRS:
-                assert default != THEIRS[path] and properties(LEAVES[path]).differs, path
-            elif path not in ("data.datasets", "data.datasets.path", "train.output_dir"):
-                assert default == theirs.get(path), path
+    for path in LISTED["xorl"]:
+        default = LEAVES[path].default
+        if path in THEIRS:
+            assert default != THEIRS[path] and properties(LEAVES[path]).differs, path
+        elif path not in ("data.datasets", "data.datasets.path", "train.output_dir"):
+            assert default == theirs.get(path), path
 
 
 # ---- reading
@@ -561,37 +535,66 @@ def test_names_of_other_libraries_lead_to_one_field_and_stand_in_the_reference()
     assert {"ERNIEKit", "NxDT", "transformers", "TRL", "peft"} <= {who for who, *_ in NAMED}
 
 
-# Names of ERNIEKit's and NxDT's references for evaluation, schedules, optimizers, dropout, data by
-# weights and checkpoints.
-ROWS = {
-    "ERNIEKit": """hidden_dropout_prob attention_probs_dropout_prob dropout_warmup_steps
-        logging_steps logging_dir do_eval do_train disable_tqdm per_device_eval_batch_size
-        eval_dataset_path eval_dataset_prob eval_steps evaluation_strategy max_evaluate_steps
-        train_dataset_path train_dataset_prob max_steps num_train_epochs
-        per_device_train_batch_size gradient_accumulation_steps weight_decay seed learning_rate
-        warmup_steps lr_scheduler_type min_lr layerwise_lr_decay_bound random_shuffle num_cycles
-        lr_end power adam_beta1 adam_beta2 adam_epsilon save_steps save_strategy
-        unified_checkpoint unified_checkpoint_config disable_ckpt_quant ignore_save_lr_and_optim
-        ignore_load_lr_and_optim save_total_limit num_samples_each_epoch lora_plus_scale""",
-    "NxDT": """seed max_epochs max_steps log_every_n_steps val_check_interval
-        check_val_every_n_epoch num_sanity_val_steps limit_val_batches limit_test_batches
-        gradient_clip_val create_tensorboard_logger explicit_log_dir resume_if_exists
-        create_checkpoint_callback monitor save_top_k mode every_n_train_steps log_parameter_norm
-        log_gradient_norm async_checkpointing resume_from_checkpoint weight_init_only
-        do_layer_norm_weight_decay optim.name optim.betas sched.name sched.max_steps warmup_steps
-        constant_steps min_lr hidden_dropout attention_dropout ffn_dropout train_dir val_dir
-        dev_choose_samples""",
-}
+@pytest.mark.parametrize("who", LISTED)
+def test_every_row_of_a_reference_has_its_state(who):
+    rows, found = LISTED[who], [*elsewhere.rows(Config, who, LISTED[who])]
+    names = {row.name for row in found}
+    assert len({*rows}) == len(rows) <= len(found) == len(names) > 100
+    assert {*rows} <= names | {n.partition(": ")[0] for n in names}
+    for row in found:
+        name, _, value = row.name.partition(": ")
+        fields = elsewhere.named(Config, who, name)
+        if row.state is State.FIELD:
+            assert row.here == fields and {*fields} <= LEAVES.keys() and len(fields) == 1
+        elif row.state is State.MISSING and not value:
+            assert not fields, f"{name} is there by now"
+        elif row.state is State.MISSING:
+            assert elsewhere.by_value(Config, who, name, value) is None, f"{row.name} is there"
+        elif row.state is State.REFUSED and not value:
+            assert [r.why for path in fields for r in properties(LEAVES[path]).rules] in (
+                [],
+                [row.here],
+            )
+    # Nothing is said of a name that the reference does not have.
+    assert {n.partition(": ")[0] for n in SETTINGS.get(who, ())} <= {
+        n.partition(": ")[0] for n in rows
+    }
 
 
-@pytest.mark.parametrize("who", ROWS)
-def test_every_name_of_a_reference_is_a_field_or_says_what_is_written_here(who):
-    own = {path.rpartition(".")[2] for path in LEAVES}
-    said = {name.partition(":")[0] for name in SETTINGS[who]}
-    names = {name for w, name, _ in NAMED if w == who}
-    assert {*ROWS[who].split()} - own - said - names == set()
-    text = (ROOT / "docs/trainer/fields.md").read_text()
-    assert all(f"| {who} | `{name}` | " in text for name in SETTINGS[who])
+def test_a_row_without_a_state_is_an_error():
+    with pytest.raises(KeyError, match="NxDT has flux, which is nothing here"):
+        [*elsewhere.rows(Config, "NxDT", ["seed", "flux"])]
+    with pytest.raises(KeyError, match=r"optim\.name: lion"):
+        [*elsewhere.rows(Config, "NxDT", ["optim.name: lion"])]
+
+
+def test_states_follow_from_fields_and_tables(monkeypatch):
+    """What lands gets its state without an edit; what is gone loses it."""
+    [row] = elsewhere.rows(Config, "NxDT", ["optim.name: rmsprop"])
+    assert row == ("optim.name: rmsprop", State.SETTINGS, {"train.optimizer": "rmsprop"})
+    [row] = elsewhere.rows(Config, "xorl", ["model.encoders"])
+    assert row.state is State.REFUSED and "tokens alone" in row.here
+    monkeypatch.delitem(SETTINGS["ERNIEKit"], "offload_optim")
+    with pytest.raises(KeyError, match="offload_optim"):
+        [*elsewhere.rows(Config, "ERNIEKit", ["offload_optim"])]
+
+
+def test_the_page_of_other_configurations_is_current(tmp_path):
+    made = tmp_path / "references.md"
+    assert module.main(["references", str(ROOT / "tests/trainer/references"), str(made)]) == 0
+    assert made.read_text() == (ROOT / "docs/trainer/references.md").read_text(), (
+        "run `python -m tilewright.trainer.config references tests/trainer/references "
+        "docs/trainer/references.md`"
+    )
+
+
+def test_a_key_of_another_configuration_is_refused_with_its_sentence(least):
+    [said] = errors(least, "--train.sequence_parallel", "true")
+    assert "unknown key; ERNIEKit's sequence_parallel: true is what" in said and "; NxDT's" in said
+    [said] = errors(least, "--model.lnc", "2")
+    assert said.endswith("NxDT's lnc: refused: logical cores of Neuron's; a GPU is one device")
+    [said] = errors(least, "--train.zero1", "true")
+    assert "NxDT's zero1: not yet: sharded states alone" in said
 
 
 @pytest.mark.parametrize(
@@ -608,7 +611,7 @@ def test_what_is_written_for_a_name_of_another_configuration_loads(who, name):
         *parts, last = path.split(".")
         at: Any = tree
         for part in parts:
-            at = at[int(part) if part.isdigit() else part]
+            at = at[int(part)] if part.isdigit() else at.setdefault(part, {})
         at[last] = value
     config = Config.model_validate(tree, context=(broken := []))
     assert not broken

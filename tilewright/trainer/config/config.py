@@ -9,6 +9,7 @@ on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`, `prefe
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
+    python -m tilewright.trainer.config references LISTS FILE              # of others' names
     python -m tilewright.trainer.config --schema                           # JSON schema
     python -m tilewright.trainer.config --explain train.lr                 # one field
 """
@@ -117,6 +118,9 @@ def main(argv: list[str] | None = None) -> int:
     if command == ["docs"] and len(rest) == 1:
         file = pathlib.Path(rest[0])
         file.write_text(reference.page(Config, file.read_text("utf-8")), "utf-8")
+    elif command == ["references"] and len(rest) == 2:
+        lists = {p.stem: p.read_text("utf-8") for p in sorted(pathlib.Path(rest[0]).glob("*.txt"))}
+        pathlib.Path(rest[1]).write_text(reference.others(Config, lists), "utf-8")
     elif command == ["check"]:
         config = from_command_line(rest, "python -m tilewright.trainer.config check")
         print(resolved(config), end="")

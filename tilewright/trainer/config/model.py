@@ -33,6 +33,7 @@ class Model(Section):
             lambda c: c.model.config_path is None
         ),
         certified=False,
+        names={"transformers": "model_name_or_path", "ERNIEKit": "model_name_or_path"},
     )
     """Folder (or Hub id) with weights; null: random weights."""
     revision: str | None = field(
@@ -50,6 +51,7 @@ class Model(Section):
     )
     """Commit, tag or branch of the Hub id; null: what its main branch is."""
     config_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
+    config_path: str | None = field(None, Resume.OTHER_CONTENTS, names={"NxDT": "model_config"})
     """Folder with config.json, or the file; null: as model_path."""
     tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Folder with the tokenizer; null: as config_path."""
@@ -94,7 +96,7 @@ class Model(Section):
         ),
     )
     """Overlap DeepEP's combine with the next layer."""
-    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS)
+    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS, names={"NxDT": "fuse_qkv"})
     """Keep the query, key and value projections as one qkv_proj; DeepSeek-V3 has none to merge."""
     router_fp32: bool = field(True, Resume.ROUNDING, differs=SERVER)
     """Keep the router's logits in float32 rather than rounding them to bfloat16."""

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
+from tilewright.trainer.config.elsewhere import said
 from tilewright.trainer.config.field_tree import (
     ConfigError,
     kind,
@@ -204,8 +205,8 @@ def elsewhere(model: type[BaseModel]) -> dict[str, str]:
 
 
 def unknown(model: type[BaseModel], path: str) -> str:
-    """The hint for a key that does not exist: where it belongs, its name here, or similar keys
-    anywhere in the tree.
+    """The hint for a key that does not exist: where it belongs, its name here, what is said of it
+    elsewhere, or similar keys anywhere in the tree.
     """
     at, _, name = without_index(path).rpartition(".")
     known = {p: p.rpartition(".") for p in (*leaves(model), *(() if at else model.model_fields))}
@@ -221,6 +222,8 @@ def unknown(model: type[BaseModel], path: str) -> str:
     here = elsewhere(model).get(name, "")
     if here and at not in {known[p][0] for p in meant} - {known[here][0]}:
         meant = [here]
+    if not here and (sentence := said(name)):
+        return f"unknown key; {sentence}"
     return f"unknown key; did you mean {' or '.join(meant)}?" if meant else "unknown key"
 
 

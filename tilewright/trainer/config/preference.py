@@ -50,7 +50,13 @@ class Preference(Section):
     )
     """The formula, of a table."""
     beta: float = field(
-        0.1, Resume.NEXT_STEP, PREFERRED, _read_by("beta"), differs=("none", OURS), gt=0
+        0.1,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        _read_by("beta"),
+        names={"NxDT": "kl_beta"},
+        differs=("none", OURS),
+        gt=0,
     )
     """What log-ratios to the reference are multiplied by."""
     label_smoothing: float = field(
@@ -71,7 +77,14 @@ class Preference(Section):
         50.0, Resume.NEXT_STEP, PREFERRED, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
     )
     """dpop's weight of a chosen answer that is less probable than under the reference."""
-    sft_ratio: float = field(0.0, Resume.NEXT_STEP, PREFERRED, differs=("none", OURS), ge=0)
+    sft_ratio: float = field(
+        0.0,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        names={"ERNIEKit": "sft_loss_ratio"},
+        differs=("none", OURS),
+        ge=0,
+    )
     """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
     offset_alpha: float = field(
         0.0, Resume.NEXT_STEP, PREFERRED, _read_by("offset_alpha"), differs=("none", OURS), ge=0
@@ -201,7 +214,7 @@ class Preference(Section):
                 and c.lora.enable_lora
             )
         ),
-        names={"TRL": "ref_model_sync_steps"},
+        names={"TRL": "ref_model_sync_steps", "ERNIEKit": "ref_model_update_steps"},
         differs=("none", TR_DPO),
         ge=1,
     )

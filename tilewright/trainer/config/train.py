@@ -244,6 +244,7 @@ class Train(Section):
             "the world's size",
             "-1 is what remains of the processes after replicas, ring and Ulysses",
         ),
+        names={"ERNIEKit": "sharding_parallel_degree"},
     )
     """Processes of a shard group that read batches of their own; -1: all that remain. All processes
     are stages x replicas x shards x ring x Ulysses x tensor-parallel.
@@ -270,13 +271,19 @@ class Train(Section):
         Only("model.batch_invariant", False).because(
             "in which order the ranks' sums are added depends on where in the batch a token is"
         ),
+        names={"ERNIEKit": "tensor_parallel_degree", "NxDT": "tensor_model_parallel_size"},
         ge=1,
     )
     """Neighboring processes that share the matrices of each layer, and between layers each
     sequence; divides the MLP's width and the vocabulary. Where it does not divide the heads, each
     computes attention whole.
     """
-    pipeline_parallel_size: int = field(1, Resume.LAYOUT, ge=1)
+    pipeline_parallel_size: int = field(
+        1,
+        Resume.LAYOUT,
+        names={"ERNIEKit": "pipeline_parallel_degree", "NxDT": "pipeline_model_parallel_size"},
+        ge=1,
+    )
     """Processes over which the layers are spread, as stages of a pipeline."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
@@ -324,6 +331,10 @@ class Train(Section):
             )
         ),
         differs=OURS,
+        names={
+            "ERNIEKit": "virtual_pp_degree",
+            "NxDT": "virtual_pipeline_model_parallel_size",
+        },
         ge=1,
     )
     """Stages of each process."""
@@ -860,9 +871,11 @@ class Train(Section):
         names={"transformers": "bf16", "ERNIEKit": "bf16"},
     )
     """Compute in bfloat16, keep parameters in float32."""
-    enable_gradient_checkpointing: bool = field(True, Resume.COST)
+    enable_gradient_checkpointing: bool = field(True, Resume.COST, names={"ERNIEKit": "recompute"})
     """Recompute activations in the backward pass."""
-    enable_reentrant: bool = field(False, Resume.COST, RECOMPUTED)
+    enable_reentrant: bool = field(
+        False, Resume.COST, RECOMPUTED, names={"ERNIEKit": "recompute_use_reentrant"}
+    )
     """Reentrant checkpointing."""
     recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(
         None, Resume.COST, RECOMPUTED, min_length=1

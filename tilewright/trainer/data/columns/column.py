@@ -23,6 +23,9 @@ pc: Any = pyarrow.compute  # which makes its functions when it is imported
 class Column:
     """A row of COLUMNS.
 
+    No batch is sent between processes: stages of a pipeline, and ranks that share a sequence or
+    matrices, each read the bins of their data-parallel rank, with all columns.
+
     each: "token" for numbers of every token: files and rows have a list as long as `input_ids`, or
         one number that stands for all of them; batches have [1, T], or [1, T, width], cut, padded
         and sharded over context-parallel ranks as the tokens are. "document" for one value: batches
