@@ -50,8 +50,9 @@ class Model(Section):
         certified=False,
     )
     """Commit, tag or branch of the Hub id; null: what its main branch is."""
-    config_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
-    config_path: str | None = field(None, Resume.OTHER_CONTENTS, names={"NxDT": "model_config"})
+    config_path: str | None = field(
+        None, Resume.OTHER_CONTENTS, certified=False, names={"NxDT": "model_config"}
+    )
     """Folder with config.json, or the file; null: as model_path."""
     tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Folder with the tokenizer; null: as config_path."""
