@@ -543,7 +543,11 @@ _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 # What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
 # run had what is the default now.
 ADDED: dict[str, dict[str, Any]] = {
-    "model": {"head": "language_model", "pad_token_id": None, "lora": {"rslora": False}},
+    "model": {
+        "head": "language_model",
+        "pad_token_id": None,
+        "lora": {"rslora": False, "use_dora": False},
+    },
     "optimizer": {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0},
 }
 
