@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -219,12 +219,12 @@ class LoRALinear(nn.Module):
             slices = tuple((a // ranks, b // ranks) for a, b in self.slices.values())
             out = _AddProducts.apply(out, low, B, slices, self.rank)
         if self.use_dora and self.scale:  # a scale of 0 switches adapters off
-            factor = self._factor(y.shape[1])
+            factor, bias = self._factor(y.shape[1]), self.base.bias
             out = out * factor
-            if self.base.bias is not None:
+            if bias is not None:
                 # What the base has added is not scaled. Where the factor is 1 nothing changes.
-                own = getattr(self.base, "own_bias", None)
-                out = out + (1 - factor) * (self.base.bias if own is None else own())
+                own: Callable[[], torch.Tensor] | None = getattr(self.base, "own_bias", None)
+                out = out + (1 - factor) * (bias if own is None else own())
         return out.to(y.dtype).view(*lead, y.shape[1])
 
     def _factor(self, rows: int) -> torch.Tensor:
