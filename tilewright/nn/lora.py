@@ -256,8 +256,8 @@ class LoRALinear(nn.Module):
         the share of the adapter in the norm. Where the adapter cancels a row, what is left of the
         sum is rounding: the square is at least the rounding of |w|^2.
         """
-        quantized = isinstance(self.base, QuantizedLinear)
-        W = self.base.dense() if quantized else local(self.base.weight)
+        base = self.base
+        W = base.dense() if isinstance(base, QuantizedLinear) else local(base.weight)
         wide = torch.promote_types(W.dtype, torch.float32)
         squares, added, at = [], [], 0
         with torch.autocast(W.device.type, enabled=False):
