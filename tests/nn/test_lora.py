@@ -701,7 +701,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     file = tmp_path / "a" / nn.ADAPTER_CONFIG
     config = json.loads(file.read_text())
     for key, value in (
-        ("use_dora", True),
+        ("lora_bias", True),
         ("bias", "all"),
         ("rank_pattern", {"q_proj": 4}),
         ("peft_type", "IA3"),

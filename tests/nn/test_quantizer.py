@@ -684,7 +684,6 @@ def test_dropout_is_of_the_adapters_input():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"use_dora": True}, "use_dora must be False, got True: DoRA's magnitudes need"),
         ({"lora_dropout": 1.0}, "lora_dropout must be a number from 0 to below 1, got 1.0"),
         ({"modules_to_save": ["nosuch"]}, "modules_to_save: 'nosuch' matches no module"),
         ({"modules_to_save": ["mlp"]}, r"modules_to_save: .*mlp\.\w+ has an adapter"),

@@ -511,6 +511,12 @@ def encoder_decoder():
     )
 
 
+def with_dora():
+    model = tiny(num_hidden_layers=1)
+    tilewright.nn.add_lora(model, ["q_proj"], rank=2, use_dora=True)
+    return model
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -564,6 +570,7 @@ def encoder_decoder():
         ),
         (lambda: (encoder_decoder(), {}), "model is an encoder and a decoder (T5ForConditional"),
         (lambda: (tiny().to("meta"), {}), "is on the meta device"),
+        (lambda: (with_dora(), {}), "q_proj: its adapter is a variant of LoRA (use_dora)"),
         (
             lambda: (tiny(), {"config": tiny(intermediate_size=40).config}),
             "gate_proj.weight is [48, 32] in the model and [40, 32] by its configuration",

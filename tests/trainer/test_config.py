@@ -225,8 +225,8 @@ def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoint
         train = Train(output_dir="o", optimizer=optimizer)
         assert [*kept(train, Resume.OTHER_STATES, unread=False)] == states + more
     assert " ".join(kept(Lora(), Resume.OTHER_WEIGHTS)) == (
-        "enable_lora lora_rank lora_alpha rslora lora_target_modules save_lora_only enable_qlora "
-        "quant_format quant_group_size exclude_modules"
+        "enable_lora lora_rank lora_alpha rslora use_dora lora_target_modules save_lora_only "
+        "enable_qlora quant_format quant_group_size exclude_modules"
     )
     orders = [
         kept(section, Resume.OTHER_ORDER) for section in (train, Data(datasets=[{"path": "dummy"}]))
@@ -1591,6 +1591,7 @@ RULES = [
             "lora_rank=2",
             "lora_alpha=2",
             "rslora=true",
+            "use_dora=true",
             "lora_plus_scale=2",
             'lora_target_modules=["q_proj"]',
             "save_lora_only=true",

@@ -359,6 +359,7 @@ ROWS = [
     row("lora.lora_rank", 3, "parameters", **LORA),
     row("lora.lora_alpha", 4.0, "weights", **LORA),
     row("lora.rslora", True, "weights", **LORA),
+    row("lora.use_dora", True, "names", **LORA),
     row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
     row("lora.lora_plus_scale", 4.0, "weights", **LORA),
     row(

@@ -192,6 +192,12 @@ def reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
 
 
+def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum of x over ranks."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group))
+
+
 def strided_shard(dim: int, parts: int) -> torch.distributed.tensor.Placement:
     """The placement of a tensor of some parts along a dimension, each of which is sharded."""
     from torch.distributed.tensor.placement_types import _StridedShard

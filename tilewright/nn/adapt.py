@@ -77,7 +77,7 @@ def add_lora(
         dtype: Of the adapters.
         lora_dropout: As `dropout` in LoRALinear; experts have none.
         use_rslora: PEFT's name of `rslora`.
-        use_dora: Must be False.
+        use_dora: As in LoRALinear; experts have none.
         modules_to_save: Modules that are trained whole beside the adapters, by the ends of their
             paths ("lm_head"). `save_adapter` writes their weights, as PEFT does.
 
@@ -88,9 +88,9 @@ def add_lora(
         TypeError: `targets` is a str.
         ValueError: There are no targets; some match no projection (heads, embeddings and routers
             are none) or only part of an experts module's; experts are not SiLU(gate) * up without
-            biases; the split of a fused layer's rows is unknown; the model has adapters; `use_dora`
-            is set; or a module to save does not exist, is adapted, quantized or tied. The message
-            names them, and the model is unchanged.
+            biases; the split of a fused layer's rows is unknown; the model has adapters;
+            `lora_dropout` or `use_dora` is set for experts; or a module to save does not exist, is
+            adapted, quantized or tied. The message names them, and the model is unchanged.
 
     Example:
         >>> from torch import nn
@@ -101,12 +101,6 @@ def add_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['up_proj.lora_A', 'up_proj.lora_B']
     """
-    if use_dora:
-        raise ValueError(
-            "use_dora must be False, got True: DoRA's magnitudes need a norm of every row of the sum "
-            "of weight and adapter in each step; use_rslora=True is a change of the scale that costs "
-            "nothing, and PEFT computes DoRA over dense layers"
-        )
     check_dropout("lora_dropout", lora_dropout)
     if paths := [path for path, _ in adapted(model)]:
         raise ValueError(
@@ -129,9 +123,14 @@ def add_lora(
             f"lora_dropout must be 0 for adapters of experts, got {lora_dropout} and "
             f"{mixtures[0][0]}; name targets without them"
         )
+    if use_dora and (parameters := _parameters_to_peft(model, chosen)):
+        raise ValueError(
+            f"use_dora must be False for {parameters[0]}, got True: in models with experts PEFT "
+            "adapts it as a parameter, which has no magnitudes; name targets without it"
+        )
     whole = modules_to_save_of(model, modules_to_save, [path for path, _, _ in linear + mixtures])
     options: dict[str, Any] = {"rslora": rslora or use_rslora, "dtype": dtype}
-    with_dropout = {**options, "dropout": lora_dropout}
+    of_linear = {**options, "dropout": lora_dropout, "use_dora": use_dora}
     wrapped: dict[str, LoRALinear | LoRAExperts] = {}
     for path, module, parts in linear:
         if len(parts) > 1:
@@ -139,9 +138,9 @@ def add_lora(
                 "parts": {last_name(p): rows for p, rows in parts.items()},
                 "targets": [last_name(p) for p in chosen[path]],
             }
-            wrapped[path] = LoRALinear(module, rank, alpha, **names, **with_dropout)
+            wrapped[path] = LoRALinear(module, rank, alpha, **names, **of_linear)
         else:
-            wrapped[path] = LoRALinear(module, rank, alpha, **with_dropout)
+            wrapped[path] = LoRALinear(module, rank, alpha, **of_linear)
     for path, module, _ in mixtures:
         weights = (getattr(module, name) for name in ("gate_up_proj", "down_proj"))
         gate_up, down = (w.weight() if isinstance(w, QuantizedExperts) else w for w in weights)
@@ -175,6 +174,15 @@ def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
             f"{', '.join(names)}"
         )
     return targets
+
+
+def _parameters_to_peft(model: nn.Module, chosen: dict[str, list[str]]) -> list[str]:
+    """The chosen projections that PEFT adapts by their weights: it takes these names for experts in
+    a model that has some.
+    """
+    mixture = any(True for _ in experts(model))
+    every = (part for parts in chosen.values() for part in parts)
+    return [part for part in every if mixture and last_name(part) in OF_EXPERTS]
 
 
 def _check_experts(path: str, module: nn.Module, chosen: list[str], parts: list[str]) -> None:

@@ -1,5 +1,6 @@
-"""Frozen linear layers, dense or quantized, with low-rank adapters: LoRA (arXiv 2106.09685) and
-QLoRA (arXiv 2305.14314). `adapt.py` adds them to models; `lora_experts.py` has those for experts.
+"""Frozen linear layers, dense or quantized, with low-rank adapters: LoRA (arXiv 2106.09685), QLoRA
+(arXiv 2305.14314) and DoRA (arXiv 2402.09353). `adapt.py` adds them to models; `lora_experts.py`
+has those for experts.
 
 `base.*` is the original layer; its adapters are `lora_A` and `lora_B`.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -77,12 +79,34 @@ def init_A(A: torch.Tensor, generator: torch.Generator | None) -> None:
     assign(A, torch.empty(A.shape).uniform_(-bound, bound, generator=generator))
 
 
+class Ranks(Protocol):
+    """The ranks that share a layer's matrix."""
+
+    def own(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector that every rank has whole."""
+        ...
+
+    def total(self, t: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, without a gradient."""
+        ...
+
+
 class LoRALinear(nn.Module):
     """A frozen linear layer with an adapter: base(x) + scale * (x A^T) B^T.
 
     lora_A [parts * r, K] is initialized uniformly in +- 1 / sqrt(K), as in PEFT and nn.Linear;
     lora_B [rows, r], for the parts with adapters, with zeros, so that the initial output is the
     base's.
+
+    With `use_dora` each of these rows of the sum, without the base's bias, is scaled by
+
+        (|W| + change) / |W + scale B A|
+
+    where || is a row's norm, of float32 sums, through which no gradient flows, and
+    lora_magnitude_change [rows] begins with zeros: the factor is then exactly 1. |W| + change is
+    PEFT's lora_magnitude_vector; a small change survives where parameters are cast to 16 bits, and
+    weight decay draws it to 0. Dropout is of the adapter's input alone, where PEFT also computes
+    what it adds to W x from the input with dropout.
 
     Args:
         base: nn.Linear or QuantizedLinear; it is frozen.
@@ -95,6 +119,7 @@ class LoRALinear(nn.Module):
         dtype: Of the adapters. They compute in it, or in autocast's dtype.
         dropout: The probability that an element of the adapter's input is zeroed in training
             mode; fused parts share a mask.
+        use_dora: See above. Each call reads W once more, and dequantizes it if it is quantized.
 
     Raises:
         TypeError: `base` is another kind of module.
@@ -110,6 +135,9 @@ class LoRALinear(nn.Module):
     """
 
     base: nn.Linear | QuantizedLinear
+    tp: Ranks | None = None
+    # |W| [rows], where the base's weight is not there; see `magnitudes`.
+    row_norms: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -122,6 +150,7 @@ class LoRALinear(nn.Module):
         targets: Iterable[str] | None = None,
         dtype: torch.dtype = torch.float32,
         dropout: float = 0.0,
+        use_dora: bool = False,
     ):
         super().__init__()
         if not isinstance(base, (nn.Linear, QuantizedLinear)):
@@ -142,7 +171,7 @@ class LoRALinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.rslora, self.parts = rank, alpha, rslora, parts
-        self.scale, self.dropout = scale, float(dropout)
+        self.scale, self.dropout, self.use_dora = scale, float(dropout), use_dora
         starts = dict(zip(parts, _offsets(parts.values()), strict=False))
         self.slices = {name: (starts[name], starts[name] + parts[name]) for name in targets}
         rows = sum(parts[name] for name in targets)
@@ -151,6 +180,8 @@ class LoRALinear(nn.Module):
             torch.empty(len(targets) * rank, self.in_features, device=device, dtype=dtype)
         )
         self.lora_B = nn.Parameter(torch.empty(rows, rank, device=device, dtype=dtype))
+        if use_dora:
+            self.lora_magnitude_change = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -162,6 +193,8 @@ class LoRALinear(nn.Module):
         if not self.lora_A.is_meta:
             init_A(self.lora_A, generator)
             self.lora_B.zero_()
+            if self.use_dora:
+                self.lora_magnitude_change.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lead = x.shape[:-1]
@@ -185,7 +218,65 @@ class LoRALinear(nn.Module):
             ranks = self._ranks(y)
             slices = tuple((a // ranks, b // ranks) for a, b in self.slices.values())
             out = _AddProducts.apply(out, low, B, slices, self.rank)
+        if self.use_dora and self.scale:  # a scale of 0 switches adapters off
+            factor, bias = self._factor(y.shape[1]), self.base.bias
+            out = out * factor
+            if bias is not None:
+                # What the base has added is not scaled. Where the factor is 1 nothing changes.
+                own: Callable[[], torch.Tensor] | None = getattr(self.base, "own_bias", None)
+                out = out + (1 - factor) * (bias if own is None else own())
         return out.to(y.dtype).view(*lead, y.shape[1])
+
+    def _factor(self, rows: int) -> torch.Tensor:
+        """By what DoRA scales this rank's rows, float32 [rows]; 1 where there is no adapter."""
+        change = local(self.lora_magnitude_change)
+        ranks = self.out_features // rows
+        parts = change.split([stop - start for start, stop in self.slices.values()])
+        if ranks > 1:
+            assert self.tp is not None  # it has sharded the rows
+            parts = [self.tp.own(part) for part in parts]
+        bare, merged = self._norms(ranks)
+        change, factors, at = torch.cat(list(parts)), [], 0
+        factor = (bare + change.to(bare.dtype)) / merged
+        for name, n in self.parts.items():
+            n //= ranks
+            factors.append(factor[at : at + n] if name in self.slices else factor.new_ones(n))
+            at += n if name in self.slices else 0
+        return factors[0] if len(factors) == 1 else torch.cat(factors)
+
+    @torch.no_grad()
+    def _norms(self, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the rows with adapters on this rank: |W| and |W + scale B A|, float32 (of float64,
+        that).
+
+            |w + s b A|^2 = |w|^2 + s b . (2 A w + s A A^T b)
+
+        needs no matrix of W's size: a product with r columns, and one of r x r. Where B is 0 the
+        two norms are the same bits. The product is rounded to W's dtype once; its error counts by
+        the share of the adapter in the norm. Where the adapter cancels a row, what is left of the
+        sum is rounding: the square is at least the rounding of |w|^2.
+        """
+        base = self.base
+        W = base.dense() if isinstance(base, QuantizedLinear) else local(base.weight)
+        wide = torch.promote_types(W.dtype, torch.float32)
+        squares, added, at = [], [], 0
+        with torch.autocast(W.device.type, enabled=False):
+            A, B = (local(p).to(wide) for p in (self.lora_A, self.lora_B))
+            for i, (start, stop) in enumerate(self.slices.values()):
+                rows, a = W[start // ranks : stop // ranks], A[i * self.rank : (i + 1) * self.rank]
+                b = B[at : at + len(rows)] * self.scale
+                at += len(rows)
+                squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide).square())
+                product = F.linear(rows, a.to(W.dtype)).to(wide)
+                added.append((b * (2 * product + b @ (a @ a.t()))).sum(1))
+            sums = torch.stack((torch.cat(squares), torch.cat(added)))
+            if W.shape[1] < self.in_features:
+                assert self.tp is not None  # it has sharded the columns
+                sums = self.tp.total(sums)
+            square, more = sums
+            limits = torch.finfo(wide)
+            merged = torch.maximum(square + more, square * limits.eps).clamp_min(limits.tiny)
+            return square.sqrt(), merged.sqrt()
 
     def _ranks(self, y):
         """Ranks over which the base's rows are sharded: each has the same fraction of every
@@ -226,12 +317,36 @@ class LoRALinear(nn.Module):
         """The weight with its adapters, float32 [N, K]; a copy. Every rank of a sharded layer must
         call it.
         """
-        weight = (
-            self.base.dense()
-            if isinstance(self.base, QuantizedLinear)
-            else whole(self.base.weight).float()
-        )
-        return weight + self.delta()
+        return self._merged(self._dense(), self.delta(), self._change())
+
+    def _dense(self) -> torch.Tensor:
+        """The whole weight, float32."""
+        if isinstance(self.base, QuantizedLinear):
+            return self.base.dense()
+        return whole(self.base.weight.detach()).float()
+
+    def _change(self) -> torch.Tensor | None:
+        """DoRA's change of the magnitude of every row, float32 [N]; None without DoRA."""
+        if not self.use_dora:
+            return None
+        own, at = whole(self.lora_magnitude_change.detach()).float(), 0
+        change = own.new_zeros(self.out_features)
+        for start, stop in self.slices.values():
+            change[start:stop] = own[at : at + stop - start]
+            at += stop - start
+        return change
+
+    @staticmethod
+    def _merged(
+        weight: torch.Tensor, delta: torch.Tensor, change: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Some rows of a weight with their adapters.   change: as `_change`."""
+        total = weight + delta
+        if change is None:
+            return total
+        norm = torch.linalg.vector_norm(total, dim=1).clamp_min(torch.finfo(total.dtype).tiny)
+        magnitude = torch.linalg.vector_norm(weight, dim=1).clamp_min(torch.finfo(total.dtype).tiny)
+        return total.mul_(((magnitude + change) / norm).unsqueeze(1))
 
     @torch.no_grad()
     def merge_(self, generator: torch.Generator | None = None) -> None:
@@ -239,27 +354,31 @@ class LoRALinear(nn.Module):
 
         The sum is in float32, then rounded to the weight's dtype or quantized again in its format.
         """
-        delta, base = self.delta(), self.base
+        base = self.base
         if isinstance(base, QuantizedLinear):
-            base.fill(self._sums(base, delta))
+            base.fill(self._sums(base))
+        elif self.use_dora:
+            local(base.weight).copy_(share(self.merged_weight(), base.weight))
         else:
             weight = local(base.weight)
-            weight.copy_(weight.float() + share(delta, base.weight))
+            weight.copy_(weight.float() + share(self.delta(), base.weight))
         self.reset_parameters(generator)
 
     @torch.no_grad()
     def check_merge(self) -> None:
         """Raises ValueError if `merge_` would, and changes nothing."""
         if isinstance(self.base, QuantizedLinear):
-            self._sums(self.base, self.delta())
+            self._sums(self.base)
 
-    def _sums(self, base: QuantizedLinear, delta: torch.Tensor) -> list[Quantized]:
+    def _sums(self, base: QuantizedLinear) -> list[Quantized]:
         """The base's parts with their adapters."""
-        new, at = [], 0
+        delta, change, new, at = self.delta(), self._change(), [], 0
         for q in base.weights():
             stop = at + q.shape[0]
             if any(a < stop and at < b for a, b in self.slices.values()):
-                q = quantize_as(q, dequantize(q, dtype=torch.float32) + delta[at:stop])
+                own = None if change is None else change[at:stop]
+                dense = self._merged(dequantize(q, dtype=torch.float32), delta[at:stop], own)
+                q = quantize_as(q, dense)
             new.append(q)
             at = stop
         return new
@@ -274,14 +393,46 @@ class LoRALinear(nn.Module):
             at += stop - start
 
     @torch.no_grad()
-    def load_adapters(self, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Loads A and B of every part, as yielded by `adapters`."""
+    def base_norms(self) -> torch.Tensor:
+        """|W| of the rows with adapters, float32 [rows]. Every rank of a sharded layer must call
+        it.
+        """
+        if self.row_norms is not None:
+            return self.row_norms
+        norms = torch.linalg.vector_norm(self._dense(), dim=1)
+        return torch.cat([norms[start:stop] for start, stop in self.slices.values()])
+
+    def magnitudes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields each part's name and DoRA's magnitudes |W| + change, float32 [rows]. Every rank of
+        a sharded layer must call it.
+        """
+        norms, at = self.base_norms(), 0
+        values = norms + whole(self.lora_magnitude_change.detach()).to(norms)
+        for name, (start, stop) in self.slices.items():
+            yield name, values[at : at + stop - start]
+            at += stop - start
+
+    @torch.no_grad()
+    def load_adapters(
+        self,
+        pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        magnitudes: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Loads A and B of every part, as yielded by `adapters`, and with DoRA its magnitudes, as
+        yielded by `magnitudes`.
+        """
         for p, i in ((self.lora_A, 0), (self.lora_B, 1)):
             assign(p, torch.cat([pairs[name][i].to(p.dtype) for name in self.slices]))
+        if self.use_dora:
+            assert magnitudes is not None
+            norms, p = self.base_norms(), self.lora_magnitude_change
+            change = torch.cat([magnitudes[name].to(norms) for name in self.slices]) - norms
+            assign(p, change.to(p.dtype))
 
     def extra_repr(self) -> str:
-        dropout = f", dropout={self.dropout:g}" if self.dropout else ""
-        return f"rank={self.rank}, scale={self.scale:g}, adapters={list(self.slices)}{dropout}"
+        more = f", dropout={self.dropout:g}" if self.dropout else ""
+        more += ", use_dora=True" if self.use_dora else ""
+        return f"rank={self.rank}, scale={self.scale:g}, adapters={list(self.slices)}{more}"
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:

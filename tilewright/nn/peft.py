@@ -40,6 +40,7 @@ from tilewright.nn.quantized_layers import QuantizedLinear
 from tilewright.nn.sharded import assign, whole
 from tilewright.nn.weights import Adapted, adapted, shape_of
 
+MAGNITUDE = "lora_magnitude_vector"  # its key has no ".weight"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -88,10 +89,11 @@ def save_adapter(
     modules = list(adapted(model))
     if not modules:
         raise ValueError("the model has no adapters")
-    kinds = {(m.rank, m.alpha, m.rslora) for _, m in modules}
+    kinds = {(m.rank, m.alpha, m.rslora, _has_magnitudes(m)) for _, m in modules}
     if len(kinds) > 1:
         raise ValueError(
-            f"adapters differ in (rank, alpha, rslora): {sorted(kinds)}; one file holds one of each"
+            f"adapters differ in (rank, alpha, rslora, use_dora): {sorted(kinds)}; one file holds "
+            "one of each"
         )
     tensors, config = _to_files(model, modules)
     config |= {"base_model_name_or_path": base_model, "task_type": task_type}
@@ -130,6 +132,9 @@ def _to_files(
             for kind, t in (("lora_A", A), ("lora_B", B)):
                 key = f"base_model.model.{paths[-1]}.{kind}.weight"
                 tensors[key] = t.to("cpu", copy=True).contiguous()
+        for name, t in module.magnitudes() if module.use_dora else ():
+            key = f"base_model.model.{part_path(path, name)}.{MAGNITUDE}"
+            tensors[key] = t.to("cpu", copy=True).contiguous()
     saved = list(saved_modules(model))
     for path, module in saved:
         for name, t in module.state_dict().items():
@@ -150,6 +155,7 @@ def _to_files(
         "r": first.rank,
         "lora_alpha": int(first.alpha) if first.alpha == int(first.alpha) else first.alpha,
         "use_rslora": first.rslora,
+        "use_dora": _has_magnitudes(first),
         "target_modules": _target_names(model, [p for p in paths if p not in weights]),
         "lora_dropout": dropout,
         "bias": "none",
@@ -161,6 +167,10 @@ def _to_files(
         **patterns,
         "target_parameters": parameters or None,
     }
+
+
+def _has_magnitudes(module: Adapted) -> bool:
+    return isinstance(module, LoRALinear) and module.use_dora
 
 
 def part_path(path: str, name: str) -> str:
@@ -187,8 +197,8 @@ class _File(NamedTuple):
     """The content of a folder in PEFT's format.
 
     mixtures: the paths of the model's experts.   with_adapters: those with adapters in the file.
-    pairs: lora_A and lora_B by the paths of all other modules.   saved: by path, the state of the
-        modules that are saved whole.
+    pairs: lora_A and lora_B, and DoRA's magnitudes, by the paths of all other modules.
+    saved: by path, the state of the modules that are saved whole.
     """
 
     folder: pathlib.Path
@@ -197,6 +207,7 @@ class _File(NamedTuple):
     rank: int
     alpha: float
     rslora: bool
+    dora: bool
     mixtures: list[str]
     with_adapters: list[str]
     pairs: dict[str, dict[str, torch.Tensor]]
@@ -219,7 +230,7 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
     Raises:
         FileNotFoundError: A file is missing.
         ValueError: A file cannot be read, does not match the model, or uses an unsupported feature
-            (DoRA, per-module ranks, ...). The message names the file, and the model is unchanged.
+            (per-module ranks, ...). The message names the file, and the model is unchanged.
 
     Example:
         >>> import tempfile, torch
@@ -244,6 +255,7 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
         dropout = 0.0 if file.with_adapters else file.config.get("lora_dropout") or 0.0
         options: dict[str, Any] = {"lora_dropout": dropout, "modules_to_save": list(file.saved)}
         options |= {"rank": file.rank, "alpha": file.alpha, "rslora": file.rslora}
+        options |= {"use_dora": file.dora}
         try:
             add_lora(model, targets, **options)
         except ValueError as error:
@@ -257,7 +269,10 @@ def load_adapter(model: nn.Module, folder: str | pathlib.Path) -> None:
             module.load_peft_(file.tensors, file.config, path)
             continue
         pairs = {name: file.pairs[part_path(path, name)] for name in module.slices}
-        module.load_adapters({n: (pair["lora_A"], pair["lora_B"]) for n, pair in pairs.items()})
+        module.load_adapters(
+            {n: (pair["lora_A"], pair["lora_B"]) for n, pair in pairs.items()},
+            {n: pair[MAGNITUDE] for n, pair in pairs.items()} if module.use_dora else None,
+        )
 
 
 def _read(model: nn.Module, folder: pathlib.Path) -> _File:
@@ -287,13 +302,14 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     for key, t in tensors.items():  # of modules that are saved whole, buffers may have any
         if not any(is_of(key, path) for path in saved):
             check_dtype(f"{folder / ADAPTER_FILE}: {key}", t)
-    pairs = _pairs(folder, others)
+    dora = config.get("use_dora") is True
+    pairs = _pairs(folder, others, dora)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in config.get(key) or ():
             if path := next((p for p in pairs if matches(rf"re:(.*\.)?({pattern})$", p)), None):
                 raise ValueError(f"{folder}: {key} = {config[key]} is not supported, as for {path}")
     return _File(
-        folder, config, tensors, rank, alpha, rslora, mixtures, with_adapters, pairs, saved
+        folder, config, tensors, rank, alpha, rslora, dora, mixtures, with_adapters, pairs, saved
     )
 
 
@@ -321,14 +337,15 @@ def _saved(
 
 
 def _pairs(
-    folder: pathlib.Path, tensors: dict[str, torch.Tensor]
+    folder: pathlib.Path, tensors: dict[str, torch.Tensor], dora: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """lora_A and lora_B by the path of their module."""
+    """lora_A and lora_B, and magnitudes with DoRA, by the path of their module."""
+    kinds = ("lora_A", "lora_B", *([MAGNITUDE] if dora else ()))
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, t in tensors.items():
         stem = key.removeprefix("base_model.model.").removesuffix(".weight")
         path, _, kind = stem.rpartition(".")
-        if kind not in ("lora_A", "lora_B"):
+        if kind not in kinds:
             raise ValueError(f"{folder}: {key} is not supported")
         pairs.setdefault(path, {})[kind] = t
     return pairs
@@ -363,6 +380,10 @@ def _sizes(model: nn.Module, file: _File) -> _Sizes:
             raise ValueError(
                 f"{file.folder}: (r, lora_alpha, use_rslora) is {actual}, the model's {expected}"
             )
+        if module.use_dora != file.dora:
+            raise ValueError(
+                f"{file.folder}: use_dora is {file.dora}, the model's {module.use_dora}"
+            )
         for name, (start, stop) in module.slices.items():
             sizes[part_path(path, name)] = (module.in_features, stop - start)
     without = {
@@ -381,7 +402,8 @@ def _check_sizes(file: _File, sizes: _Sizes) -> None:
     """Raises ValueError for a factor that is missing or has another shape."""
     for path, pair in file.pairs.items():
         columns, rows = sizes[path]
-        for kind, shape in {"lora_A": (file.rank, columns), "lora_B": (rows, file.rank)}.items():
+        shapes = {"lora_A": (file.rank, columns), "lora_B": (rows, file.rank)}
+        for kind, shape in (shapes | ({MAGNITUDE: (rows,)} if file.dora else {})).items():
             if kind not in pair or (None not in shape and tuple(pair[kind].shape) != shape):
                 got = list(pair[kind].shape) if kind in pair else "nothing"
                 raise ValueError(f"{file.folder}: {path}.{kind} must be {list(shape)}, got {got}")

@@ -40,6 +40,7 @@ _FREE = {
     "r",
     "lora_alpha",
     "use_rslora",
+    "use_dora",
     "rank_pattern",
     "alpha_pattern",
     "lora_dropout",
@@ -106,8 +107,9 @@ def settings(config: Mapping[str, Any], where: object) -> tuple[int, float, bool
                 raise ValueError(
                     f"{where}: {pattern} must have regular expressions, got {name!r} ({error})"
                 ) from error
-    if config.get("use_rslora") is not None:
-        check("use_rslora", config["use_rslora"], (bool,), "true or false")
+    for name in ("use_rslora", "use_dora"):
+        if config.get(name) is not None:
+            check(name, config[name], (bool,), "true or false")
     return config["r"], config["lora_alpha"], config.get("use_rslora") is True
 
 
@@ -218,7 +220,8 @@ def _check_config(config: Mapping[str, Any], path: str) -> None:
         raise ValueError(f"{path}: peft_type must be LORA, got {config['peft_type']!r}")
     separate_keys = ("bias", "modules_to_save", "trainable_token_indices")
     relevant = {k: v for k, v in config.items() if k not in separate_keys}
-    if key := unsupported(relevant) or ("lora_dropout" if config.get("lora_dropout") else None):
+    of_linear = (key for key in ("lora_dropout", "use_dora") if config.get(key))
+    if key := unsupported(relevant) or next(of_linear, None):
         raise ValueError(f"{path}: {key} = {config[key]!r} cannot be represented in LoRAExperts")
 
 

@@ -176,6 +176,8 @@ def weights_of(root: nn.Module) -> Weights:
         elif isinstance(module, LoRALinear):
             if set(module.parts) != {""}:
                 raise Unverifiable(f"{path}: adapters of fused projections are not known")
+            if module.use_dora:
+                raise Unverifiable(f"{path}: its adapter is a variant of LoRA (use_dora)")
             found.adapters[plain] = Adapter((("lora_A", "lora_B", float(module.scale)),))
             inner.add(path)
         found.paths[path] = plain

@@ -46,6 +46,16 @@ class Lora(Section):
         later=True,
     )
     """Scale the adapters by alpha / sqrt(rank) (arXiv:2312.03732)."""
+    use_dora: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        LORA,
+        differs=("none", "ours, as peft's; the default is what it has without one"),
+        later=True,
+    )
+    """DoRA (arXiv:2402.09353): learn the norms of the adapted weights' rows apart from their
+    directions.
+    """
     lora_target_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, LORA, min_length=1)
     """Projections with adapters: names in their paths, or with * patterns of them; null: all."""
     lora_plus_scale: float = field(

@@ -55,6 +55,10 @@ class TensorParallel:
         """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
         return x if self.size == 1 else _ReduceScatter.apply(x, self.size, self.name)
 
+    def total(self, t: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, without a gradient."""
+        return t if self.size == 1 else torch_names.all_reduce(t, self.name)
+
 
 class RepeatedAttention(TensorParallel):
     """Of attention that each rank computes whole."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from tilewright.nn.lora import LoRALinear
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.ops.moe.expert_parallel import DeepEP
 from tilewright.trainer.config import Model, Train
@@ -139,7 +140,9 @@ def _shard_basic_modules(
         last = path.rpartition(".")[2]
         hits = extra & {type(module).__name__, last}
         if hits and (
-            last in ("lm_head", "score") or (last in ("q_norm", "k_norm") and names.merge_qkv)
+            last in ("lm_head", "score")
+            or (last in ("q_norm", "k_norm") and names.merge_qkv)
+            or (last == "base" and _reads_base(parts.whole.get_submodule(path[: -len(".base")])))
         ):
             raise ValueError(
                 f"model.basic_modules: {path} ({', '.join(sorted(hits))}) cannot be a unit of its "
@@ -153,6 +156,11 @@ def _shard_basic_modules(
             fully_shard(own, reshard_after_forward=reshard, **options)
     if extra - matched:
         raise ValueError(f"model.basic_modules: no module is called {sorted(extra - matched)}")
+
+
+def _reads_base(module: nn.Module) -> bool:
+    """Whether a module with an adapter reads the weight of the layer under it: DoRA's norms."""
+    return isinstance(module, LoRALinear) and module.use_dora
 
 
 LAYOUTS.add(

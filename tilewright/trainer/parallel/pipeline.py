@@ -30,7 +30,9 @@ from torch.distributed.pipelining import (
 
 from tilewright.core.registry import short
 from tilewright.core.torch_names import known_stage
+from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import shard, whole
+from tilewright.nn.weights import adapted
 from tilewright.trainer.config import Data, Train
 from tilewright.trainer.config.train import too_few
 from tilewright.trainer.models.head import LossFunction
@@ -253,6 +255,10 @@ class Pipeline(Parts):
             for name, p in self.model.named_parameters()
             if p.requires_grad
         }
+        # What DoRA's files need of weights that are on meta.
+        for path, module in adapted(self.model):
+            if isinstance(module, LoRALinear) and module.use_dora:
+                own[f"{path}.row_norms"] = module.base_norms().cpu()
         group, model = self.mesh.pipeline.group, copy.deepcopy(self.whole)
         about = [(name, list(t.shape), short(t.dtype)) for name, t in own.items()]
         for rank, told in enumerate(exchange.gather(about, group)):
@@ -262,7 +268,8 @@ class Pipeline(Parts):
                     full = torch.empty(shape, dtype=getattr(torch, dtype))
                 dist.broadcast(full, group=group, group_src=rank)
                 path, _, last = name.rpartition(".")
-                setattr(model.get_submodule(path), last, nn.Parameter(full, requires_grad=False))
+                value = nn.Parameter(full, requires_grad=False)
+                setattr(model.get_submodule(path), last, full if last == "row_norms" else value)
         return model
 
     # ---- evaluation

@@ -84,8 +84,12 @@ class ColumnParallelLinear(Linear):
 
     tp = TensorParallel()
 
+    def own_bias(self) -> torch.Tensor:
+        """What this rank adds."""
+        return self.tp.own(local(self.bias))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, local(self.weight), self.tp.own(local(self.bias)))
+        return linear(x, local(self.weight), self.own_bias())
 
 
 class RowParallelLinear(Linear):
@@ -95,8 +99,12 @@ class RowParallelLinear(Linear):
 
     tp = TensorParallel()
 
+    def own_bias(self) -> torch.Tensor:
+        """What this rank adds."""
+        return local(self.bias) * float(self.tp.rank == 0)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, local(self.weight), local(self.bias) * float(self.tp.rank == 0))
+        return linear(x, local(self.weight), self.own_bias())
 
 
 def check(config: ModelConfig, size: int) -> None:

@@ -43,11 +43,12 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
             raise ValueError(f"lora.exclude_modules = {exclude}: {error}") from error
         if not done:
             raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
-    scale = {"rank": wanted.lora_rank, "alpha": wanted.lora_alpha, "rslora": wanted.rslora}
+    kind = {"rank": wanted.lora_rank, "alpha": wanted.lora_alpha, "rslora": wanted.rslora}
+    kind |= {"use_dora": wanted.use_dora}
     try:
         # A new head says nothing before it is trained.
         whole = [model.head.module] if model.config.head == "reward" else []
-        add_lora(model, wanted.lora_target_modules, **scale, modules_to_save=whole)
+        add_lora(model, wanted.lora_target_modules, **kind, modules_to_save=whole)
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
     for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
