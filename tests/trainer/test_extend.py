@@ -285,7 +285,10 @@ def test_an_entry_point_is_a_row(tmp_path):
     done = run(tmp_path, f"{package}:{ROOT}", "-c", script)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    names = "['broken', 'focal', 'language_modeling', 'other', 'policy', 'preference', 'reward', 'weighted_language_modeling']"
+    names = (
+        "['broken', 'distillation', 'focal', 'language_modeling', 'other', 'policy', 'preference', "
+        "'reward', 'weighted_language_modeling']"
+    )
     assert said[0] == f"{names} ('cross_entropy',)"
     assert re.match(
         "the entry point my_losses:NO of my-losses gives no row of losses: Attr", said[1]

@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tilewright import ops as tw
-from tilewright.nn import linear_in_row_blocks
+from tilewright.nn import ROWS, linear_in_row_blocks
+from tilewright.ops.loss.head import Plan
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.models.listed import How, Listed, listed
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.shared import TensorParallel
@@ -161,6 +163,29 @@ class TokenLosses(OfSequence):
             )
         self._scored = -logprob
         return logprob, entropy, (best == labels) & (labels != IGNORE)
+
+    def listed(self, ids: torch.Tensor, temperature: float = 1.0) -> Listed:
+        """Log-probabilities of the tokens ids [B, S, k], -1 for none, of all others together, and
+        of labels, at a temperature; differentiable. The logits of a chunk of tokens are in memory
+        at a time.
+        """
+        numerics = self._ops.numerics
+        hidden, weight = in_autocast(*self._operands)
+        x, tokens = hidden.flatten(0, 1), ids.shape[:2]
+        given = ids.flatten(0, 1), self._labels.flatten()
+        block = ROWS if numerics.batch_invariant else None
+        if block:  # products of as many rows each, as `linear_in_row_blocks` has them
+            pad = -len(x) % block
+            x = F.pad(x, (0, 0, 0, pad))
+            given = F.pad(given[0], (0, 0, 0, pad), value=-1), F.pad(given[1], (0, pad), value=-1)
+        how = How(
+            self._ops.linear_cross_entropy,
+            Plan(True, numerics.lm_head_fp32, chunk_size=block),
+            temperature,
+            self._group,
+        )
+        found = listed(x, weight, *given, how)
+        return Listed(*(t[: tokens.numel()].unflatten(0, tokens) for t in found))
 
     def reduced(self, reduction: str) -> torch.Tensor:
         """reduction: as in `ops.cross_entropy`; "mean" is not made of `statistics`."""
