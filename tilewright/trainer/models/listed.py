@@ -102,6 +102,37 @@ def listed(
         return Listed(*_Listed.apply(rows, weight, ids, labels, how))
 
 
+@torch.no_grad()
+def most_probable(
+    x: torch.Tensor, weight: torch.Tensor, k: int, how: How
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k tokens of each row that are most probable, int64 [T, k], and their log-probabilities,
+    as `Listed` has them. The first is the most probable. Not differentiable.
+    """
+    V, parts = weight.shape[0], []
+    none = x.new_full((len(x),), -1, dtype=torch.int64)
+    for rows, logits in Chunks(Head(x, weight), how.plan, 1 / how.temperature):
+        stats = how.statistics(logits, none[rows])
+        values, ids = logits.topk(min(k, V))
+        if how.group is not None:
+            ids = ids + dist.get_rank(how.group) * V
+            values, ids = (_joined(t, how.group) for t in (values, ids))
+            values, order = values.topk(k)
+            ids = ids.gather(-1, order)
+        parts.append(
+            (ids, values.to(stats.peak.dtype) - stats.peak[:, None] - stats.log_sum[:, None])
+        )
+    ids, logprobs = (torch.cat(p) for p in zip(*parts, strict=True))
+    return ids, logprobs.clamp_max(0.0)
+
+
+def _joined(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[T, n] of all ranks, [T, n ranks]."""
+    parts = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(parts, shard.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
 class _Listed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, ids, labels, how):
