@@ -52,12 +52,12 @@ def with_bucket(
     others: [...], the student's of all other tokens.
     """
     left = (1.0 - p.exp().sum(-1)).clamp_min(ROUNDING).log()
-    some = others > -torch.inf
-    more = left.where(some, 0.0), others.where(some, 0.0)
-    return tuple(
-        torch.cat((t.where(p > -torch.inf, 0.0), m[..., None]), -1)
-        for t, m in zip((p, q), more, strict=True)
+    there, some = p > -torch.inf, others > -torch.inf
+    p, q = (
+        torch.cat((listed.where(there, 0.0), rest.where(some, 0.0)[..., None]), -1)
+        for listed, rest in ((p, left), (q, others))
     )
+    return p, q
 
 
 def renormalized(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,6 @@ def renormalized(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.
     return p, q
 
 
-# Wide: the section's fields.
 def distillation(
     per_token: TokenLosses,
     batch: Mapping[str, Any],
