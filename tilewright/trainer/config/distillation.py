@@ -44,14 +44,7 @@ class Distillation(Section):
     """All tokens without an entry. bucket: they count as one more token; renormalize: they do not
     count, and the entries' probabilities are divided by their sum.
     """
-    temperature: float = field(
-        1.0,
-        Resume.NEXT_STEP,
-        DISTILLED,
-        names={"TRL": "temperature"},
-        differs=("none", OURS),
-        gt=0,
-    )
+    temperature: float = field(1.0, Resume.NEXT_STEP, DISTILLED, differs=("none", OURS), gt=0)
     """Divides the student's logits in the divergence; the teacher's log-probabilities must be those
     at this temperature.
     """
