@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.memory import most_allocated
 from tilewright.kernels import tuning
 from tilewright.nn import sharded
-from tilewright.trainer import evaluate, train
+from tilewright.trainer import evaluate, teacher, train
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
@@ -296,7 +296,7 @@ def main(folder):
     root, ranks, groups = pathlib.Path(folder), None, Groups()
     for path, arguments in json.loads((root / "modes.json").read_text()).items():
         folder, name = (root / path).parent, pathlib.PurePath(path).name
-        whole = name.startswith(("run", "memory", "evaluate"))
+        whole = name.startswith(("run", "memory", "evaluate", "teacher"))
         file, *arguments = arguments if whole else (folder / "config.yaml", *arguments)
         config = load(str(file), arguments)
         bins = None if whole else torch.load(folder / "bins.pt", weights_only=False)
@@ -312,6 +312,9 @@ def main(folder):
             evaluate.evaluate(
                 config, ranks, folder / f"{name}.jsonl", each_token="rewards" not in name
             )
+            continue
+        if name.startswith("teacher"):
+            teacher.write(config, ranks, folder / name)
             continue
         if name in REFUSED:
             kind = name.removeprefix("run_")

@@ -27,9 +27,12 @@ from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
 
 pytestmark = pytest.mark.packages
 
-ROUTES = dataclasses.replace(COLUMNS["routed_experts"], width=3, reader=None)
+WIDE = {
+    name: dataclasses.replace(COLUMNS[name], width=3, reader=None)
+    for name in ("routed_experts", "teacher_ids", "teacher_logprobs")
+}
 # Without `prefix`, which leaves tokens out (test_shared_prefix).
-ALL = {n: c for n, c in COLUMNS.items() if c.batched and n != "prefix"} | {"routed_experts": ROUTES}
+ALL = {n: c for n, c in COLUMNS.items() if c.batched and n != "prefix"} | WIDE
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +103,10 @@ def check(batch, lengths, pairs, order):
                 assert batch[name][j] == 7 * i + k, name
             else:
                 own, want = batch[name][0, a:b], ids + 1000 * k
-                own = own if column.width is None else own[:, 0]
+                if column.width is not None:
+                    want = want[:, None] + torch.arange(3)
                 if column.target:  # of the token that follows
-                    assert own[-1] == column.fill
+                    assert (own[-1] == column.fill).all()
                     own, want = own[:-1], want[1:]
                 assert own.tolist() == want.tolist(), name
     return found

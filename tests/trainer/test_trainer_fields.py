@@ -427,6 +427,12 @@ HELD = {
     "policy.beta": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
     "policy.kl_type": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
     "policy.ratio_type": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
+    "distillation.divergence": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
+    "distillation.beta": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
+    "distillation.top_k": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
+    "distillation.outside": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
+    "distillation.temperature": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
+    "distillation.cross_entropy_share": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
     "reward.center_rewards_coefficient": "test_reward.py::test_a_run_is_one_of_transformers_model",
     "preference.share_prefix": "test_shared_prefix.py::test_a_run_has_the_numbers_of_whole_documents",
     "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
@@ -995,12 +1001,17 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
             free[path] = resume_of(path)
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
-    # A revision of the weights is known by their checksums, shared prompts by the bins that they
-    # make; options are those of an optimizer that
-    # reads some, which none of these does.
+    # A revision of the weights is known by their checksums, shared prompts and a teacher's entries
+    # by the bins that they make; options are those of an optimizer that reads some, which none of
+    # these does.
     known = {
         free.pop(name)
-        for name in ("model.revision", "train.optimizer_args", "preference.share_prefix")
+        for name in (
+            "model.revision",
+            "train.optimizer_args",
+            "preference.share_prefix",
+            "distillation.top_k",
+        )
     }
     assert known == {"refused"} and {*free.values()} == {"free"}
 

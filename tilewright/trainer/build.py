@@ -381,7 +381,10 @@ def columns_of(
         asked[PREFIX] = "preference.share_prefix = True"
     if train.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
-    return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}
+    return {
+        name: COLUMNS[name].of(shape, asked_by, loss.widths.get(name))
+        for name, asked_by in asked.items()
+    }
 
 
 def model_identity(model: Model, lora: Lora, shape: ModelConfig) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 A field that is accepted does what its description says. What cannot work is refused with one
 sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
 a default or a meaning departs from it, the field says so, and why. Everything about a field stands
-on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`, `preference.py` and
-`reward.py`,
-`policy.py`; `overrides.py` reads files and command lines.
+on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`, `preference.py`,
+`policy.py`, `distillation.py` and `reward.py`; `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
@@ -26,6 +25,7 @@ from tilewright.core import platform
 from tilewright.trainer.config import overrides as reading
 from tilewright.trainer.config import reference
 from tilewright.trainer.config.data import Data
+from tilewright.trainer.config.distillation import Distillation
 from tilewright.trainer.config.field_tree import ConfigError, leaves
 from tilewright.trainer.config.lora import Lora
 from tilewright.trainer.config.model import Model
@@ -43,6 +43,7 @@ class Config(Section):
     lora: Lora = Field(Lora(), description="Adapters.")
     preference: Preference = Field(Preference(), description="Preferences.")
     policy: Policy = Field(Policy(), description="Policies.")
+    distillation: Distillation = Field(Distillation(), description="A teacher's distributions.")
     reward: Reward = Field(Reward(), description="Reward models.")
 
     @model_validator(mode="after")

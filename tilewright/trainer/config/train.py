@@ -416,12 +416,16 @@ class Train(Section):
     )
     """What is minimized; language_modeling: the cross-entropy of the labels;
     weighted_language_modeling: with each token's weight, from the column weight; preference: what
-    the section preference says; reward: a reward model's, of pairs.
+    the section preference says; distillation: what the section distillation says; reward: a reward
+    model's, of pairs.
     """
     loss_temperature: Number = field(
         1.0,
         Resume.NEXT_STEP,
         UNSHAPED,
+        Refuse("a distillation's is distillation.temperature", "loss").when(
+            lambda c: c.train.loss_temperature != 1.0 and c.train.loss == "distillation"
+        ),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.loss_temperature != 1.0 and _scored(c)),
         differs=OURS,
         gt=0,
@@ -431,8 +435,8 @@ class Train(Section):
         0.0,
         Resume.NEXT_STEP,
         UNSHAPED,
-        Refuse("a policy's loss is one of log-probabilities as they are", "loss").when(
-            lambda c: c.train.z_loss != 0.0 and c.train.loss == "policy"
+        Refuse("this loss is one of log-probabilities as they are", "loss").when(
+            lambda c: c.train.z_loss != 0.0 and c.train.loss in ("policy", "distillation")
         ),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.z_loss != 0.0 and _scored(c)),
         differs=OURS,

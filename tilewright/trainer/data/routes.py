@@ -12,6 +12,7 @@ import torch
 
 from tilewright.nn import read_routed_experts
 from tilewright.nn.routed_experts import check
+from tilewright.trainer.data.nested import LISTS, nested
 from tilewright.trainer.models.model_config import ModelConfig
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
@@ -53,7 +54,7 @@ class Routes:
         if given is None:
             raise ValueError("it has no routed_experts")
         found = read_routed_experts(
-            _nested(given) if isinstance(given, pa.Array) else given,
+            nested(given, "routed experts") if isinstance(given, pa.Array) else given,
             layers=self.layers,
             top_k=self.top_k,
             experts=self.experts,
@@ -101,22 +102,3 @@ class Routes:
             raise ValueError("an expert in routed_experts is null")
         found = values.to_numpy(zero_copy_only=False).reshape(-1, len(self.routed), self.top_k)
         check(found, self.experts, self.routed)
-
-
-LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-
-
-def _nested(values: Any) -> np.ndarray:
-    """Lists of lists, an Arrow array, as an array, without Python's numbers."""
-    shape: list[int] = [len(values)]
-    while any(is_list(values.type) for is_list in LISTS):
-        lengths = pc.unique(pc.list_value_length(values)).to_pylist()
-        if len(lengths) > 1 or None in lengths:
-            raise ValueError(
-                f"routed experts have no shape: lists of lengths {sorted(map(str, lengths))}"
-            )
-        shape.append(lengths[0] if lengths else 0)
-        values = values.flatten()
-    if values.null_count:
-        raise ValueError("an expert in routed_experts is null")
-    return values.to_numpy(zero_copy_only=False).reshape(shape)

@@ -55,6 +55,7 @@ class Loss:
         documents: the batch that the loss gets has these sums of this rank, as `first` [sums].
     whole: they are added over the micro-batches of a step, or of an evaluation.
     over: names of reports that are means over another report, by name.
+    widths: of columns with several numbers per token, as many as the loss reads.
     asked: what makes the loss read a column, in errors, where it is not its name.
     head: of the model, a name of HEADS.
     settled: a section of the configuration -> the loss that a run has, of a row that depends on it.
@@ -70,6 +71,7 @@ class Loss:
     first: LossFunction | None = None
     whole: bool = False
     over: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, int] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)
     head: str = "language_model"
     settled: Callable[[Any], Loss] | None = None

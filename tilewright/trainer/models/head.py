@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tilewright import ops as tw
-from tilewright.nn import linear_in_row_blocks
+from tilewright.nn import ROWS, linear_in_row_blocks
+from tilewright.ops.loss.head import Plan
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.models.listed import How, Listed, listed, most_probable
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.shared import TensorParallel
@@ -161,6 +163,46 @@ class TokenLosses(OfSequence):
             )
         self._scored = -logprob
         return logprob, entropy, (best == labels) & (labels != IGNORE)
+
+    def listed(self, ids: torch.Tensor, temperature: float = 1.0) -> Listed:
+        """Log-probabilities of the tokens ids [B, S, k], -1 for none, of all others together, and
+        of labels, at a temperature; differentiable. The logits of a chunk of tokens are in memory
+        at a time.
+        """
+        tokens = ids.shape[:2]
+        x, weight, how, pad = self._in_rows(temperature)
+        given = (t.flatten(0, 1) for t in (ids, self._labels[..., None]))
+        ids, labels = (F.pad(t, (0, 0, 0, pad), value=-1) for t in given)
+        found = listed(x, weight, ids, labels[:, 0], how)
+        return Listed(*(t[: tokens.numel()].unflatten(0, tokens) for t in found))
+
+    def most_probable(self, k: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens [B, S, k] that are most probable at a temperature, and their
+        log-probabilities, in order; without gradients.
+        """
+        tokens = self._labels.shape
+        x, weight, how, _ = self._in_rows(temperature)
+        found = most_probable(x, weight, k, how)
+        ids, logprobs = (t[: tokens.numel()].unflatten(0, tokens) for t in found)
+        return ids, logprobs
+
+    def _in_rows(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor, How, int]:
+        """Hidden states [T, H], the weight, how logits are computed, and the number of rows that
+        are padding: with `batch_invariant` all products have as many rows as those of
+        `linear_in_row_blocks`.
+        """
+        numerics = self._ops.numerics
+        hidden, weight = in_autocast(*self._operands)
+        x = hidden.flatten(0, 1)
+        block = ROWS if numerics.batch_invariant else None
+        pad = -len(x) % (block or 1)
+        how = How(
+            self._ops.linear_cross_entropy,
+            Plan(True, numerics.lm_head_fp32, chunk_size=block),
+            temperature,
+            self._group,
+        )
+        return F.pad(x, (0, 0, 0, pad)) if pad else x, weight, how, pad
 
     def reduced(self, reduction: str) -> torch.Tensor:
         """reduction: as in `ops.cross_entropy`; "mean" is not made of `statistics`."""

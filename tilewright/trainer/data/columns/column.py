@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from tilewright.trainer.data.nested import nested
+
 if TYPE_CHECKING:
     from tilewright.trainer.models.model_config import ModelConfig
 
@@ -26,10 +28,11 @@ class Column:
     No batch is sent between processes: stages of a pipeline, and ranks that share a sequence or
     matrices, each read the bins of their data-parallel rank, with all columns.
 
-    each: "token" for numbers of every token: files and rows have a list as long as `input_ids`, or
-        one number that stands for all of them; batches have [1, T], or [1, T, width], cut, padded
-        and sharded over context-parallel ranks as the tokens are. "document" for one value: batches
-        have [documents], the same on all context-parallel ranks.
+    each: "token" for numbers of every token: rows have a list as long as `input_ids`, of numbers or
+        of lists of `width`, or one number that stands for all of them; files have them one after
+        the other; batches have [1, T], or [1, T, width], cut, padded and sharded over
+        context-parallel ranks as the tokens are. "document" for one value: batches have
+        [documents], the same on all context-parallel ranks.
     dtype: numpy's name, in files and in batches; "str" is in files alone.
     fill: where a batch is padded, and of documents of no tokens to train on.
     default: where the rows of a data set have no such column; None: they must.
@@ -38,6 +41,7 @@ class Column:
     together: consecutive documents of one value are one unit of packing: always in one bin.
     least, most: the values that are accepted.
     width: numbers per token; None: one.
+    among: numbers of tokens [n, width] -> which tokens' do not fit each other [n], and why.
     reader: (a row's value, tokens) -> array [tokens, width], for a column of another form. Raises
         TypeError or ValueError.
     checker: the same for the column of a prepared set: (its values, input_ids) -> raises ValueError
@@ -56,15 +60,18 @@ class Column:
     least: float = -math.inf
     most: float = math.inf
     width: int | None = None
+    among: Callable[[np.ndarray], tuple[np.ndarray, str]] | None = None
     reader: Callable[[Any, int], np.ndarray] | None = None
     checker: Callable[[pa.ChunkedArray, pa.ChunkedArray], None] | None = None
     depends: Any = None
     of_model: Callable[[ModelConfig], Column] | None = None
     asked_by: str = ""
 
-    def of(self, shape: ModelConfig, asked_by: str) -> Column:
-        """The column as a model reads it."""
+    def of(self, shape: ModelConfig, asked_by: str, width: int | None = None) -> Column:
+        """The column as a model reads it.   width: where a loss decides on it."""
         found = self if self.of_model is None else self.of_model(shape)
+        if width is not None:
+            found = dataclasses.replace(found, width=width, depends={"width": width})
         return dataclasses.replace(found, asked_by=asked_by)
 
     @property
@@ -97,6 +104,8 @@ class Column:
                 raise TypeError(f"it must be a string or an integer, got {given!r:.80}")
             return str(given)
         listed = isinstance(given, list | tuple | np.ndarray | pa.Array)
+        if self.width is not None:
+            return self._wide(given if listed else [given], tokens, self.width)
         if self.each == "document":
             return self._numbers([given] if not listed else given, 1)[0]
         if not listed:
@@ -121,6 +130,37 @@ class Column:
             if not (math.isfinite(value) and self.least <= value <= self.most):
                 raise ValueError(f"{self._at(i)} is {value}: {self._range()}")
         return np.array(given, wanted)
+
+    def _wide(self, given: Any, tokens: int, width: int) -> np.ndarray:
+        if isinstance(given, pa.Array):
+            values = nested(given, "its numbers")
+        else:
+            values = np.asarray(given)
+        if values.shape != (tokens, width):
+            raise ValueError(
+                f"it has the shape {[*values.shape]}; accepted is [{tokens}, {width}], the row's "
+                f"tokens and {self.asked_by}"
+            )
+        wanted, flat = np.dtype(self.dtype), values.reshape(-1)
+        if values.dtype.kind not in "iuf":
+            raise TypeError(f"it holds {values.dtype}; accepted are numbers")
+        if wanted.kind in "iu" and (broken := flat != np.trunc(flat)).any():
+            # Of one such number a file's reader makes a column of floats.
+            i = int(broken.argmax())
+            raise TypeError(f"token {i // width + 1}: {flat[i]}: accepted are integers")
+        self._check_values(flat, lambda i: f"token {i // width + 1}")
+        return values.astype(wanted)
+
+    def _check_values(self, numbers: np.ndarray, at: Callable[[int], str]) -> None:
+        """Raises ValueError for the first that does not fit.   at: says where it is."""
+        fits = np.isfinite(numbers) & (numbers >= self.least) & (numbers <= self.most)
+        if not fits.all():
+            i = int((~fits).argmax())
+            raise ValueError(f"{at(i)}: {numbers[i]}: {self._range()}")
+        if self.width is not None and self.among is not None:
+            wrong, why = self.among(numbers.reshape(-1, self.width))
+            if wrong.any():
+                raise ValueError(f"{at(int(wrong.argmax()) * self.width)}: {why}")
 
     def _at(self, i: int) -> str:
         return f"the value of token {i + 1}" if self.each == "token" else "it"
@@ -152,17 +192,16 @@ class Column:
             lengths, wanted = (
                 pc.fill_null(pc.list_value_length(c), -1).to_numpy() for c in (column, tokens)
             )
+            wanted = wanted * (self.width or 1)
             if len(wrong := (lengths != wanted).nonzero()[0]):
                 i = wrong[0]
                 raise ValueError(
-                    f"sample {i} has {lengths[i]} values; accepted are {wanted[i]}, one per token"
+                    f"sample {i} has {lengths[i]} values; accepted are {wanted[i]}, "
+                    f"{self.width or 'one'} per token"
                 )
             flat, of_sample = pc.list_flatten(column), np.repeat(of_sample, lengths)
-        numbers = flat.to_numpy()  # a null is NaN
-        fits = np.isfinite(numbers) & (numbers >= self.least) & (numbers <= self.most)
-        if not fits.all():
-            i = int((~fits).argmax())
-            raise ValueError(f"sample {of_sample[i]}: {numbers[i]}: {self._range()}")
+        # A null is NaN.
+        self._check_values(flat.to_numpy(), lambda i: f"sample {of_sample[i]}")
 
     def said(self, name: str, error: Exception) -> str:
         """An error of `read` or `check`, in which functions of a column name it themselves."""
@@ -181,11 +220,11 @@ class Column:
 
     def plain(self) -> Column:
         """A copy for other processes, without functions."""
-        return dataclasses.replace(self, reader=None, checker=None, of_model=None)
+        return dataclasses.replace(self, among=None, reader=None, checker=None, of_model=None)
 
     def cut(self, value: Any, tokens: int) -> Any:
         return value[:tokens] if self.each == "token" else value
 
     def shifted(self, value: np.ndarray) -> np.ndarray:
         """As a batch has it, of a column of tokens."""
-        return np.append(value[1:], value.dtype.type(self.fill)) if self.target else value
+        return np.concatenate((value[1:], self.filled(1))) if self.target else value

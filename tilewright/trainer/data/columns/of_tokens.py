@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.routes import Routes
+from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.tables import COLUMNS
-
-if TYPE_CHECKING:
-    pass
 
 
 def recorded(routes: Routes) -> Column:
@@ -33,3 +32,30 @@ COLUMNS.add("old_logprob", Column("token", "float32", target=True, most=0.0))
 COLUMNS.add("rollout_logprob", Column("token", "float32", target=True, most=0.0))
 COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0))
 COLUMNS.add("reference_logprob", Column("token", "float32", target=True, most=0.0))
+
+
+def _twice(ids: np.ndarray) -> tuple[np.ndarray, str]:
+    ordered = np.sort(ids, -1)
+    return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1), "an id is twice"
+
+
+def _too_probable(logprobs: np.ndarray) -> tuple[np.ndarray, str]:
+    # 0 stands where there is no entry. Rounded to bfloat16, they may sum to a little more than 1.
+    wide = logprobs.astype(np.float64)
+    mass = np.exp(wide, where=wide < 0, out=np.zeros_like(wide)).sum(-1)
+    return mass > 1.01, "these log-probabilities are of probabilities whose sum is above 1"
+
+
+def _in_vocabulary(shape: ModelConfig) -> Column:
+    return dataclasses.replace(TEACHER_IDS, most=shape.vocab_size - 1)
+
+
+# A teacher's most probable tokens, in any order, and their log-probabilities. -1 is no token.
+TEACHER_IDS = Column(
+    "token", "int32", fill=-1, target=True, least=-1, among=_twice, of_model=_in_vocabulary
+)
+COLUMNS.add("teacher_ids", TEACHER_IDS)
+COLUMNS.add(
+    "teacher_logprobs",
+    Column("token", "float32", target=True, most=0.0, among=_too_probable),
+)

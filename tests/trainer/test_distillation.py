@@ -1,0 +1,547 @@
+"""Distillation of a teacher's most probable tokens: whole runs beside transformers' logits."""
+
+import json
+import math
+import random
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pydantic")
+transformers = pytest.importorskip("transformers")
+
+from ranks import metrics, run_modes  # noqa: E402
+
+from tilewright.ops.loss.head import Plan  # noqa: E402
+from tilewright.trainer import build, teacher, train  # noqa: E402
+from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.models.listed import How, listed  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+
+pytestmark = pytest.mark.packages
+
+VOCAB, ROWS = 48, 24
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+# The arguments of a run, by a name: of the section distillation.
+CASES = {
+    "forward": {"divergence": "forward", "top_k": 4},
+    "reverse": {"divergence": "reverse", "top_k": 4},
+    "jsd": {"divergence": "jsd", "top_k": 4, "beta": 0.3},
+    "forward renormalized": {"divergence": "forward", "top_k": 4, "outside": "renormalize"},
+    "jsd renormalized": {"divergence": "jsd", "top_k": 4, "outside": "renormalize"},
+    "warm": {"divergence": "reverse", "top_k": 4, "temperature": 2.0},
+    "warm shared": {"top_k": 4, "temperature": 2.0, "cross_entropy_share": 0.3},
+    "shared": {"divergence": "jsd", "top_k": 4, "cross_entropy_share": 0.5},
+    "labels": {"divergence": "forward", "top_k": 0},
+    "whole forward": {"divergence": "forward", "top_k": VOCAB},
+    "whole reverse": {"divergence": "reverse", "top_k": VOCAB},
+    "whole jsd": {"divergence": "jsd", "top_k": VOCAB, "beta": 0.3, "temperature": 2.0},
+}
+
+
+def llama(seed):
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+
+
+@torch.no_grad()
+def with_teacher(teacher, row, top_k, temperature):
+    """A row with a teacher's columns, in which nothing precedes the first token."""
+    ids = torch.tensor([row["input_ids"]])
+    logprob = (teacher(ids).logits[0, :-1].double() / temperature).log_softmax(-1)
+    if not top_k:
+        own = logprob.gather(1, ids[0, 1:, None])[:, 0]
+        return {**row, "teacher_logprob": [0.0, *own.tolist()]}
+    values, tokens = logprob.topk(top_k)
+    return {
+        **row,
+        "teacher_ids": [[-1] * top_k, *tokens.tolist()],
+        "teacher_logprobs": [[0.0] * top_k, *values.tolist()],
+    }
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """(folder, rows, a function: a case -> the command's arguments)."""
+    folder, rng = tmp_path_factory.mktemp("distillation"), random.Random(0)
+    teacher, rows = llama(1), []
+    teacher.save_pretrained(folder / "teacher")
+    llama(0).save_pretrained(folder / "model")
+    for _ in range(ROWS):
+        prompt, answer = rng.randint(1, 5), rng.randint(1, 9)
+        ids = [rng.randrange(VOCAB) for _ in range(prompt + answer)]
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    tree = {
+        "model": {"model_path": str(folder / "model")},
+        "data": {
+            "datasets": [{"path": str(folder / "rows.jsonl"), "type": "tokenized"}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "sample_packing_sequence_len": 64,
+            "pad_to_multiple_of": 16,
+        },
+        "train": {
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "none",
+            "loss": "distillation",
+            "gradient_accumulation_steps": 2,
+            "max_steps": 2,
+            "lr": 1e-2,
+            "optimizer": "sgd",
+            "lr_decay_style": "constant",
+            "max_grad_norm": 0.0,
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "save_hf_weights": False,
+            "save_strategy": "no",
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+
+    def arguments(case):
+        section = CASES[case]
+        made = section["top_k"], section.get("temperature", 1.0)
+        file = folder / f"rows_{made[0]}_{made[1]}.jsonl"
+        if not file.exists():
+            found = (with_teacher(teacher, row, *made) for row in rows)
+            file.write_text("".join(json.dumps(row) + "\n" for row in found))
+        data = [{"path": str(file), "type": "tokenized"}]
+        given = [f"--distillation.{n}={json.dumps(v)}" for n, v in section.items()]
+        return [f"--data.datasets={json.dumps(data)}", *given]
+
+    return folder, rows, arguments
+
+
+def trained(settings, name, *options):
+    folder, _, _ = settings
+    path = str(folder / "config.yaml")
+    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
+    return metrics(folder / name)
+
+
+def of_trl(student, teacher, section):
+    """The loss of tokens with all logits, as TRL computes it."""
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    beta = {"forward": 0.0, "reverse": 1.0}.get(section["divergence"], section.get("beta"))
+    return gkd.GKDTrainer.generalized_jsd_loss(
+        student[None],
+        teacher[None],
+        beta=beta,
+        temperature=section.get("temperature", 1.0),
+        reduction="sum",
+    )
+
+
+def of_entries(student, teacher, labels, section):
+    """The same of a few entries, one token after the other."""
+    tau, total = section.get("temperature", 1.0), 0.0
+    share, beta = section.get("cross_entropy_share", 0.0), section.get("beta", 0.5)
+    for z, y, label in zip(student, teacher, labels, strict=True):
+        q, p = (z / tau).softmax(-1), (y / tau).softmax(-1)
+        chosen = p.topk(section["top_k"]).indices if section["top_k"] else label[None]
+        if section.get("outside") == "renormalize":
+            q, p = (t[chosen] / t[chosen].sum() for t in (q, p))
+        else:
+            q, p = (torch.cat((t[chosen], 1 - t[chosen].sum()[None])) for t in (q, p))
+        m = beta * p + (1 - beta) * q
+        found = {
+            "forward": (p * (p / q).log()).sum(),
+            "reverse": (q * (q / p).log()).sum(),
+            "jsd": beta * (p * (p / m).log()).sum() + (1 - beta) * (q * (q / m).log()).sum(),
+        }[section.get("divergence", "forward")]
+        total = total + (1 - share) * found - share * z.log_softmax(-1)[label]
+    return total
+
+
+def plain(settings, case):
+    """The loss of all documents, one at a time, and its gradient's norm, in float64."""
+    folder, rows, _ = settings
+    student, teacher = (
+        transformers.LlamaForCausalLM.from_pretrained(folder / n).double()
+        for n in ("model", "teacher")
+    )
+    total, count, section = torch.zeros((), dtype=torch.float64), 0, CASES[case]
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]])
+        learned = torch.tensor(row["labels"][1:]) != -100
+        z = student(ids).logits[0, :-1][learned]
+        with torch.no_grad():
+            y = teacher(ids).logits[0, :-1][learned]
+        if section["top_k"] == VOCAB:
+            total = total + of_trl(z, y, section)
+        else:
+            total = total + of_entries(z, y, ids[0, 1:][learned], section)
+        count += int(learned.sum())
+    (total / count).backward()
+    norm = math.sqrt(sum(p.grad.square().sum() for p in student.parameters()))
+    return total.item() / count, norm
+
+
+def whole_step(settings, arguments):
+    folder = settings[0]
+    unused = [f"--train.output_dir={folder / 'unused'}", *arguments]
+    bins = build.build(load(str(folder / "config.yaml"), unused), Mesh()).batches.bins
+    return [f"--train.micro_batch_size={len(bins)}", "--train.gradient_accumulation_steps=1"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_that_of_a_plain_loop_over_all_logits(case, settings):
+    """In float64, and where all tokens are listed, by TRL's formula."""
+    arguments = settings[2](case)
+    first, _ = trained(settings, case, *arguments, *whole_step(settings, arguments))
+    loss, norm = plain(settings, case)
+    # Log-probabilities in float32 of logits of about 10.
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+# ---- ranks
+
+SHARDED = "--train.gradient_accumulation_steps=1"
+FSDP = ["--train.data_parallel_mode=fsdp2"]
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4"]
+MODES = {
+    "ddp": ["--train.data_parallel_mode=ddp", SHARDED],
+    "fsdp2": [*FSDP, SHARDED],
+    "ring": [*FSDP, "--train.ringattn_parallel_size=2"],
+    "ulysses": [*FSDP, "--train.ulysses_parallel_size=2"],
+    "tensor": [*FSDP, "--train.tensor_parallel_size=2"],
+    "pipeline": [*FSDP, "--train.pipeline_parallel_size=2"],
+    "lora": [*FSDP, SHARDED, *LORA],
+}
+REPORTED = ("teacher_kl", "teacher_mass", "student_mass", "teacher_agreement", "cross_entropy")
+
+
+def spread_cases(name):
+    return ("shared",) if name == "lora" else ("shared", "reverse", "jsd renormalized")
+
+
+@pytest.fixture(scope="module")
+def spread(settings):
+    folder, _, arguments = settings
+    modes = {
+        f"{case} {name}": [
+            str(folder / "config.yaml"),
+            f"--train.output_dir={folder / f'{case} {name}'}",
+            "--model.merge_qkv=false",
+            *options,
+            *arguments(case),
+        ]
+        for name, options in MODES.items()
+        for case in spread_cases(name)
+    }
+    run_modes(2, folder, {f"run_{i}": m for i, m in enumerate(modes.values())})
+    return {name: metrics(folder / name) for name in modes}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_train_as_one_process(name, spread, settings):
+    further = LORA if name == "lora" else []
+    for case in spread_cases(name):
+        arguments = [*settings[2](case), *further, "--model.merge_qkv=false"]
+        alone = trained(settings, f"{case} alone {name}", *arguments)
+        for a, b in zip(spread[f"{case} {name}"], alone, strict=True):
+            for key in ("loss", "grad_norm", *REPORTED):
+                assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), (case, key)
+
+
+def test_packing_and_accumulation_do_not_change_a_step(settings):
+    arguments = settings[2]("shared")
+    whole = trained(settings, "packed", *arguments, *whole_step(settings, arguments))
+    apart = [
+        "--data.sample_packing_sequence_len=14",
+        "--data.pad_to_multiple_of=1",
+        "--data.sample_packing_method=multipack",
+    ]
+    arguments += apart
+    bins = int(whole_step(settings, arguments)[0].partition("=")[2])
+    steps = ["--train.micro_batch_size=1", f"--train.gradient_accumulation_steps={bins}"]
+    found = trained(settings, "apart", *arguments, *steps)
+    for key in ("loss", "grad_norm", *REPORTED):
+        assert whole[0][key] == pytest.approx(found[0][key], rel=1e-5), key
+
+
+# ---- log-probabilities of listed tokens
+
+
+def operands(dtype=torch.float64):
+    """(x, weight, ids, labels): rows with a missing entry, without any, and with labels that are
+    listed, that are not, and that are not there.
+    """
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 6, dtype=dtype), 2 * torch.randn(11, 6, dtype=dtype)
+    ids = torch.stack([torch.randperm(11)[:4] for _ in range(40)])
+    ids[3, 2], ids[4] = -1, -1
+    labels = torch.randint(0, 11, (40,))
+    labels[:9], labels[5] = ids[:9, 0], -100
+    return x.requires_grad_(), weight.requires_grad_(), ids, labels
+
+
+def test_gradients_are_finite_differences():
+    """Also of what is outside, and over chunks of rows."""
+    x, weight, ids, labels = operands()
+    how = How("eager", Plan(False, chunk_size=16), temperature=1.7)
+
+    def scalars(x, weight):
+        found = listed(x, weight, ids, labels, how)
+        there = found.logprobs.where(ids >= 0, 0.0)
+        return there, found.others, found.label.where(labels >= 0, 0.0)
+
+    assert torch.autograd.gradcheck(scalars, (x, weight))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "cpp"])
+def test_a_small_mass_outside_has_its_digits(implementation):
+    """1 - sum p has none of them in float32, and a gradient through it is lost in rounding."""
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    weight = torch.tensor([[40.0, 0.0], [0.0, 40.0], [0.0, 1.0], [1.0, 0.0]], requires_grad=True)
+    ids = torch.tensor([[0], [1]])
+    how = How(implementation, Plan(True))
+    found = listed(x, weight, ids, torch.tensor([0, 1]), how)
+    want = math.log(2 + math.e) - 40
+    assert found.others.tolist() == pytest.approx([want, want], rel=1e-6)
+    (gradient,) = torch.autograd.grad(found.others.sum(), weight)
+    assert gradient[0, 0].item() == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "cpp"])
+def test_if_all_tokens_are_listed_nothing_is_outside(implementation):
+    x, weight, _, labels = (t.detach() for t in operands(torch.float32))
+    weight.requires_grad_()
+    every = torch.arange(11).expand(40, 11).contiguous()
+    found = listed(x, weight, every, labels, How(implementation, Plan(True)))
+    assert (found.others == -torch.inf).all()
+    upstream = torch.randn(40, 11)
+    found.logprobs.backward(upstream)
+    (want,) = torch.autograd.grad((x @ weight.T).log_softmax(-1), weight, upstream)
+    torch.testing.assert_close(weight.grad, want)
+
+
+# ---- data
+
+
+def refused(settings, tmp_path, spoil, *options):
+    """What a run says of rows of which the second is spoiled."""
+    folder, rows, _ = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher")
+    made = [with_teacher(model, row, 4, 1.0) for row in rows]
+    spoil(made[1])
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    data = json.dumps([{"path": str(file), "type": "tokenized"}])
+    given = [f"--data.datasets={data}", "--distillation.top_k=4", *options]
+    with pytest.raises(ValueError) as caught:
+        trained(settings, tmp_path.name, *given)
+    return str(caught.value).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("teacher_ids", lambda v: v[:-1], "[{less}, 4]; accepted is [{tokens}, 4], the row's"),
+        ("teacher_ids", lambda v: [t[:3] for t in v], "has the shape [{tokens}, 3]; accepted is"),
+        ("teacher_ids", lambda v: [*v[:-1], v[-1][:3]], "have no shape: lists of lengths"),
+        (
+            "teacher_ids",
+            lambda v: [v[0], [0, 1, 2, 1.5], *v[2:]],
+            "token 2: 1.5: accepted are inte",
+        ),
+        ("teacher_ids", lambda v: [v[0], [48, 1, 2, 3], *v[2:]], "token 2: 48: accepted are -1 to"),
+        ("teacher_ids", lambda v: [v[0], [5, 1, 5, 3], *v[2:]], "token 2: an id is twice"),
+        ("teacher_logprobs", lambda v: [v[0], [0.5, -1, -1, -9], *v[2:]], "token 2: 0.5: accepted"),
+        ("teacher_logprobs", lambda v: [v[0], [-0.5] * 4, *v[2:]], "token 2: these log-probabil"),
+        ("teacher_logprobs", lambda v: [v[0], [-math.inf] * 4, *v[2:]], "token 2: -inf: accepted"),
+        ("teacher_logprobs", lambda v: [v[0], [None] * 4, *v[2:]], "a number in its numbers is nu"),
+        ("teacher_logprobs", lambda v: None, "teacher_logprobs: it is missing"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_row_and_column(column, value, said, settings, tmp_path):
+    tokens = len(settings[1][1]["input_ids"])
+    message = refused(settings, tmp_path, lambda row: row.update({column: value(row[column])}))
+    assert f"/rows.jsonl: line 2: {column}: " in message
+    assert said.format(tokens=tokens, less=tokens - 1) in message
+
+
+def test_a_bad_row_may_be_skipped(settings, tmp_path, caplog):
+    folder, rows, _ = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher")
+    made = [with_teacher(model, row, 4, 1.0) for row in rows]
+    made[1]["teacher_ids"][2] = [0, 0, 1, 2]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    data = json.dumps([{"path": str(tmp_path / "rows.jsonl"), "type": "tokenized"}])
+    given = [f"--data.datasets={data}", "--distillation.top_k=4", "--data.on_bad_row=skip"]
+    with caplog.at_level("WARNING", "tilewright"):
+        trained(settings, "skipped", *given)
+    assert "line 2: teacher_ids: token 3: an id is twice" in caplog.text
+
+
+def test_labels_without_an_entry_are_not_trained_on(settings, tmp_path):
+    """As if they were ignored; an entry that is missing is one of the others."""
+    folder, rows, _ = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher")
+    found = []
+    for ignored in (True, False):
+        made = [with_teacher(model, row, 4, 1.0) for row in rows]
+        for row in made:
+            last = {"labels": -100} if ignored else {"teacher_ids": [-1] * 4}
+            for name, value in last.items():
+                row[name] = [*row[name][:-1], value]
+            row["teacher_ids"][-2][3], row["teacher_logprobs"][-2][3] = -1, 0.0
+        file = tmp_path / f"{ignored}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in made))
+        data = json.dumps([{"path": str(file), "type": "tokenized"}])
+        given = [f"--data.datasets={data}", "--distillation.top_k=4"]
+        found.append(trained(settings, f"entries {ignored}", *given))
+    for a, b in zip(*found, strict=True):
+        assert (a["loss"], a["grad_norm"], a["teacher_mass"]) == pytest.approx(
+            (b["loss"], b["grad_norm"], b["teacher_mass"]), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--distillation.divergence=kl"], "forward"),
+        (["--distillation.beta=0.3"], "only jsd reads this"),
+        (["--distillation.beta=1", "--distillation.divergence=jsd"], "less than 1"),
+        (["--distillation.top_k=1", "--distillation.outside=renormalize"], "one token is all"),
+        (["--train.z_loss=0.1"], "log-probabilities as they are"),
+        (["--train.loss_temperature=2"], r"distillation\.temperature"),
+        (["--train.loss=language_modeling", "--distillation.top_k=4"], "only distillation reads"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_settings_that_nothing_reads_are_refused(options, said, settings):
+    with pytest.raises(ConfigError, match=said):
+        load(str(settings[0] / "config.yaml"), options)
+
+
+# ---- the command that writes a teacher's columns
+
+
+@pytest.fixture(scope="module")
+def texts(settings):
+    """Arguments of the command, without options."""
+    folder, rows, _ = settings
+    (folder / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = json.dumps([{"path": str(folder / "plain.jsonl"), "type": "tokenized"}])
+    weights = f"--model.model_path={folder / 'teacher'}"
+    return [str(folder / "config.yaml"), weights, f"--data.datasets={data}"]
+
+
+def read(folder):
+    """The rows of all processes, by their tokens."""
+    tables = [pq.read_table(file).to_pylist() for file in sorted(folder.iterdir())]
+    return {tuple(row["input_ids"]): row for table in tables for row in table}
+
+
+def entries(row):
+    """Of each label the log-probabilities of tokens."""
+    ids = row.get("teacher_ids") or [[t] for t in row["input_ids"]]
+    values = row.get("teacher_logprobs") or [[v] for v in row["teacher_logprob"]]
+    each = zip(row["labels"], ids, values, strict=True)
+    return [dict(zip(i, v, strict=True)) for label, i, v in each if label != -100]
+
+
+def check_rows(found, wanted):
+    assert len(found) == len(wanted)
+    for row in wanted:
+        own = found[tuple(row["input_ids"])]
+        assert own["labels"] == row["labels"]
+        for a, b in zip(entries(own), entries(row), strict=True):
+            # Logits of about 10, in float32.
+            assert a == pytest.approx(b, abs=1e-4)
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(4, 1.0), (5, 2.0), (VOCAB, 1.0), (0, 2.0)])
+def test_a_teacher_writes_what_transformers_says(top_k, temperature, texts, settings, tmp_path):
+    folder, rows, _ = settings
+    options = [f"--distillation.top_k={top_k}", f"--distillation.temperature={temperature}"]
+    assert teacher.main([*texts, *options, "--to", str(tmp_path / "rows")]) == 0
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher").double()
+    wanted = [with_teacher(model, row, top_k, temperature) for row in rows]
+    check_rows(read(tmp_path / "rows"), wanted)
+
+
+def evaluations(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "eval_loss" in line]
+
+
+def test_a_student_learns_from_what_its_teacher_wrote(texts, settings, tmp_path):
+    """End to end, of a teacher that bins and batches do not change, with an evaluation."""
+    invariant, k = "--model.batch_invariant=true", "--distillation.top_k=8"
+    to = str(tmp_path / "rows")
+    assert teacher.main([*texts, invariant, k, "--to", to]) == 0
+    data = json.dumps([{"path": to, "type": "tokenized"}])
+    options = [f"--data.datasets={data}", f"--data.test_datasets={data}", invariant, k]
+    adam = ["--train.optimizer=adamw", "--train.max_steps=30", "--train.num_train_epochs=30"]
+    start = "--train.eval_on_start=true"
+    steps = trained(settings, "student", *options, *adam, start)
+    held = evaluations(settings[0] / "student")
+    assert steps[-1]["loss"] < 0.4 * steps[0]["loss"]
+    assert held[-1]["eval_loss"] < 0.4 * held[0]["eval_loss"]
+    assert held[-1]["eval_teacher_agreement"] > held[0]["eval_teacher_agreement"] + 0.2
+    # The teacher's own numbers, in other bins and batches.
+    trained(settings, "itself", texts[1], *options, "--train.max_steps=1", start)
+    own = evaluations(settings[0] / "itself")[0]
+    assert own["eval_loss"] == pytest.approx(0, abs=1e-6)
+    assert own["eval_teacher_agreement"] == 1
+    assert own["eval_student_mass"] == pytest.approx(own["eval_teacher_mass"], abs=1e-6)
+
+
+WRITTEN = (("fsdp2", 4), ("ring", 4), ("pipeline", 4), ("tensor", 4), ("tensor", 0))
+
+
+@pytest.fixture(scope="module")
+def written_by_ranks(texts, tmp_path_factory):
+    """What two ranks have written in a layout."""
+    folder = tmp_path_factory.mktemp("teacher")
+    modes = {
+        f"teacher_{name}_{k}": [
+            *texts,
+            *MODES[name],
+            "--model.merge_qkv=false",
+            f"--distillation.top_k={k}",
+        ]
+        for name, k in WRITTEN
+    }
+    run_modes(2, folder, modes)
+    return {(name, k): read(folder / f"teacher_{name}_{k}") for name, k in WRITTEN}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_ranks_write_what_one_process_does(name, written_by_ranks, settings):
+    folder, rows, _ = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher").double()
+    check_rows(written_by_ranks[name], [with_teacher(model, row, name[1], 1.0) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--distillation.top_k=99"], "distillation.top_k = 99: the model has 48 tokens"),
+        (["--to"], "--to needs a FOLDER"),
+    ],
+)
+def test_what_a_teacher_cannot_write_is_refused(options, said, texts, tmp_path, capsys):
+    to = [] if "--to" in options else ["--to", str(tmp_path / "rows")]
+    assert teacher.main([*texts, *to, *options]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_teacher_overwrites_nothing(texts, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert teacher.main([*texts, "--to", str(tmp_path)]) == 1
+    assert "has files; give another folder" in capsys.readouterr().err
+    assert [f.name for f in tmp_path.iterdir()] == ["rows.jsonl"]

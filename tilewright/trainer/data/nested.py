@@ -1,0 +1,28 @@
+"""Lists of lists in rows of data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+pc: Any = pyarrow.compute  # which makes its functions when it is imported
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def nested(values: Any, what: str) -> np.ndarray:
+    """Lists of lists, an Arrow array, as an array, without Python's numbers. Raises ValueError for
+    lists of several lengths, and for a null.   what: they are, in errors.
+    """
+    shape: list[int] = [len(values)]
+    while any(is_list(values.type) for is_list in LISTS):
+        lengths = pc.unique(pc.list_value_length(values)).to_pylist()
+        if len(lengths) > 1 or None in lengths:
+            raise ValueError(f"{what} have no shape: lists of lengths {sorted(map(str, lengths))}")
+        shape.append(lengths[0] if lengths else 0)
+        values = values.flatten()
+    if values.null_count:
+        raise ValueError(f"a number in {what} is null")
+    return values.to_numpy(zero_copy_only=False).reshape(shape)
