@@ -19,7 +19,7 @@
 namespace tw {
 namespace {
 
-// QUERIES: whole tiles of six rows. A block of logits, its keys and its values stay in the second-level cache.
+// QUERIES: whole tiles of six rows, an even number. A block of logits, its keys and values fit the second-level cache.
 constexpr int64_t QUERIES = 60, KEYS = 128;
 constexpr int64_t PANEL = 64;              // columns of a right factor that are stored together
 constexpr int64_t ROWS_OF_TASK = 480;      // of a forward, over all heads: rearranging keys is then a few percent
@@ -242,7 +242,7 @@ void gradient_row(const Shape& n, const float* s, const float* dp, Interval of, 
 
 // ---- the passes
 
-// A thread's buffers. keys: of the longest task.
+// A thread's buffers. keys: of the longest task.   Names as in the formulas, T for transposed; `of_`: right factors.
 template <class P>
 struct Work {
   using E = typename P::E;
@@ -429,24 +429,12 @@ Shape describe(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
     STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->numel() == q.size(1),
                     "tilewright: sinks must be float32 [HQ]");
   }
-  Shape n{q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)};
-  n.group = n.HQ / n.HK;
-  n.LD = padded(n.D);
-  n.LV = padded(n.DV);
-  n.causal = causal;
-  n.window = window;
-  n.offset = offset;
-  n.cap = float(softcap);
-  n.scale = float(scale);
-  n.drop = threshold > 0;
-  n.most = n.drop ? uint32_t(threshold - 1) : 0u;
-  n.inverse = float(inverse);
-  n.seed = uint64_t(seed);
-  n.draw = uint32_t(number);
-  return n;
+  return {q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3), q.size(1) / k.size(1),
+          padded(q.size(3)), padded(v.size(3)), causal, window, offset, float(softcap), float(scale), threshold > 0,
+          threshold > 0 ? uint32_t(threshold - 1) : 0u, float(inverse), uint64_t(seed), uint32_t(number)};
 }
 
-// blocks_of: documents' blocks of queries -> the number of runs.
+// parts_of: a document's blocks of queries and the number of documents -> the number of its runs.
 template <class F>
 std::vector<Task> tasks_of(const Shape& n, const std::optional<Tensor>& cu_seqlens, F&& parts_of) {
   std::vector<Task> found;

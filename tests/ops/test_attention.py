@@ -898,6 +898,16 @@ def test_every_implementation_declares_what_it_lacks():
     }
 
 
+def test_auto_on_a_cpu_takes_cpp_for_what_pytorch_does_not_compute():
+    if reason := platform.no_cpp("cpu"):
+        pytest.skip(reason)
+    for option in ("dropout", "window", "softcap", "sinks", "part"):
+        request = Request(head_dim=64, **{option: True})
+        chosen = [ATTENTION.choose("cpu", dtype, request) for dtype in FLOATS]
+        assert chosen == ["cpp", "cpp", "eager"], (option, FLOATS)
+    assert ATTENTION.choose("cpu", torch.float32, Request(head_dim=64)) == "sdpa"
+
+
 @pytest.mark.parametrize(
     "installed, capability, expected",
     [

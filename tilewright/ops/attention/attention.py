@@ -95,10 +95,11 @@ def attention(
     the backward of PyTorch and flash-attn on CUDA, which are deterministic under
     torch.use_deterministic_algorithms.
 
-    With eager (not compiled), sdpa, triton and cpp, NaN and infinity in one document do not reach other
-    documents or their gradients (native and flash-attn: as their kernels do). Within a document, or
-    a sequence, they may reach positions that do not see them, since masked positions are multiplied
-    by 0: with eager and sdpa all positions, with triton and cpp those that share a block of keys.
+    With eager (not compiled), sdpa, triton and cpp, NaN and infinity in one document do not reach
+    other documents or their gradients (native and flash-attn: as their kernels do). Within a
+    document, or a sequence, they may reach positions that do not see them, since masked positions
+    are multiplied by 0: with eager and sdpa all positions, with triton and cpp those that share a
+    block of keys.
 
     Dropout is as in torch.nn.functional.scaled_dot_product_attention: of the softmax's
     probabilities each is dropped with probability dropout_p, and the others are divided by
@@ -129,8 +130,8 @@ def attention(
         sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
             share of the softmax and has no value (gpt-oss).
         scale: a finite number > 0 (in float32); default D ** -0.5.
-        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton,
-            cpp and eager compute it. 0 has the bits of a call without it.
+        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton, cpp
+            and eager compute it. 0 has the bits of a call without it.
         seed: 0 to 2^63 - 1, required where dropout_p is not 0.
         offset: 0 to 2^29 - 1: the call's number. Calls with another one (other layers, other
             micro-batches) have another mask; a recomputation needs the same.
@@ -470,7 +471,7 @@ ATTENTION = Op(
             reads_host="host",
             aliases=("torch",),
         ),
-        # What PyTorch's does not compute on a CPU; what it does, it computes faster.
+        # What PyTorch's does not compute on a CPU.
         Implementation(
             "cpp",
             fused.cpp,
