@@ -84,7 +84,7 @@ def test_auto_takes_cpp_whose_masks_are_those_of_eager(alone, tmp_path):
         for name in ("cpp", "eager")
     )
     assert cpp == alone
-    assert eager == [pytest.approx(want, rel=1e-5) for want in alone]
+    assert eager == [pytest.approx(want, rel=1e-4) for want in alone]
 
 
 TWO = {
