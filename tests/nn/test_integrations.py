@@ -823,14 +823,14 @@ def test_values_of_latent_attention_are_padded_where_an_implementation_needs_it(
     assert widths == {(D, config.v_head_dim if takes else D)}
 
 
-@pytest.mark.parametrize("name", ["tilewright", "tilewright:triton"])
+@pytest.mark.parametrize("name", ["tilewright", "tilewright:triton", "tilewright:cpp"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_of_attention_is_drawn_for_each_call_and_again_when_recomputed(
     hf, attentions, name, reentrant
 ):
     """Its mask follows from torch's default generator, as checkpointing restores it."""
     if name != "tilewright":
-        skip_unless_usable(ATTENTION, "triton", torch.float32)
+        skip_unless_usable(ATTENTION, name.partition(":")[2], torch.float32)
     model = dense(hf, "llama")
     tokens = torch.randint(1, 50, (2, 9), device=DEVICE)
     plain = attend(model, name, input_ids=tokens)

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from helpers import DEVICE, skip_if_refused, skip_unless_usable
+from helpers import DEVICE, skip_if_refused, skip_unless_usable, threads
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -557,7 +557,7 @@ def test_one_graph_serves_other_batches_and_lengths(name, how):
     torch._dynamo.reset()
 
 
-PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton")]
+PARTS = [n for n in ATTENTION.names() if n in ("eager", "triton", "cpp")]
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -746,6 +746,37 @@ def test_the_mask_of_dropout_does_not_depend_on_blocks():
         torch.testing.assert_close(a, b, **CLOSE)
 
 
+@pytest.mark.parametrize("cu", [(), (0, 3, 150, 151, 290)], ids=["whole", "packed"])
+def test_the_mask_of_dropout_in_cpp_is_that_of_eager(cu):
+    """Over several blocks of queries and of keys."""
+    skip_unless_usable(ATTENTION, "cpp", torch.float32)
+    packed = {"cu_seqlens": ends(*cu)} if cu else {}
+    for window in (None, 140):
+        options = {"window": window, **packed}
+        found, expected = (probe(name, 0.3, 290, **options) for name in ("cpp", "eager"))
+        assert torch.equal(found != 0, expected != 0)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("cu", [(), (0, 3, 150, 151, 290)], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_threads_do_not_change_the_bits_of_cpp(cu, dtype):
+    """One head of keys, whose gradients are sums over runs of queries."""
+    skip_unless_usable(ATTENTION, "cpp", dtype)
+    torch.manual_seed(9)
+    tensors, grad = [heads(n, 290, dtype=dtype) for n in (3, 1, 1)], heads(3, 290, dtype=dtype)
+    options = {"dropout_p": 0.4, "seed": SEED, "cu_seqlens": ends(*cu) if cu else None}
+    found = []
+    for number in (1, 2, 5):
+        with threads(number):
+            found.append(step(tensors, grad, "cpp", **options))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    exact = step([t.double() for t in tensors], grad.double(), "eager", **options)
+    for f, e in zip(found[0], exact, strict=True):
+        assert (f.double() - e).norm() < 4 * torch.finfo(dtype).eps * e.norm()  # of sums
+
+
 @pytest.mark.parametrize("name", ATTENTION.names())
 def test_no_dropout_has_the_bits_of_a_call_without_it(name):
     skip_unless_usable(ATTENTION, name, torch.float32)
@@ -855,6 +886,7 @@ def test_every_implementation_declares_what_it_lacks():
     assert refused == {
         "eager": set(),
         "triton": {"wide", "wide values"},
+        "cpp": set(),
         "sdpa": {"window", "softcap", "sinks", "shorter", "dropout", "part"},
         "native": {
             *("softcap", "sinks", "shorter", "dropout", "part", "prefixes", "wide", "odd"),
@@ -864,6 +896,16 @@ def test_every_implementation_declares_what_it_lacks():
         "flash_attention_3": {"sinks", "dropout", "part", "wide", "odd", "values", "wide values"},
         "flash_attention_4": {"dropout", "part", "wide", "odd", "wide values"},
     }
+
+
+def test_auto_on_a_cpu_takes_cpp_for_what_pytorch_does_not_compute():
+    if reason := platform.no_cpp("cpu"):
+        pytest.skip(reason)
+    for option in ("dropout", "window", "softcap", "sinks", "part"):
+        request = Request(head_dim=64, **{option: True})
+        chosen = [ATTENTION.choose("cpu", dtype, request) for dtype in FLOATS]
+        assert chosen == ["cpp", "cpp", "eager"], (option, FLOATS)
+    assert ATTENTION.choose("cpu", torch.float32, Request(head_dim=64)) == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ KNOWN = {
     # Fused attention computes scores again in its backward and compares them with a stored
     # log-sum-exp: an ulp of a score of 1e60 is beyond the exponential's range.
     ("attention", "triton"): "scores are recomputed",
+    ("attention", "cpp"): "scores are recomputed",
     ("attention", "sdpa"): "scores are recomputed",
     # F.gelu's derivative is NaN where gate^3 overflows.
     ("gelu_mul", "torch"): "PyTorch's own derivative",

@@ -12,6 +12,7 @@ from ranks import run_modes
 from test_architectures import SHAPES
 from test_trainer import MOE, QWEN3, rows, run, write_config
 
+from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.models import masks as of_masks
@@ -73,6 +74,17 @@ def test_masks_do_not_depend_on_micro_batches(alone, tmp_path):
     without = trained(tmp_path / "without", train__micro_batch_size=2, **dict.fromkeys(RATES, 0.0))
     for one, other in zip(alone, without, strict=True):
         assert one != pytest.approx(other, rel=1e-4)
+
+
+def test_auto_takes_cpp_whose_masks_are_those_of_eager(alone, tmp_path):
+    if reason := platform.no_cpp("cpu"):
+        pytest.skip(reason)
+    cpp, eager = (
+        trained(tmp_path / name, train__micro_batch_size=2, model__attn_implementation=name)
+        for name in ("cpp", "eager")
+    )
+    assert cpp == alone
+    assert eager == [pytest.approx(want, rel=1e-4) for want in alone]
 
 
 TWO = {

@@ -24,7 +24,7 @@ from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
 from tilewright.core.takes import FLOAT, takes
 from tilewright.ops import cases
-from tilewright.ops.attention import triton, vendors
+from tilewright.ops.attention import fused, vendors
 from tilewright.ops.attention.eager import attention_eager
 from tilewright.ops.attention.options import (
     DOCUMENTS,
@@ -95,10 +95,11 @@ def attention(
     the backward of PyTorch and flash-attn on CUDA, which are deterministic under
     torch.use_deterministic_algorithms.
 
-    With eager (not compiled), sdpa and triton, NaN and infinity in one document do not reach other
-    documents or their gradients (native and flash-attn: as their kernels do). Within a document, or
-    a sequence, they may reach positions that do not see them, since masked positions are multiplied
-    by 0: with eager and sdpa all positions, with triton those that share a block of keys.
+    With eager (not compiled), sdpa, triton and cpp, NaN and infinity in one document do not reach
+    other documents or their gradients (native and flash-attn: as their kernels do). Within a
+    document, or a sequence, they may reach positions that do not see them, since masked positions
+    are multiplied by 0: with eager and sdpa all positions, with triton and cpp those that share a
+    block of keys.
 
     Dropout is as in torch.nn.functional.scaled_dot_product_attention: of the softmax's
     probabilities each is dropped with probability dropout_p, and the others are divided by
@@ -129,8 +130,8 @@ def attention(
         sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
             share of the softmax and has no value (gpt-oss).
         scale: a finite number > 0 (in float32); default D ** -0.5.
-        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton and
-            eager compute it. 0 has the bits of a call without it.
+        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton, cpp
+            and eager compute it. 0 has the bits of a call without it.
         seed: 0 to 2^63 - 1, required where dropout_p is not 0.
         offset: 0 to 2^29 - 1: the call's number. Calls with another one (other layers, other
             micro-batches) have another mask; a recomputation needs the same.
@@ -142,7 +143,7 @@ def attention(
             it; they begin a document that has no prefix itself. Needs cu_seqlens, against which it
             is checked on a CPU, causal, and no dropout. native refuses it.
         implementation: "auto", or one of flash_attention_4, flash_attention_3, native,
-            flash_attention_2, triton, sdpa, eager.
+            flash_attention_2, triton, sdpa, cpp, eager.
 
     Returns:
         [B, Hq, S, Dv] in q's dtype.
@@ -451,10 +452,10 @@ ATTENTION = Op(
         vendors.flash("flash_attention_2"),
         Implementation(
             "triton",
-            triton.triton,
+            fused.triton,
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
-            refuses=triton.triton_refuses,
+            refuses=fused.triton_refuses,
             gate=from_kernels("attention.attention_triton", "gate"),
             tunables=from_kernels("attention.attention_triton", "TUNABLES"),
         ),
@@ -469,6 +470,15 @@ ATTENTION = Op(
             refuses=vendors.sdpa_refuses,
             reads_host="host",
             aliases=("torch",),
+        ),
+        # What PyTorch's does not compute on a CPU.
+        Implementation(
+            "cpp",
+            fused.cpp,
+            platform.no_cpp,
+            devices=("cpu",),
+            dtypes=(torch.float32, torch.bfloat16),
+            batch_invariant=("cpu",),
         ),
     ),
     (

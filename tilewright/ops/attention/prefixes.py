@@ -85,11 +85,7 @@ def attend_prefixed(
     parts = [t.split([b - a for a, b in itertools.pairwise(bounds)], 2) for t in (q, k, v)]
 
     def rows(i: int, *intervals: tuple[int, int]) -> torch.Tensor:
-        found = [
-            part
-            for a, b in intervals
-            for part in parts[i][bisect.bisect_left(bounds, a) : bisect.bisect_left(bounds, b)]
-        ]
+        found = [part for a, b in intervals for part in parts[i][bounds.index(a) : bounds.index(b)]]
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
     whole, at, bounds_of_whole = [], 0, cu_seqlens

@@ -61,7 +61,7 @@ class Model(Section):
         Resume.ROUNDING,
         differs=("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
     )
-    """Attention: auto, eager, sdpa, native, triton or flash_attention_2 to _4 (fa2 to fa4)."""
+    """Attention: auto, eager, cpp, sdpa, native, triton or flash_attention_2 to _4 (fa2 to fa4)."""
     moe_implementation: str | None = field(
         None,
         Resume.ROUNDING,

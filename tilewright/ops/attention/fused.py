@@ -1,4 +1,4 @@
-"""Attention by Tilewright's Triton kernels: two operators and one autograd formula."""
+"""Attention by Tilewright's kernels: two operators and one autograd formula."""
 
 from __future__ import annotations
 
@@ -54,6 +54,18 @@ def triton() -> _Fused:
 
     backward = attend_backward.define("attention_triton_backward", k.backward)
     return _Fused(attend.define("attention_triton", k.forward, backward), backward)
+
+
+class _Cpp(_Fused):
+    def __call__(self, q, k, v, cu_seqlens, variant, sinks, max_seqlen):
+        sinks = None if sinks is None else sinks.float().contiguous()
+        return super().__call__(q, k, v, cu_seqlens, variant, sinks, max_seqlen)
+
+
+@functools.cache
+def cpp() -> _Fused:
+    backward = attend_backward.adopt("attention_cpp_backward")
+    return _Cpp(attend.adopt("attention_cpp", backward), backward)
 
 
 def triton_refuses(request: Request) -> str | None:
