@@ -2,9 +2,10 @@
 
     python scripts/step_cost.py BEFORE AFTER OUT.json      # two trees, with their C++ kernels
 
-A process of each tree trains the same small models in turns, ten steps a round. Recorded are CPU
-seconds of each step but the first of a round, from one step of the optimizer to the next, and the
-most memory that the process has had. Another process of each tree has another model.
+A process of each tree trains the same small models in turns, 40 steps a round. Recorded are the CPU
+seconds of a step, from one step of the optimizer to the next, as the least and the median of each
+round, the most memory that the process has had, and how many functions a step calls, Python's and
+C's in the main thread, which no other work on the machine changes.
 """
 
 from __future__ import annotations
@@ -23,57 +24,45 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ROUNDS, STEPS = 7, 10
+ROUNDS, STEPS = 7, 40
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8}
 
 
-def serve(path: str) -> None:
-    """Trains whenever a line names a folder, and answers with what it took."""
+def serve() -> None:
+    """Trains whenever a line names a configuration and a folder; answers with what it took.   A
+    third word: count calls, which takes time.
+    """
     from tilewright.trainer import train
     from tilewright.trainer.engine import Engine
 
-    ends: list[float] = []
-    step = Engine.optim_step
+    ends: list[tuple[float, int]] = []
+    step, calls = Engine.optim_step, 0
+
+    def called(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
 
     def timed(self: Engine, *args: Any, **options: Any) -> Any:
         found = step(self, *args, **options)
-        ends.append(time.process_time())
+        ends.append((time.process_time(), calls))
         return found
 
     Engine.optim_step = timed
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for line in sys.stdin:
+        path, out, *counts = line.split()
         ends.clear()
-        code = train.main([path, f"--train.output_dir={line.strip()}"])
-        seconds = [b - a for a, b in itertools.pairwise(ends)]
+        sys.setprofile(called if counts else None)
+        code = train.main([path, f"--train.output_dir={out}"])
+        sys.setprofile(None)
+        took = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(ends)]
+        seconds, number = zip(*took, strict=True)
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(json.dumps({"code": code, "seconds": seconds, "kb": most}), file=answers, flush=True)
-
-
-def measured(trees: dict[str, pathlib.Path], folder: pathlib.Path) -> dict[str, Any]:
-    path = str(folder / "config.yaml")
-    own = {}
-    for name, tree in trees.items():
-        command = [sys.executable, __file__, "serve", path]
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        own[name] = subprocess.Popen(command, cwd=folder, env=environment, **options)
-    found: dict[str, Any] = {name: {"seconds": [], "kb": 0} for name in trees}
-    for number in range(-1, ROUNDS):  # the first compiles and caches
-        for name in (*trees,) if number % 2 else reversed([*trees]):
-            own[name].stdin.write(f"{folder}/{name}_{number}\n")
-            own[name].stdin.flush()
-            answer = json.loads(own[name].stdout.readline())
-            assert answer["code"] == 0, f"{name} did not train"
-            found[name]["kb"] = answer["kb"]
-            if number >= 0:
-                found[name]["seconds"].append(answer["seconds"])
-    for process in own.values():
-        process.stdin.close()
-        process.wait()
-    return found
+        row = {"code": code, "least": min(seconds), "median": statistics.median(seconds)}
+        row |= {"calls": statistics.median_low(number), "kb": most}
+        print(json.dumps(row), file=answers, flush=True)
 
 
 def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
@@ -81,27 +70,61 @@ def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
     from tests.written.make import EXPERTS, SHAPE, write_model
     from tilewright.core import platform
 
-    shapes = {"dense": (SHAPE, {}), "lora": (SHAPE, {"lora": LORA}), "experts": (EXPERTS, {})}
-    rows = {}
-    for name, (shape, fields) in shapes.items():
-        with tempfile.TemporaryDirectory() as made:
+    models = {"dense": (SHAPE, {}), "lora": (SHAPE, {"lora": LORA}), "experts": (EXPERTS, {})}
+    rows: dict[str, Any] = {name: {} for name in models}
+    with tempfile.TemporaryDirectory() as made:
+        for name, (shape, fields) in models.items():
             more = {"max_steps": STEPS, "save_steps": 0, "save_hf_weights": False}
-            write_model(pathlib.Path(made), {**shape, **WIDE}, {**fields, "train": more})
-            rows[name] = found = measured(trees, pathlib.Path(made))
-        least = {t: [min(each) for each in f["seconds"]] for t, f in found.items()}
-        ratios = [b / a for a, b in zip(least["before"], least["after"], strict=True)]
-        found["seconds_ratio"] = statistics.median(ratios)
-        found["memory_ratio"] = found["after"]["kb"] / found["before"]["kb"]
-        print(
-            f"{name}: seconds x {found['seconds_ratio']:.3f}, memory x {found['memory_ratio']:.3f}"
-        )
+            folder = pathlib.Path(made, name)
+            write_model(folder, {**shape, **WIDE}, {**fields, "train": more})
+            config = (folder / "config.yaml").read_text()
+            for what in ("model", "tokens.jsonl", "prepared"):  # paths from everywhere
+                config = config.replace(f": {what}\n", f": {folder / what}\n")
+            (folder / "config.yaml").write_text(config)
+        own = {}
+        for tree, path in trees.items():
+            environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
+            options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            command = [sys.executable, __file__, "serve"]
+            own[tree] = subprocess.Popen(command, cwd=made, env=environment, **options)
+        for number in range(-1, ROUNDS + 1):  # the first compiles and caches, the last counts
+            for name in models:
+                for tree in (*trees,) if number % 2 else reversed([*trees]):
+                    folder = pathlib.Path(made, name)
+                    words = [f"{folder}/config.yaml", f"{folder}/{tree}_{number}"]
+                    words += ["count"] * (number == ROUNDS)
+                    own[tree].stdin.write(" ".join(words) + "\n")
+                    own[tree].stdin.flush()
+                    answer = json.loads(own[tree].stdout.readline())
+                    assert answer.pop("code") == 0, f"{tree} did not train"
+                    if number == ROUNDS:
+                        rows[name][tree]["calls"] = answer["calls"]
+                    elif number >= 0:
+                        row = rows[name].setdefault(tree, {"least": [], "median": []})
+                        row["least"].append(answer["least"])
+                        row["median"].append(answer["median"])
+                        row["kb"] = answer["kb"]
+        for process in own.values():
+            process.stdin.close()
+            process.wait()
+    for name, row in rows.items():
+        before, after = row["before"], row["after"]
+        row["ratios"] = {
+            "seconds, least of all rounds": min(after["least"]) / min(before["least"]),
+            "seconds, median of rounds' least": statistics.median(
+                b / a for a, b in zip(before["least"], after["least"], strict=True)
+            ),
+            "memory": after["kb"] / before["kb"],
+            "calls": after["calls"] / before["calls"],
+        }
+        print(name, {what: round(ratio, 4) for what, ratio in row["ratios"].items()})
     about = {"date": str(datetime.date.today()), "load": os.getloadavg(), **platform.provenance()}
     out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2])
+        serve()
     else:
         before, after, target = map(pathlib.Path, sys.argv[1:])
         main({"before": before.resolve(), "after": after.resolve()}, target)
