@@ -1,11 +1,13 @@
 """Preference training: formulas against TRL's code, whole runs against two transformers models."""
 
 import collections
+import dataclasses
 import importlib
 import itertools
 import json
 import math
 import random
+import re
 import types
 from typing import Any
 
@@ -735,22 +737,114 @@ def test_evaluation_reports_rewards_of_each_set(settings):
 # ---- the check before the first step
 
 
-def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, capsys):
-    with pytest.raises(ValueError, match=r"first micro-batch 1, pair 1: log-probability of the"):
-        trained(settings, "dropped", "--train.hidden_dropout=0.2")
-    trained(settings, "said", f"--preference.reference_path={settings[0] / 'other'}")
-    assert "reference: other weights than the policy begins with" in capsys.readouterr().out
-    made = build.reference
+def refused(settings, name, *options):
+    with pytest.raises(ValueError, match="the policy is not its reference") as told:
+        trained(settings, name, *options)
+    return str(told.value)
 
-    def wrong(*arguments):
-        found: Any = made(*arguments)
+
+def changed(monkeypatch, name, change):
+    """What `build` makes by that name is changed."""
+    made = getattr(build, name)
+
+    def wrong(*arguments, **options):
+        found: Any = made(*arguments, **options)
         with torch.no_grad():
-            found.parts.model.model.norm.weight[0] += 1e-3
+            change(found)
         return found
 
-    monkeypatch.setattr(build, "reference", wrong)
-    with pytest.raises(ValueError, match=r"\d+ of \d+ pairs differ"):
-        trained(settings, "wrong")
+    monkeypatch.setattr(build, name, wrong)
+
+
+def test_dropout_is_named_with_the_first_pair_and_its_terms(settings):
+    folder, path = settings
+    dropped = "--train.hidden_dropout=0.2"
+    said = refused(settings, "dropped", dropped, "--train.load_checkpoint_path=auto")
+    assert "Found: train.hidden_dropout = 0.2, which the reference's pass does not have" in said
+    first = rf"first {folder}/pairs.jsonl: line (\d+) \(micro-batch 1\): "
+    term = r"log-probability of the {}answer (\S+), under the reference (\S+) \((\S+)\)"
+    numbers = re.search(first + ", ".join(term.format(t) for t in ("chosen ", "rejected ")), said)
+    assert numbers is not None, said
+    line, own, reference, difference, *_ = map(float, numbers.groups())
+    assert difference == pytest.approx(own - reference, rel=1e-2) != 0
+    row = rows(120, 1)[int(line) - 1]
+    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
+    batch = next(made.batches.steps())[0]
+    ids = batch["input_ids"][0, : batch["cu_seqlens"][1]].tolist()
+    assert ids == row["prompt_ids"] + row["chosen_ids"]
+    # With a warm-up the first step drops nothing.
+    one = ["--train.dropout_warmup_steps=9", "--train.max_steps=1"]
+    assert trained(settings, "warm", dropped, *one)[0]["loss"] == math.log(2)
+
+
+def test_a_reference_with_another_weight_is_named(settings, monkeypatch):
+    def change(found):
+        found.parts.model.model.norm.weight[0] += 1e-3
+
+    changed(monkeypatch, "reference", change)
+    said = refused(settings, "wrong")
+    assert re.search(r"\d+ of \d+ pairs differ, first", said)
+    assert "Found: the reference has another model.norm.weight than the policy" in said
+
+
+def test_a_reference_of_unlike_numerics_is_named(settings, monkeypatch):
+    made = build.second_model
+
+    def eager(config, shape, mesh, ops, *rest):
+        return made(config, shape, mesh, dataclasses.replace(ops, attention="eager"), *rest)
+
+    monkeypatch.setattr(build, "second_model", eager)
+    said = refused(settings, "eager")
+    assert "Found: unlike numerics: attention sdpa in the policy, eager in the reference" in said
+    monkeypatch.setattr(build, "second_model", made)
+
+    def half(found):
+        found.parts.autocast = torch.bfloat16
+
+    changed(monkeypatch, "reference", half)
+    said = refused(settings, "half")
+    assert "matrix products torch.float32 in the policy, torch.bfloat16 in the reference" in said
+
+
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
+
+
+def test_adapters_that_add_something_are_named_or_declared(settings, monkeypatch, capsys):
+    folder, _ = settings
+    save = ["--train.save_strategy=steps", "--train.save_steps=2", "--train.max_steps=2"]
+    trained(settings, "adapters", *LORA, *save)
+    capsys.readouterr()
+    weights = (
+        f"--train.load_checkpoint_path={folder / 'adapters' / 'checkpoints' / 'global_step_2'}"
+    )
+    trained(settings, "onward", *LORA, weights, "--train.load_optimizer=false")
+    said = capsys.readouterr().out
+    assert "reference: other weights than the policy begins with, under which" in said
+    assert "; the policy begins with adapters that add something, model.layers.0." in said
+
+    def change(parts):
+        parts.model.get_parameter("model.layers.1.mlp.down_proj.lora_B")[0, 0] = 0.1
+
+    changed(monkeypatch, "build_model", change)
+    said = refused(settings, "added", *LORA)
+    name = "model.layers.1.mlp.down_proj.lora_B"
+    assert f"Found: the policy begins with adapters that add something, {name} is not 0" in said
+
+
+def test_a_quantized_policy_beside_a_reference_that_is_not_is_named(settings):
+    quantized = [
+        "--lora.enable_qlora=true",
+        "--lora.quant_format=nf4",
+        "--lora.quant_group_size=32",
+    ]
+    said = refused(settings, "quantized_alone", *LORA, *quantized, "--preference.reference=model")
+    assert "quantized (lora.quant_format) and the reference's are not" in said
+
+
+def test_a_reference_that_is_declared_to_be_another_model_is_said(settings, capsys):
+    trained(settings, "said", f"--preference.reference_path={settings[0] / 'other'}")
+    said = capsys.readouterr().out
+    assert re.search(r"reference: other weights than .*, under which (\d+) of \1 pairs of", said)
 
 
 def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys):

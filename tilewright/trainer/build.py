@@ -23,6 +23,7 @@ from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
+from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
@@ -235,7 +236,8 @@ def build_data(
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
     check_samples(training, "the data sets to train on", config, columns)
-    bins = Bins(training, d, columns=columns, mismatched=loss_of_run(config).mismatched)
+    options = {"mismatched": loss_of_run(config).mismatched, "numbered": "origin" in columns}
+    bins = Bins(training, d, columns=columns, **options)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
@@ -361,8 +363,14 @@ def precomputed(
     }
     root, given = config.data.dataset_prepared_path, config.preference.reference_cache
     folder = precompute.folder_of(root, given, fingerprint)
+    tokenizer = ""
+    if mesh.main:
+        tokenizer = tokenized_by(config.data.datasets, config.model, root)
+    tokenizer = mesh.control.broadcast(tokenizer)
     with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
-        found = precompute.computed(parts, mesh, sets, folder, fingerprint, t.micro_batch_size)
+        found = precompute.computed(
+            parts, mesh, sets, folder, fingerprint, t.micro_batch_size, tokenizer
+        )
     bound = 0.0 if ops.numerics.batch_invariant else precompute.BOUNDS[dtype]
     return precompute.Precomputed(found, mesh, own, bound)
 
@@ -374,6 +382,8 @@ def columns_of(config: Config, shape: ModelConfig) -> dict[str, Column]:
     asked = {**named, **loss.asked}
     if config.preference.share_prefix:
         asked[PREFIX] = "preference.share_prefix = True"
+    if kind_of_reference(config) != "none":
+        asked["origin"] = "preference.reference"
     if t.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {name: COLUMNS[name].of(shape, asked_by) for name, asked_by in asked.items()}

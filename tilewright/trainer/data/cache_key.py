@@ -175,6 +175,18 @@ def _settings(entry: Dataset) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None or k not in NEWER}
 
 
+def tokenized_by(entries: list[Dataset], model: Model, root: str) -> str:
+    """A hash of the tokenizer that makes tokens of entries, with its chat template; "" if all rows
+    are tokens.   root: of the prepared sets.
+    """
+    if not any(DATASETS[e.type].tokenizer for e in entries):
+        return ""
+    notes = Notes(pathlib.Path(root))
+    made = hashlib.sha256(json.dumps(_tokenizer(model, notes)).encode()).hexdigest()
+    notes.save()
+    return made[:16]
+
+
 def _tokenizer(model: Model, notes: Notes) -> Any:
     """The tokenizer's files; its id, and revision, if the Hub does not give them."""
     path, revision = model.tokenizer_path, model.revision

@@ -115,11 +115,12 @@ class Encoder:
         features: Any,
         columns: Columns | None = None,
         skip: bool = False,
+        number: int = 0,
     ):
         """features: of the rows' columns.   columns: further ones of samples.   skip: rows that
-        cannot be used.
+        cannot be used.   number: of the data set among those that are prepared together.
         """
-        self.skip = skip
+        self.skip, self.number = skip, number
         self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
         asked = Asked(entry.path, entry.type, most, tokenizer, features)
@@ -134,7 +135,7 @@ class Encoder:
             try:
                 if isinstance(row, Refused):
                     raise row
-                samples = [self._checked(sample, row) for sample in self.samples_of(row)]
+                samples = [self._checked(sample, row, index) for sample in self.samples_of(row)]
             except (Refused, TypeError, ValueError) as refused:
                 if not self.skip:
                     raise RefusedRow(index, str(refused)) from refused
@@ -166,7 +167,7 @@ class Encoder:
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema(self.columns))
         return Encoded(batch, cut, unlabeled, short, skipped)
 
-    def _checked(self, sample: Any, row: Any) -> Sample:
+    def _checked(self, sample: Any, row: Any, index: Row) -> Sample:
         """An index outside the embedding would end a GPU run with an assertion that names no
         sample.
         """
@@ -185,7 +186,10 @@ class Encoder:
                 raise Refused(
                     f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
                 )
-        return ids, labels, self._further(row, dict(*own), len(ids))
+        further = self._further(row, dict(*own), len(ids))
+        if "origin" in further and isinstance(index, int):
+            further["origin"] = f"{self.number}:{index}"
+        return ids, labels, further
 
     def _further(self, row: Any, own: dict[str, Any], tokens: int) -> dict[str, Any]:
         """The further columns of a sample.   own: those that its type made."""

@@ -205,9 +205,10 @@ def prepare_entry(
     writer: Writer,
     columns: Columns,
     units: Units,
+    number: int = 0,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
-    samples.   units: those of the samples that have been written.
+    samples.   units: those of the samples that have been written.   number: of the entry.
     """
     units.begin_set()
     data, most, kind = config.data, longest(entry, config.data), DATASETS[entry.type]
@@ -223,7 +224,7 @@ def prepare_entry(
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
     skip = data.on_bad_row == "skip"
-    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip)
+    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0

@@ -83,7 +83,8 @@ def _build(
             source = _source(entry, config, vocab, (seed, i, int(shuffle)))
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
             first = writer.samples, len(units.first)
-            found = prepare_entry(source, entry, config, loaded, vocab, writer, columns, units)
+            parts = source, entry, config, loaded, vocab, writer, columns, units
+            found = prepare_entry(*parts, i)
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
