@@ -17,6 +17,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any] | str]] = {
         "max_evaluate_steps: -1": {"train.eval_max_batches": None},
         "train_dataset_prob": {"data.mixing": "random", "data.datasets.0.weight": 0.3},
         "eval_dataset_prob": "refused: what is evaluated on is not mixed; 1.0 is what is done",
+        "reference_free: true": {"train.loss": "preference", "preference.reference": "none"},
+        "ref_model_update_steps: -1": {"preference.reference_update_steps": None},
         "unified_checkpoint": "true is what is done: any number of processes reads a checkpoint; "
         "false is refused",
         "unified_checkpoint_config: async_save": {"train.save_async": True},

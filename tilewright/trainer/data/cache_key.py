@@ -149,6 +149,8 @@ def cache_key(
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
+    prompts = [config.preference.max_prompt_len, config.preference.truncation_mode]
+    cut = prompts[0] is not None and any(k.prompts for k in kinds)
     what = [
         PREPARATION,
         [[_settings(e), longest(e, data), contents(e)] for e in entries],
@@ -160,6 +162,7 @@ def cache_key(
         *([{name: str(c.type) for name, c in columns.items()}] if columns else []),
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
+        *([{"prompts": prompts}] if cut else []),
         *([data.on_bad_row] if data.on_bad_row != "error" else []),
         *([data.mixing, data.samples_per_epoch] if shuffle and data.mixing != "concat" else []),
     ]

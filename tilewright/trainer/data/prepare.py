@@ -32,7 +32,7 @@ from tilewright.trainer.data.encode import (
     longest,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import Refused
+from tilewright.trainer.data.types.dataset_type import Prompts, Refused
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
@@ -223,11 +223,13 @@ def prepare_entry(
         wanted = (*kind.columns, *columns)
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
-    skip = data.on_bad_row == "skip"
-    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number)
+    skip, asked = data.on_bad_row == "skip", config.preference
+    prompts = Prompts(asked.max_prompt_len, asked.truncation_mode)
+    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number, prompts)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0
+    told: collections.Counter[str] = collections.Counter()
     try:
         # A bar on a terminal alone.
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
@@ -237,6 +239,7 @@ def prepare_entry(
                     bar.update(part.batch.num_rows)
                     cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
                     short += part.short
+                    told.update(part.told)
                     for refused in part.skipped[: max(0, TOLD - skipped)]:
                         log.warning(
                             "%s: %s; skipped", source.place(refused.row), refused.reason
@@ -251,6 +254,8 @@ def prepare_entry(
         ) from ended
     if skipped:
         log.warning("%s: %d rows in all were skipped", entry.path, skipped)
+    for sentence, times in told.items():
+        log.warning("%s: %d %s", entry.path, times, sentence)
     made, kept = writer.samples - before, kind.keeps_unlabeled
     total = made + short + (0 if kept else unlabeled)
     if cut:

@@ -145,7 +145,8 @@ def _matching(folder: pathlib.Path, pattern: str) -> list[str]:
 def place_of(origin: str, entries: list[Dataset], data: Data) -> str:
     """The file and line, or row, of the column `origin`.   entries: those that were prepared."""
     number, row = map(int, origin.split(":"))
-    return read_raw(entries[number], data).place(row)
+    rows: Any = read_raw(entries[number], data)
+    return rows.place(row)
 
 
 def read_raw(entry: Dataset, data: Data) -> Rows | Documents:

@@ -69,7 +69,7 @@ class StepZero(Callback):
                 f"first step have other log-probabilities{self.begins()}"
             )
         elif found.differing:
-            self.refuse(found, what)
+            self.refuse(found, what, reference.bound)
         elif most := max(run.mesh.control.gather(found.largest)):
             run.metrics.say(
                 f"reference: log-probabilities of the first step's {found.count} {what} differ by "
@@ -122,9 +122,9 @@ class StepZero(Callback):
         added = _union(self.run.mesh.control.gather(list(adapters_that_add(parts.model))))
         return f"; {added[0]}" if added else ""
 
-    def refuse(self, found: Compared, what: str) -> None:
-        """Raises ValueError, with one sentence on every rank."""
-        run, bound = self.run, self.run.engine.reference.bound
+    def refuse(self, found: Compared, what: str, bound: float) -> None:
+        """Raises ValueError, with the same words on every rank."""
+        run = self.run
         firsts = [First(*f) for f in run.mesh.control.gather(found.first) if f is not None]
         first = min(firsts, key=lambda f: f.micro_batch)
         causes = _union(run.mesh.control.gather([*self.causes()]))
