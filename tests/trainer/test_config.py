@@ -608,7 +608,7 @@ def test_what_is_written_for_a_name_of_another_configuration_loads(who, name):
         *parts, last = path.split(".")
         at: Any = tree
         for part in parts:
-            at = at[int(part) if part.isdigit() else part]
+            at = at[int(part)] if part.isdigit() else at.setdefault(part, {})
         at[last] = value
     config = Config.model_validate(tree, context=(broken := []))
     assert not broken

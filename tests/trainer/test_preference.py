@@ -676,12 +676,22 @@ OPTIONS = {
 }
 
 
+OTHER = {
+    "run_other": OPTIONS["run_fsdp2"],
+    "run_other_ring": OPTIONS["run_ring"],
+    "run_other_pipeline": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.pipeline_parallel_size=2",
+    ],
+}
+
+
 @pytest.fixture(scope="module")
 def spread(settings):
     folder, path = settings
     modes = {
         name: [path, f"--train.output_dir={folder / name}", "--model.merge_qkv=false", *options]
-        for name, options in OPTIONS.items()
+        for name, options in (OPTIONS | OTHER).items()
     }
     run_modes(2, folder, modes)
     return {name: metrics(folder / name) for name in OPTIONS}
@@ -912,6 +922,15 @@ def test_a_reference_with_another_weight_is_named(settings, monkeypatch):
     said = refused(settings, "wrong")
     assert re.search(r"\d+ of \d+ pairs differ, first", said)
     assert "Found: the reference has another model.norm.weight than the policy" in said
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_ranks_end_with_the_same_words(name, settings, spread):
+    folder, _ = settings
+    said = [(folder / f"{name.removeprefix('run_')}_{rank}.txt").read_text() for rank in (0, 1)]
+    assert said[0] == said[1]
+    assert re.search(r"(\d+) of \1 pairs differ, first \S+/pairs.jsonl: line \d+ \(micro", said[0])
+    assert "Found: the reference has another model.norm.weight than the policy" in said[0]
 
 
 def test_a_reference_of_unlike_numerics_is_named(settings, monkeypatch):

@@ -997,12 +997,11 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
     # A revision of the weights is known by their checksums, shared prompts by the bins that they
-    # make; options are those of an optimizer that
-    # reads some, which none of these does.
-    known = {
-        free.pop(name)
-        for name in ("model.revision", "train.optimizer_args", "preference.share_prefix")
-    }
+    # make, prompts that are cut by their samples; options are those of an optimizer that reads
+    # some, which none of these does.
+    preferences = ("share_prefix", "max_prompt_len", "truncation_mode")
+    names = "model.revision", "train.optimizer_args", *(f"preference.{n}" for n in preferences)
+    known = {free.pop(name) for name in names}
     assert known == {"refused"} and {*free.values()} == {"free"}
 
 
