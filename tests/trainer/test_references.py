@@ -21,7 +21,7 @@ from ranks import run_modes
 from test_preference import metrics, plain, rows, same, trained
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tilewright.trainer import build, precomputed, train
 from tilewright.trainer.config import ConfigError, load
@@ -253,6 +253,27 @@ def test_another_chat_template_matches_nothing_and_is_named(settings, tmp_path, 
     written("9")
     trained(settings, "template_again", *options)
     assert said not in caplog.text and len(values(tmp_path / "cache")) == 48
+
+
+def test_a_reference_that_cannot_be_compared_with_is_refused(settings, tmp_path):
+    def saved(name, change=lambda model: None, **shape):
+        model = LlamaForCausalLM(LlamaConfig(**test_preference.SMALL | shape))
+        change(model)
+        model.save_pretrained(tmp_path / name)
+        return f"--preference.reference_path={tmp_path / name}"
+
+    wide = saved("wide", vocab_size=80)
+    for more in ([], cache(tmp_path, "wide_cache")):
+        with pytest.raises(ValueError, match=f"{tmp_path}/wide: it has a vocabulary of 80, the mo"):
+            trained(settings, "wide", wide, *more)
+    deep = saved("deep", num_hidden_layers=3)
+    with pytest.raises(ValueError, match="with preference.reference_update_steps it must have the"):
+        trained(settings, "deep", deep, "--preference.reference_update_steps=2")
+    [row] = trained(settings, "deep_once", deep, "--train.max_steps=1")
+    assert row["drift"] > 0  # of another depth, a reference that stays
+    broken = saved("broken", lambda model: model.lm_head.weight.data[3].fill_(math.nan))
+    with pytest.raises(ValueError, match=f"{tmp_path}/broken: lm_head.weight holds NaN"):
+        trained(settings, "broken", broken)
 
 
 def test_two_values_that_are_swapped_are_noticed(read, settings, tmp_path):

@@ -304,7 +304,7 @@ def second_model(
     """A reference model, whole whatever the policy trains."""
     m, path, other = config.model, config.preference.reference_path, shape
     if not begins_as_policy(config):
-        m = m.model_copy(update={"model_path": path})
+        m = m.model_copy(update={"model_path": path, "config_path": path})
         other = with_head(hf.shape_of(m), shape.head, None)
     if other.vocab_size != shape.vocab_size:
         raise ValueError(
