@@ -267,7 +267,7 @@ def test_a_reference_that_cannot_be_compared_with_is_refused(settings, tmp_path)
         with pytest.raises(ValueError, match=f"{tmp_path}/wide: it has a vocabulary of 80, the mo"):
             trained(settings, "wide", wide, *more)
     deep = saved("deep", num_hidden_layers=3)
-    with pytest.raises(ValueError, match="with preference.reference_update_steps it must have the"):
+    with pytest.raises(ValueError, match=r"with preference\.reference_update_steps it must have"):
         trained(settings, "deep", deep, "--preference.reference_update_steps=2")
     [row] = trained(settings, "deep_once", deep, "--train.max_steps=1")
     assert row["drift"] > 0  # of another depth, a reference that stays
