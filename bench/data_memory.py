@@ -90,7 +90,9 @@ def work(phase: str, path: str, folder: str, tokenizer: str) -> None:
         return load_tokenizer(tokenizer) if tokenizer else _FourBytes()
 
     print("begun", flush=True)
-    made = prepare(config.data.datasets, config, loaded, 1 << 20)
+    made = prepare(
+        config.data.datasets, config.data, config.model, config.train.seed, loaded, 1 << 20
+    )
     if phase == "prepare":
         print(len(made))
         return

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.memory import most_allocated
 from tilewright.kernels import tuning
 from tilewright.nn import sharded
+from tilewright.trainer import build as made
 from tilewright.trainer import evaluate, teacher, train
 from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import checkpoint, hf
@@ -240,14 +241,23 @@ def placements():
 
 
 REFUSED = ("run_tampered", "run_flipped", "run_damaged", "run_unwritable")
+REFUSED += ("run_other", "run_other_ring", "run_other_pipeline")
 
 
 def refused(config, ranks, name, folder):
     """The error of a run: of "run_tampered", in which rank 1 reads other tuned tables than the
     others, or "run_flipped", in which the last rank flips a bit of its shard of a gradient in the
-    second step.
+    second step, or "run_other...", whose reference model has another weight.
     """
-    tables, divide, steps = tuning.TABLES, Engine.divide, []
+    tables, divide, steps, second = tuning.TABLES, Engine.divide, [], made.second_model
+
+    def other(*arguments):
+        parts = second(*arguments)
+        named = dict(parts.model.named_parameters())
+        with torch.no_grad():
+            for norm in named.keys() & {"model.norm.weight"}:
+                named[norm].mul_(1.5)
+        return parts
 
     def flipping(self, *args):
         norm = divide(self, *args)
@@ -262,12 +272,14 @@ def refused(config, ranks, name, folder):
         tuning.TABLES = folder / f"tuned_{int(ranks.rank == 1)}"
     elif name == "run_flipped":
         Engine.divide = flipping
+    elif name.startswith("run_other"):
+        made.second_model = other
     try:
         train.train(config, ranks)
     except (OSError, ValueError) as error:
         return str(error)
     finally:
-        tuning.TABLES, Engine.divide = tables, divide
+        tuning.TABLES, Engine.divide, made.second_model = tables, divide, second
     return ""
 
 

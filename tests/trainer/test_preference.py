@@ -1,11 +1,13 @@
 """Preference training: formulas against TRL's code, whole runs against two transformers models."""
 
 import collections
+import dataclasses
 import importlib
 import itertools
 import json
 import math
 import random
+import re
 import types
 from typing import Any
 
@@ -32,7 +34,11 @@ from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
-from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
+from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused  # noqa: E402
+from tilewright.trainer.data.types.preference import (  # noqa: E402
+    implicit_prompt,
+    with_shorter_prompt,
+)
 from tilewright.trainer.losses import preferences  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.reference import adapters_off  # noqa: E402
@@ -296,13 +302,42 @@ def test_an_implicit_prompt_is_what_both_conversations_begin_with():
     assert answers(implicit)[0] == Words()("because ")["input_ids"][:-1] + answers(implicit)[0][1:]
 
 
+def test_an_implicit_prompt_of_strings_is_trls():
+    extract_prompt = pytest.importorskip("trl.data_utils").extract_prompt
+    found = samples({"chosen": "to be or not", "rejected": "to be and so on"})
+    assert found == samples({"prompt": "to be", "chosen": " or not", "rejected": " and so on"})
+    rng, seen = random.Random(0), 0
+    for _ in range(2000):
+        begin, *ends = ("".join(rng.choices("ab ", k=rng.randint(0, 5))) for _ in range(3))
+        row = {"chosen": f"{begin}{ends[0]}", "rejected": f"{begin}{ends[1]}"}
+        if not all(row.values()):
+            continue
+        expected = extract_prompt(row)
+        begins = row["chosen"][0] == row["rejected"][0] and min(map(len, row.values())) > 1
+        try:
+            count = implicit_prompt(**row)
+        except Refused:
+            # Where nothing is left TRL's prompt is empty, or by mistake a whole answer.
+            assert not begins or expected["prompt"] == ""
+        else:
+            seen += 1
+            assert row["chosen"][:count] == expected["prompt"] != ""
+            assert row["rejected"][count:] == expected["rejected"]
+    assert seen > 500
+    turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"))]
+    row = {"chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "c"}]}
+    assert samples(row) == samples(extract_prompt(row))
+
+
 @pytest.mark.parametrize(
     "row, said",
     [
         ({"prompt": "a ", "chosen": "b", "rejected": "b"}, "is its rejected one"),
         ({"prompt": "a ", "chosen": "", "rejected": "b"}, "chosen answer is empty"),
         ({"prompt": "a ", "chosen": "c", "rejected": None}, "rejected must both be strings"),
-        ({"chosen": "c", "rejected": "d"}, "it has no prompt"),
+        ({"chosen": "c", "rejected": "d"}, "no prompt, and chosen and rejected begin with other"),
+        ({"chosen": "a c", "rejected": None}, "prompt and chosen must both be strings"),
+        ({"prompt": "a ", "chosen": "b " * 40 + "c", "rejected": "b " * 40}, "equal within 32"),
         ({"prompt": "a " * 40, "chosen": "c", "rejected": "d"}, "no token within 32"),
         ({"chosen": [], "rejected": []}, "lists of messages"),
         (
@@ -347,8 +382,47 @@ def test_tokens_are_taken_as_they_are_and_bad_ones_refused():
     ):
         with pytest.raises(Refused, match=said):
             samples(row | changed, kind="preference_tokenized")
-    with pytest.raises(ValueError, match="reads no column `images`"):
+    with pytest.raises(ValueError, match="reads no column `images`: models here read text alone"):
         samples({"chosen": "a", "rejected": "b"}, images=None)
+
+
+def shortened(prompt, chosen, rejected, limit, keep):
+    """The documents' tokens and answers, and what is told."""
+    asked = Asked("d", "preference_tokenized", 64, None, {}, Prompts(limit, keep))
+    made: Any = DATASETS[asked.kind].samples(asked)
+    row = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+    found = [*made(row)]
+    return [[*ids] for ids, *_ in found], answers(found), dict(asked.told)
+
+
+@pytest.mark.parametrize("keep, kept", [("keep_start", [0, 1, 2, 3]), ("keep_end", [5, 6, 7, 8])])
+def test_a_long_prompt_is_cut_to_the_same_tokens_for_both_answers(keep, kept):
+    prompt, one, other = [*range(9)], [20, 21], [30]
+    ids, labels, told = shortened(prompt, one, other, 4, keep)
+    assert ids == [kept + one, kept + other] and labels == [one, other]
+    assert told == {f"prompts were cut to 4 tokens (preference.max_prompt_len, {keep})": 1}
+    whole = shortened(prompt, one, other, 9, keep)
+    assert whole == ([prompt + one, prompt + other], [one, other], {})
+
+
+def test_a_cut_prompt_leaves_room_for_answers_which_are_cut_from_their_ends():
+    prompt, one, other = [*range(30)], [*range(30, 60)], [*range(40, 45)]
+    ids, labels, told = shortened(prompt, one, other, 25, "keep_end")
+    assert ids == [[*range(8, 30), *range(30, 40)], [*range(8, 30), *other]]
+    assert labels == [one[:10], other] and {*told.values()} == {1}
+    assert [*told] == [
+        "prompts were cut to 22 tokens (preference.max_prompt_len, keep_end)",
+        "answers were cut at their ends, to documents of 32 tokens",
+    ]
+
+
+def test_a_token_of_both_prompt_and_answer_is_not_cut():
+    """The last token of one of the documents' prompts belongs to the answer in the other one."""
+    given = [([1, 2, 3, 4, 9], [IGNORE] * 4 + [9]), ([1, 2, 3, 8], [IGNORE] * 3 + [8])]
+    for keep, kept in (("keep_end", [[3, 4, 9], [3, 8]]), ("keep_start", [[1, 4, 9], [1, 8]])):
+        found, told = with_shorter_prompt(given, Prompts(2, keep), 64)
+        assert [ids for ids, _ in found] == kept and len(told) == 1
+        assert [labels[-1] for _, labels in found] == [9, 8]
 
 
 def ranked(**changed):
@@ -603,12 +677,22 @@ OPTIONS = {
 }
 
 
+OTHER = {
+    "run_other": OPTIONS["run_fsdp2"],
+    "run_other_ring": OPTIONS["run_ring"],
+    "run_other_pipeline": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.pipeline_parallel_size=2",
+    ],
+}
+
+
 @pytest.fixture(scope="module")
 def spread(settings):
     folder, path = settings
     modes = {
         name: [path, f"--train.output_dir={folder / name}", "--model.merge_qkv=false", *options]
-        for name, options in OPTIONS.items()
+        for name, options in (OPTIONS | OTHER).items()
     }
     run_modes(2, folder, modes)
     return {name: metrics(folder / name) for name in OPTIONS}
@@ -722,6 +806,61 @@ def test_the_likelihood_of_chosen_answers_is_added(settings, alone):
     assert math.log(2) + 0.5 < found["loss"] < math.log(2) - 0.5 * found["logprob_chosen"]
 
 
+def test_the_formula_has_a_weight_beside_the_likelihood(settings, alone):
+    one = ["--train.max_steps=1", "--preference.sft_ratio=0.5"]
+    [plain] = trained(settings, "weight_1", *one)
+    [double] = trained(settings, "weight_2", *one, "--preference.loss_ratio=2")
+    assert double["loss"] == pytest.approx(plain["loss"] + math.log(2), rel=1e-12)
+    [alone_2] = trained(settings, "weight_3", "--preference.loss_ratio=3", "--train.max_steps=1")
+    assert alone_2["loss"] == pytest.approx(3 * math.log(2), rel=1e-15)
+    assert alone_2["grad_norm"] == pytest.approx(3 * alone[0]["grad_norm"], rel=1e-6)
+    assert alone_2["reward_chosen"] == alone[0]["reward_chosen"]
+
+
+def test_without_a_reference_log_ratios_are_the_policys_own(settings):
+    for loss in ("sigmoid", "nca_pair"):
+        own = [f"--preference.loss={loss}", "--preference.reference=none", "--train.max_steps=1"]
+        [row] = trained(settings, f"free_{loss}", *own)
+        up, down = row["logprob_chosen"], row["logprob_rejected"]
+        assert row["reward_chosen"] == pytest.approx(0.1 * up, rel=1e-9) and "drift" not in row
+        assert row["reward_margin"] == pytest.approx(0.1 * (up - down), rel=1e-9)
+    [simpo] = trained(settings, "simpo", "--preference.loss=simpo", "--train.max_steps=1")
+    none = ["--preference.loss=simpo", "--preference.reference=none", "--train.max_steps=1"]
+    assert trained(settings, "simpo_none", *none)[0]["loss"] == simpo["loss"]
+
+
+def test_prompts_of_a_run_are_cut_and_counted(settings, tmp_path, caplog):
+    given = [
+        {**row, "prompt_ids": [*range(i % 3, i % 3 + 20)]} for i, row in enumerate(rows(30, 1))
+    ]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in given))
+    data = json.dumps([{"path": str(tmp_path / "long.jsonl"), "type": "preference_tokenized"}])
+    own = [f"--data.datasets={data}", "--train.max_steps=1"]
+    own.append("--train.gradient_accumulation_steps=1")
+    losses = {}
+    for name, options in {
+        "whole": [],
+        "start": ["--preference.max_prompt_len=12"],
+        "end": ["--preference.max_prompt_len=12", "--preference.truncation_mode=keep_end"],
+        "shared": ["--preference.max_prompt_len=12", "--preference.share_prefix=true"],
+    }.items():
+        caplog.clear()
+        losses[name] = trained(settings, f"cut_{name}", *own, *options)[0]["logprob_chosen"]
+        said = "long.jsonl: 30 prompts were cut to 12 tokens (preference.max_prompt_len, keep_"
+        assert (said in caplog.text) == (name != "whole")
+    assert losses["shared"] != losses["start"] != losses["end"] != losses["whole"]
+    made = build.build(
+        load(
+            settings[1], [*own, "--preference.max_prompt_len=12", f"--train.output_dir={tmp_path}"]
+        ),
+        Mesh(),
+    )
+    batch = next(made.batches.steps())[0]
+    ends = batch["cu_seqlens"].tolist()
+    assert all((batch["labels"][0, a : a + 11] == IGNORE).all() for a in ends[:-2])
+    assert all(batch["labels"][0, a + 11] != IGNORE for a in ends[:-2])
+
+
 def test_evaluation_reports_rewards_of_each_set(settings):
     folder, _ = settings
     (folder / "held.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(9, 5)))
@@ -736,22 +875,123 @@ def test_evaluation_reports_rewards_of_each_set(settings):
 # ---- the check before the first step
 
 
-def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, capsys):
-    with pytest.raises(ValueError, match=r"first micro-batch 1, pair 1: log-probability of the"):
-        trained(settings, "dropped", "--train.hidden_dropout=0.2")
-    trained(settings, "said", f"--preference.reference_path={settings[0] / 'other'}")
-    assert "reference: other weights than the policy begins with" in capsys.readouterr().out
-    made = build.reference
+def refused(settings, name, *options):
+    with pytest.raises(ValueError, match="the policy is not its reference") as told:
+        trained(settings, name, *options)
+    return str(told.value)
 
-    def wrong(*arguments):
-        found: Any = made(*arguments)
+
+def changed(monkeypatch, name, change):
+    """What `build` makes by that name is changed."""
+    made = getattr(build, name)
+
+    def wrong(*arguments, **options):
+        found: Any = made(*arguments, **options)
         with torch.no_grad():
-            found.parts.model.model.norm.weight[0] += 1e-3
+            change(found)
         return found
 
-    monkeypatch.setattr(build, "reference", wrong)
-    with pytest.raises(ValueError, match=r"\d+ of \d+ pairs differ"):
-        trained(settings, "wrong")
+    monkeypatch.setattr(build, name, wrong)
+
+
+def test_dropout_is_named_with_the_first_pair_and_its_terms(settings):
+    folder, path = settings
+    dropped = "--train.hidden_dropout=0.2"
+    said = refused(settings, "dropped", dropped, "--train.load_checkpoint_path=auto")
+    assert "Found: train.hidden_dropout = 0.2, which the reference's pass does not have" in said
+    first = rf"first {folder}/pairs.jsonl: line (\d+) \(micro-batch 1\): "
+    term = r"log-probability of the {}answer (\S+), under the reference (\S+) \((\S+)\)"
+    numbers = re.search(first + ", ".join(term.format(t) for t in ("chosen ", "rejected ")), said)
+    assert numbers is not None, said
+    line, own, reference, difference, *_ = map(float, numbers.groups())
+    assert difference == pytest.approx(own - reference, rel=1e-2) != 0
+    row = rows(120, 1)[int(line) - 1]
+    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
+    batch = next(made.batches.steps())[0]
+    ids = batch["input_ids"][0, : batch["cu_seqlens"][1]].tolist()
+    assert ids == row["prompt_ids"] + row["chosen_ids"]
+    # With a warm-up the first step drops nothing.
+    one = ["--train.dropout_warmup_steps=9", "--train.max_steps=1"]
+    assert trained(settings, "warm", dropped, *one)[0]["loss"] == math.log(2)
+
+
+def test_a_reference_with_another_weight_is_named(settings, monkeypatch):
+    def change(found):
+        found.parts.model.model.norm.weight[0] += 1e-3
+
+    changed(monkeypatch, "reference", change)
+    said = refused(settings, "wrong")
+    assert re.search(r"\d+ of \d+ pairs differ, first", said)
+    assert "Found: the reference has another model.norm.weight than the policy" in said
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_ranks_end_with_the_same_words(name, settings, spread):
+    folder, _ = settings
+    said = [(folder / f"{name.removeprefix('run_')}_{rank}.txt").read_text() for rank in (0, 1)]
+    assert said[0] == said[1]
+    assert re.search(r"(\d+) of \1 pairs differ, first \S+/pairs.jsonl: line \d+ \(micro", said[0])
+    assert "Found: the reference has another model.norm.weight than the policy" in said[0]
+
+
+def test_a_reference_of_unlike_numerics_is_named(settings, monkeypatch):
+    made = build.second_model
+
+    def eager(config, shape, mesh, ops, *rest):
+        return made(config, shape, mesh, dataclasses.replace(ops, attention="eager"), *rest)
+
+    monkeypatch.setattr(build, "second_model", eager)
+    said = refused(settings, "eager")
+    assert "Found: unlike numerics: attention sdpa in the policy, eager in the reference" in said
+    monkeypatch.setattr(build, "second_model", made)
+
+    def half(found):
+        found.parts.autocast = torch.bfloat16
+
+    changed(monkeypatch, "reference", half)
+    said = refused(settings, "half")
+    assert "matrix products torch.float32 in the policy, torch.bfloat16 in the reference" in said
+
+
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
+
+
+def test_adapters_that_add_something_are_named_or_declared(settings, monkeypatch, capsys):
+    folder, _ = settings
+    save = ["--train.save_strategy=steps", "--train.save_steps=2", "--train.max_steps=2"]
+    trained(settings, "adapters", *LORA, *save)
+    capsys.readouterr()
+    weights = (
+        f"--train.load_checkpoint_path={folder / 'adapters' / 'checkpoints' / 'global_step_2'}"
+    )
+    trained(settings, "onward", *LORA, weights, "--train.load_optimizer=false")
+    said = capsys.readouterr().out
+    assert "reference: other weights than the policy begins with, under which" in said
+    assert "; the policy begins with adapters that add something, model.layers.0." in said
+
+    def change(parts):
+        parts.model.get_parameter("model.layers.1.mlp.down_proj.lora_B")[0, 0] = 0.1
+
+    changed(monkeypatch, "build_model", change)
+    said = refused(settings, "added", *LORA)
+    name = "model.layers.1.mlp.down_proj.lora_B"
+    assert f"Found: the policy begins with adapters that add something, {name} is not 0" in said
+
+
+def test_a_quantized_policy_beside_a_reference_that_is_not_is_named(settings):
+    quantized = [
+        "--lora.enable_qlora=true",
+        "--lora.quant_format=nf4",
+        "--lora.quant_group_size=32",
+    ]
+    said = refused(settings, "quantized_alone", *LORA, *quantized, "--preference.reference=model")
+    assert "quantized (lora.quant_format) and the reference's are not" in said
+
+
+def test_a_reference_that_is_declared_to_be_another_model_is_said(settings, capsys):
+    trained(settings, "said", f"--preference.reference_path={settings[0] / 'other'}")
+    said = capsys.readouterr().out
+    assert re.search(r"reference: other weights than .*, under which (\d+) of \1 pairs of", said)
 
 
 def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys):
@@ -774,7 +1014,23 @@ def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys)
         (["--preference.loss=simpo", "--preference.reference=model"], "preference.loss"),
         (["--preference.offset_alpha=0.1", "--preference.loss=ipo"], "only sigmoid reads this"),
         (["--preference.kl_scope=step"], "only kto and kto_pair read this"),
-        (["--preference.kto_desirable_weight=2"], "only kto reads this"),
+        (["--preference.kto_desirable_weight=2"], "only apo_zero_unpaired and kto read this"),
+        (["--preference.loss=apo_zero_unpaired", "--preference.kl_scope=step"], "only kto and"),
+        (["--preference.loss=kto_pair", "--preference.reference=none"], "mean log-ratios to a ref"),
+        (["--preference.reference=none", "--preference.reference_path=x"], "no second model"),
+        (["--preference.loss_ratio=0"], "greater than 0"),
+        (["--preference.truncation_mode=keep_end"], "max_prompt_len = null"),
+        (
+            ["--preference.max_prompt_len=9", "--data.sample_packing_sequence_len=21"],
+            "no prompt is left",
+        ),
+        (
+            [
+                "--preference.max_prompt_len=9",
+                '--data.datasets=[{"path": "x", "type": "tokenized"}]',
+            ],
+            "no row of these types has a prompt",
+        ),
         (
             [
                 "--preference.loss=kto_pair",

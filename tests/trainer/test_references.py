@@ -14,10 +14,14 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
 
 import test_preference
 from ranks import run_modes
 from test_preference import metrics, plain, rows, same, trained
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tilewright.trainer import build, precomputed, train
 from tilewright.trainer.config import ConfigError, load
@@ -197,6 +201,8 @@ def test_another_reference_is_refused_with_both(read, settings):
     other = f"--preference.reference_path={folder / 'other'}"
     with pytest.raises(ValueError, match=r"another reference than this run's: \{'weights'") as told:
         trained(settings, "wrong", *cache(folder, "cache"), other)
+    with pytest.raises(ValueError, match=r"\{'ops': .*'attention': 'sdpa'.*'attention': 'eager'"):
+        trained(settings, "wrong", *cache(folder, "cache"), "--model.attn_implementation=eager")
     kept = [
         json.loads(safe_open(f, "np").metadata()["reference"])["weights"]
         for f in (folder / "cache").glob("*.s*")
@@ -204,6 +210,70 @@ def test_another_reference_is_refused_with_both(read, settings):
     assert kept[0] in str(told.value) and len(set(kept)) == 1
     with pytest.raises(ValueError, match=r"\{'numerics': "):
         trained(settings, "wrong", *cache(folder, "cache"), "--model.batch_invariant=true")
+
+
+def test_another_chat_template_matches_nothing_and_is_named(settings, tmp_path, caplog):
+    """A folder that was made with one template serves a run with another in no document."""
+    folder = tmp_path / "model"
+    shutil.copytree(settings[0] / "model", folder)
+    turns = "{% for m in messages %}{{ m['role'] }} %s {{ m['content'] }} {% endfor %}"
+    opens = "{% if add_generation_prompt %}assistant %s {% endif %}"
+
+    def written(mark):
+        made = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, "0"))
+        made.pre_tokenizer = WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1")
+        tokenizer.chat_template = (turns + opens).replace("%s", mark)
+        tokenizer.save_pretrained(folder)
+
+    given = [
+        {
+            "prompt": [{"role": "user", "content": f"{i} 5"}],
+            "chosen": [{"role": "assistant", "content": f"{i} 6"}],
+            "rejected": [{"role": "assistant", "content": f"7 {i}"}],
+        }
+        for i in range(8, 20)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    options = [
+        f"--model.model_path={folder}",
+        f"--data.datasets={json.dumps([{'path': str(path), 'type': 'preference'}])}",
+        "--train.gradient_accumulation_steps=1",
+        "--train.max_steps=1",
+        *cache(tmp_path, "cache"),
+    ]
+    said = "another tokenizer or chat template than this run's has made the documents in"
+    for mark, documents in (("9", 24), ("8", 48)):
+        written(mark)
+        [row] = trained(settings, f"template_{mark}", *options)
+        assert row["loss"] == math.log(2) and len(values(tmp_path / "cache")) == documents
+        assert (said in caplog.text) == (mark == "8")
+    caplog.clear()
+    written("9")
+    trained(settings, "template_again", *options)
+    assert said not in caplog.text and len(values(tmp_path / "cache")) == 48
+
+
+def test_a_reference_that_cannot_be_compared_with_is_refused(settings, tmp_path):
+    def saved(name, change=lambda model: None, **shape):
+        model = LlamaForCausalLM(LlamaConfig(**test_preference.SMALL | shape))
+        change(model)
+        model.save_pretrained(tmp_path / name)
+        return f"--preference.reference_path={tmp_path / name}"
+
+    wide = saved("wide", vocab_size=80)
+    for more in ([], cache(tmp_path, "wide_cache")):
+        with pytest.raises(ValueError, match=f"{tmp_path}/wide: it has a vocabulary of 80, the mo"):
+            trained(settings, "wide", wide, *more)
+    deep = saved("deep", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"with preference\.reference_update_steps it must have"):
+        trained(settings, "deep", deep, "--preference.reference_update_steps=2")
+    [row] = trained(settings, "deep_once", deep, "--train.max_steps=1")
+    assert row["drift"] > 0  # of another depth, a reference that stays
+    broken = saved("broken", lambda model: model.lm_head.weight.data[3].fill_(math.nan))
+    with pytest.raises(ValueError, match=f"{tmp_path}/broken: lm_head.weight holds NaN"):
+        trained(settings, "broken", broken)
 
 
 def test_two_values_that_are_swapped_are_noticed(read, settings, tmp_path):
@@ -355,8 +425,9 @@ def test_the_first_step_is_held_to_a_bound(settings, read, tmp_path, capsys):
     assert "differ by up to" in capsys.readouterr().out
     with pytest.raises(
         ValueError, match="pairs differ by more than 1e-05 nats for each nat and token"
-    ):
+    ) as told:
         trained(settings, "far", *cache(tmp_path, "wrong"))
+    assert f"{tmp_path / 'wrong'} holds other numbers than its reference has" in str(told.value)
     with pytest.raises(ValueError, match="pairs differ by more than"):
         trained(settings, "dropped", "--train.hidden_dropout=0.2", *cache(tmp_path, "dropped"))
     assert values(tmp_path / "dropped") == values(folder / "cache")  # the pass has no dropout

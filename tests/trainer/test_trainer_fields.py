@@ -409,6 +409,9 @@ HELD = {
     "preference.kl_scope": "test_preference.py::test_mean_log_ratios_are_those_of_a_micro_batch_or_of_a_step",
     "preference.kto_desirable_weight": "test_unpaired_preference.py::test_a_run_is_kto_on_two_models",
     "preference.kto_undesirable_weight": "test_unpaired_preference.py::test_a_run_is_kto_on_two_models",
+    "preference.loss_ratio": "test_preference.py::test_the_formula_has_a_weight_beside_the_likelihood",
+    "preference.max_prompt_len": "test_preference.py::test_prompts_of_a_run_are_cut_and_counted",
+    "preference.truncation_mode": "test_preference.py::test_prompts_of_a_run_are_cut_and_counted",
     "preference.sft_ratio": "test_preference.py::test_the_likelihood_of_chosen_answers_is_added",
     "preference.reference": "test_preference.py::test_adapters_off_is_the_model_that_they_are_on",
     "preference.reference_path": "test_preference.py::test_a_run_is_dpo_on_two_models",
@@ -1002,17 +1005,11 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
     # A revision of the weights is known by their checksums, shared prompts and a teacher's entries
-    # by the bins that they make; options are those of an optimizer that reads some, which none of
-    # these does.
-    known = {
-        free.pop(name)
-        for name in (
-            "model.revision",
-            "train.optimizer_args",
-            "preference.share_prefix",
-            "distillation.top_k",
-        )
-    }
+    # by the bins that they make, prompts that are cut by their samples; options are those of an
+    # optimizer that reads some, which none of these does.
+    preferences = ("share_prefix", "max_prompt_len", "truncation_mode")
+    names = "model.revision", "train.optimizer_args", "distillation.top_k"
+    known = {free.pop(n) for n in (*names, *(f"preference.{n}" for n in preferences))}
     assert known == {"refused"} and {*free.values()} == {"free"}
 
 

@@ -47,11 +47,11 @@ def some(count=6, seed=0, scale=6.0):
 # ---- the formula
 
 
-def trls_kto(answers, mismatched, o):
+def trls_kto(answers, mismatched, o, name="kto"):
     """TRL's trainer on log-probabilities that a model would give, one token of them an answer."""
     trainer = pytest.importorskip("trl").KTOTrainer
     count = len(answers.answer)
-    passes = iter((mismatched[0], answers.answer))  # as it calls the model
+    passes = iter((*mismatched[:1], answers.answer))  # as it calls the model
 
     def model(**_):
         zeros = torch.zeros(count, 1, dtype=torch.float64)
@@ -69,9 +69,9 @@ def trls_kto(answers, mismatched, o):
             device=torch.device("cpu"), gather_for_metrics=lambda t: t
         ),
         aux_loss_enabled=False,
-        calculate_KL=True,
+        calculate_KL=name == "kto",
         precompute_ref_logps=True,
-        loss_type="kto",
+        loss_type=name,
         beta=o.beta,
         desirable_weight=o.kto_desirable_weight,
         undesirable_weight=o.kto_undesirable_weight,
@@ -80,7 +80,9 @@ def trls_kto(answers, mismatched, o):
         _tp_size=1,
     )
     this._compute_kl_logps = types.MethodType(trainer._compute_kl_logps, this)
-    return trainer._compute_loss(this, model, {**inputs, "ref_KL_logps": mismatched[1]}, False)
+    if mismatched:
+        inputs["ref_KL_logps"] = mismatched[1]
+    return trainer._compute_loss(this, model, inputs, False)
 
 
 def test_the_formula_is_trls():
@@ -93,6 +95,25 @@ def test_the_formula_is_trls():
         )
         kls.append(float(answers.kl))
     assert min(kls) == 0.0 < max(kls)
+
+
+def test_apo_of_unpaired_answers_is_trls_and_has_a_closed_value():
+    row = PREFERENCES["apo_zero_unpaired"]
+    answers, _ = some()
+    expected = trls_kto(answers, (), WEIGHED, "apo_zero_unpaired")
+    found = row.function(answers, WEIGHED)
+    torch.testing.assert_close(found.mean(), expected, rtol=1e-12, atol=0)
+    assert answers.kl > 0 and torch.equal(found, row.function(answers._replace(kl=0.0), WEIGHED))
+    for option in Options._fields:
+        other = row.function(answers, WEIGHED._replace(**{option: 0.23}))
+        assert (not torch.equal(other, found)) == (option in row.reads), option
+    equal = row.function(answers._replace(reference=answers.answer), WEIGHED)
+    assert equal.tolist() == [0.75 if d else 0.2 for d in answers.desirable.tolist()]
+
+    def loss(sums):
+        return row.function(answers._replace(answer=sums), WEIGHED)
+
+    assert torch.autograd.gradcheck(loss, [answers.answer.requires_grad_()])
 
 
 def test_gradients_are_finite_differences_and_extremes_finite():
@@ -408,6 +429,39 @@ def test_adapters_off_is_the_model_that_they_are_on(settings, capsys):
     assert own[0]["loss"] == pytest.approx(0.5 * (1.5 * good + 0.8 * (1 - good)), rel=1e-12)
 
 
+def test_apo_of_unpaired_answers_trains_with_any_reference(settings, tmp_path, capsys):
+    apo = ["--preference.loss=apo_zero_unpaired"]
+    own = trained(settings, "apo", *apo, OWN)
+    assert "reference: all 26 answers of the first step" in capsys.readouterr().out
+    good = own[0]["desirable"]
+    assert own[0]["loss"] == pytest.approx(0.5 * (1.5 * good + 0.8 * (1 - good)), rel=1e-12)
+    assert own[0]["drift"] == 0.0 < own[-1]["drift"] and "kl" not in own[0]
+    read = ["--preference.reference=precomputed", f"--preference.reference_cache={tmp_path}"]
+    found = trained(settings, "apo_read", *apo, OWN, *read)
+    assert [r["loss"] for r in found] == [r["loss"] for r in own]
+    given = [
+        {"input_ids": [1, 2, 3 + i], "desirable": i, "reference_logprob": [0.0, -1.0, -0.5]}
+        for i in range(2)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in given))
+    data = json.dumps([{"path": str(path), "type": "tokenized"}])
+    column = [
+        f"--data.datasets={data}",
+        "--preference.reference=column",
+        OWN,
+        "--train.max_steps=1",
+    ]
+    column.append("--train.gradient_accumulation_steps=1")
+    capsys.readouterr()
+    [row] = trained(settings, "apo_column", *apo, *column)
+    up, down = (torch.tensor(row[f"logprob_{k}"] + 1.5) for k in ("desirable", "undesirable"))
+    terms = 1.5 * torch.sigmoid(-0.1 * up) + 0.8 * torch.sigmoid(0.1 * down)
+    assert row["loss"] == pytest.approx(float(terms) / 2, rel=1e-6)
+    said = "reference: the column reference_logprob, under which 2 of 2 answers of the first step"
+    assert said in capsys.readouterr().out
+
+
 def test_evaluations_over_all_of_a_set_do_not_depend_on_its_batches(settings, tmp_path):
     data = write(tmp_path / "held.jsonl", rows(11, 5))
     options = [f"--data.test_datasets={data}", "--train.max_steps=1", WHOLE]
@@ -435,7 +489,8 @@ def test_a_likelihood_is_added_for_desirable_answers(settings, alone):
 
 def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, capsys):
     with pytest.raises(
-        ValueError, match=r"of 26 answers differ, first micro-batch 1, answer 1: log"
+        ValueError,
+        match=r"of 26 answers differ, first \S+answers.jsonl: line \d+ \(micro-batch 1\): log",
     ):
         trained(settings, "dropped", OWN, "--train.hidden_dropout=0.2")
     trained(settings, "said", "--train.max_steps=1")

@@ -24,10 +24,12 @@ from tilewright.trainer.config.preference import Preference, kind_of_reference
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
+from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
+from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.losses.loss import Loss, loss_of
@@ -208,7 +210,7 @@ def prepared(
     push: bool = True,
 ) -> Any:
     """See `prepare`. Rank 0 prepares.   push: to data.push_dataset_to_hub."""
-    model, data = config.model, config.data
+    model, data, preference = config.model, config.data, config.preference
     if not push:
         data = data.model_copy(update={"push_dataset_to_hub": None})
     return prepare(
@@ -220,6 +222,7 @@ def prepared(
         vocab,
         shuffle=shuffle,
         columns=columns,
+        prompts=Prompts(preference.max_prompt_len, preference.truncation_mode),
         main=mesh.main,
         broadcast=mesh.control.broadcast,
     )
@@ -237,7 +240,8 @@ def build_data(
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
     check_samples(training, "the data sets to train on", loss, columns)
-    bins = Bins(training, d, columns=columns, mismatched=loss.mismatched)
+    options = {"mismatched": loss.mismatched, "numbered": "origin" in columns}
+    bins = Bins(training, d, columns=columns, **options)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
@@ -306,7 +310,7 @@ def second_model(
     """A reference model, whole whatever the policy trains."""
     m, path, other = config.model, config.preference.reference_path, shape
     if not begins_as_policy(m, config.preference):
-        m = m.model_copy(update={"model_path": path})
+        m = m.model_copy(update={"model_path": path, "config_path": path})
         other = with_head(hf.shape_of(m), shape.head, None)
     if other.vocab_size != shape.vocab_size:
         raise ValueError(
@@ -365,20 +369,30 @@ def precomputed(
     }
     root, given = config.data.dataset_prepared_path, config.preference.reference_cache
     folder = precompute.folder_of(root, given, fingerprint)
+    tokenizer = ""
+    if mesh.main:
+        tokenizer = tokenized_by(config.data.datasets, config.model, root)
+    tokenizer = mesh.control.broadcast(tokenizer)
     with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
-        found = precompute.computed(parts, mesh, sets, folder, fingerprint, t.micro_batch_size)
+        found = precompute.computed(
+            parts, mesh, sets, folder, fingerprint, t.micro_batch_size, tokenizer
+        )
     bound = 0.0 if ops.numerics.batch_invariant else precompute.BOUNDS[dtype]
     return precompute.Precomputed(found, mesh, own, bound)
 
 
 def columns_of(
-    train: Train, loss: Loss, shape: ModelConfig, share_prefix: bool
+    train: Train, loss: Loss, shape: ModelConfig, share_prefix: bool, referenced: bool = False
 ) -> dict[str, Column]:
-    """The columns that a run reads beside tokens and labels."""
+    """The columns that a run reads beside tokens and labels.   referenced: with a
+    reference.
+    """
     named = {c: f"train.loss = {train.loss}" for c in loss.columns if c not in TOKENS}
     asked = {**named, **loss.asked}
     if share_prefix:
         asked[PREFIX] = "preference.share_prefix = True"
+    if referenced:
+        asked["origin"] = "preference.reference"
     if train.router_replay:
         asked["routed_experts"] = "train.router_replay = True"
     return {
@@ -455,7 +469,8 @@ def build(config: Config, mesh: Mesh) -> Built:
     export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
     dropped = t.attention_dropout > 0
     ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
-    columns = columns_of(t, loss, shape, prefixes)
+    referenced = kind_of_reference(config) != "none"
+    columns = columns_of(t, loss, shape, prefixes, referenced)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
     dropout.check(t, shape, batches.per_step)

@@ -100,8 +100,8 @@ def _missing(sets: Sequence[Bins], found: Found) -> tuple[list[list[int]], int]:
 class _Files:
     """Writes what a rank has computed, a file at a time."""
 
-    def __init__(self, found: Found, rank: int):
-        self.found, self.rank = found, rank
+    def __init__(self, found: Found, rank: int, tokenizer: str):
+        self.found, self.rank, self.tokenizer = found, rank, tokenizer
         self.new: dict[bytes, np.ndarray] = {}
         self.done: set[bytes] = set()
 
@@ -121,7 +121,8 @@ class _Files:
 
     def flush(self) -> None:
         if self.new:
-            write(self.found.folder, self.new, self.found.reference, self.rank)
+            found = self.found
+            write(found.folder, self.new, found.reference, self.rank, self.tokenizer)
             self.new = {}
 
 
@@ -163,12 +164,13 @@ def computed(
     folder: pathlib.Path,
     fingerprint: Mapping[str, Any],
     size: int,
+    tokenizer: str = "",
 ) -> Found:
     """The log-probabilities of all documents of these sets: what a folder holds, and the rest once
     it is computed. Every rank must call it.
 
     parts: of a model as it was read: adapters add zeros.   size: bins, packed as in training, of a
-    micro-batch.
+    micro-batch.   tokenizer: see `logprobs.write`.
     Raises as `Found`, and ValueError for a log-probability that is not finite, on every rank.
     """
     begun, problem, todo, count = time.monotonic(), None, [], 0
@@ -181,6 +183,12 @@ def computed(
                 clear(folder)
                 found = Found(folder, fingerprint)
                 todo, count = _missing(sets, found)
+                if count and found.tokenizers and tokenizer not in found.tokenizers:
+                    log.warning(
+                        "reference: another tokenizer or chat template than this run's has made "
+                        "the documents in %s",
+                        folder,
+                    )
                 if count:
                     log.info(
                         "reference: %d documents to compute, %d are in %s",
@@ -197,7 +205,9 @@ def computed(
         if any(todo):
             parts.wrapped.eval()
             try:
-                problem = _compute(parts, mesh, sets, todo, size, _Files(found, mesh.rank))
+                problem = _compute(
+                    parts, mesh, sets, todo, size, _Files(found, mesh.rank, tokenizer)
+                )
             finally:
                 parts.reshard()
                 parts.wrapped.train()

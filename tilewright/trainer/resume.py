@@ -31,6 +31,8 @@ def resume(
     options = made.ops, train.verify_checkpoint, train.load_optimizer
     resumed, state = made.engine.load(folders, wanted, *options)
     if not train.load_optimizer:
+        if made.engine.reference is not None:
+            made.engine.reference.own = False
         return None, {}
     batches.load_state_dict(state["data"])
     batches.tokens = state.get("tokens", 0)

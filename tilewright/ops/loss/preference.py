@@ -7,8 +7,8 @@ arXiv:2402.00856; nca_pair, arXiv:2402.05369; bco_pair,
 arXiv:2404.04656 without its shift of rewards; sppo_hard, arXiv:2405.00675; apo_zero and apo_down,
 arXiv:2408.06266; dpop, arXiv:2402.13228; simpo, arXiv:2405.14734; orpo, arXiv:2403.07691,
 which adds the likelihood of the chosen answer (sft_ratio: 1); sigmoid_norm, TRL's of that name;
-kto, arXiv:2402.01306; kto_pair, TRL's of that name before 0.9, the sum over a pair; the offset of
-sigmoid, arXiv:2402.10571.
+kto, arXiv:2402.01306; kto_pair, TRL's of that name before 0.9, the sum over a pair;
+apo_zero_unpaired, TRL's of that name; the offset of sigmoid, arXiv:2402.10571.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pairs(NamedTuple):
     """Log-probabilities of the answers of pairs, in nats, float64 tensors of one shape.
 
     chosen, rejected: sums over an answer's tokens under the policy.   ref_chosen, ref_rejected:
-    under the reference; as the policy's, detached, where there is none.   chosen_tokens,
+    under the reference, if there is one.   chosen_tokens,
     rejected_tokens: their numbers, at least 1.
     gap: by how much the chosen answer's score is greater, at least 0.   kl_chosen, kl_rejected:
     [], mean log-ratios to the reference over many pairs, at least 0, detached.
@@ -212,6 +212,11 @@ def kto(p: Answers, o: Options) -> torch.Tensor:
     return torch.where(p.desirable, good, bad)
 
 
+def apo_zero_unpaired(p: Answers, o: Options) -> torch.Tensor:
+    return kto(p._replace(kl=0.0), o)
+
+
+WEIGHTS = ("kto_desirable_weight", "kto_undesirable_weight")
 FORMULAS = {
     **{f.__name__: Formula(f) for f in (hinge, ipo, nca_pair, bco_pair, sppo_hard)},
     **{f.__name__: Formula(f) for f in (apo_zero, apo_down)},
@@ -221,7 +226,6 @@ FORMULAS = {
     "simpo": Formula(simpo, ("beta", "simpo_gamma"), reference=False),
     "orpo": Formula(orpo, reference=False),
     "kto_pair": Formula(kto_pair, kl=True),
-    "kto": Formula(
-        kto, ("beta", "kto_desirable_weight", "kto_undesirable_weight"), kl=True, paired=False
-    ),
+    "kto": Formula(kto, ("beta", *WEIGHTS), kl=True, paired=False),
+    "apo_zero_unpaired": Formula(apo_zero_unpaired, ("beta", *WEIGHTS), paired=False),
 }

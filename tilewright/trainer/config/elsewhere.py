@@ -76,6 +76,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any] | str]] = {
         "recompute_granularity: core_attn": "what is done without recomputation: attention keeps "
         "no probabilities",
         "offload_optim": MISSING + "states in CPU memory",
+        "reference_free: true": {"train.loss": "preference", "preference.reference": "none"},
+        "ref_model_update_steps: -1": {"preference.reference_update_steps": None},
         "unified_checkpoint": "true is what is done: any number of processes reads a checkpoint; "
         "false is refused",
         "unified_checkpoint_config": {"train.save_async": True},
@@ -108,10 +110,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any] | str]] = {
             "lora.lora_alpha": 4.0,
         },
         "beta": {"train.loss": "preference", "preference.beta": 0.1},
-        "max_prompt_len": MISSING + "a limit of prompts alone: a document is cut from its end",
-        "pref_loss_ratio": MISSING + "a weight of the preference's own loss; `preference.sft_ratio` "
-        "over it has the same minimum",
-        "reference_free": MISSING + "the formulas without their reference; simpo and orpo have none",
         "apply_hadamard": MISSING + f"training in FP8: {EIGHT_BITS}",
         "use_lowprecision_moment": {
             "train.optimizer": "anyprecision_adamw",

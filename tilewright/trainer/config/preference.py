@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tilewright.trainer.config.section import Only, Refuse, Resume, RowOf, Section, field
-from tilewright.trainer.tables import PREFERENCES
+from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config
@@ -29,6 +29,20 @@ def kind_of_reference(config: Config) -> str:
     if section.reference != "auto":
         return section.reference
     return "adapters_off" if config.lora.enable_lora else "model"
+
+
+def _cuts_none(config: Config) -> bool:
+    return config.preference.max_prompt_len is not None and not any(
+        DATASETS[e.type].prompts for e in config.data.datasets
+    )
+
+
+def _leaves_no_prompt(config: Config) -> bool:
+    data, most = config.data, config.preference.max_prompt_len
+    bins = data.sample_packing_sequence_len
+    return most is not None and any(
+        min(e.max_seq_len or bins, bins) < 22 for e in data.datasets if DATASETS[e.type].prompts
+    )
 
 
 class Preference(Section):
@@ -77,6 +91,15 @@ class Preference(Section):
         50.0, Resume.NEXT_STEP, PREFERRED, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
     )
     """dpop's weight of a chosen answer that is less probable than under the reference."""
+    loss_ratio: float = field(
+        1.0,
+        Resume.NEXT_STEP,
+        PREFERRED,
+        names={"TRL": "loss_weights", "ERNIEKit": "pref_loss_ratio"},
+        differs=("none", OURS),
+        gt=0,
+    )
+    """What the formula is multiplied by, beside sft_ratio's term."""
     sft_ratio: float = field(
         0.0,
         Resume.NEXT_STEP,
@@ -95,6 +118,7 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_desirable_weight"),
+        names={"TRL": "desirable_weight"},
         differs=("none", OURS),
         ge=0,
     )
@@ -104,6 +128,7 @@ class Preference(Section):
         Resume.NEXT_STEP,
         PREFERRED,
         _read_by("kto_undesirable_weight"),
+        names={"TRL": "undesirable_weight"},
         differs=("none", OURS),
         ge=0,
     )
@@ -118,6 +143,31 @@ class Preference(Section):
     """What mean log-ratios are over. micro_batch: the micro-batches that all ranks compute at once;
     step: all of a step, or of an evaluation; kto_pair then takes one more forward pass.
     """
+    max_prompt_len: int | None = field(
+        None,
+        Resume.OTHER_CONTENTS,
+        Only("train.loss", "preference", "reward"),
+        Refuse("no row of these types has a prompt that is cut", "data.datasets").when(_cuts_none),
+        Refuse(
+            "a document holds half of a bin, or of max_seq_len, and 10 tokens of it are an "
+            "answer's: no prompt is left; accepted are 22 tokens and more",
+            "data.sample_packing_sequence_len",
+            "data.datasets",
+        ).when(_leaves_no_prompt),
+        names={"TRL": "max_prompt_length", "NxDT": "max_dpo_prompt_length"},
+        differs=("none", OURS),
+        ge=1,
+    )
+    """Tokens that are kept of a longer prompt, of both answers the same: at most this many, and 10
+    fewer than a document holds; null: all. What is cut is counted in the log.
+    """
+    truncation_mode: Literal["keep_start", "keep_end"] = field(
+        "keep_start",
+        Resume.OTHER_CONTENTS,
+        Only("max_prompt_len", but=None),
+        differs=("none", OURS),
+    )
+    """Which tokens of a longer prompt are kept: its first ones, or its last ones."""
     share_prefix: bool = field(
         False,
         Resume.OTHER_BINS,
@@ -136,18 +186,27 @@ class Preference(Section):
     """Whether a pair's prompt is computed once: the rejected answer's document is what follows it.
     The loss and its gradients are those of two whole documents, and bins hold more pairs.
     """
-    reference: Literal["auto", "adapters_off", "model", "precomputed", "column"] = field(
+    reference: Literal["auto", "adapters_off", "model", "precomputed", "column", "none"] = field(
         "auto",
         Resume.NEXT_STEP,
         PREFERRED,
-        Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.reference]),
+        Only(
+            "loss",
+            table=lambda: [n for n, row in PREFERENCES.items() if row.reference],
+            neutral=("none",),
+        ),
+        Refuse("it reads mean log-ratios to a reference", "loss").when(
+            lambda c: c.preference.reference == "none" and PREFERENCES[c.preference.loss].kl
+        ),
         Refuse(
             "the data hold no log-probabilities of answers to other prompts, whose mean it reads; "
             f"accepted are auto, {', '.join(COMPUTED)}",
             "loss",
         ).when(
             lambda c: (
-                not PREFERENCES[c.preference.loss].paired and kind_of_reference(c) not in COMPUTED
+                PREFERENCES[c.preference.loss].kl
+                and not PREFERENCES[c.preference.loss].paired
+                and kind_of_reference(c) in ("precomputed", "column")
             )
         ),
         Refuse(
@@ -170,7 +229,8 @@ class Preference(Section):
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
     one, frozen; precomputed: what a pass before the first step has written; column: the column
-    reference_logprob of the data; auto: adapters_off with LoRA, else model.
+    reference_logprob of the data; none: log-probabilities of 0, so that log-ratios are the
+    policy's own; auto: adapters_off with LoRA, else model.
     """
     reference_path: str | None = field(
         None,

@@ -147,6 +147,12 @@ class Bins(torch.utils.data.Dataset):
                 digest.update(values.astype(np.int64 if whole else np.float64).tobytes())
         return digest.hexdigest()[:16]
 
+    def origin(self, document: int) -> str:
+        """The column `origin` of a document; "" of a set without it."""
+        if "origin" not in self.dataset.column_names:
+            return ""
+        return self.dataset.with_format(None)[document]["origin"]
+
     def only(self, numbers: list[int]) -> Bins:
         """Some of the bins, for evaluation."""
         some = copy.copy(self)

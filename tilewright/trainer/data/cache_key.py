@@ -22,6 +22,7 @@ from tilewright.trainer.config.section import keyed
 from tilewright.trainer.data.data_files import Digests, digests
 from tilewright.trainer.data.encode import Columns, longest
 from tilewright.trainer.data.sources import located
+from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts
 from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
@@ -127,6 +128,7 @@ def cache_key(
     vocab: int,
     shuffle: bool,
     columns: Columns,
+    prompts: Prompts = WHOLE,
 ) -> str:
     """Changes whenever the prepared data would."""
     notes = Notes(pathlib.Path(data.dataset_prepared_path))
@@ -141,6 +143,7 @@ def cache_key(
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
+    cut = prompts.most is not None and any(k.prompts for k in kinds)
     what = [
         PREPARATION,
         [[keyed(e), longest(e, data), contents(e)] for e in entries],
@@ -152,11 +155,24 @@ def cache_key(
         *([{name: str(c.type) for name, c in columns.items()}] if columns else []),
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
+        *([{"prompts": prompts}] if cut else []),
         *([data.on_bad_row] if data.on_bad_row != "error" else []),
         *([data.mixing, data.samples_per_epoch] if shuffle and data.mixing != "concat" else []),
     ]
     notes.save()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def tokenized_by(entries: list[Dataset], model: Model, root: str) -> str:
+    """A hash of the tokenizer that makes tokens of entries, with its chat template; "" if all rows
+    are tokens.   root: of the prepared sets.
+    """
+    if not any(DATASETS[e.type].tokenizer for e in entries):
+        return ""
+    notes = Notes(pathlib.Path(root))
+    made = hashlib.sha256(json.dumps(_tokenizer(model, notes)).encode()).hexdigest()
+    notes.save()
+    return made[:16]
 
 
 def _tokenizer(model: Model, notes: Notes) -> Any:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from tilewright.trainer.columns import IGNORE, SCHEMA
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.data.types.dataset_type import Asked, Refused
+from tilewright.trainer.data.types.dataset_type import WHOLE, Asked, Prompts, Refused
 from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
@@ -49,7 +49,7 @@ class Encoded:
     """Samples, and how many were cut, have no target (see `has_target`), or are left out, with
     fewer than two tokens. Samples without a target are left out too, but of type tokenized.
 
-    skipped: rows that cannot be used.
+    skipped: rows that cannot be used.   told: see `Asked`.
     """
 
     batch: pa.RecordBatch
@@ -57,6 +57,7 @@ class Encoded:
     unlabeled: int
     short: int
     skipped: list[RefusedRow] = dataclasses.field(default_factory=list)
+    told: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def longest(entry: Dataset, data: Data) -> int:
@@ -115,26 +116,30 @@ class Encoder:
         features: Any,
         columns: Columns | None = None,
         skip: bool = False,
+        number: int = 0,
+        prompts: Prompts = WHOLE,
     ):
         """features: of the rows' columns.   columns: further ones of samples.   skip: rows that
-        cannot be used.
+        cannot be used.   number: of the data set among those that are prepared together.
+        prompts: how they are cut.
         """
-        self.skip = skip
+        self.skip, self.number = skip, number
         self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
-        asked = Asked(entry.path, entry.type, most, tokenizer, features)
-        self.samples_of = self.kind.samples(asked)
+        self.asked = Asked(entry.path, entry.type, most, tokenizer, features, prompts)
+        self.samples_of = self.kind.samples(self.asked)
 
     def __call__(self, rows: Iterable[tuple[Row, Any]]) -> Encoded:
         """rows: (index, row), or (index, what is wrong with it). Raises RefusedRow."""
         skipped: list[RefusedRow] = []
         out: dict[str, list] = {name: [] for name in schema(self.columns).names}
         cut = unlabeled = short = 0
+        self.asked.told.clear()
         for index, row in rows:
             try:
                 if isinstance(row, Refused):
                     raise row
-                samples = [self._checked(sample, row) for sample in self.samples_of(row)]
+                samples = [self._checked(sample, row, index) for sample in self.samples_of(row)]
             except (Refused, TypeError, ValueError) as refused:
                 if not self.skip:
                     raise RefusedRow(index, str(refused)) from refused
@@ -164,9 +169,9 @@ class Encoder:
             for field in schema(self.columns)
         ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema(self.columns))
-        return Encoded(batch, cut, unlabeled, short, skipped)
+        return Encoded(batch, cut, unlabeled, short, skipped, dict(self.asked.told))
 
-    def _checked(self, sample: Any, row: Any) -> Sample:
+    def _checked(self, sample: Any, row: Any, index: Row) -> Sample:
         """An index outside the embedding would end a GPU run with an assertion that names no
         sample.
         """
@@ -185,7 +190,10 @@ class Encoder:
                 raise Refused(
                     f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
                 )
-        return ids, labels, self._further(row, dict(*own), len(ids))
+        further = self._further(row, dict(*own), len(ids))
+        if "origin" in further and isinstance(index, int):
+            further["origin"] = f"{self.number}:{index}"
+        return ids, labels, further
 
     def _further(self, row: Any, own: dict[str, Any], tokens: int) -> dict[str, Any]:
         """The further columns of a sample.   own: those that its type made."""

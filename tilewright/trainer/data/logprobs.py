@@ -1,8 +1,9 @@
 """Log-probabilities of documents under a reference, known by the documents' contents.
 
 A folder of safetensors files, each with some documents' keys [n, 32] uint8, the ends [n] int64 of
-their parts of `logprobs` [labels] float32, and, as metadata, what the reference is and a checksum
-of all these. A file is written aside and renamed: what is there is whole.
+their parts of `logprobs` [labels] float32, and, as metadata, what the reference is, a checksum of
+all these, and what tokenized the documents. A file is written aside and renamed: what is there is
+whole.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ def write(
     found: Mapping[bytes, np.ndarray],
     reference: Mapping[str, Any],
     rank: int = 0,
+    tokenizer: str = "",
 ) -> None:
     """Writes a file of documents, under a name made from their keys.
 
     found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: of the process, for
-    the name aside.
+    the name aside.   tokenizer: a hash of what made tokens of the documents; "": their rows had
+    tokens.
     """
     arrays = {
         "keys": np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32),
@@ -62,7 +65,7 @@ def write(
     name = hashlib.sha256(arrays["keys"].data).hexdigest()[:16]
     aside = folder / f".{name}.{rank}.partial"
     checksum = _checksum(about, (arrays[n] for n in NAMES))
-    save_file(arrays, aside, {"reference": about, "checksum": checksum})
+    save_file(arrays, aside, {"reference": about, "checksum": checksum, "tokenizer": tokenizer})
     aside.replace(folder / f"{name}.safetensors")
 
 
@@ -74,8 +77,8 @@ def clear(folder: pathlib.Path) -> None:
 
 def _read(
     file: pathlib.Path, reference: Mapping[str, Any], checked: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Its arrays. Raises as `Found`."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
+    """Its arrays, and what tokenized the documents. Raises as `Found`."""
     try:
         with safe_open(file, "np") as opened:
             about = opened.metadata() or {}
@@ -96,23 +99,25 @@ def _read(
             f"{file}: has the checksum {found}, and says {said}; delete it, and its documents are "
             "computed again"
         )
-    return keys, ends, values
+    return keys, ends, values, about.get("tokenizer", "")
 
 
 class Found:
     """What the files of a folder hold.
 
     checked: compare their checksums.
+    tokenizers: the hashes of what tokenized the documents, where that is known.
     Raises ValueError for a file of another reference, and Damaged for one that has changed.
     """
 
     def __init__(self, folder: pathlib.Path, reference: Mapping[str, Any], checked: bool = True):
         self.folder, self.reference = folder, reference
         files = [_read(f, reference, checked) for f in sorted(folder.glob("*.safetensors"))]
-        keys = [np.ascontiguousarray(k).view(KEY).reshape(-1) for k, _, _ in files]
-        self._values = np.concatenate([np.empty(0, np.float32), *(v for _, _, v in files)])
+        keys = [np.ascontiguousarray(k).view(KEY).reshape(-1) for k, *_ in files]
+        self.tokenizers = {t for *_, t in files} - {""}
+        self._values = np.concatenate([np.empty(0, np.float32), *(v for _, _, v, _ in files)])
         ends, at = [np.zeros(1, np.int64)], 0
-        for _, e, v in files:
+        for _, e, v, _ in files:
             ends.append(e + at)
             at += len(v)
         self._ends, every = np.concatenate(ends), np.concatenate([np.empty(0, KEY), *keys])

@@ -32,7 +32,7 @@ from tilewright.trainer.data.encode import (
     longest,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import Refused
+from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts, Refused
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
@@ -205,9 +205,12 @@ def prepare_entry(
     writer: Writer,
     columns: Columns,
     units: Units,
+    number: int = 0,
+    prompts: Prompts = WHOLE,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
-    samples.   units: those of the samples that have been written.
+    samples.   units: those of the samples that have been written.   number: of the entry.
+    prompts: how they are cut.
     """
     units.begin_set()
     most, kind = longest(entry, data), DATASETS[entry.type]
@@ -223,10 +226,11 @@ def prepare_entry(
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
     skip = data.on_bad_row == "skip"
-    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip)
+    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number, prompts)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0
+    told: collections.Counter[str] = collections.Counter()
     try:
         # A bar on a terminal alone.
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
@@ -236,6 +240,7 @@ def prepare_entry(
                     bar.update(part.batch.num_rows)
                     cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
                     short += part.short
+                    told.update(part.told)
                     for refused in part.skipped[: max(0, TOLD - skipped)]:
                         log.warning(
                             "%s: %s; skipped", source.place(refused.row), refused.reason
@@ -250,6 +255,8 @@ def prepare_entry(
         ) from ended
     if skipped:
         log.warning("%s: %d rows in all were skipped", entry.path, skipped)
+    for sentence, times in told.items():
+        log.warning("%s: %d %s", entry.path, times, sentence)
     made, kept = writer.samples - before, kind.keeps_unlabeled
     total = made + short + (0 if kept else unlabeled)
     if cut:

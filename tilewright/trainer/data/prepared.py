@@ -34,6 +34,7 @@ from tilewright.trainer.data.mixing import mixed
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
+from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units, starts_of, unfolded
 from tilewright.trainer.tables import DATASETS
@@ -71,6 +72,7 @@ def _build(
     shuffle: bool,
     folder: pathlib.Path,
     columns: Columns,
+    prompts: Prompts,
 ) -> None:
     """Writes a prepared set."""
     check_sources(entries)
@@ -83,7 +85,8 @@ def _build(
             source = _source(entry, data, vocab, (seed, i, int(shuffle)))
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
             first = writer.samples, len(units.first)
-            found = prepare_entry(source, entry, data, loaded, vocab, writer, columns, units)
+            parts = source, entry, data, loaded, vocab, writer, columns, units
+            found = prepare_entry(*parts, i, prompts)
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
@@ -170,6 +173,7 @@ def prepare(
     *,
     shuffle: bool = True,
     columns: Columns | None = None,
+    prompts: Prompts = WHOLE,
     main: bool = True,
     broadcast: Callable[[str | None], str | None] = lambda name: name,
 ):
@@ -177,6 +181,7 @@ def prepare(
     for, from the cache if present.
 
     model: whose tokenizer the samples are made with, known by its files.   tokenizer: makes it.
+    prompts: how they are cut.
     main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
     the others wait there and read it. Another name could be theirs: files and answers of servers
     change.
@@ -197,7 +202,7 @@ def prepare(
     check_sources(entries, cached=True)
     if not main:
         return _load(root / str(broadcast(None)))
-    folder = root / cache_key(entries, data, model, seed, vocab, shuffle, columns)
+    folder = root / cache_key(entries, data, model, seed, vocab, shuffle, columns, prompts)
     if data.skip_prepare_dataset:
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -219,7 +224,7 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns)
+                _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns, prompts)
                 replace_folder(aside, folder)
             if data.push_dataset_to_hub:
                 _push(folder, data.push_dataset_to_hub, split)

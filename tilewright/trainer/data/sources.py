@@ -142,6 +142,13 @@ def _matching(folder: pathlib.Path, pattern: str) -> list[str]:
         raise FileNotFoundError(f"{folder}: holds no file {pattern} (data_files)") from error
 
 
+def place_of(origin: str, entries: list[Dataset], data: Data) -> str:
+    """The file and line, or row, of the column `origin`.   entries: those that were prepared."""
+    number, row = map(int, origin.split(":"))
+    rows: Any = read_raw(entries[number], data)
+    return rows.place(row)
+
+
 def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
     """The rows of an entry. Raises ValueError or OSError with one sentence."""
     import datasets

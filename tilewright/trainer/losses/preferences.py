@@ -31,7 +31,7 @@ REPORTS = (
 # Of answers that are not paired: of all of them, and over those that are desirable, or are not.
 KINDS = ("desirable", "undesirable")
 OVER = {f"{what}_{kind}": kind for kind in KINDS for what in ("reward", "logprob")}
-ALONE = ("reward_accuracy", "drift", "kl", *KINDS, *OVER)
+ALONE = ("reward_accuracy", *KINDS, *OVER)
 
 
 def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def sums_of(per_token: TokenLosses, batch: Mapping[str, Any], reference: bool) -> torch.Tensor:
     """[3, documents]: log-probability, tokens, and log-probability under the reference, or without
-    one the first again, detached.
+    one 0.
     """
     labels, lengths = batch["labels"], batch["lengths"]
     learned = labels != IGNORE
@@ -52,7 +52,7 @@ def sums_of(per_token: TokenLosses, batch: Mapping[str, Any], reference: bool) -
     if reference:
         columns.append(batch["reference_logprob"].where(learned, 0.0))
     sums = per_token.over_ranks(torch.stack([by_document(c, lengths) for c in columns]))
-    return sums if reference else torch.cat((sums, sums[:1].detach()))
+    return sums if reference else torch.cat((sums, torch.zeros_like(sums[:1])))
 
 
 # A document without an answer has one token of log-probability -1 everywhere, so that what is made
@@ -118,19 +118,21 @@ def preference(
     *,
     formula: Formula,
     options: Options,
+    reference: bool,
+    loss_ratio: float,
     sft_ratio: float,
 ) -> tuple[torch.Tensor, ...]:
     """The sum over pairs, their number, and REPORTS. Each of the ranks that share a sequence has
     its share of them.
     """
-    pairs, is_pair = pairs_of(per_token, batch, formula.reference)
+    pairs, is_pair = pairs_of(per_token, batch, reference)
     if formula.kl:
         own = batch.get("first")
         if own is None:
             own = torch.stack(_sums_of_ratios(per_token.share, pairs, is_pair))
         kl_chosen, kl_rejected = divergences(per_token, own)
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
-    loss = formula.function(pairs, options)
+    loss = loss_ratio * formula.function(pairs, options)
     if sft_ratio:
         loss = loss - sft_ratio * pairs.means.chosen
     found = [loss, torch.ones_like(loss)]
@@ -139,7 +141,7 @@ def preference(
         if not formula.reference:  # rewards are log-probabilities per token
             up, down = options.beta * pairs.means.chosen, options.beta * pairs.means.rejected
         found += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
-        if formula.reference:
+        if reference:
             found.append(pairs.up.abs() + pairs.down.abs())
     share = per_token.share
     return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
@@ -151,26 +153,32 @@ def unpaired(
     *,
     formula: Formula,
     options: Options,
+    reference: bool,
+    loss_ratio: float,
     sft_ratio: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The sum over answers, their number, and ALONE, as `preference`. The likelihood that is added
-    is that of desirable answers.
+    """The sum over answers, their number, and ALONE, drift and kl, as `preference`. The
+    likelihood that is added is that of desirable answers.
     """
-    answers, is_one = answers_of(per_token, batch, formula.reference)
+    answers, is_one = answers_of(per_token, batch, reference)
     if formula.kl:
         answers = answers._replace(kl=divergences(per_token, batch["first"])[0])
-    loss = formula.function(answers, options)
+    loss = loss_ratio * formula.function(answers, options)
     good = answers.desirable
     if sft_ratio:
         loss = loss - sft_ratio * (answers.answer / answers.tokens).where(good, 0.0)
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
-        ratio, kl = answers.ratio, torch.as_tensor(answers.kl).expand_as(loss)
-        right = torch.where(good, ratio > kl, ratio < kl)
-        found += [right.double(), ratio.abs(), kl]
+        ratio = answers.ratio
+        right = torch.where(good, ratio > answers.kl, ratio < answers.kl)
+        found.append(right.double())
         kinds = [k.double() for k in (good, ~good)]
         values = options.beta * ratio, answers.answer
         found += [*kinds, *(k * v for k in kinds for v in values)]
+        if reference:
+            found.append(ratio.abs())
+        if formula.kl:
+            found.append(answers.kl * torch.ones_like(loss))
     share = per_token.share
     return tuple(share * t.where(is_one, 0.0).sum() for t in found)
 
@@ -186,26 +194,28 @@ def settled(section: Preference) -> Loss:
         kto_desirable_weight=section.kto_desirable_weight,
         kto_undesirable_weight=section.kto_undesirable_weight,
     )
-    given = {"formula": formula, "options": options, "sft_ratio": section.sft_ratio}
+    compared = formula.reference and section.reference != "none"
+    given = {"formula": formula, "options": options, "reference": compared}
+    given |= {"loss_ratio": section.loss_ratio, "sft_ratio": section.sft_ratio}
+    more = ("reference_logprob",) if section.reference == "column" else ()
     if not formula.paired:
         return Loss(
             functools.partial(unpaired, **given),
-            ("labels", "desirable"),
-            ALONE,
+            ("labels", "desirable", *more),
+            (*ALONE, *["drift"] * compared, *["kl"] * formula.kl),
             mismatched=formula.kl,
             first=mismatched_ratios if formula.kl else None,
             whole=whole,
             over=OVER,
             asked={"desirable": f"preference.loss = {section.loss}"},
         )
-    more = ("reference_logprob",) if section.reference == "column" else ()
     asked = {}
     if section.offset_alpha:
         asked = {"reward": f"preference.offset_alpha = {section.offset_alpha}"}
     return Loss(
         functools.partial(preference, **given),
         (*COLUMNS, *more, *asked),
-        REPORTS if formula.reference else REPORTS[:-1],
+        REPORTS if compared else REPORTS[:-1],
         pairs=True,
         first=pair_ratios if formula.kl and whole else None,
         whole=whole,

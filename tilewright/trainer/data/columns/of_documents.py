@@ -4,6 +4,8 @@ from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.tables import COLUMNS
 
 COLUMNS.add("id", Column("document", "str", default=""))
+# The data set that a document was made from, counted from 0, and its row there: "0:17".
+COLUMNS.add("origin", Column("document", "str", default=""))
 COLUMNS.add("reward", Column("document", "float32"))
 # Members of a pair follow each other in the data.
 COLUMNS.add("pair", Column("document", "int64", fill=-1, least=0, together=True))

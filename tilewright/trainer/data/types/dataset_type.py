@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Refused(ValueError):
     """A row cannot be used. The caller adds where it is."""
 
 
+class Prompts(NamedTuple):
+    """How prompts are cut.   most: tokens; None: they are whole.   keep: keep_start or keep_end."""
+
+    most: int | None = None
+    keep: str = "keep_start"
+
+
+WHOLE = Prompts()
+
+
 @dataclass(frozen=True)
 class Asked:
     """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
     most: tokens of a sample.   features: of the rows' columns, as the datasets package has them.
+    prompts: of types that cut them.   told: for the log, how often each sentence holds of a sample.
     """
 
     path: str
@@ -22,6 +34,8 @@ class Asked:
     most: int
     tokenizer: Any
     features: Any
+    prompts: Prompts = WHOLE
+    told: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
 # (input_ids, labels), or with a third item: values of columns that the type `yields`, by name.
@@ -50,6 +64,7 @@ class DatasetType:
     yields: columns that samples bring.
     keeps_unlabeled: a sample without a target is kept.   counts_short: one of fewer than two tokens
         is counted in the log.
+    prompts: whether it cuts prompts.
     version: to be raised when samples change: prepared sets of another version are not used.
     """
 
@@ -64,6 +79,7 @@ class DatasetType:
     yields: tuple[str, ...] = ()
     keeps_unlabeled: bool = False
     counts_short: bool = True
+    prompts: bool = False
     version: int = 0
 
     def fits(self, names: Collection[str]) -> bool:

@@ -15,11 +15,18 @@ import numpy as np
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
+from tilewright.trainer.data.types.dataset_type import (
+    Asked,
+    DatasetType,
+    Prompts,
+    Refused,
+    Sample,
+)
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.tables import DATASETS
 
 ROLES = (("chosen", 0), ("rejected", 1))
+LEAST = 10  # tokens that a cut prompt leaves of a document, as in ERNIEKit
 YIELDS = ("pair", "role", "reward", "prefix")
 SCORES = ("chosen_score", "rejected_score")
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -43,20 +50,28 @@ def _number(given: Any, name: str) -> float:
 
 
 def _pair(
-    answers: list[chat.Sample], most: int, scores: tuple[float, ...] = ()
+    answers: list[chat.Sample], asked: Asked, scores: tuple[float, ...] = ()
 ) -> Iterator[Sample]:
     """The two documents. Each has at most half of a bin, so that both are in one: answers are cut
     from their ends.
     """
     if answers[0] == answers[1]:
         raise Refused("its chosen answer is its rejected one")
-    cut = [(ids[: most // 2], labels[: most // 2]) for ids, labels in answers]
+    half = asked.most // 2
+    answers, told = with_shorter_prompt(answers, asked.prompts, half)
+    cut = [(ids[:half], labels[:half]) for ids, labels in answers]
     for (name, _), (_, labels) in zip(ROLES, cut, strict=True):
         if all(token == IGNORE for token in labels[1:]):
             raise Refused(
-                f"its {name} answer has no token within {most // 2}, half of the longest sample; "
-                "a longer bin (data.sample_packing_sequence_len) or max_seq_len would hold it"
+                f"its {name} answer has no token within {half}, half of the longest sample; a "
+                "longer bin (data.sample_packing_sequence_len), max_seq_len, or a shorter prompt "
+                "(preference.max_prompt_len) would leave one"
             )
+    if cut[0] == cut[1]:
+        raise Refused(f"its answers are equal within {half} tokens, to which they are cut")
+    if longer := sum(len(ids) > half for ids, _ in answers):
+        told[f"answers were cut at their ends, to documents of {half} tokens"] = longer
+    asked.told.update(told)
     # Consecutive pairs must differ; equal ones are in one bin, as they would be anyway.
     digest = hashlib.sha256(np.array([t for ids, _ in cut for t in (*ids, -1)], np.int64).tobytes())
     number = int.from_bytes(digest.digest()[:8], "big") >> 1
@@ -74,6 +89,31 @@ def _shared(chosen: list[int], rejected: list[int], labels: list[int]) -> int:
     while count < most and chosen[count] == rejected[count] and labels[count + 1] == IGNORE:
         count += 1
     return count
+
+
+def with_shorter_prompt(
+    answers: list[chat.Sample], prompts: Prompts, most: int
+) -> tuple[list[chat.Sample], dict[str, int]]:
+    """Answers to one prompt, without the same of its tokens, and what is told of that.
+
+    most: tokens of a document, of which an answer has LEAST.
+    """
+    if prompts.most is None:
+        return answers, {}
+    limit = min(prompts.most, most - LEAST)
+    ends = [next((i for i, t in enumerate(of) if t != IGNORE), len(of)) for _, of in answers]
+    common = 0  # the last token may belong to an answer too, and then is another one
+    while common < min(ends) and len({ids[common] for ids, _ in answers}) == 1:
+        common += 1
+    if (over := min(max(ends) - limit, common)) <= 0:
+        return answers, {}
+    first = 0 if prompts.keep == "keep_end" else common - over
+    shorter = [
+        (ids[:first] + ids[first + over :], of[:first] + of[first + over :]) for ids, of in answers
+    ]
+    return shorter, {
+        f"prompts were cut to {limit} tokens (preference.max_prompt_len, {prompts.keep})": 1
+    }
 
 
 def last(samples: list[chat.Sample], name: str) -> chat.Sample:
@@ -104,10 +144,25 @@ def _messages_of(row: dict[str, Any], name: str) -> tuple[list, list]:
     return prompt, row[name]
 
 
+def implicit_prompt(chosen: str, rejected: str) -> int:
+    """The number of characters that both begin with, as TRL's extract_prompt takes them: at least
+    one is left of each, and a space before the first difference is the answers'.
+    """
+    most = min(len(chosen), len(rejected)) - 1
+    count = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    if chosen[count] != rejected[count] and chosen[:count].endswith(" "):
+        count -= 1
+    if not count:
+        raise Refused("it has no prompt, and chosen and rejected begin with other characters")
+    return count
+
+
 def _of_strings(tokenizer: Any, row: dict[str, Any], name: str) -> chat.Sample:
     prompt, answer = row.get("prompt"), row.get(name)
-    if prompt is None:
-        raise Refused("it has no prompt: of strings the part that both begin with is not taken")
+    both: list[Any] = [row.get(n) for n, _ in ROLES]
+    if prompt is None and all(isinstance(b, str) and b for b in both):
+        count = implicit_prompt(*both)
+        prompt, answer = both[0][:count], row[name][count:]
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise Refused(f"prompt and {name} must both be strings, or lists of messages")
     if not answer:
@@ -115,10 +170,18 @@ def _of_strings(tokenizer: Any, row: dict[str, Any], name: str) -> chat.Sample:
     return chat.prompt_completion(tokenizer, {"prompt": prompt, "completion": answer})[0]
 
 
+def check_text(asked: Asked) -> None:
+    """Raises ValueError for TRL's columns of pictures."""
+    if pictures := {"images", "image"} & {*asked.features}:
+        raise ValueError(
+            f"{asked.path}: type {asked.kind} reads no column `{min(pictures)}`: models here read "
+            "text alone; data.select_columns leaves a column out"
+        )
+
+
 def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     listed = getattr(asked.features["chosen"], "dtype", "list") not in ("string", "large_string")
-    if pictures := {"images", "image"} & {*asked.features}:
-        raise ValueError(f"{asked.path}: type {asked.kind} reads no column `{min(pictures)}`")
+    check_text(asked)
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=listed)
 
     def sample(row: dict[str, Any], name: str) -> chat.Sample:
@@ -128,7 +191,7 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
         return last(chat.prompt_completion(asked.tokenizer, given), name)
 
-    return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked.most, _scores(row))
+    return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked, _scores(row))
 
 
 def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
@@ -143,7 +206,7 @@ def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
 
 
 def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    return lambda row: _pair(tokens_of(row, IDS), asked.most, _scores(row))
+    return lambda row: _pair(tokens_of(row, IDS), asked, _scores(row))
 
 
 def _strings(row: dict[str, Any], name: str) -> list[str]:
@@ -185,7 +248,7 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         answers = [_response(asked.tokenizer, prompt, responses[i]) for i in order]
         for i, j in itertools.combinations(range(len(order)), 2):
             both = scores[order[i]], scores[order[j]]
-            yield from _pair([answers[i], answers[j]], asked.most, both)
+            yield from _pair([answers[i], answers[j]], asked, both)
 
     return samples
 
@@ -216,6 +279,8 @@ DATASETS.add(
         optional=("prompt", "tools", *SCORES),
         says="pairs of answers",
         yields=YIELDS,
+        prompts=True,
+        version=1,
     ),
 )
 DATASETS.add(
@@ -226,6 +291,8 @@ DATASETS.add(
         optional=("system",),
         says="ERNIEKit's ranked responses",
         yields=YIELDS,
+        prompts=True,
+        version=1,
     ),
 )
 DATASETS.add(
@@ -238,5 +305,7 @@ DATASETS.add(
         check=functools.partial(check_tokens, names=IDS),
         tokenizer=False,
         yields=YIELDS,
+        prompts=True,
+        version=1,
     ),
 )

@@ -9,14 +9,23 @@ from typing import Any
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import chat
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
-from tilewright.trainer.data.types.preference import check_tokens, last, tokens_of
+from tilewright.trainer.data.types.preference import (
+    check_text,
+    check_tokens,
+    last,
+    tokens_of,
+    with_shorter_prompt,
+)
 from tilewright.trainer.tables import DATASETS
 
 YIELDS = ("desirable",)
 IDS = ("prompt_ids", "completion_ids")
 
 
-def _judged(row: dict[str, Any], sample: chat.Sample, most: int) -> Sample:
+def _judged(row: dict[str, Any], sample: chat.Sample, asked: Asked) -> Sample:
+    most = asked.most
+    [sample], told = with_shorter_prompt([sample], asked.prompts, most)
+    asked.told.update(told)
     if not isinstance(row["label"], bool):
         raise Refused(f"its label must be true or false, got {row['label']!r:.80}")
     if all(token == IGNORE for token in sample[1][1:most]):
@@ -26,14 +35,13 @@ def _judged(row: dict[str, Any], sample: chat.Sample, most: int) -> Sample:
 
 def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     kind = getattr(asked.features["completion"], "dtype", "list")
-    if pictures := {"images", "image"} & {*asked.features}:
-        raise ValueError(f"{asked.path}: type {asked.kind} reads no column `{min(pictures)}`")
+    check_text(asked)
     template = kind not in ("string", "large_string")
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=template)
 
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
         found = chat.prompt_completion(asked.tokenizer, row)
-        yield _judged(row, last(found, "completion"), asked.most)
+        yield _judged(row, last(found, "completion"), asked)
 
     return samples
 
@@ -41,7 +49,7 @@ def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
         [sample] = tokens_of(row, IDS)
-        yield _judged(row, sample, asked.most)
+        yield _judged(row, sample, asked)
 
     return samples
 
@@ -54,6 +62,7 @@ DATASETS.add(
         optional=("tools",),
         says="answers that are desirable or not",
         yields=YIELDS,
+        prompts=True,
     ),
 )
 DATASETS.add(
@@ -65,5 +74,6 @@ DATASETS.add(
         check=functools.partial(check_tokens, names=IDS),
         tokenizer=False,
         yields=YIELDS,
+        prompts=True,
     ),
 )
