@@ -1,6 +1,7 @@
 """Steps of DPO on a CPU: the trainer's and TRL's, each in a process of its own, in turns.
 
     python -m bench preference --out DIR [--layers N] [--tokens N] [--steps N] [--rounds N]
+    python -m bench preference --out DIR --count [--layers N] [--tokens N]
 
 Both begin from the same random weights, of SmolLM2-135M's shape, and take the same pairs in the
 same order, one a step: a prompt of a quarter of the tokens, and two answers. Weights, products and
@@ -13,6 +14,9 @@ out. Beside the clock's seconds are the processor's, of all threads, which other
 changes less. Memory is a process's high-water mark, and `above` what it is above the weights of
 both models. The losses must agree, which shows that both compute the same. The file is written
 after each process, with what there is by then.
+
+With --count nothing is computed: counted.json has what a step launches on a GPU, with products in
+bfloat16 (`bench/predicted/step.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -91,6 +96,16 @@ def write_inputs(job: Job) -> int:
             row = {"prompt": text(prompt) + " ", "chosen": text(answer), "rejected": text(answer)}
             file.write(json.dumps(row) + "\n")
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def count(job: Job, out: pathlib.Path) -> int:
+    """Writes counted.json. Returns an exit code."""
+    config = job.path("counted.yaml")
+    store.write_json(config, configuration(job, str(job.path("out")), "nothing"))
+    asked = [str(config), str(job.layers), str(job.tokens), str(out / "counted.json")]
+    command = [sys.executable, "-m", "bench.predicted.step", *asked]
+    # Kernels are not launched, but tensors of a CPU are to take their path.
+    return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
 
 
 def configuration(job: Job, out: str, recomputed: str) -> dict[str, Any]:
@@ -281,7 +296,10 @@ def main(argv: Sequence[str]) -> int:
     for name, default in (("layers", 30), ("tokens", 1024), ("steps", 4), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=at_least(1, int), default=default, metavar="N")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write preference.json")
+    parser.add_argument("--count", action="store_true", help="count a step on a GPU, and take none")
     args = parser.parse_args(argv)
+    if args.count and args.out is None:
+        parser.error("--count writes counted.json, and needs --out DIR")
     for module in (*platform.EXTRAS["trainer"], "trl"):
         if reason := platform.no_module(module):
             parser.error(reason)
@@ -290,6 +308,9 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         job = Job(folder, args.layers, args.tokens, args.steps)
         weights = write_inputs(job)
+        if args.count:
+            args.out.mkdir(parents=True, exist_ok=True)
+            return count(job, args.out)
         found: list[list] = [[] for _ in PROVIDERS]
         about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
         for number in range(args.rounds):

@@ -30,3 +30,19 @@ def test_the_trainer_and_trl_take_the_same_steps(tmp_path, capsys):
         assert found["times_as_fast"] == pytest.approx(theirs["median_s"] / ours["median_s"])
         assert 0 < ours["above_mib"] < ours["peak_mib"]
     assert "times_as_fast" in capsys.readouterr().out
+
+
+def test_a_step_is_counted_without_a_gpu(tmp_path):
+    tokens = 32
+    options = {"layers": 1, "tokens": tokens, "out": tmp_path}
+    arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    assert main(["preference", "--count", *arguments]) == 0
+    ours, theirs = json.loads((tmp_path / "counted.json").read_text())["rows"]
+    layer = 2 * 2 * tokens * 576 * (960 + 576 + 3 * 1536)  # of two documents
+    head = 2 * 2 * tokens * 576 * 49152
+    # The reference's forward, the policy's, and two products for each in backward, in which the
+    # trainer computes the logits again; TRL's head has the answers alone, three quarters.
+    assert ours["tflop"] * 1e12 == 4 * layer + 5 * head
+    assert theirs["tflop"] * 1e12 == pytest.approx(4 * layer + 4 * 0.75 * head, rel=0.05)
+    assert ours["by_name"]["triton::_map_tiles"] == 4  # silu_mul: forward twice, backward once
+    assert 0 < ours["launches"] < theirs["launches"] and ours["peak_mib"] < theirs["peak_mib"]
