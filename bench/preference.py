@@ -15,14 +15,15 @@ changes less. Memory is a process's high-water mark, and `above` what it is abov
 both models. The losses must agree, which shows that both compute the same. The file is written
 after each process, with what there is by then.
 
-With --count nothing is computed: counted.json has what a step launches on a GPU, with products in
-bfloat16 (`bench/predicted/step.py`).
+With --count nothing is computed: counted.json has what a step launches on a GPU, and the peak of
+its tensors (`bench/predicted/step.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,14 +99,21 @@ def write_inputs(job: Job) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def count(job: Job, out: pathlib.Path) -> int:
-    """Writes counted.json. Returns an exit code."""
-    config = job.path("counted.yaml")
-    store.write_json(config, configuration(job, str(job.path("out")), "nothing"))
-    asked = [str(config), str(job.layers), str(job.tokens), str(out / "counted.json")]
-    command = [sys.executable, "-m", "bench.predicted.step", *asked]
+def count(job: Job) -> Iterator[dict[str, Any]]:
+    """What each launches, and needs in memory, with products in either dtype."""
     # Kernels are not launched, but tensors of a CPU are to take their path.
-    return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    for (provider, recomputed), half in itertools.product(PROVIDERS, (False, True)):
+        config = job.path(f"counted-{recomputed}.yaml")
+        store.write_json(config, configuration(job, str(job.path("out")), recomputed))
+        shape = {"layers": job.layers, "tokens": job.tokens}
+        asked = {"provider": provider, "recomputed": recomputed, "half": half, "shape": shape}
+        text = json.dumps(asked | {"path": str(config)})
+        command = [sys.executable, "-m", "bench.predicted.step", text]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{provider}: {done.stderr[-2000:]}")
+        yield json.loads(done.stdout.splitlines()[-1])
 
 
 def configuration(job: Job, out: str, recomputed: str) -> dict[str, Any]:
@@ -310,7 +318,9 @@ def main(argv: Sequence[str]) -> int:
         weights = write_inputs(job)
         if args.count:
             args.out.mkdir(parents=True, exist_ok=True)
-            return count(job, args.out)
+            about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
+            store.write_json(args.out / "counted.json", about | {"rows": list(count(job))})
+            return 0
         found: list[list] = [[] for _ in PROVIDERS]
         about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
         for number in range(args.rounds):

@@ -1,19 +1,18 @@
 """Counts what a DPO step launches on a GPU, without one: the trainer's and TRL's.
 
-    TRITON_INTERPRET=1 python -m bench.predicted.step CONFIG LAYERS TOKENS OUT
+    TRITON_INTERPRET=1 python -m bench.predicted.step ASKED
 
 Both take two steps on tensors without values (`memory_tracker`), and the second is counted: each
 operator that is no view is a launch of the bytes that it reads and writes; of the trainer's ops,
-each launch of Triton. Attention's products are left out: they are the same. CONFIG is the
-trainer's, as `bench.preference` writes it; products are in bfloat16 by autocast. TRL computes its
-head by PyTorch's operators.
+each launch of Triton. Attention's products are left out: they are the same. The peak is that of
+both steps, of tensors alone. TRL computes its head by PyTorch's operators. ASKED is as `main` says;
+`python -m bench preference --count` asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import pathlib
+import json
 import sys
 from collections import Counter
 from typing import Any
@@ -21,8 +20,7 @@ from unittest import mock
 
 import torch
 
-from bench.llama import SEED, Shape, of_transformers
-from tilewright.bench import store
+from bench.llama import Shape, of_transformers
 from tilewright.core.library import LAUNCHERS
 from tilewright.core.torch_names import pytree
 from tilewright.kernels import launch
@@ -109,9 +107,9 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> No
     counts.flops += 2 * a.numel() * b.shape[-1]
 
 
-def trainer(path: str) -> Counting:
-    """Of a configuration, with products in bfloat16."""
-    config = load(path, ["--train.enable_mixed_precision=true"])
+def trainer(path: str, half: bool) -> Counting:
+    """Of a configuration.   half: whether products are in bfloat16."""
+    config = load(path, [f"--train.enable_mixed_precision={half}"])
     names = {f.name: "triton" for f in dataclasses.fields(Ops) if f.name != "numerics"}
     launch.clear_launch_cache()
     with (
@@ -128,7 +126,7 @@ def trainer(path: str) -> Counting:
     return Counting.made[-1]
 
 
-def trl(shape: Shape) -> Counting:
+def trl(shape: Shape, recomputed: bool, half: bool) -> Counting:
     """The sigmoid loss of a pair of `shape.tokens` each, a quarter of them the prompt."""
     from trl.trainer.utils import add_fused_lm_head
 
@@ -138,7 +136,7 @@ def trl(shape: Shape) -> Counting:
     inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
     def logps(model: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
             found = model(**inputs, use_cache=False, fused_lm_head=True)
         return found.log_probs.sum(1)
 
@@ -147,6 +145,8 @@ def trl(shape: Shape) -> Counting:
         for model in (policy, reference):
             add_fused_lm_head(model)
             model.train()
+        if recomputed:
+            policy.gradient_checkpointing_enable()
         optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
         for _ in range(2):
             u, d = logps(policy)
@@ -159,10 +159,16 @@ def trl(shape: Shape) -> Counting:
     return tracker
 
 
-def row(provider: str, tracker: Counting) -> dict[str, Any]:
+def count(provider: str, recomputed: str, half: bool, path: str, shape: Shape) -> dict[str, Any]:
+    if provider == "trl":
+        tracker = trl(shape, recomputed == "layers", half)
+    else:
+        tracker = trainer(path, half)
     counts, (peak, _) = tracker.steps[1], tracker.peak({})
     return {
         "provider": provider,
+        "recomputed": recomputed,
+        "products": "bfloat16" if half else "float32",
         "launches": counts.launches,
         "gbytes": counts.bytes / 1e9,
         "tflop": counts.flops / 1e12,
@@ -171,14 +177,10 @@ def row(provider: str, tracker: Counting) -> dict[str, Any]:
     }
 
 
-def main(path: str, layers: str, tokens: str, out: str) -> None:
-    torch.manual_seed(SEED)
-    shape = Shape(layers=int(layers), tokens=int(tokens))
-    rows = [row("trainer", trainer(path)), row("trl", trl(shape))]
-    about = {"date": str(datetime.date.today()), "torch": torch.__version__}
-    store.write_json(pathlib.Path(out), {**about, "shape": shape.name, "rows": rows})
-    for found in rows:
-        print("  ".join(f"{k} {v}" for k, v in found.items() if k != "by_name"))
+def main(asked: str) -> None:
+    """asked: JSON of `count`'s arguments, with the layers and tokens of a shape."""
+    given = json.loads(asked)
+    print(json.dumps(count(**given | {"shape": Shape(**given["shape"])})))
 
 
 if __name__ == "__main__":
