@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -102,15 +101,14 @@ def write_inputs(job: Job) -> int:
 def count(job: Job) -> Iterator[dict[str, Any]]:
     """What each launches, and needs in memory, with products in either dtype."""
     # Kernels are not launched, but tensors of a CPU are to take their path.
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    start = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "bench.predicted.step"]
     for (provider, recomputed), half in itertools.product(PROVIDERS, (False, True)):
         config = job.path(f"counted-{recomputed}.yaml")
         store.write_json(config, configuration(job, str(job.path("out")), recomputed))
         shape = {"layers": job.layers, "tokens": job.tokens}
         asked = {"provider": provider, "recomputed": recomputed, "half": half, "shape": shape}
         text = json.dumps(asked | {"path": str(config)})
-        command = [sys.executable, "-m", "bench.predicted.step", text]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        done = subprocess.run([*start, text], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{provider}: {done.stderr[-2000:]}")
         yield json.loads(done.stdout.splitlines()[-1])

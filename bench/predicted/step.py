@@ -72,7 +72,8 @@ class Counting(Tracker):
             if "empty" not in name:
                 self.now.add(name, [*given, *made])
             if name in PRODUCTS:
-                left, right = args[1:3] if "add" in name else args[:2]
+                operands: Any = args[1:3] if "add" in name else args[:2]
+                left, right = operands
                 self.now.flops += 2 * left.numel() * right.shape[-1]
         if name == END:
             self.steps.append(self.now)
@@ -110,7 +111,7 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> No
 def trainer(path: str, half: bool) -> Counting:
     """Of a configuration.   half: whether products are in bfloat16."""
     config = load(path, [f"--train.enable_mixed_precision={half}"])
-    names = {f.name: "triton" for f in dataclasses.fields(Ops) if f.name != "numerics"}
+    names: Any = {f.name: "triton" for f in dataclasses.fields(Ops) if f.name != "numerics"}
     launch.clear_launch_cache()
     with (
         mock.patch.object(memory_plan, "Tracker", Counting),
@@ -140,7 +141,8 @@ def trl(shape: Shape, recomputed: bool, half: bool) -> Counting:
             found = model(**inputs, use_cache=False, fused_lm_head=True)
         return found.log_probs.sum(1)
 
-    with Counting(CPU).watching() as tracker:
+    tracker = Counting(CPU)
+    with tracker.watching():
         policy, reference = of_transformers(shape), of_transformers(shape)
         for model in (policy, reference):
             add_fused_lm_head(model)
