@@ -1,29 +1,38 @@
 """Steps of DPO on a CPU: the trainer's and TRL's, each in a process of its own, in turns.
 
     python -m bench preference --out DIR [--layers N] [--tokens N] [--steps N] [--rounds N]
+    python -m bench preference --out DIR --count [--layers N] [--tokens N]
 
 Both begin from the same random weights, of SmolLM2-135M's shape, and take the same pairs in the
 same order, one a step: a prompt of a quarter of the tokens, and two answers. Weights, products and
-AdamW's states are float32, the reference is a second model, and nothing is recomputed. Texts are
-numbers of tokens, which a tokenizer of words reads.
+AdamW's states are float32, and the reference is a second model. Texts are numbers of tokens, which
+a tokenizer of words reads. Of activations, each recomputes nothing, or whole layers (the default of
+both); the trainer also the MLPs alone.
 
 A step's time is that from the end of one to the end of the next; the first of each process is left
-out. Memory is a process's high-water mark, and `above` what it is above the weights of both models.
-The losses must agree, which shows that both compute the same.
+out. Beside the clock's seconds are the processor's, of all threads, which other programs' load
+changes less. Memory is a process's high-water mark, and `above` what it is above the weights of
+both models. The losses must agree, which shows that both compute the same. The file is written
+after each process, with what there is by then.
+
+With --count nothing is computed: counted.json has what a step launches on a GPU, and the peak of
+its tensors (`bench/predicted/step.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +42,15 @@ from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least
 from tilewright.core import platform
 
-PROVIDERS = ("trainer", "trl")
+# Who takes the steps, and what it recomputes in backward.
+PROVIDERS = (
+    ("trainer", "nothing"),
+    ("trainer", "mlp"),
+    ("trl", "nothing"),
+    ("trainer", "layers"),
+    ("trl", "layers"),
+)
+COMPARED = ((0, 2), (1, 2), (3, 4))  # the trainer's and TRL's
 END = "<end>"
 LR, BETA = 1e-5, 0.1
 AGREEMENT = 1e-4  # relative, of losses in float32
@@ -81,7 +98,23 @@ def write_inputs(job: Job) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def configuration(job: Job, out: str) -> dict[str, Any]:
+def count(job: Job) -> Iterator[dict[str, Any]]:
+    """What each launches, and needs in memory, with products in either dtype."""
+    # Kernels are not launched, but tensors of a CPU are to take their path.
+    start = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "bench.predicted.step"]
+    for (provider, recomputed), half in itertools.product(PROVIDERS, (False, True)):
+        config = job.path(f"counted-{recomputed}.yaml")
+        store.write_json(config, configuration(job, str(job.path("out")), recomputed))
+        shape = {"layers": job.layers, "tokens": job.tokens}
+        asked = {"provider": provider, "recomputed": recomputed, "half": half, "shape": shape}
+        text = json.dumps(asked | {"path": str(config)})
+        done = subprocess.run([*start, text], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{provider}: {done.stderr[-2000:]}")
+        yield json.loads(done.stdout.splitlines()[-1])
+
+
+def configuration(job: Job, out: str, recomputed: str) -> dict[str, Any]:
     model = str(job.path("model"))
     return {
         "model": {"model_path": model, "tokenizer_path": model},
@@ -104,7 +137,8 @@ def configuration(job: Job, out: str) -> dict[str, Any]:
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
             "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
+            "enable_gradient_checkpointing": recomputed != "nothing",
+            "recompute_modules": ["mlp"] if recomputed == "mlp" else None,
             "save_strategy": "no",
             "save_hf_weights": False,
             "log_format": "structured",
@@ -113,7 +147,29 @@ def configuration(job: Job, out: str) -> dict[str, Any]:
     }
 
 
-def train_trl(job: Job, out: str) -> None:
+def now() -> tuple[float, float]:
+    """The clock's and the processor's seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def train(config: str) -> int:
+    """The trainer, whose lines also have the processor's seconds of a step."""
+    from tilewright.trainer import train as trainer
+    from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+    from tilewright.trainer.tables import CALLBACKS
+
+    class Processor(Callback):
+        last = 0.0
+
+        def after_step(self, step: Step) -> None:
+            before, self.last = self.last, time.process_time()
+            step.values["cpu_seconds"] = self.last - before
+
+    CALLBACKS.add("processor", Plugin(Processor, wanted=lambda run: True))
+    return trainer.main([config])
+
+
+def train_trl(job: Job, out: str, recomputed: str) -> None:
     """Writes a line for each step, with the trainer's names."""
     import datasets
     import torch
@@ -129,11 +185,11 @@ def train_trl(job: Job, out: str) -> None:
         )
 
     rows = [json.loads(line) for line in job.path("pairs.jsonl").read_text().splitlines()]
-    ended: list[float] = []
+    ended: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ended.append(time.perf_counter())
+            ended.append(now())
 
     args = DPOConfig(
         output_dir=out,
@@ -145,7 +201,7 @@ def train_trl(job: Job, out: str) -> None:
         max_grad_norm=1.0,
         beta=BETA,
         bf16=False,
-        gradient_checkpointing=False,
+        gradient_checkpointing=recomputed == "layers",
         use_cpu=True,
         logging_steps=1,
         save_strategy="no",
@@ -162,28 +218,32 @@ def train_trl(job: Job, out: str) -> None:
         processing_class=AutoTokenizer.from_pretrained(job.path("model")),
         callbacks=[Clock()],
     )
-    began = time.perf_counter()
+    began = now()
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    spans = [b - a for a, b in zip([began, *ended], ended, strict=False)]
+    spans = [
+        {"seconds": b[0] - a[0], "cpu_seconds": b[1] - a[1]}
+        for a, b in zip([began, *ended], ended, strict=False)
+    ]
     pathlib.Path(out).mkdir(exist_ok=True)
     with pathlib.Path(out, "metrics.jsonl").open("w") as file:
-        for i, (loss, seconds) in enumerate(zip(losses, spans, strict=True), 1):
-            row = {"step": i, "loss": loss, "seconds": seconds, "memory_gb": memory_gb()}
+        for i, (loss, span) in enumerate(zip(losses, spans, strict=True), 1):
+            row = {"step": i, "loss": loss, **span, "memory_gb": memory_gb()}
             file.write(json.dumps(row) + "\n")
 
 
-def run_once(job: Job, provider: str, number: int) -> list[dict[str, Any]]:
+def run_once(job: Job, provider: str, recomputed: str, number: int) -> list[dict[str, Any]]:
     """The lines of one process's steps. Raises RuntimeError with the end of what it printed."""
     from tilewright.trainer.plugins.metrics import rows
 
-    out = str(job.path(f"{provider}-{number}"))
-    config = job.path(f"{provider}-{number}.yaml")
-    store.write_json(config, configuration(job, out))  # JSON is YAML
-    command = [sys.executable, "-m", "tilewright.trainer.train", str(config)]
+    out = str(job.path(f"{provider}-{recomputed}-{number}"))
     if provider == "trl":
-        asked = json.dumps({"job": dataclasses.asdict(job), "out": out})
-        command = [sys.executable, "-m", "bench.preference", asked]
+        asked = {"job": dataclasses.asdict(job), "out": out, "recomputed": recomputed}
+    else:
+        asked = {"config": f"{out}.yaml"}
+        # JSON is YAML.
+        store.write_json(pathlib.Path(asked["config"]), configuration(job, out, recomputed))
+    command = [sys.executable, "-m", "bench.preference", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True)
     found = [row for row in rows(pathlib.Path(out, "metrics.jsonl")) if "loss" in row]
     if done.returncode or len(found) != job.steps:
@@ -191,19 +251,44 @@ def run_once(job: Job, provider: str, number: int) -> list[dict[str, Any]]:
     return found
 
 
-def figures(provider: str, found: list[list[dict[str, Any]]], weights: int) -> dict[str, Any]:
-    samples = [row["seconds"] for steps in found for row in steps[1:]]
-    t = timing.Timing.of(samples)
+def figures(
+    provider: str, recomputed: str, found: list[list[dict[str, Any]]], weights: int
+) -> dict[str, Any]:
+    later = [row for steps in found for row in steps[1:]]
+    t = timing.Timing.of([row["seconds"] for row in later])
     peak = max(steps[-1]["memory_gb"] for steps in found) * 1e9
     return {
         "provider": provider,
+        "recomputed": recomputed,
         "median_s": t.median,
         "p20_s": t.p20,
         "p80_s": t.p80,
-        "samples_s": samples,
+        "samples_s": [row["seconds"] for row in later],
+        "median_cpu_s": statistics.median(row["cpu_seconds"] for row in later),
         "peak_mib": peak / 2**20,
         "above_mib": (peak - 2 * weights) / 2**20,
         "losses": [row["loss"] for row in found[0]],
+    }
+
+
+def shown(row: dict[str, Any]) -> str:
+    return (
+        f"{row['provider']:<8} {row['recomputed']:<8} {row['median_s']:.2f} s [{row['p20_s']:.2f}, "
+        f"{row['p80_s']:.2f}], processor {row['median_cpu_s']:.2f}  peak {row['peak_mib']:.0f} MiB, "
+        f"above the weights {row['above_mib']:.0f}  loss {row['losses'][0]:.5f} -> "
+        f"{row['losses'][-1]:.5f}"
+    )
+
+
+def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "trainer": ours["recomputed"],
+        "trl": theirs["recomputed"],
+        "times_as_fast": theirs["median_s"] / ours["median_s"],
+        "times_as_fast_by_processor": theirs["median_cpu_s"] / ours["median_cpu_s"],
+        "of_its_memory": ours["peak_mib"] / theirs["peak_mib"],
+        "of_its_memory_above_the_weights": ours["above_mib"] / theirs["above_mib"],
+        "losses_differ": largest_difference(ours["losses"], theirs["losses"]),
     }
 
 
@@ -217,7 +302,10 @@ def main(argv: Sequence[str]) -> int:
     for name, default in (("layers", 30), ("tokens", 1024), ("steps", 4), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=at_least(1, int), default=default, metavar="N")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write preference.json")
+    parser.add_argument("--count", action="store_true", help="count a step on a GPU, and take none")
     args = parser.parse_args(argv)
+    if args.count and args.out is None:
+        parser.error("--count writes counted.json, and needs --out DIR")
     for module in (*platform.EXTRAS["trainer"], "trl"):
         if reason := platform.no_module(module):
             parser.error(reason)
@@ -226,32 +314,36 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         job = Job(folder, args.layers, args.tokens, args.steps)
         weights = write_inputs(job)
-        found: dict[str, list] = {provider: [] for provider in PROVIDERS}
+        if args.count:
+            args.out.mkdir(parents=True, exist_ok=True)
+            about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
+            store.write_json(args.out / "counted.json", about | {"rows": list(count(job))})
+            return 0
+        found: list[list] = [[] for _ in PROVIDERS]
+        about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
         for number in range(args.rounds):
-            for provider in PROVIDERS:
-                found[provider].append(run_once(job, provider, number))
-    ours, theirs = rows = [figures(p, found[p], weights) for p in PROVIDERS]
-    apart = largest_difference(ours["losses"], theirs["losses"])
-    ratios = {
-        "times_as_fast": theirs["median_s"] / ours["median_s"],
-        "of_its_memory": ours["peak_mib"] / theirs["peak_mib"],
-        "of_its_memory_above_the_weights": ours["above_mib"] / theirs["above_mib"],
-        "losses_differ": apart,
-    }
-    for row in rows:
-        print(
-            f"{row['provider']:<8} {row['median_s']:.2f} s [{row['p20_s']:.2f}, "
-            f"{row['p80_s']:.2f}]  peak {row['peak_mib']:.0f} MiB, above the weights "
-            f"{row['above_mib']:.0f}  loss {row['losses'][0]:.5f} -> {row['losses'][-1]:.5f}"
-        )
-    print("  ".join(f"{name} {value:.3g}" for name, value in ratios.items()))
-    if args.out:
-        document = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
-        args.out.mkdir(parents=True, exist_ok=True)
-        store.write_json(args.out / "preference.json", document | {"rows": rows, **ratios})
-    return int(apart > AGREEMENT)
+            for i, provider in enumerate(PROVIDERS):
+                found[i].append(run_once(job, *provider, number))
+                rows = {
+                    i: figures(*PROVIDERS[i], steps, weights)
+                    for i, steps in enumerate(found)
+                    if steps
+                }
+                print(shown(rows[i]), flush=True)
+                both = [(a, b) for a, b in COMPARED if rows.keys() >= {a, b}]
+                comparisons = [compared(rows[a], rows[b]) for a, b in both]
+                if args.out:
+                    more = {"rows": list(rows.values()), "comparisons": comparisons}
+                    args.out.mkdir(parents=True, exist_ok=True)
+                    store.write_json(args.out / "preference.json", about | more)
+    for ratios in comparisons:
+        values = (v if isinstance(v, str) else f"{v:.3g}" for v in ratios.values())
+        print("  ".join(f"{k} {v}" for k, v in zip(ratios, values, strict=True)))
+    return int(any(c["losses_differ"] > AGREEMENT for c in comparisons))
 
 
 if __name__ == "__main__":
     _asked = json.loads(sys.argv[1])
-    train_trl(Job(**_asked["job"]), _asked["out"])
+    if "config" in _asked:
+        sys.exit(train(**_asked))
+    train_trl(Job(**_asked.pop("job")), **_asked)

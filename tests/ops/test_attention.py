@@ -1267,6 +1267,27 @@ def test_no_mask_is_built_for_packed_documents(name, dtype):
     assert largest("eager", tensors) >= T * T, "the recorder sees nothing"
 
 
+def test_sdpa_keeps_one_result_of_packed_documents():
+    """Beside what it is given, and not that of each document, too, which has the same bits."""
+    T, cu = 40, ends(0, 7, 7, 8, 29, 40)
+    tensors, grad = [t.cpu().requires_grad_() for t in qkv(T)], heads(HQ, T).cpu()
+    kept = {}
+
+    def keep(t):
+        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = attention(*tensors, cu_seqlens=cu.cpu(), implementation="sdpa")
+        (out.transpose(1, 2).flatten(2) * torch.ones(1, requires_grad=True)).sum()
+    logsumexp, ones = 4 * HQ * T, 4
+    assert sum(kept.values()) == 4 * (2 * HQ + 2 * HK) * T * D + logsumexp + ones
+    found = [out, *torch.autograd.grad(out, tensors, grad)]
+    for a, b in ((0, 7), (7, 8), (8, 29), (29, 40)):
+        own = step([t[:, :, a:b] for t in tensors], grad[:, :, a:b], "sdpa")
+        assert all(torch.equal(f[:, :, a:b], o) for f, o in zip(found, own, strict=True))
+
+
 @EVERY
 def test_no_tokens(name):
     skip_unless_usable(ATTENTION, name, torch.float32)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench import preference
 from bench.__main__ import main
 
 pytest.importorskip("pydantic")
@@ -17,9 +18,37 @@ def test_the_trainer_and_trl_take_the_same_steps(tmp_path, capsys):
     arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
     assert main(["preference", *arguments]) == 0, "losses agree"
     document = json.loads((tmp_path / "preference.json").read_text())
-    ours, theirs = document["rows"]
-    assert (ours["provider"], theirs["provider"]) == ("trainer", "trl")
-    assert 0 < document["losses_differ"] < 1e-4 and len({*ours["losses"]}) == 3
-    assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-7)
-    assert document["times_as_fast"] == pytest.approx(theirs["median_s"] / ours["median_s"])
-    assert 0 < ours["above_mib"] < ours["peak_mib"] and "times_as_fast" in capsys.readouterr().out
+    rows = {(row["provider"], row["recomputed"]): row for row in document["rows"]}
+    assert [(c["trainer"], c["trl"]) for c in document["comparisons"]] == [
+        ("nothing", "nothing"),
+        ("mlp", "nothing"),
+        ("layers", "layers"),
+    ]
+    for found in document["comparisons"]:
+        ours, theirs = rows["trainer", found["trainer"]], rows["trl", found["trl"]]
+        assert 0 < found["losses_differ"] < 1e-4 and len({*ours["losses"]}) == 3
+        assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-7)
+        assert found["times_as_fast"] == pytest.approx(theirs["median_s"] / ours["median_s"])
+        assert 0 < ours["above_mib"] < ours["peak_mib"]
+    assert "times_as_fast" in capsys.readouterr().out
+
+
+def test_a_step_is_counted_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(preference, "PROVIDERS", (("trainer", "nothing"), ("trl", "nothing")))
+    tokens = 64  # so that a pair fills its bin, which is padded to a multiple of 128
+    options = {"layers": 1, "tokens": tokens, "out": tmp_path}
+    arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    assert main(["preference", "--count", *arguments]) == 0
+    rows = json.loads((tmp_path / "counted.json").read_text())["rows"]
+    [ours, theirs] = [
+        r for r in rows if (r["products"], r["recomputed"]) == ("bfloat16", "nothing")
+    ]
+    layer = 2 * 2 * tokens * 576 * (960 + 576 + 3 * 1536)  # of two documents
+    head = 2 * 2 * tokens * 576 * 49152
+    # The reference's forward, the policy's, and two products for each in backward, in which the
+    # trainer computes the logits again; TRL's head has the answers alone, three quarters.
+    assert ours["tflop"] * 1e12 == 4 * layer + 5 * head
+    assert theirs["tflop"] * 1e12 == pytest.approx(4 * layer + 4 * 0.75 * head, rel=0.05)
+    assert ours["by_name"]["triton::_backward_q"] == 1, "attention is one of its kernels"
+    assert 0 < ours["launches"] < theirs["launches"]
+    assert all(r["peak_mib"] > 4 * 4 * 28e6 / 2**20 for r in rows), "two weights, two states"

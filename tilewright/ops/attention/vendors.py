@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from tilewright.core import platform
 from tilewright.core.layout import is_expanded, last_contiguous
+from tilewright.core.library import once
 from tilewright.core.registry import Implementation, always, nothing
+from tilewright.core.torch_names import in_forward_mode, in_transform
 from tilewright.ops.attention.eager import by_document, host_seqlens
 from tilewright.ops.attention.options import (
     OWN_DROPOUT,
@@ -30,6 +32,8 @@ from tilewright.ops.attention.options import (
 )
 
 HALVES = (torch.bfloat16, torch.float16)
+_OF_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_GRADIENTS_OF_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # ---- PyTorch's fused attention: one call per document, so no mask is built
 
@@ -118,7 +122,65 @@ def _fused(q, k, v, variant):
     return in_parts(attend, q, k, v)
 
 
+def _flash_on_cpu(q, k, v, variant) -> bool:
+    """Whether `_Packed` computes what `_fused` does: PyTorch's fused kernel takes heads whose
+    gradient is asked for outside of transforms.
+    """
+    return (
+        q.is_cpu
+        and q.numel() > 0
+        and q.shape[3] == v.shape[3]
+        and not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and any(t.requires_grad for t in (q, k, v))
+        and not in_forward_mode()
+        and not in_transform()
+        and torch.backends.cuda.flash_sdp_enabled()  # a CPU's, too
+    )
+
+
+class _Packed(torch.autograd.Function):
+    """PyTorch's fused kernel of a CPU, a call per document: the same bits as `_fused` of each. One
+    result and one gradient of all documents are written; autograd's own would keep each document's
+    result beside their concatenation, and pad each document's gradients to the whole length.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, ends, variant):
+        B, H, S, D = q.shape
+        out, sums = q.new_empty(B, S, H, D).transpose(1, 2), []
+        for a, b in itertools.pairwise(ends):
+            own = (t[:, :, a:b] for t in (q, k, v))
+            part, logsumexp = _OF_CPU(*own, 0.0, variant.causal, scale=variant.scale)
+            out[:, :, a:b] = part
+            sums.append(logsumexp)
+        ctx.ends, ctx.variant = ends, variant
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, d):
+        return _packed_gradients(ctx, d)
+
+
+def _gradients_of_documents(ctx, d):
+    q, k, v, out, *sums = ctx.saved_tensors
+    grads = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (q, k, v)]
+    for (a, b), logsumexp in zip(itertools.pairwise(ctx.ends), sums, strict=True):
+        own = (t[:, :, a:b] for t in (d, q, k, v, out))
+        parts = _GRADIENTS_OF_CPU(*own, logsumexp, 0.0, ctx.variant.causal, scale=ctx.variant.scale)
+        for grad, part in zip(grads, parts, strict=True):
+            grad[:, :, a:b] = part
+    return *grads, None, None
+
+
+_packed_gradients = once("attention", _gradients_of_documents)
+
+
 def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
+    if cu_seqlens is not None and _flash_on_cpu(q, k, v, variant):
+        ends = tuple(dict.fromkeys(host_seqlens(cu_seqlens, q.shape[2])))  # no empty document
+        return _Packed.apply(*map(last_contiguous, (q, k, v)), ends, variant)
     return by_document(lambda *document: (_fused(*document, variant),), (q, k, v), cu_seqlens)[0]
 
 

@@ -207,7 +207,7 @@ class Attention(nn.Module):
                 "eps": self.q_norm.eps,
                 "offset": self.q_norm.offset,
             }
-        return tw.qk_norm_rope(
+        q, k, v = tw.qk_norm_rope(
             qkv,
             *sequence.angles(self.local),
             num_heads=self.heads,
@@ -216,6 +216,10 @@ class Attention(nn.Module):
             implementation=self.ops.qk_norm_rope,
             **norms,
         )
+        if v.requires_grad and not self.qk_norm:
+            # A view would keep the whole projection for backward, which nothing else needs.
+            v = v.transpose(1, 2).contiguous().transpose(1, 2)
+        return q, k, v
 
 
 class MLP(SwiGLU):
