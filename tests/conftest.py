@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import logging
 import os
+import sys
 
 # Threads of several tests at a time would wait for each other. Those that C++ kernels divide work
 # among are a test's own matter.
@@ -67,6 +68,7 @@ LONG = (
     "test_cute",
     "test_pieces",
     "test_memory",
+    "test_references",
     "test_fused_quantize",
     "test_trl",
     "test_contract",
@@ -85,6 +87,9 @@ LONG = (
     "test_architectures",
     "test_tensor_parallel",
     "test_gpu_plan",
+    "test_preference",
+    "test_unpaired_preference",
+    "test_reward",
     "test_pipeline",
     "test_emulate",
     "test_attention",
@@ -113,11 +118,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
-def pytest_collection_finish():
+KEPT = [0]
+
+
+def _keep():
     """Modules and collected tests, millions of objects, are garbage at no time: no collection goes
-    through them, which would take seconds.
+    through them, which would take seconds. Each run of the trainer is two.
     """
     gc.freeze()
+    KEPT.append(len(sys.modules))
+
+
+def pytest_collection_finish():
+    _keep()
     gc.set_threshold(100_000, 20, 100)  # Python's own took a sixth of the time of test_operators
     gc.enable()
     atexit.register(gc.unfreeze)  # extension modules check that nothing is left
@@ -196,6 +209,14 @@ def _levels():
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _imported():
+    yield
+    if len(sys.modules) > KEPT[-1] + 100:
+        gc.collect()
+        _keep()
 
 
 @pytest.fixture

@@ -136,6 +136,8 @@ def run(arguments, environment, where, files):
     kind = arguments[0]
     sys.argv = arguments[1:] if kind in ("-m", "-c") else arguments
     sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(kind)
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     code = 0
     try:
         if kind == "-c":
@@ -194,7 +196,8 @@ def python(imports, where, environment, *apart):
     """The path of a command that stands for Python's: it asks a server, which has run the imports,
     to fork.
 
-    environment: of the server. Each command has its own, but the same PYTHONPATH.
+    environment: of the server. Each command has its own, whose PYTHONPATH begins with further
+    folders, if any.
     apart: modules whose commands are Python's own.
     """
     with tempfile.TemporaryDirectory() as name:

@@ -137,6 +137,9 @@ torch.multiprocessing.set_forkserver_preload(
         "tilewright.bench.contract",
         "tilewright.nn",
         "tilewright.trainer.train",
+        "torch._dynamo.testing",
+        "transformers.models.llama.modeling_llama",
+        "tests.preloaded",
     ]
 )
 

@@ -2,8 +2,9 @@
 
 A group is an op, or all runs that are of no op. Its digest is made of the op's sources and what
 they import, the emulator, the tests, the budget of counts, versions, and variables that Triton
-compiles by. A file has the digests of groups whose runs have all passed: `make ptx-all` runs
-everything and writes it, and a run that fails later removes its group.
+compiles by. A file has the digests of groups whose runs have all passed: a group that has changed
+runs whole, which adds it if all pass; a run that fails later removes it; and `make ptx-all` runs
+everything.
 """
 
 import functools
@@ -13,6 +14,7 @@ import os
 import pathlib
 import platform
 import random
+import re
 from importlib import metadata
 
 import numpy
@@ -23,6 +25,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from bench.page.files import counts_of
 from tilewright.bench import sources
 from tilewright.core.registry import Op
+from tilewright.selection import operations
 from tilewright_lab import emulator
 
 FOLDER = pathlib.Path(__file__).parent
@@ -32,11 +35,17 @@ WHY = f"has passed with this code; one run in {SHARE} is drawn, `make ptx-all` r
 APART = {"TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_HOME", "TRITON_INTERPRET"}
 
 
+def op_of(name, arguments):
+    """The op whose kernels a run compiles, which is among its arguments or a part of its name."""
+    named = (operations().get(part) for part in re.split("[- /]", name))
+    return next((a for a in (*arguments, *named) if isinstance(a, Op)), None)
+
+
 def groups(runs):
     """Name of a group -> its op, or None; and the names of its runs."""
     found = {}
     for name, arguments in runs.items():
-        op = next((a for a in arguments if isinstance(a, Op)), None)
+        op = op_of(name, arguments)
         found.setdefault(op.name if op else "others", (op, []))[1].append(name)
     return found
 
@@ -104,26 +113,12 @@ class Passed:
 
         failures: name of a run that has ended -> what was wrong, or nothing.
         """
-        if not everything():
-            known = json.loads(self.file.read_text())
-            left = {
-                group: digest
-                for group, digest in known.items()
-                if not any(map(failures.get, groups(self.runs).get(group, (None, ()))[1]))
-            }
-            if left != known:
-                self.save(left)
-        elif failures.keys() == self.runs.keys():
-            self.write(failures)
-
-    def write(self, failures):
-        """failures: name of a run -> what was wrong, or nothing."""
-        passed = {
-            group: self.digest(op)
-            for group, (op, names) in groups(self.runs).items()
-            if not any(failures[name] for name in names)
-        }
-        self.save(passed)
-
-    def save(self, passed):
-        self.file.write_text(json.dumps(dict(sorted(passed.items())), indent=1) + "\n")
+        known, all_groups = json.loads(self.file.read_text()), groups(self.runs)
+        left = {group: digest for group, digest in known.items() if group in all_groups}
+        for group, (op, names) in all_groups.items():
+            if any(map(failures.get, names)):
+                left.pop(group, None)
+            elif failures.keys() >= set(names):
+                left[group] = self.digest(op)
+        if left != known:
+            self.file.write_text(json.dumps(dict(sorted(left.items())), indent=1) + "\n")

@@ -804,7 +804,7 @@ def runs():
         (90, F32, 4100, 4108, 0),
         (100, BF16, 9001, 9001, 0),
     ):
-        found[f"sm_{arch}-rows-{V}-{stride}-{offset}-{short(dtype)}"] = (
+        found[f"sm_{arch}-cross_entropy-rows-{V}-{stride}-{offset}-{short(dtype)}"] = (
             arch,
             any_row_of_logits,
             V,
@@ -916,7 +916,7 @@ def runs():
         ),
     ):
         test = "long_sums" if name in ("wait", "barrier") else "aligned-bfloat16"
-        found[f"planted-sm_{arch}-{name}"] = (
+        found[f"planted-sm_{arch}-grouped_gemm-{name}"] = (
             arch,
             planted,
             old,
@@ -1117,8 +1117,13 @@ def test_compiled_kernels(name, verdicts):
 def test_what_has_changed_runs_whole_and_the_rest_is_drawn(tmp_path, monkeypatch):
     monkeypatch.delenv("TILEWRIGHT_PTX", raising=False)
     known, record = PASSED.runs, passed.Passed(tmp_path / "passed.json", PASSED.runs, "triton")
+    record.file.write_text("{}\n")
+    first = passed.groups(known)["rmsnorm"][1]
+    record.settle(dict.fromkeys(first[1:], ""))
+    assert json.loads(record.file.read_text()) == {}, "of a group that has not run whole"
     failures = {name: "wrong" if name.startswith("sm_90-rope-") else "" for name in known}
-    record.write(failures)
+    record.settle(failures)
+    assert json.loads(record.file.read_text()).keys() == passed.groups(known).keys() - {"rope"}
     real = record.digest
     monkeypatch.setattr(
         record, "digest", lambda op: real(op) + "x" * (op is not None and op.name == "route")

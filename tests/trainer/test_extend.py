@@ -3,6 +3,7 @@ package in which nothing else is edited.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import pytest
 import yaml
 
@@ -104,11 +106,15 @@ def write_tokenizer(folder):
     wrapped.save_pretrained(folder)
 
 
-def run(folder, tree, *arguments):
+def environment(paths):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(paths)}
+
+
+def run(folder, paths, *arguments, python=sys.executable):
     return subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
+        env=environment(paths) | {"PYTHON_EXEC": str(python)},  # of torchrun's ranks
         capture_output=True,
         text=True,
         check=False,
@@ -166,7 +172,19 @@ def tree(tmp_path_factory):
     return tree
 
 
-def test_each_file_of_the_page_is_a_row(tmp_path, tree):
+@pytest.fixture(scope="module")
+def trains(tree):
+    """`run`, in a Python that has imported the copy's trainer, but read no table."""
+    imports = (
+        "import datasets, torch.distributed.run, transformers\n"
+        "from tilewright.trainer import train\n"
+        f"assert train.__file__.startswith('{tree}')"
+    )
+    with forked.python(imports, tree, environment(tree)) as python:
+        yield functools.partial(run, python=python)
+
+
+def test_each_file_of_the_page_is_a_row(tmp_path, tree, trains):
     prepared(
         tmp_path,
         loss="focal",
@@ -176,7 +194,7 @@ def test_each_file_of_the_page_is_a_row(tmp_path, tree):
         lr_min=0.0,
         callbacks=["best"],
     )
-    done = run(tmp_path, tree, "-c", SCRIPT)
+    done = trains(tmp_path, tree, "-c", SCRIPT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "bias True"
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
@@ -196,14 +214,14 @@ def test_each_file_of_the_page_is_a_row(tmp_path, tree):
     }
     again = "train.load_checkpoint_path=auto", "train.max_steps=5"
     trainer = "-m", "tilewright.trainer.train", "config.yaml"
-    resumed = run(tmp_path, tree, *trainer, *(f"--{a}" for a in again))
+    resumed = trains(tmp_path, tree, *trainer, *(f"--{a}" for a in again))
     assert resumed.returncode == 0, resumed.stderr
     other = "--train.optimizer_args", '{"beta2": 0.5}'
-    resumed = run(tmp_path, tree, *trainer, *(f"--{a}" for a in again), *other)
+    resumed = trains(tmp_path, tree, *trainer, *(f"--{a}" for a in again), *other)
     assert resumed.returncode == 1 and "was written with another optimizer" in resumed.stderr
 
 
-def test_a_pipeline_reports_what_one_process_does(tmp_path, tree):
+def test_a_pipeline_reports_what_one_process_does(tmp_path, tree, trains):
     """The further sums of a loss are of the last stage alone."""
     options = {"gradient_accumulation_steps": 2, "save_hf_weights": False, "z_loss": 0.1}
     prepared(tmp_path, loss="focal", **options)
@@ -211,16 +229,16 @@ def test_a_pipeline_reports_what_one_process_does(tmp_path, tree):
     ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     stages = "--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"
     for name, command in (("one", trainer), ("two", (*ranks, *trainer, *stages))):
-        done = run(tmp_path, tree, *command, f"--train.output_dir={name}")
+        done = trains(tmp_path, tree, *command, f"--train.output_dir={name}")
         assert done.returncode == 0, done.stdout + done.stderr
         rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         found[name] = next(row["cross_entropy"] for row in rows if "cross_entropy" in row)
     assert found["two"] == pytest.approx(found["one"], rel=1e-5) and found["one"] > 4
 
 
-def test_a_loss_reads_the_column_of_the_page(tmp_path, tree):
+def test_a_loss_reads_the_column_of_the_page(tmp_path, tree, trains):
     prepared(tmp_path, loss="harder", max_steps=None, num_train_epochs=1)
-    done = run(tmp_path, tree, "-c", READER)
+    done = trains(tmp_path, tree, "-c", READER)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == str([n / 4 for n in range(1, 24)])
 
@@ -244,22 +262,22 @@ def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
     assert len({*names}) == 3
 
 
-def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree):
+def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree, trains):
     prepared(tmp_path, optimizer="lion", optimizer_args={"beta3": 0.9})
     trainer = "-m", "tilewright.trainer.train", "config.yaml"
-    done = run(tmp_path, tree, *trainer)
+    done = trains(tmp_path, tree, *trainer)
     assert done.returncode == 2
     said = (
         r"^train\.optimizer_args = .*: beta3 is no option of the optimizer, which has beta1, beta2"
     )
     assert re.search(said, done.stderr)
-    done = run(tmp_path, tree, *trainer, "--train.optimizer", "adamw")
+    done = trains(tmp_path, tree, *trainer, "--train.optimizer", "adamw")
     assert done.returncode == 2 and re.search("only .* lion .* read this", done.stderr)
-    done = run(
+    done = trains(
         tmp_path, tree, *trainer, "--train.callbacks", "[report]", "--train.optimizer_args", "{}"
     )
     assert done.returncode == 2 and "report is there where other fields ask for it" in done.stderr
-    done = run(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
+    done = trains(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
     assert done.returncode == 2 and "did you mean focal?" in done.stderr
 
 
@@ -340,11 +358,11 @@ def test_every_table_is_extended_by_entry_points(planted, name):
 
 
 def test_a_layout_and_a_callback_of_another_package_are_in_a_run_that_does_not_name_them(
-    tmp_path, tree, planted
+    tmp_path, tree, trains, planted
 ):
     prepared(tmp_path, max_steps=1, save_hf_weights=False)
     trainer = "-m", "tilewright.trainer.train", "config.yaml"
-    done = run(tmp_path, f"{planted[0]}:{tree}", *trainer)
+    done = trains(tmp_path, f"{planted[0]}:{tree}", *trainer)
     assert done.returncode == 0, done.stderr
     assert "its layout" in done.stdout and "its callback" in done.stdout
 

@@ -108,14 +108,15 @@ def test_what_is_no_run_is_refused_in_a_sentence(rows, sentence, tmp_path, capsy
 
 def test_a_run_draws_its_page_at_its_end_on_one_rank(tmp_path):
     pytest.importorskip("datasets")
-    from ranks import torchrun
+    from ranks import agents
     from test_trainer import write_config
 
     options = {"train__data_parallel_mode": "ddp", "train__save_hf_weights": False}
     path, pages = write_config(tmp_path, **options, train__max_steps=2), tmp_path / "pages"
-    run = torchrun(2, "-m", "tilewright.trainer.train", path, "--report", str(pages))
-    said, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors
+    with agents(1, 2, tmp_path, [path, "--report", str(pages)]) as [agent]:
+        agent.join()
+    said = "".join((tmp_path / f"said_{rank}.txt").read_text() for rank in range(2))
+    assert not (tmp_path / "cause.txt").exists(), said
     assert said.splitlines().count(f"{pages / 'report.html'}") == 1
     assert re.findall("<td>2</td>", (pages / "report.html").read_text()), "steps"
 
