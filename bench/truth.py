@@ -51,7 +51,7 @@ PAGE = pathlib.Path("docs/trainer/truth.md")
 DTYPES = {"float32": False, "bfloat16": True}  # train.enable_mixed_precision
 DRAWS = 16  # of weights and data: an error of one draw may be small by chance
 HEADS = ("lm_head.weight", "score.weight")
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -126,7 +126,7 @@ def write_inputs(kind: Kind, folder: pathlib.Path, draw: int, adapters: bool) ->
     import transformers
 
     torch.manual_seed(draw)
-    of_scores = {"num_labels": 1, "pad_token_id": PADDING}
+    of_scores: dict[str, Any] = {"num_labels": 1, "pad_token_id": PADDING}
     made = transformers.LlamaConfig(**SHAPE, **(of_scores if kind.scored else {}))
     name = "LlamaForSequenceClassification" if kind.scored else "LlamaForCausalLM"
     model: Any = getattr(transformers, name)(made)
@@ -140,7 +140,8 @@ def write_inputs(kind: Kind, folder: pathlib.Path, draw: int, adapters: bool) ->
         from peft import LoraConfig, get_peft_model
 
         task = "SEQ_CLS" if kind.scored else "CAUSAL_LM"
-        lora = LoraConfig(task, r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS)  # type: ignore
+        options: dict[str, Any] = {"task_type": task, "target_modules": PROJECTIONS}
+        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, **options)
         model = get_peft_model(model, lora)
         for name, p in model.named_parameters():
             if "lora_B" in name:

@@ -170,7 +170,8 @@ def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]
         formula, sft = preference.FORMULAS[fields.pop("loss")], fields.pop("sft_ratio", 0.0)
         against = theirs if formula.reference else [t.detach() for t in own]
         ratios = [(a - b).detach().mean().clamp_min(0) for a, b in zip(own, against, strict=True)]
-        pairs = Pairs(*own, *against, *counts, gap, *ratios)
+        pairs = Pairs(*own, *against, *counts)
+        pairs = pairs._replace(gap=gap, kl_chosen=ratios[0], kl_rejected=ratios[1])
         values = formula.function(pairs, preference.Options(**fields))
         found[name] = (values - sft * own[0] / counts[0]).mean()
     return found

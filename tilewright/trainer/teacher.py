@@ -29,7 +29,7 @@ import torch
 
 from tilewright.core import platform
 from tilewright.ops.attention.context_parallel import unshard
-from tilewright.trainer import launch
+from tilewright.trainer import build, launch
 from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
@@ -173,9 +173,9 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
     folder: which is not there, or has no files.
     """
     t, d = config.train, config.distillation
-    check_weights(config)
+    check_weights(config.model.model_path, t.load_checkpoint_path)
     with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config)
+        shape = shape_of(config.model, build.loss_of_run(config).head)
         if shape.head != "language_model":
             raise ValueError("a reward model has no distributions of tokens")
         if d.top_k > shape.vocab_size:
