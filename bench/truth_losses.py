@@ -16,6 +16,7 @@ from tilewright.ops.loss import policy, preference
 from tilewright.ops.loss.preference import Answers, Pairs
 
 VOCABULARY, PADDING = 64, 0
+TOP = 8  # of a teacher's tokens
 PAIRS, DOCUMENTS = 12, 24  # of a step
 # Tokens of a pair, and of a document: a bin of LONGEST has one pair or two documents, and no more;
 # one of BIN two or four.
@@ -31,18 +32,18 @@ STEPS = {
 }
 Row = dict[str, Any]
 Ids = list[int]
-# Of a prompt and an answer: the log-probabilities of the answer's tokens, float64.
-Logprobs = Callable[[Ids, Ids], torch.Tensor]
+# Of a prompt and an answer: log-probabilities of all tokens at each place of the answer, float64.
+Distributions = Callable[[Ids, Ids], torch.Tensor]
 
 
 class Step(NamedTuple):
-    """A step's rows, and models: the log-probabilities of the policy and of the reference, or the
+    """A step's rows, and models: the distributions of the policy and of the reference, or the
     reward of a document, differentiable, [] float64.
     """
 
     rows: Sequence[Row]
-    policy: Logprobs
-    reference: Logprobs
+    policy: Distributions
+    reference: Distributions
     reward: Callable[[Ids], torch.Tensor]
 
 
@@ -50,14 +51,14 @@ class Kind(NamedTuple):
     """Losses of like data.
 
     loss: train.loss.   type: of the data set.   rows: of a draw, some by the policy's
-    log-probabilities.   expected: (step, losses by name) -> the step's loss by name.
+    distributions.   expected: (step, losses by name) -> by name the terms whose mean the loss is.
     builds: fields of the loss's section with which a run reads all columns.   reference: whether
     the run has a second model.
     """
 
     loss: str
     type: str
-    rows: Callable[[int, Logprobs], list[Row]]
+    rows: Callable[[int, Distributions], list[Row]]
     expected: Callable[[Step, Mapping[str, Loss]], dict[str, torch.Tensor]]
     builds: Mapping[str, Any]
     reference: bool = False
@@ -76,6 +77,7 @@ class Loss:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def section(self) -> Any:
+        from tilewright.trainer.config.distillation import Distillation
         from tilewright.trainer.config.policy import Policy
         from tilewright.trainer.config.preference import Preference
         from tilewright.trainer.config.reward import Reward
@@ -83,12 +85,15 @@ class Loss:
         fields, section = dict(self.fields), KINDS[self.kind].loss
         if section == "preference" and preference.FORMULAS[fields["loss"]].kl:
             fields["kl_scope"] = "step"
+        if section == "distillation":
+            fields["top_k"] = TOP
         sections = {"preference": Preference, "policy": Policy, "reward": Reward}
-        return sections[section](**fields)
+        return (sections | {"distillation": Distillation})[section](**fields)
 
     def count(self, rows: Sequence[Row]) -> int:
         """What the step's loss is a mean over."""
-        if KINDS[self.kind].loss == "policy" and self.fields.get("average") != "documents":
+        by_token = KINDS[self.kind].loss in ("policy", "distillation")
+        if by_token and self.fields.get("average") != "documents":
             return sum(t >= 0 for row in rows for t in row["labels"])
         return len(rows)
 
@@ -100,7 +105,7 @@ def _ids(rng: random.Random, count: int) -> Ids:
     return [rng.randrange(PADDING + 1, VOCABULARY) for _ in range(count)]
 
 
-def _pairs(draw: int, _: Logprobs) -> list[Row]:
+def _pairs(draw: int, _: Distributions) -> list[Row]:
     """Every third has an answer of one token."""
     rng, rows = random.Random(draw), []
     for i in range(PAIRS):
@@ -115,7 +120,7 @@ def _pairs(draw: int, _: Logprobs) -> list[Row]:
     return rows
 
 
-def _with_margins(draw: int, of: Logprobs) -> list[Row]:
+def _with_margins(draw: int, of: Distributions) -> list[Row]:
     return [{**row, "margin": i % 3 / 2} for i, row in enumerate(_pairs(draw, of))]
 
 
@@ -129,17 +134,17 @@ def _documents(draw: int) -> list[tuple[Ids, Ids]]:
     return found
 
 
-def _answers(draw: int, _: Logprobs) -> list[Row]:
+def _answers(draw: int, _: Distributions) -> list[Row]:
     return [
         {"prompt_ids": prompt, "completion_ids": answer, "label": i % 5 < 3}
         for i, (prompt, answer) in enumerate(_documents(draw))
     ]
 
 
-def _sampled(draw: int, of: Logprobs) -> list[Row]:
+def _sampled(draw: int, of: Distributions) -> list[Row]:
     rng, rows = random.Random(draw), []
     for prompt, answer in _documents(draw):
-        own, before = of(prompt, answer).tolist(), [0.0] * len(prompt)
+        own, before = _picked(of, prompt, answer).tolist(), [0.0] * len(prompt)
         columns = {"advantage": before + [rng.gauss(0, 1) for _ in own]}
         for name, steps in STEPS.items():
             columns[name] = before + [min(x + rng.choice(steps), 0.0) for x in own]
@@ -148,11 +153,36 @@ def _sampled(draw: int, of: Logprobs) -> list[Row]:
     return rows
 
 
+def _taught(draw: int, of: Distributions) -> list[Row]:
+    """By a teacher near the policy."""
+    generator, rows = torch.Generator().manual_seed(draw), []
+    for prompt, answer in _documents(draw):
+        own = of(prompt, answer)
+        noise = torch.randn(own.shape, generator=generator, dtype=own.dtype)
+        top = (own + noise / 2).log_softmax(-1).topk(TOP)
+        unread = [[*range(TOP)]] * len(prompt)
+        none = [[-10.0] * TOP] * len(prompt)
+        rows.append(
+            {
+                "input_ids": prompt + answer,
+                "labels": [-100] * len(prompt) + answer,
+                "teacher_ids": unread + top.indices.tolist(),
+                "teacher_logprobs": none + top.values.tolist(),
+            }
+        )
+    return rows
+
+
 # ---- losses
 
 
-def _sums(of: Logprobs, rows: Sequence[Row], name: str) -> torch.Tensor:
-    return torch.stack([of(row["prompt_ids"], row[name]).sum() for row in rows])
+def _picked(of: Distributions, prompt: Ids, answer: Ids) -> torch.Tensor:
+    """The log-probabilities of an answer's tokens."""
+    return of(prompt, answer).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def _sums(of: Distributions, rows: Sequence[Row], name: str) -> torch.Tensor:
+    return torch.stack([_picked(of, row["prompt_ids"], row[name]).sum() for row in rows])
 
 
 def _lengths(rows: Sequence[Row], name: str) -> torch.Tensor:
@@ -173,7 +203,7 @@ def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]
         pairs = Pairs(*own, *against, *counts)
         pairs = pairs._replace(gap=gap, kl_chosen=ratios[0], kl_rejected=ratios[1])
         values = formula.function(pairs, preference.Options(**fields))
-        found[name] = (values - sft * own[0] / counts[0]).mean()
+        found[name] = values - sft * own[0] / counts[0]
     return found
 
 
@@ -193,7 +223,7 @@ def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tenso
     for name, loss in losses.items():
         fields = dict(loss.fields)
         formula = preference.FORMULAS[fields.pop("loss")]
-        found[name] = formula.function(answers, preference.Options(**fields)).mean()
+        found[name] = formula.function(answers, preference.Options(**fields))
     return found
 
 
@@ -210,10 +240,16 @@ class _Documents:
         return values.repeat_interleave(torch.tensor(self.lengths))
 
 
+def _parts(row: Row) -> tuple[Ids, Ids]:
+    """The prompt and the answer of a row with labels."""
+    count = sum(t >= 0 for t in row["labels"])
+    return row["input_ids"][:-count], row["labels"][-count:]
+
+
 def _of_tokens(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
-    answers = [[t for t in row["labels"] if t >= 0] for row in step.rows]
-    prompts = [row["input_ids"][: -len(a)] for row, a in zip(step.rows, answers, strict=True)]
-    own = torch.cat([step.policy(p, a) for p, a in zip(prompts, answers, strict=True)])
+    both = [*map(_parts, step.rows)]
+    own = torch.cat([_picked(step.policy, *parts) for parts in both])
+    answers = [answer for _, answer in both]
 
     def column(name: str) -> torch.Tensor:
         found = (row[name][-len(a) :] for row, a in zip(step.rows, answers, strict=True))
@@ -237,9 +273,42 @@ def _of_tokens(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor
         values = policy.losses(
             formula, policy.Tokens(own, torch.ones_like(own), **columns), options
         )
-        parts = values.split(documents.lengths)
-        means = torch.stack([t.mean() for t in parts])
-        found[name] = means.mean() if average == "documents" else values.mean()
+        if average == "documents":
+            lengths = torch.tensor(documents.lengths).double()
+            values = values * documents.each(lengths.mean() / lengths)
+        found[name] = values
+    return found
+
+
+def _with_rest(listed: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    return torch.cat((listed, rest[:, None]), 1)
+
+
+def _of_teachers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
+    both = [*map(_parts, step.rows)]
+    own = torch.cat([step.policy(*parts) for parts in both])
+    picked = torch.cat([_picked(step.policy, *parts) for parts in both])
+    rows = [*zip(step.rows, both, strict=True)]
+    ids = torch.tensor([k for row, (p, _) in rows for k in row["teacher_ids"][len(p) :]])
+    listed = [k for row, (p, _) in rows for k in row["teacher_logprobs"][len(p) :]]
+    t = torch.tensor(listed, dtype=torch.float32).double()  # as the trainer stores it
+    s = own.gather(1, ids)
+    others = own.scatter(1, ids, -torch.inf).logsumexp(1)
+    whole = [_with_rest(t, torch.log1p(-t.exp().sum(1))), _with_rest(s, others)]
+    found = {}
+    for name, loss in losses.items():
+        fields, share = loss.fields, loss.fields.get("cross_entropy_share", 0.0)
+        a, b = whole
+        if fields.get("outside") == "renormalize":
+            a, b = t.log_softmax(1), s.log_softmax(1)
+        if fields["divergence"] == "forward":
+            apart = (a.exp() * (a - b)).sum(1)
+        elif fields["divergence"] == "reverse":
+            apart = (b.exp() * (b - a)).sum(1)
+        else:
+            m = ((a.exp() + b.exp()) / 2).log()
+            apart = ((a.exp() * (a - m)).sum(1) + (b.exp() * (b - m)).sum(1)) / 2
+        found[name] = (1 - share) * apart - share * picked
     return found
 
 
@@ -252,7 +321,7 @@ def _of_rewards(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tenso
     values = -logsigmoid(chosen - rejected - margin)
     centered = (chosen + rejected).square()
     return {
-        name: (values + loss.fields.get("center_rewards_coefficient", 0.0) * centered).mean()
+        name: values + loss.fields.get("center_rewards_coefficient", 0.0) * centered
         for name, loss in losses.items()
     }
 
@@ -279,6 +348,14 @@ KINDS = {
     "sampled": _policy({"loss": "policy_loss", "use_tis": True}),
     "with a reference": _policy({"loss": "dr_grpo", "beta": 0.1}),
     "with a teacher": _policy({"loss": "opd"}),
+    "taught": Kind("distillation", "tokenized", _taught, _of_teachers, {"top_k": TOP}),
+}
+DISTILLED: dict[str, dict[str, Any]] = {
+    "distillation forward": {"divergence": "forward"},
+    "distillation reverse": {"divergence": "reverse"},
+    "distillation jsd": {"divergence": "jsd"},
+    "distillation renormalized": {"divergence": "forward", "outside": "renormalize"},
+    "distillation with labels": {"divergence": "reverse", "cross_entropy_share": 0.3},
 }
 POLICIES: dict[str, Loss] = {}
 for _name, _row in policy.FORMULAS.items():
@@ -304,4 +381,5 @@ LOSSES = {
         "sampled", {"loss": "policy_loss", "use_tis": True, "dual_clip": 1.5, "icepop_beta": 1.3}
     ),
     "ppo by documents": Loss("sampled", {"loss": "ppo", "average": "documents"}),
+    **{name: Loss("taught", fields) for name, fields in DISTILLED.items()},
 }

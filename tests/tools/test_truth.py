@@ -31,7 +31,7 @@ def shares(layout, dtype, *losses, monkeypatch):
     ("layout", "dtype", "losses"),
     [
         ("packed", "float32", ("sigmoid", "hinge", "orpo")),
-        ("accumulation 3", "bfloat16", ("sppo_hard", "kto", "gspo")),
+        ("accumulation 3", "bfloat16", ("sppo_hard", "kto", "distillation jsd")),
         ("LoRA", "float32", ("sigmoid offset", "reward", "ppo by documents")),
     ],
     ids=["packed", "accumulation", "LoRA"],
@@ -63,7 +63,7 @@ def test_documents_that_a_step_leaves_out_show(monkeypatch):
 
 def test_every_loss_of_the_trainer_is_in_the_table():
     """All formulas, and all further options of pairs' losses."""
-    of = {name: {} for name in ("preference", "policy", "reward")}
+    of = {name: {} for name in ("preference", "policy", "reward", "distillation")}
     for loss in truth.LOSSES.values():
         section = truth.KINDS[loss.kind].loss
         of[section].setdefault(loss.fields.get("loss"), []).append(loss.fields)
