@@ -264,7 +264,9 @@ def test_sharded_ranks_in_bfloat16_begin_at_their_reference(trained):
 def test_the_plan_of_memory_has_what_magnitudes_take(tmp_path):
     path = write_config(tmp_path, **DORA)
     plain, scaled = (
-        memory_plan.plan(config, shape_of_run(config), 1, 0, torch.device("cpu"))
+        memory_plan.plan(
+            config, shape_of_run(config.model, "language_model"), 1, 0, torch.device("cpu")
+        )
         for config in (load(path, [f"--lora.use_dora={on}"]) for on in ("false", "true"))
     )
     # Results before they are scaled.
