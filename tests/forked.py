@@ -119,7 +119,7 @@ def briefly():
 
 
 SERVER = """
-import importlib, json, os, runpy, socket, sys, threading
+import importlib, json, os, runpy, socket, sys, threading, warnings
 {imports}
 
 def end_with(caller):
@@ -143,6 +143,8 @@ def run(arguments, environment, where, files):
         if kind == "-c":
             exec(arguments[1], dict(__name__="__main__"))
         elif kind == "-m":
+            # The process forked from has imported the module.
+            warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(kind, run_name="__main__")

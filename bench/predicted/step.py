@@ -123,7 +123,9 @@ def trainer(path: str, half: bool) -> Counting:
         mock.patch("tilewright.ops.loss.head._multiplies_here", lambda x: True),
         mock.patch("tilewright.ops.loss.head._gemm", _product),
     ):
-        memory_plan.plan(config, shape_of_run(config.model, loss_of_run(config).head), 1, 0, CPU, False)
+        memory_plan.plan(
+            config, shape_of_run(config.model, loss_of_run(config).head), 1, 0, CPU, False
+        )
     return Counting.made[-1]
 
 

@@ -1152,15 +1152,15 @@ def test_other_ranks_wait_and_read(make, text, tmp_path):
 
     def broadcast(name):
         assert name is None
-        prepared(config, Characters, broadcast=said.append)
+        prepared(config, Characters, agreed=(True, said.append))
         jsonl(text["path"], [{"text": "another"}])
         return said[0]
 
-    got = rows(prepared(config, main=False, broadcast=broadcast))
+    got = rows(prepared(config, agreed=(False, broadcast)))
     assert sorted(map(len, got)) == [3, 4, 5] and len(said) == 1
     absent = tmp_path / "prepared" / "absent"
     with pytest.raises(FileNotFoundError, match=f"^{absent}: not there; every proc"):
-        prepared(config, main=False, broadcast=lambda name: absent.name)
+        prepared(config, agreed=(False, lambda name: absent.name))
 
 
 GOOD = [1, 2, 3]
@@ -1225,8 +1225,8 @@ def test_what_is_pushed(make, text, monkeypatch):
     )
     config = make(text, test=["dummy"], push_dataset_to_hub="a/b", hf_use_auth_token=True)
     for entries in (config.data.datasets, config.data.datasets, config.data.test_datasets):
-        prepared(config, Characters, entries=entries, broadcast=said.append)
-    prepared(config, Characters, main=False, broadcast=lambda name: said[0])
+        prepared(config, Characters, entries=entries, agreed=(True, said.append))
+    prepared(config, Characters, agreed=(False, lambda name: said[0]))
     options = {"token": True, "private": True}
     first = [(3, "a/b", {"split": "train"} | options), (512, "a/b", {"split": "test"} | options)]
     assert pushed == first  # no new upload at every start

@@ -27,7 +27,7 @@ from tilewright.trainer.data.batches import PREFIX, Batches, Bins
 from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import Columns
-from tilewright.trainer.data.prepared import check_targets, prepare, split_validation
+from tilewright.trainer.data.prepared import Agreed, check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.data.units import check_pairs
@@ -223,8 +223,7 @@ def prepared(
         shuffle=shuffle,
         columns=columns,
         prompts=Prompts(preference.max_prompt_len, preference.truncation_mode),
-        main=mesh.main,
-        broadcast=mesh.control.broadcast,
+        agreed=Agreed(mesh.main, mesh.control.broadcast),
     )
 
 

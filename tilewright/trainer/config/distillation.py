@@ -51,6 +51,6 @@ class Distillation(Section):
     cross_entropy_share: float = field(
         0.0, Resume.NEXT_STEP, DISTILLED, differs=("none", OURS), ge=0, le=1
     )
-    """The loss is the labels' cross-entropy, at temperature 1, times this plus the divergence times
-    the rest.
+    """The loss is this share of the labels' cross-entropy, whose temperature is 1, and the rest of
+    the divergence.
     """

@@ -244,7 +244,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any] | str]] = {
         "of what is summed",
         "dev_choose_samples": {"data.datasets.0.max_samples": 2250},
         "seq_length": {"data.sample_packing_sequence_len": 4096},
-        "max_dpo_prompt_length": MISSING + "a limit of prompts alone",
         "precompute_ref_log_probs": {
             "train.loss": "preference",
             "preference.reference": "precomputed",

@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -163,6 +163,21 @@ def alone(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
+class Agreed(NamedTuple):
+    """How processes agree on a prepared set.
+
+    main: this one builds and saves (rank 0), and says at `broadcast` how its folder is named; the
+    others wait there and read it. Another name could be theirs: files and answers of servers
+    change.
+    """
+
+    main: bool = True
+    broadcast: Callable[[str | None], str | None] = lambda name: name
+
+
+ALONE = Agreed()
+
+
 def prepare(
     entries: list[Dataset],
     data: Data,
@@ -174,19 +189,15 @@ def prepare(
     shuffle: bool = True,
     columns: Columns | None = None,
     prompts: Prompts = WHOLE,
-    main: bool = True,
-    broadcast: Callable[[str | None], str | None] = lambda name: name,
+    agreed: Agreed = ALONE,
 ):
     """The merged, tokenized data set with columns input_ids, labels and further ones that are asked
     for, from the cache if present.
 
     model: whose tokenizer the samples are made with, known by its files.   tokenizer: makes it.
     prompts: how they are cut.
-    main: this process builds and saves (rank 0), and says at `broadcast` how its folder is named;
-    the others wait there and read it. Another name could be theirs: files and answers of servers
-    change.
     """
-    columns = columns or {}
+    columns, (main, broadcast) = columns or {}, agreed
     root = pathlib.Path(data.dataset_prepared_path)
     split = _split(entries, data)
     if is_saved(data):
