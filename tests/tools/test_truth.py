@@ -1,5 +1,7 @@
 """`python -m bench truth`."""
 
+import itertools
+import json
 import types
 
 import pytest
@@ -15,6 +17,8 @@ from tilewright.ops.loss import policy, preference
 from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
+COMMITTED = truth.ROOT / "bench/results/truth-amd-epyc-2026-11-27/truth.json"
+DRAWS = truth.DRAWS
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +63,15 @@ def test_documents_that_a_step_leaves_out_show(monkeypatch):
     monkeypatch.setattr(truth_losses, "PAIRS", 14)  # of which a step's six bins hold 12
     with pytest.raises(RuntimeError, match=r"a mean over 12\.0, not 14"):
         shares("packed", "float32", "sigmoid", monkeypatch=monkeypatch)
+
+
+def test_the_committed_table_holds_of_every_loss_and_layout(monkeypatch):
+    monkeypatch.setattr(truth, "DRAWS", DRAWS)
+    document = json.loads(COMMITTED.read_text())
+    found = {(r["loss"], r["layout"], r["dtype"]): truth.share(r) for r in document["rows"]}
+    assert found.keys() == {*itertools.product(truth.LOSSES, truth.LAYOUTS, truth.DTYPES)}
+    assert max(found.values()) <= 1
+    assert (truth.ROOT / truth.PAGE).read_text() == truth.page(document)
 
 
 def test_every_loss_of_the_trainer_is_in_the_table():
