@@ -7,12 +7,12 @@ import random
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 from ranks import metrics, run_modes  # noqa: E402
+from small import write_run  # noqa: E402
 
 from tilewright.ops.loss.head import Plan  # noqa: E402
 from tilewright.trainer import build, teacher, train  # noqa: E402
@@ -82,31 +82,12 @@ def settings(tmp_path_factory):
         prompt, answer = rng.randint(1, 5), rng.randint(1, 9)
         ids = [rng.randrange(VOCAB) for _ in range(prompt + answer)]
         rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    tree = {
-        "model": {"model_path": str(folder / "model")},
-        "data": {
-            "datasets": [{"path": str(folder / "rows.jsonl"), "type": "tokenized"}],
-            "dataset_prepared_path": str(folder / "prepared"),
-            "sample_packing_sequence_len": 64,
-            "pad_to_multiple_of": 16,
-        },
-        "train": {
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "loss": "distillation",
-            "gradient_accumulation_steps": 2,
-            "max_steps": 2,
-            "lr": 1e-2,
-            "optimizer": "sgd",
-            "lr_decay_style": "constant",
-            "max_grad_norm": 0.0,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_hf_weights": False,
-            "save_strategy": "no",
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    write_run(
+        folder,
+        "distillation",
+        ("rows.jsonl", "tokenized"),
+        train={"gradient_accumulation_steps": 2, "max_steps": 2},
+    )
 
     def arguments(case):
         section = CASES[case]

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 from ranks import metrics, run_modes  # noqa: E402
+from small import write_run  # noqa: E402
 
 from tilewright.ops.loss import policy  # noqa: E402
 from tilewright.trainer import build, train  # noqa: E402
@@ -59,32 +59,13 @@ def settings(tmp_path_factory):
         row["advantage"] = [rng.gauss(0, 1)] * len(ids)
         rows.append(row)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = {
-        "model": {"model_path": str(folder / "model")},
-        "data": {
-            "datasets": [{"path": str(folder / "rows.jsonl"), "type": "tokenized"}],
-            "dataset_prepared_path": str(folder / "prepared"),
-            "sample_packing_sequence_len": 64,
-            "pad_to_multiple_of": 16,
-        },
-        "train": {
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "loss": "policy",
-            "gradient_accumulation_steps": 2,
-            "max_steps": 2,
-            "lr": 1e-2,
-            "optimizer": "sgd",
-            "lr_decay_style": "constant",
-            "max_grad_norm": 0.0,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_hf_weights": False,
-            "save_strategy": "no",
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return folder, str(folder / "config.yaml"), rows
+    path = write_run(
+        folder,
+        "policy",
+        ("rows.jsonl", "tokenized"),
+        train={"gradient_accumulation_steps": 2, "max_steps": 2},
+    )
+    return folder, path, rows
 
 
 def trained(settings, name, *options):

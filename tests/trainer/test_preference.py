@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 from preparing import prepare_of  # noqa: E402
 from ranks import metrics, run_modes  # noqa: E402
+from small import write_run  # noqa: E402
 
 from tilewright import ops  # noqa: E402
 from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
@@ -510,32 +510,13 @@ def settings(tmp_path_factory):
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
     text = "".join(json.dumps(row) + "\n" for row in rows(120, 1))
     (folder / "pairs.jsonl").write_text(text)
-    tree = {
-        "model": {"model_path": str(folder / "model")},
-        "data": {
-            "datasets": [{"path": str(folder / "pairs.jsonl"), "type": "preference_tokenized"}],
-            "dataset_prepared_path": str(folder / "prepared"),
-            "sample_packing_sequence_len": 64,
-            "pad_to_multiple_of": 16,
-        },
-        "train": {
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "loss": "preference",
-            "gradient_accumulation_steps": 8,
-            "max_steps": STEPS,
-            "lr": 1e-2,
-            "optimizer": "sgd",
-            "lr_decay_style": "constant",
-            "max_grad_norm": 0.0,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_hf_weights": False,
-            "save_strategy": "no",
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return folder, str(folder / "config.yaml")
+    path = write_run(
+        folder,
+        "preference",
+        ("pairs.jsonl", "preference_tokenized"),
+        train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
+    )
+    return folder, path
 
 
 def trained(settings, name, *options):
@@ -975,6 +956,17 @@ def test_adapters_that_add_something_are_named_or_declared(settings, monkeypatch
     changed(monkeypatch, "build_model", change)
     said = refused(settings, "added", *LORA)
     name = "model.layers.1.mlp.down_proj.lora_B"
+    assert f"Found: the policy begins with adapters that add something, {name} is not 0" in said
+
+
+def test_magnitudes_that_scale_something_are_named(settings, monkeypatch):
+    name = "model.layers.1.mlp.down_proj.lora_magnitude_change"
+
+    def change(parts):
+        parts.model.get_parameter(name)[0] = 0.1
+
+    changed(monkeypatch, "build_model", change)
+    said = refused(settings, "scaled", *LORA, "--lora.use_dora=true")
     assert f"Found: the policy begins with adapters that add something, {name} is not 0" in said
 
 

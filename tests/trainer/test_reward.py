@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 from ranks import run_modes  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_preference import SMALL, metrics, rows  # noqa: E402
+from small import write_run  # noqa: E402
+from test_preference import SMALL, metrics, rows, trained  # noqa: E402
 
-from tilewright.trainer import build, evaluate, train  # noqa: E402
+from tilewright.trainer import build, evaluate  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.checkpoint.hf_head import padding_of  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
@@ -138,38 +138,14 @@ def settings(tmp_path_factory):
     for row in pairs[::2]:  # an end token at the end of some answers
         row["chosen_ids"] = [*row["chosen_ids"], END]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    tree = {
-        "model": {"model_path": str(folder / "scored")},
-        "data": {
-            "datasets": [{"path": str(folder / "pairs.jsonl"), "type": "preference_tokenized"}],
-            "dataset_prepared_path": str(folder / "prepared"),
-            "sample_packing_sequence_len": 64,
-            "pad_to_multiple_of": 16,
-        },
-        "train": {
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "loss": "reward",
-            "gradient_accumulation_steps": 8,
-            "max_steps": STEPS,
-            "lr": 1e-2,
-            "optimizer": "sgd",
-            "lr_decay_style": "constant",
-            "max_grad_norm": 0.0,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_hf_weights": False,
-            "save_strategy": "no",
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return folder, str(folder / "config.yaml")
-
-
-def trained(settings, name, *options):
-    folder, path = settings
-    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
-    return metrics(folder / name)
+    path = write_run(
+        folder,
+        "reward",
+        ("pairs.jsonl", "preference_tokenized"),
+        model="scored",
+        train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
+    )
+    return folder, path
 
 
 SAVED = ["--train.save_hf_weights=true", "--train.save_strategy=auto"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 from ranks import run_modes  # noqa: E402
+from small import write_run  # noqa: E402
 from test_preference import SMALL, VOCAB, Words, metrics, trained  # noqa: E402
 
 from tilewright.ops.loss.preference import Answers, Options  # noqa: E402
@@ -236,38 +236,21 @@ def settings(tmp_path_factory):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**SMALL | {"initializer_range": scale})
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-    tree = {
-        "model": {"model_path": str(folder / "model")},
-        "data": {
-            "datasets": json.loads(write(folder / "answers.jsonl", rows(100, 1))),
-            "dataset_prepared_path": str(folder / "prepared"),
-            "sample_packing_sequence_len": 40,
-            "pad_to_multiple_of": 16,
-        },
-        "train": {
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "loss": "preference",
-            "gradient_accumulation_steps": 8,
-            "max_steps": STEPS,
-            "lr": 1e-1,
-            "optimizer": "sgd",
-            "lr_decay_style": "constant",
-            "max_grad_norm": 0.0,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_hf_weights": False,
-            "save_strategy": "no",
-        },
-        "preference": {
+    write(folder / "answers.jsonl", rows(100, 1))
+    path = write_run(
+        folder,
+        "preference",
+        ("answers.jsonl", "unpaired_preference_tokenized"),
+        length=40,
+        train={"gradient_accumulation_steps": 8, "max_steps": STEPS, "lr": 1e-1},
+        preference={
             "loss": "kto",
             "reference_path": str(folder / "other"),
             "kto_desirable_weight": 1.5,
             "kto_undesirable_weight": 0.8,
         },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return folder, str(folder / "config.yaml")
+    )
+    return folder, path
 
 
 OWN = "--preference.reference_path=null"
