@@ -133,8 +133,6 @@ def _compute(
     """Computes and writes what is missing. Returns this rank's error: the others go on, and hear of
     it at the end.
     """
-    place = mesh.layout.coordinates(mesh.rank)
-    tells = not any(place[axis] for axis in ("ring", "ulysses", "tp"))
     problem = None
     for bins, numbers in zip(sets, todo, strict=True):
         for batch in batches_of(bins.only(numbers), size, mesh):
@@ -143,7 +141,7 @@ def _compute(
                 continue
             found = _documents(batch, mesh)
             values = unshard(outcome.more[0], 1, mesh.context)[0].float().cpu().numpy()
-            if not tells or problem is not None:
+            if not mesh.first_of_row or problem is not None:
                 continue
             try:
                 for span, learned, key in found:

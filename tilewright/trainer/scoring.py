@@ -147,8 +147,6 @@ def scores(
         each_token: with the log-probability of each label.
     """
     mesh = engine.mesh
-    place = mesh.layout.coordinates(mesh.rank)
-    tells = not any(place[axis] for axis in ("ring", "ulysses", "tp"))
     with engine.evaluating():
         for batch in batches:
             [outcome] = engine.parts.forward([batch], statistics)
@@ -156,7 +154,11 @@ def scores(
             if outcome.more:  # of a pipeline's stages the last has them
                 labels = batch["labels"].to(mesh.device)
                 whole = [unshard(t, 1, mesh.context)[0] for t in (labels, *outcome.more)]
-                own = list(_of_documents(batch, *whole, each_token=each_token)) if tells else []
+                own = (
+                    list(_of_documents(batch, *whole, each_token=each_token))
+                    if mesh.first_of_row
+                    else []
+                )
             found = [s for rank in mesh.control.gather(own) for s in rank]
             yield [Score(*s) for s in found]
 
@@ -169,13 +171,11 @@ def rewards(engine: Engine, batches: Iterable[Batch]) -> Iterator[list[Rewarded]
     sums by the number of its rows.
     """
     mesh = engine.mesh
-    place = mesh.layout.coordinates(mesh.rank)
-    tells = not any(place[axis] for axis in ("ring", "ulysses", "tp"))
     with engine.evaluating():
         for batch in batches:
             [outcome] = engine.parts.forward([batch], of_documents)
             own: list[Rewarded] = []
-            if outcome.more and tells:  # of a pipeline's stages the last has them
+            if outcome.more and mesh.first_of_row:  # of a pipeline's stages the last has them
                 each = zip(batch["document"].tolist(), outcome.more[0].tolist(), strict=True)
                 own = [Rewarded(*one) for one in each if one[0] >= 0]  # others are padding
             yield [Rewarded(*r) for rank in mesh.control.gather(own) for r in rank]

@@ -73,8 +73,6 @@ def rows(
     bins: `numbered`.   size: bins of a micro-batch.
     """
     mesh = engine.mesh
-    place = mesh.layout.coordinates(mesh.rank)
-    tells = not any(place[axis] for axis in ("ring", "ulysses", "tp"))
     of_teacher = functools.partial(distributions, top_k=top_k, temperature=temperature)
     names = ("teacher_ids", "teacher_logprobs") if top_k else ("teacher_logprob",)
     with engine.evaluating():
@@ -84,7 +82,7 @@ def rows(
             if outcome.more:  # of a pipeline's stages the last has them
                 labels = batch["labels"].to(mesh.device)
                 whole = [unshard(t, 1, mesh.context)[0] for t in (labels, *outcome.more)]
-                if tells:
+                if mesh.first_of_row:
                     arrays = [t.cpu().numpy() for t in whole]
                     found = list(_of_documents(batch, bins, arrays, names))
             yield found

@@ -283,6 +283,12 @@ class Mesh:
         return self.rank == 0
 
     @property
+    def first_of_row(self) -> bool:
+        """Whether it is the first of the ranks that share a row, which tells of its documents."""
+        place = self.layout.coordinates(self.rank)
+        return not any(place[axis] for axis in ("ring", "ulysses", "tp"))
+
+    @property
     def batch_rank(self) -> int:
         return self.layout.batch_rank(self.rank)
 
