@@ -114,11 +114,16 @@ class Found(dict[str, torch.Tensor]):
 # ---- inputs
 
 
-def load_model(kind: Kind, folder: pathlib.Path, dtype: torch.dtype) -> Any:
+def class_of(kind: Kind) -> Any:
     import transformers
 
-    name = "LlamaForSequenceClassification" if kind.scored else "LlamaForCausalLM"
-    return getattr(transformers, name).from_pretrained(folder, dtype=dtype)
+    return getattr(
+        transformers, "LlamaForSequenceClassification" if kind.scored else "LlamaForCausalLM"
+    )
+
+
+def load_model(kind: Kind, folder: pathlib.Path, dtype: torch.dtype) -> Any:
+    return class_of(kind).from_pretrained(folder, dtype=dtype)
 
 
 def write_inputs(kind: Kind, folder: pathlib.Path, draw: int, adapters: bool) -> None:
@@ -130,8 +135,7 @@ def write_inputs(kind: Kind, folder: pathlib.Path, draw: int, adapters: bool) ->
     torch.manual_seed(draw)
     of_scores: dict[str, Any] = {"num_labels": 1, "pad_token_id": PADDING}
     made = transformers.LlamaConfig(**SHAPE, **(of_scores if kind.scored else {}))
-    name = "LlamaForSequenceClassification" if kind.scored else "LlamaForCausalLM"
-    model: Any = getattr(transformers, name)(made)
+    model: Any = class_of(kind)(made)
     model.save_pretrained(folder / "model")
     other = load_model(kind, folder / "model", torch.float32)
     with torch.no_grad():

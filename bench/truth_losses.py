@@ -87,8 +87,13 @@ class Loss:
             fields["kl_scope"] = "step"
         if section == "distillation":
             fields["top_k"] = TOP
-        sections = {"preference": Preference, "policy": Policy, "reward": Reward}
-        return (sections | {"distillation": Distillation})[section](**fields)
+        sections: dict[str, Any] = {
+            "preference": Preference,
+            "policy": Policy,
+            "reward": Reward,
+            "distillation": Distillation,
+        }
+        return sections[section](**fields)
 
     def count(self, rows: Sequence[Row]) -> int:
         """What the step's loss is a mean over."""
