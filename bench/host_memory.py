@@ -13,15 +13,21 @@ def status_mib(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
 
 
+def level_mib() -> float:
+    """What is resident now, once the allocator's cached free memory is released, in MiB; the peak
+    that VmHWM reports begins here. Raises OSError or AttributeError where there is no such thing.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    return status_mib("VmRSS")
+
+
 def peak_mib(fn: Callable[[], object]) -> float | None:
     """Peak memory of this process during fn, above the level before it, in MiB; None if the kernel
-    does not report it. The allocator's cached free memory is released first.
+    does not report it.
     """
-
     try:
-        ctypes.CDLL(None).malloc_trim(0)
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = status_mib("VmRSS")
+        before = level_mib()
     except (OSError, AttributeError):
         return None
     fn()

@@ -11,9 +11,11 @@ both); the trainer also the MLPs alone.
 
 A step's time is that from the end of one to the end of the next; the first of each process is left
 out. Beside the clock's seconds are the processor's, of all threads, which other programs' load
-changes less. Memory is a process's high-water mark, and `above` what it is above the weights of
-both models. The losses must agree, which shows that both compute the same. The file is written
-after each process, with what there is by then.
+changes less. Memory is a process's high-water mark over its steps, and `above` what that is above
+what was resident before the first one, with the weights of both models; MALLOC makes the C library
+return what is freed, of which it otherwise keeps up to a third of the peak in fragments. The losses
+must agree, which shows that both compute the same. The file is written after each process, with
+what there is by then.
 
 With --count nothing is computed: counted.json has what a step launches on a GPU, and the peak of
 its tensors (`bench/predicted/step.py`).
@@ -25,6 +27,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -37,6 +40,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.end_to_end_steps import largest_difference
+from bench.host_memory import level_mib, status_mib
 from bench.llama import SEED, Shape, of_transformers
 from tilewright.bench import report, run, store, timing
 from tilewright.bench.options import at_least
@@ -51,6 +55,8 @@ PROVIDERS = (
     ("trl", "layers"),
 )
 COMPARED = ((0, 2), (1, 2), (3, 4))  # the trainer's and TRL's
+# Blocks of 1 MiB and more are returned when they are freed, and come as huge pages.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "THP_MEM_ALLOC_ENABLE": "1"}
 END = "<end>"
 LR, BETA = 1e-5, 0.1
 AGREEMENT = 1e-4  # relative, of losses in float32
@@ -152,18 +158,28 @@ def now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
+def memory(resident: float) -> dict[str, float]:
+    """Of a step.   resident: `level_mib` before the first one."""
+    peak = status_mib("VmHWM")
+    return {"peak_mib": peak, "above_mib": peak - resident}
+
+
 def train(config: str) -> int:
-    """The trainer, whose lines also have the processor's seconds of a step."""
+    """The trainer, whose lines also have the processor's seconds of a step, and memory."""
     from tilewright.trainer import train as trainer
     from tilewright.trainer.plugins.callback import Callback, Plugin, Step
     from tilewright.trainer.tables import CALLBACKS
 
     class Processor(Callback):
-        last = 0.0
+        last, resident = 0.0, 0.0
+
+        def before_step(self, step: Step) -> None:
+            if not self.resident:
+                self.resident = level_mib()
 
         def after_step(self, step: Step) -> None:
             before, self.last = self.last, time.process_time()
-            step.values["cpu_seconds"] = self.last - before
+            step.values |= {"cpu_seconds": self.last - before, **memory(self.resident)}
 
     CALLBACKS.add("processor", Plugin(Processor, wanted=lambda run: True))
     return trainer.main([config])
@@ -177,8 +193,6 @@ def train_trl(job: Job, out: str, recomputed: str) -> None:
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    from tilewright.trainer.plugins.metrics import memory_gb
-
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(
             job.path("model"), dtype=torch.float32, attn_implementation="sdpa"
@@ -186,10 +200,13 @@ def train_trl(job: Job, out: str, recomputed: str) -> None:
 
     rows = [json.loads(line) for line in job.path("pairs.jsonl").read_text().splitlines()]
     ended: list[tuple[float, float]] = []
+    used: list[dict[str, float]] = []
+    resident = 0.0
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ended.append(now())
+            used.append(memory(resident))
 
     args = DPOConfig(
         output_dir=out,
@@ -210,15 +227,17 @@ def train_trl(job: Job, out: str, recomputed: str) -> None:
         dataloader_num_workers=0,
         train_sampling_strategy="sequential",
     )
+    models = load(), load()
     trainer = DPOTrainer(
-        load(),
-        load(),
+        *models,
         args=args,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(job.path("model")),
         callbacks=[Clock()],
     )
-    began = now()
+    for weight in itertools.chain(*(model.parameters() for model in models)):
+        weight.sum()  # a file's pages are resident once they are read
+    resident, began = level_mib(), now()
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     spans = [
@@ -227,8 +246,8 @@ def train_trl(job: Job, out: str, recomputed: str) -> None:
     ]
     pathlib.Path(out).mkdir(exist_ok=True)
     with pathlib.Path(out, "metrics.jsonl").open("w") as file:
-        for i, (loss, span) in enumerate(zip(losses, spans, strict=True), 1):
-            row = {"step": i, "loss": loss, **span, "memory_gb": memory_gb()}
+        for i, (loss, span, held) in enumerate(zip(losses, spans, used, strict=True), 1):
+            row = {"step": i, "loss": loss, **span, **held}
             file.write(json.dumps(row) + "\n")
 
 
@@ -244,19 +263,17 @@ def run_once(job: Job, provider: str, recomputed: str, number: int) -> list[dict
         # JSON is YAML.
         store.write_json(pathlib.Path(asked["config"]), configuration(job, out, recomputed))
     command = [sys.executable, "-m", "bench.preference", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | MALLOC
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = [row for row in rows(pathlib.Path(out, "metrics.jsonl")) if "loss" in row]
     if done.returncode or len(found) != job.steps:
         raise RuntimeError(f"{provider}: {(done.stderr or done.stdout)[-2000:]}")
     return found
 
 
-def figures(
-    provider: str, recomputed: str, found: list[list[dict[str, Any]]], weights: int
-) -> dict[str, Any]:
+def figures(provider: str, recomputed: str, found: list[list[dict[str, Any]]]) -> dict[str, Any]:
     later = [row for steps in found for row in steps[1:]]
     t = timing.Timing.of([row["seconds"] for row in later])
-    peak = max(steps[-1]["memory_gb"] for steps in found) * 1e9
     return {
         "provider": provider,
         "recomputed": recomputed,
@@ -265,8 +282,7 @@ def figures(
         "p80_s": t.p80,
         "samples_s": [row["seconds"] for row in later],
         "median_cpu_s": statistics.median(row["cpu_seconds"] for row in later),
-        "peak_mib": peak / 2**20,
-        "above_mib": (peak - 2 * weights) / 2**20,
+        **{name: max(s[-1][name] for s in found) for name in ("peak_mib", "above_mib")},
         "losses": [row["loss"] for row in found[0]],
     }
 
@@ -324,11 +340,7 @@ def main(argv: Sequence[str]) -> int:
         for number in range(args.rounds):
             for i, provider in enumerate(PROVIDERS):
                 found[i].append(run_once(job, *provider, number))
-                rows = {
-                    i: figures(*PROVIDERS[i], steps, weights)
-                    for i, steps in enumerate(found)
-                    if steps
-                }
+                rows = {i: figures(*PROVIDERS[i], steps) for i, steps in enumerate(found) if steps}
                 print(shown(rows[i]), flush=True)
                 both = [(a, b) for a, b in COMPARED if rows.keys() >= {a, b}]
                 comparisons = [compared(rows[a], rows[b]) for a, b in both]

@@ -7,8 +7,8 @@
 // own document alone. Statistics and sums are float32. In bfloat16, with AVX-512's dot product for it, probabilities and
 // their gradients are rounded to bfloat16 for the products; without it all factors are float32.
 //
-// The gradients of keys are sums over runs of queries whose number depends on shapes alone, added in order: the same
-// bits on any number of threads.
+// The gradients of keys are sums over runs of queries, added in order; how many there are depends on shapes and the
+// number of documents alone: the same bits on any number of threads.
 #include <algorithm>
 
 #include "cpu/product.h"
