@@ -1,7 +1,11 @@
 """The benchmark of preference training: the trainer and TRL take the same steps."""
 
 import json
+import os
+import pathlib
+import types
 
+import forked
 import pytest
 
 from bench import preference
@@ -11,6 +15,28 @@ pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytestmark = pytest.mark.packages
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Of both, and of what counts: each process would import them for ten seconds of a processor's time.
+IMPORTS = """
+import torch
+torch.set_num_threads(1)  # a fork has no pool of threads
+import bench.predicted.step, bench.preference, tilewright.trainer.train
+import datasets, transformers.models.llama.modeling_llama, trl.trainer.dpo_trainer
+"""
+
+
+@pytest.fixture(scope="module")
+def python():
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}", "OMP_NUM_THREADS": "1"}
+    with forked.python(IMPORTS, ROOT, variables) as command:
+        yield command
+
+
+@pytest.fixture(autouse=True)
+def forks(python, monkeypatch):
+    """The bench's processes are forked from one that has imported what they need."""
+    monkeypatch.setattr(preference, "sys", types.SimpleNamespace(executable=str(python)))
 
 
 def test_the_trainer_and_trl_take_the_same_steps(tmp_path, capsys):

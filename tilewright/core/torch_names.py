@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import _C
+from torch._compile import _disable_dynamo
 from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -164,6 +165,11 @@ def constant(fn: Callable) -> Callable:
     """
     fn._dynamo_marked_constant = True
     return fn
+
+
+def uncompiled(fn: Callable) -> Callable:
+    """torch.compiler.disable that imports Dynamo when fn is first called, not before."""
+    return _disable_dynamo(fn)
 
 
 def dynamo() -> ModuleType:

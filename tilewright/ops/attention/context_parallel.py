@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tilewright.core import checks
+from tilewright.core import checks, torch_names
 from tilewright.core.takes import takes
 from tilewright.ops.attention.attention import ATTENTION, attention
 from tilewright.ops.attention.options import (
@@ -240,7 +240,7 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
     dropout_p="a mask of dropout has positions of the whole sequence, which a rank's part of the "
     "keys does not have"
 )
-@torch.compiler.disable
+@torch_names.uncompiled
 @takes(
     *HEADS,
     "bounds >= 2",

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewright.core import checks
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.core.takes import takes
-from tilewright.core.torch_names import ProcessGroup
+from tilewright.core.torch_names import ProcessGroup, uncompiled
 from tilewright.ops.activation.gate import Gate
 from tilewright.ops.moe.expert_transport import (
     AllToAll,
@@ -83,7 +83,7 @@ class Dispatched(NamedTuple):
 # Sizes are known at run time only. Below the other: torch 2.11 takes an outermost `disable` off a
 # function that it is asked to compile, and the gradient of x is then zero.
 @checks.autocast("products", "x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
-@torch.compiler.disable
+@uncompiled
 @takes(*SIZES, BIASED, **EXPERTS, **BIASES, dispatch=DISPATCHES, recompute="bool")
 def ep_moe_mlp(
     x: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tilewright import ops as tw
+from tilewright.core.torch_names import uncompiled
 from tilewright.nn import Linear, RMSNorm, SwiGLU
 from tilewright.nn.sharded import local
 from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
@@ -176,7 +177,7 @@ class Attention(nn.Module):
 
         return masks.attend(of_bin, self.layer)
 
-    @torch.compiler.disable
+    @uncompiled
     def _attend_uncompiled(self, *args):
         return self._attend(*args)
 
