@@ -23,7 +23,8 @@ in float32.
 
 Where a ring cuts a document depends on what stands before it, and so do the bits of such a sum.
 With `whole_documents` ring ranks exchange heads for tokens too, after the Ulysses ranks, and each
-calls `attention` with its heads of the whole sequence, in order, as one process does with all.
+calls `attention` with its heads of the whole sequence, in order, as one process does with all:
+2 all-to-alls more each way, and no messages.
 
                         Ulysses, all-to-alls           ring, messages sent per rank, at most
     forward     2: queries, keys and values; results    R - 1: keys with values
@@ -354,14 +355,13 @@ def context_parallel_attention(
     if prefixes and not ringed:
         request = request._replace(shorter=True, prefixes=True)
     ATTENTION.pick(implementation, q, request)
-    exchanged = []  # groups, and the heads that their ranks share
-    for group in (cp.ulysses, None if ringed else cp.ring):
+    joined, exchanged = cp.ring_size > 1 and whole_documents, []
+    for group in (cp.ulysses, cp.ring if joined else None):
         if group is not None:
             exchanged.append((group, q.shape[1]))
             sinks = None if sinks is None else _own_heads(sinks, group)
             q, k, v = Scatter.apply(q, k, v, group)
-    reordered = cp.ring_size > 1 and not ringed
-    if reordered:
+    if joined:
         q, k, v = (_in_order(t, 2, cp.ring_size) for t in (q, k, v))
     options = {
         "window": window,
@@ -400,7 +400,7 @@ def context_parallel_attention(
             prefixes=prefixes,
             **options,
         )
-    if reordered:
+    if joined:
         out = _taken(out, 2, _of_ring_ranks(cp.ring_size))
     for group, heads in reversed(exchanged):
         out = Gather.apply(out, group, heads)
