@@ -52,6 +52,8 @@ CASES = {
         {"prefixes": PREFIXES, "window": 9, "softcap": 2.0, "sinks": True},
     ),
     "both_ways": (2, 4, 2, None, {"causal": False}),
+    # Neither a ring of two, beside two of Ulysses, nor one of four divides them.
+    "lacking_heads": (1, 6, 3, CROSSING, {"sinks": True, "window": 9}),
     "documents_both_ways": (1, 4, 2, CROSSING, {"causal": False, "sinks": True}),
 }
 
@@ -246,22 +248,22 @@ def call(where, tensors, dout, ends, options, implementation="auto", host=False)
         )
     longest = max(b - a for a, b in itertools.pairwise(ends)) if host and ends else None
     assert [one.kwargs["max_seqlen"] for one in under.mock_calls] == [longest] * (
-        where.ring_size == 1
+        where.ring_size == 1 or options.get("whole_documents", False)
     )
     assert out.dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else tensors[0].dtype)
     return [out.detach(), *torch.autograd.grad(out, own, shard(dout, 2, where))]
 
 
-def one_process(tensors, dout, ends, options):
-    double = [t.detach().double().requires_grad_() for t in tensors]
+def one_process(tensors, dout, ends, options, dtype=torch.float64, implementation="eager"):
+    own = [t.detach().to(dtype).requires_grad_() for t in tensors]
     out = attention(
-        *double[:3],
-        sinks=double[3] if double[3:] else None,
-        implementation="eager",
+        *own[:3],
+        sinks=own[3] if own[3:] else None,
+        implementation=implementation,
         cu_seqlens=None if ends is None else torch.tensor(ends),
         **options,
     )
-    return [out.detach(), *torch.autograd.grad(out, double, dout.double())]
+    return [out.detach(), *torch.autograd.grad(out, own, dout.to(dtype))]
 
 
 def of_rank(whole, where):
@@ -319,8 +321,10 @@ def _everything(rank, world, folder):
     for ring, ulysses in LAYOUTS[world]:
         where = of_this(ring, ulysses)
         assert where.layout() == ContextParallel(ulysses, ring, rank % ulysses, rank // ulysses)
-        for name in CASES:
-            _equals_one_process(name, where)
+        for name, (_, heads, *_) in CASES.items():
+            if heads % ulysses == 0:
+                _equals_one_process(name, where)
+                _has_the_bits_of_one_process(name, where)
         _other_dtypes(where)
         _isolation(where)
         _what_travels(where)
@@ -350,6 +354,45 @@ def _equals_one_process(name, where):
         ("out", "dq", "dk", "dv", "dsinks"), found, of_rank(want, where), strict=False
     ):
         close(a, b, (where.layout(), name, what))
+
+
+def _has_the_bits_of_one_process(name, where):
+    """With whole documents: by what `auto` takes of a CPU's invariant implementations, and by ours.
+    Gradients of keys are sums over query heads, which other ranks have.
+    """
+    tensors, dout, ends, options = problem(name)
+    for implementation in ("sdpa", "cpp"):
+        impl = ATTENTION.implementation(implementation)
+        if impl.why_not("cpu", torch.float32) or refused(impl, name):
+            continue
+        want = one_process(tensors, dout, ends, options, torch.float32, implementation)
+        with Count() as count:
+            found = call(
+                where, tensors, dout, ends, {**options, "whole_documents": True}, implementation
+            )
+        assert count.sent == count.received == []
+        rounds = (where.ring_size > 1) + (where.ulysses_size > 1)
+        assert len(count.all_to_alls) == 4 * rounds, name
+        want = of_rank(want, where)
+        assert all(a.equal(b) for a, b in zip(found[:2], want[:2], strict=True)), (name, where)
+        if found[4:]:
+            dist.all_reduce(found[4])
+        for a, b in zip(found[2:], want[2:], strict=True):
+            close(a, b.double(), (where.layout(), name, implementation))
+
+
+def refused(implementation, name):
+    """Whether it does not compute a case."""
+    *_, ends, options = CASES[name]
+    request = Request(
+        head_dim=D,
+        value_dim=options.get("values"),
+        packed=ends is not None,
+        gradient=True,
+        prefixes="prefixes" in options,
+        **{one: one in options for one in ("window", "softcap", "sinks")},
+    )
+    return implementation.refuses(request)
 
 
 def _other_dtypes(where):

@@ -1255,11 +1255,6 @@ RULES = [
         "every process has all of a quantized matrix",
         f"{TP} {LORA}",
     ),
-    (
-        "--model.batch_invariant=true --train.ringattn_parallel_size=2",
-        "where a ring cuts a document depends on",
-        "--model.batch_invariant=true --train.ulysses_parallel_size=2",
-    ),
     *(
         (
             f"--model.batch_invariant=true --model.{native}=true",

@@ -140,8 +140,15 @@ LAYOUTS = {
     "evaluate_ddp": ["--train.data_parallel_mode=ddp"],
     "evaluate_fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.micro_batch_size=2"],
     "evaluate_ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
-    # Where a ring cuts a document depends on the batch, so its bits do too.
-    "evaluate_ring": [
+    "evaluate_ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=4"],
+    "evaluate_both": [
+        "--train.data_parallel_mode=fsdp2",
+        "--train.ringattn_parallel_size=2",
+        "--train.ulysses_parallel_size=2",
+        "--train.micro_batch_size=3",
+    ],
+    # Without batch_invariant a ring adds up what it cuts a document into.
+    "evaluate_sums": [
         "--train.data_parallel_mode=fsdp2",
         "--train.ringattn_parallel_size=2",
         "--train.ulysses_parallel_size=2",
@@ -161,19 +168,69 @@ LAYOUTS = {
 }
 
 
+# Other attention, whose heads these rings do not divide, and the sizes of ring and Ulysses.
+WINDOW = transformers.MistralConfig(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    sliding_window=7,
+    initializer_range=0.3,
+)
+LATENT = transformers.DeepseekV3Config(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    first_k_dense_replace=2,
+    num_attention_heads=6,
+    num_key_value_heads=6,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    initializer_range=0.3,
+)
+MODELS = {"window": (WINDOW, 2, 1), "latent": (LATENT, 2, 2)}
+
+
+def with_model(settings, name):
+    return [settings[1], f"--model.model_path={settings[0] / name}"]
+
+
 @pytest.fixture(scope="module")
 def spread(settings):
     folder, path = settings
-    run_modes(4, folder, {name: [path, *options] for name, options in LAYOUTS.items()})
-    return {name: (folder / f"{name}.jsonl").read_text() for name in LAYOUTS}
+    modes = {name: [path, *options] for name, options in LAYOUTS.items()}
+    for name, (config, ring, ulysses) in MODELS.items():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        modes[f"evaluate_{name}"] = [
+            *with_model(settings, name),
+            "--train.data_parallel_mode=fsdp2",
+            f"--train.ringattn_parallel_size={ring}",
+            f"--train.ulysses_parallel_size={ulysses}",
+        ]
+    run_modes(4, folder, modes)
+    return {name: (folder / f"{name}.jsonl").read_text() for name in modes}
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "pp", "ulysses"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "pp", "ulysses", "ring", "both"])
 def test_bits_do_not_depend_on_ranks(layout, spread, alone):
     assert spread[f"evaluate_{layout}"] == alone
 
 
-@pytest.mark.parametrize("layout", ["ring", "tp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_other_attention_do_not_depend_on_a_ring(name, settings, spread, tmp_path):
+    assert spread[f"evaluate_{name}"] == scored(
+        with_model(settings, name)[0], tmp_path / "scores.jsonl", *with_model(settings, name)[1:]
+    )
+
+
+@pytest.mark.parametrize("layout", ["sums", "tp"])
 def test_ranks_that_share_a_token_agree_within_rounding(layout, spread, alone):
     found, want = (
         [json.loads(line) for line in text.splitlines()]

@@ -347,6 +347,7 @@ SPREAD = {
     "replicas": (4, QWEN3, {"data_parallel_replicate_size": 2}),
     "ulysses": (2, QWEN3, {"ulysses_parallel_size": 2}),
     "ring": (2, QWEN3, {"ringattn_parallel_size": 2}),
+    "ring of heads": (2, QWEN3, {"ringattn_parallel_size": 2, "model__batch_invariant": True}),
     "tensors": (2, QWEN3, {"tensor_parallel_size": 2}),
     "experts": (2, MOE, {"expert_parallel_size": 2}),
     "stages x shards": (4, QWEN3, PIPELINE),
@@ -358,7 +359,7 @@ SPREAD = {
 def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path, recwarn):
     """Within 1 %, of one rank; with experts, whose messages depend on the router, within 6 %."""
     size, shape, options = SPREAD[case]
-    options = {f"train__{name}": value for name, value in options.items()}
+    options = {n if "__" in n else f"train__{n}": value for n, value in options.items()}
     fsdp2 = {"train__data_parallel_mode": "fsdp2", "model__merge_qkv": False}
     config = full_config(tmp_path, shape, **fsdp2, **options)
     found = memory_plan.plan(config, shape_of(config), size, 0, CPU)

@@ -342,6 +342,7 @@ def test_two_ranks_score_as_one_process(settings, alone):
     modes = {
         "evaluate_rewards": given,
         "evaluate_rewards_ulysses": [*given, "--train.ulysses_parallel_size=2"],
+        "evaluate_rewards_ring": [*given, "--train.ringattn_parallel_size=2"],
         "evaluate_rewards_pp": [*given, "--train.pipeline_parallel_size=2"],
     }
     run_modes(2, folder, modes)

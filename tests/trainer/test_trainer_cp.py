@@ -126,7 +126,8 @@ def test_checkpoints_move_between_layouts(trained):
     check_moves(trained)
 
 
-def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):
+@pytest.mark.parametrize("invariant, attention", [("false", "(cpp|eager)"), ("true", "sdpa")])
+def test_a_run_goes_on_in_one_process_where_a_ring_left_it(invariant, attention, tmp_path):
     path = write_config(
         tmp_path,
         train__max_steps=4,
@@ -135,10 +136,11 @@ def test_a_run_goes_on_in_one_process_where_a_ring_left_it(tmp_path):
         train__gradient_accumulation_steps=2,
         train__data_parallel_mode="fsdp2",
         train__save_steps=2,
+        model__batch_invariant=invariant == "true",
     )
     said = run_modes(2, tmp_path, {"run": [path, "--train.ringattn_parallel_size=2"]})
     assert "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in said
-    assert re.search(r"^ops: .*attention=(cpp|eager)\b", said, re.MULTILINE)
+    assert re.search(rf"^ops: .*attention={attention}\b", said, re.MULTILINE)
     ring, weights = rows(tmp_path), tensors(tmp_path, 4)
     run(path, "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
     alone = rows(tmp_path)

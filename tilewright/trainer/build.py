@@ -67,7 +67,8 @@ def choose_ops(
     prefixes: whether documents share one. Raises ValueError or ImplementationUnavailable before any
     weight is allocated.
     """
-    ring, name = mesh.context.ring_size > 1, model.attn_implementation
+    ring = mesh.context.ring_size > 1 and not model.batch_invariant  # else it exchanges heads
+    name = model.attn_implementation
     wanted = attention_request(shape, ring, name, dropout, prefixes)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     if model.activation_native and all(layers):

@@ -21,6 +21,11 @@ ring rank r to r + t, overlapped with the rectangles of the previous step. Resul
 their log-sum-exps, in float32. The backward sends keys and values again, and their gradients return
 in float32.
 
+Where a ring cuts a document depends on what stands before it, and so do the bits of such a sum.
+With `whole_documents` ring ranks exchange heads for tokens too, after the Ulysses ranks, and each
+calls `attention` with its heads of the whole sequence, in order, as one process does with all:
+2 all-to-alls more each way, and no messages.
+
                         Ulysses, all-to-alls           ring, messages sent per rank, at most
     forward     2: queries, keys and values; results    R - 1: keys with values
     backward    2: gradients, in reverse                2 (R - 1): keys with values; their gradients
@@ -38,6 +43,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tilewright.core import checks, torch_names
 from tilewright.core.takes import takes
@@ -53,7 +59,7 @@ from tilewright.ops.attention.options import (
 from tilewright.ops.attention.prefixes import Prefix, check_prefixes
 from tilewright.ops.attention.ring import Ring
 from tilewright.ops.attention.ring_plan import plan, united
-from tilewright.ops.attention.ulysses import Gather, Scatter
+from tilewright.ops.attention.ulysses import Gather, Scatter, lacking
 
 __all__ = ["ContextParallel", "context_parallel_attention", "positions", "shard", "unshard"]
 
@@ -224,11 +230,24 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
             ]
             dist.all_gather(parts, t.contiguous(), group=group)
             t = torch.cat(parts, dim)
-    n = 2 * cp.ring_size
-    chunks = t.tensor_split(n, dim)  # per ring rank, an early and a late one
-    return torch.cat(
-        [chunks[2 * c if c < cp.ring_size else 2 * (n - 1 - c) + 1] for c in range(n)], dim
-    )
+    return _in_order(t, dim, cp.ring_size) if cp.ring_size > 1 else t.clone()
+
+
+def _of_ring_ranks(ring):
+    """The numbers of the chunks that ring ranks have, an early and a late one each."""
+    return [number for r in range(ring) for number in (r, 2 * ring - 1 - r)]
+
+
+def _taken(t, dim, numbers):
+    """The chunks of t in another order. One split, whose gradient is one concatenation."""
+    chunks = t.split([t.shape[dim] // len(numbers)] * len(numbers), dim)
+    return torch.cat([chunks[number] for number in numbers], dim)
+
+
+def _in_order(t, dim, ring):
+    """The whole sequence, from the tokens of ring rank 0, then of rank 1, and so on."""
+    there = _of_ring_ranks(ring)
+    return _taken(t, dim, sorted(range(len(there)), key=there.__getitem__))
 
 
 # Long: 16 lines of keyword arguments, and the order in which ranks communicate.
@@ -264,6 +283,7 @@ def context_parallel_attention(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
     prefixes: Sequence[Prefix] = (),
+    whole_documents: bool = False,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """`attention` over a sharded sequence, of which this rank has the part given by `shard`. Every
@@ -272,7 +292,7 @@ def context_parallel_attention(
     With a ring, each block's result is rounded to q's dtype, they are summed in float32, and the
     sum is rounded again. Differentiable once in q, k, v and sinks. The gradient of sinks is this
     rank's share, of the queries and heads that it computed; the ranks' shares sum to the whole.
-    Gradients of keys are summed in float32 over blocks, and over Ulysses ranks that share a head.
+    Gradients of keys are summed in float32 over blocks, and over ranks that share a head.
 
     Args:
         q: [B, Hq, S / n, D], this rank's tokens, with n = R U ranks and Hq a multiple of U.
@@ -286,7 +306,12 @@ def context_parallel_attention(
             a CPU only.
         causal, window, softcap, sinks, scale: as in `attention`; sinks [Hq].
         prefixes: as in `attention`, of rows of the whole sequence.
-        implementation: of attention. A ring requires one that returns a part's log-sum-exp.
+        whole_documents: ring ranks exchange heads for tokens instead of sending keys and values, so
+            a batch-invariant implementation gives the bits of `attention` in one process. Where
+            ring_size does not divide Hq / U, keys are repeated for each query head, and heads of
+            zeros are computed beside them.
+        implementation: of attention. A ring requires one that returns a part's log-sum-exp, but
+            with whole_documents.
 
     Returns:
         [B, Hq, S / n, Dv] in q's dtype: `attention` of the whole sequence for this rank's tokens.
@@ -304,10 +329,10 @@ def context_parallel_attention(
 
     Source: arXiv:2309.14509 (Ulysses); arXiv:2310.01889 (ring).
     """
-    B, H, s, D = q.shape
+    B, _, s, D = q.shape
     _check_shards(q, k, cp)
     cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
-    ringed = cp.ring_size > 1
+    ringed = cp.ring_size > 1 and not whole_documents
     if prefixes:
         if not causal:
             raise ValueError("prefixes need causal=True, got False")
@@ -330,12 +355,14 @@ def context_parallel_attention(
     if prefixes and not ringed:
         request = request._replace(shorter=True, prefixes=True)
     ATTENTION.pick(implementation, q, request)
-    if cp.ulysses_size > 1:
-        q, k, v = Scatter.apply(q, k, v, cp)
-        local_heads = H // cp.ulysses_size
-        sinks = (
-            None if sinks is None else sinks.narrow(0, cp.ulysses_rank * local_heads, local_heads)
-        )
+    joined, exchanged = cp.ring_size > 1 and whole_documents, []
+    for group in (cp.ulysses, cp.ring if joined else None):
+        if group is not None:
+            exchanged.append((group, q.shape[1]))
+            sinks = None if sinks is None else _own_heads(sinks, group)
+            q, k, v = Scatter.apply(q, k, v, group)
+    if joined:
+        q, k, v = (_in_order(t, 2, cp.ring_size) for t in (q, k, v))
     options = {
         "window": window,
         "softcap": softcap,
@@ -373,7 +400,17 @@ def context_parallel_attention(
             prefixes=prefixes,
             **options,
         )
-    return Gather.apply(out, cp) if cp.ulysses_size > 1 else out
+    if joined:
+        out = _taken(out, 2, _of_ring_ranks(cp.ring_size))
+    for group, heads in reversed(exchanged):
+        out = Gather.apply(out, group, heads)
+    return out
+
+
+def _own_heads(sinks, group):
+    """This rank's of the sinks of all heads that a group exchanges, and zeros beside them."""
+    own = F.pad(sinks, (0, lacking(len(sinks), group)))
+    return own.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def _check_shards(q, k, cp):

@@ -116,9 +116,6 @@ class Model(Section):
     batch_invariant: bool = field(
         False,
         Resume.ROUNDING,
-        Only("train.ringattn_parallel_size", 1).because(
-            "where a ring cuts a document depends on what else is in the batch"
-        ),
         *(
             Only(native, False).because(
                 "PyTorch's own operators do not claim that a row's bits do not depend on the batch"

@@ -372,7 +372,9 @@ class Train(Section):
     ulysses_parallel_size: int = field(1, Resume.LAYOUT, FSDP2, ge=1)
     """Neighboring ranks that exchange a sequence's tokens for heads; divides the query heads."""
     ringattn_parallel_size: int = field(1, Resume.LAYOUT, FSDP2, ge=1)
-    """Processes, or groups of Ulysses, that share each sequence and send keys and values."""
+    """Processes, or groups of Ulysses, that share each sequence and send keys and values; with
+    batch_invariant they exchange heads, as Ulysses does, of any number.
+    """
     cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
         "all",
         Resume.LAYOUT,

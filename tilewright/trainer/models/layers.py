@@ -165,6 +165,8 @@ class Attention(nn.Module):
             "implementation": self.ops.attention,
         }
         if self.cp.size > 1:
+            # A ring's sums depend on where it cuts a document, which the batch decides.
+            options["whole_documents"] = self.ops.numerics.batch_invariant
             return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
         options["max_seqlen"], masks = sequence.longest, sequence.masks
         if masks is None or not masks.attention:

@@ -142,7 +142,7 @@ def attention_request(
 ) -> Request:
     """What all layers' attention asks of an implementation, over packed documents.
 
-    ring: whether sequences are sharded over one.
+    ring: whether sequences are sharded over one that sends keys and values.
     implementation: if it takes values as wide as keys alone, latent attention pads them.
     prefixes: whether documents share one.
     """
