@@ -16,10 +16,9 @@ import torch._meta_registrations  # shapes of what operators return
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-SMALL = {
-    True: 2**22,
-    False: 2**23,
-}  # largest tensors whose values are computed: floating point, or not
+# Largest tensors whose values are computed: floating point (routers' logits), or not (what is made
+# of them; not random bits of all elements, which take seconds).
+SMALL = {True: 2**22, False: 2**20}
 LOOKS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,

@@ -15,6 +15,7 @@ from helpers import DEVICE, join_group, operators_of, processes
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.core.torch_names import uncompiled
 from tilewright.ops.activation.gate import Gate
 from tilewright.ops.moe import expert_parallel as ep
 from tilewright.ops.moe.moe import moe_mlp
@@ -509,3 +510,20 @@ def test_results_of_other_rows_are_refused(alone):
         sentence = rf"rows must have shape \[{P}, H\], as dispatched, got \[{wrong.shape[0]}"
         with pytest.raises(ValueError, match=sentence):
             ep.combine(wrong, plan)
+
+
+def test_what_stays_out_of_compiled_code_is_called_between_two_graphs():
+    graphs, compiling = [], []
+
+    @uncompiled
+    def middle(x):
+        compiling.append(torch.compiler.is_compiling())
+        return x * 2
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: middle(x + 1) - 1, backend=backend)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert len(graphs) == 2 and compiling == [False]

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import traceback
 
 import pytest
@@ -563,7 +562,7 @@ COMPILED |= {
 
 
 @pytest.fixture(scope="module")
-def verdicts():
+def verdicts(compiling):
     pytest.importorskip("triton")
     variables = {
         **os.environ,
@@ -572,7 +571,7 @@ def verdicts():
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
     run = subprocess.run(
-        [sys.executable, __file__],
+        [compiling, __file__],
         env=variables,
         cwd=ROOT,
         capture_output=True,

@@ -239,10 +239,10 @@ def kept():
 
 
 @pytest.fixture(scope="module")
-def ran():
+def ran(compiling):
     variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}"}
     done = subprocess.run(
-        [sys.executable, __file__], env=variables, cwd=ROOT, text=True, capture_output=True
+        [compiling, __file__], env=variables, cwd=ROOT, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import subprocess
-import sys
 import types
 
 import numpy as np
@@ -170,13 +169,13 @@ print(json.dumps(found))
 """
 
 
-def test_compiled_kernels_divide_exactly():
+def test_compiled_kernels_divide_exactly(compiling):
     """A `/` compiles to div.full.f32, which is off by up to two units in the last place; Triton's
     interpreter and the emulator compute it exactly.
     """
     pytest.importorskip("triton")
     code = subprocess.run(
-        [sys.executable, "-c", COMPILED],
+        [compiling, "-c", COMPILED],
         env={
             **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "lab"))),
