@@ -33,13 +33,15 @@ from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
+from tilewright.trainer.config.preference import Preference, kind_of_reference  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused  # noqa: E402
 from tilewright.trainer.data.types.preference import (  # noqa: E402
     implicit_prompt,
     with_shorter_prompt,
 )
 from tilewright.trainer.losses import preferences  # noqa: E402
+from tilewright.trainer.losses.loss import loss_of  # noqa: E402
+from tilewright.trainer.models.head import OfSequence  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.reference import adapters_off  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
@@ -62,7 +64,7 @@ def pairs(*shape, seed=0, scale=3.0):
 # ---- formulas
 
 
-def trls_dpo(name, p, o):
+def trls_dpo(name, p, o, sft=0.0):
     """TRL's trainer on log-probabilities that a model would give, one token of them an answer."""
     trainer = pytest.importorskip("trl").DPOTrainer
     module = importlib.import_module(trainer.__module__)
@@ -87,8 +89,8 @@ def trls_dpo(name, p, o):
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
-        loss_types=[name],
-        loss_weights=[1.0],
+        loss_types=[name, "sft"],
+        loss_weights=[1.0, sft],
         use_weighting=False,
         beta=o.beta,
         label_smoothing=o.label_smoothing,
@@ -119,6 +121,58 @@ def test_a_formula_is_trls(name):
         torch.testing.assert_close(
             PREFERENCES[name].function(p, o).mean(), trls_dpo(name, p, o), rtol=1e-6, atol=1e-9
         )
+
+
+class Given(OfSequence):
+    """Log-probabilities that a model would give."""
+
+    def __init__(self, logprobs):
+        super().__init__(())
+        self.logprobs = logprobs
+
+    def values(self):
+        return -self.logprobs[None]
+
+
+def of_answers(sums, tokens):
+    """[T]: each answer's log-probability on its first token."""
+    flat = sums.new_zeros(int(tokens.sum()))
+    flat[(tokens.cumsum(0) - tokens).long()] = sums
+    return flat
+
+
+def totals_of(loss, given):
+    """A loss over micro-batches (given, batch), its denominator, and further sums."""
+    counts = torch.stack([torch.stack(loss.counted(*each)) for each in given]).sum(0)
+    found = [loss(each, {**batch, "counts": counts}) for each, batch in given]
+    return [torch.stack(t).sum() for t in zip(*found, strict=True)]
+
+
+def test_the_likelihood_that_is_added_is_trls_however_a_step_is_split():
+    p, o, n = pairs(5, seed=1), Options(beta=0.3), 5
+    loss = loss_of("preference", {"preference": Preference(beta=0.3, sft_ratio=0.7)})
+
+    def micro_batch(first, last):
+        chosen, rejected, *others, of_chosen, of_rejected = (t[first:last] for t in p[:6])
+        own, refs, tokens = (
+            torch.stack(both, 1).flatten()
+            for both in ((chosen, rejected), others, (of_chosen, of_rejected))
+        )
+        batch = {
+            "labels": torch.ones(1, int(tokens.sum()), dtype=torch.long),
+            "lengths": tokens.long(),
+            "role": torch.arange(2 * (last - first)) % 2,
+            "reference_logprob": of_answers(refs, tokens)[None],
+        }
+        return Given(of_answers(own, tokens)), batch
+
+    expected = trls_dpo("sigmoid", p, o, 0.7)
+    assert expected != trls_dpo("sigmoid", p, o)
+    for cut in ([0, n], [0, 1, 3, n]):
+        total, count, *_ = totals_of(
+            loss, [*itertools.starmap(micro_batch, itertools.pairwise(cut))]
+        )
+        torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
 
 
 def test_simpo_and_orpo_are_trls():
@@ -658,7 +712,10 @@ OPTIONS = {
 }
 
 
+SFT = "--preference.sft_ratio=0.5"
+WITH_SFT = {f"{name}_sft": [*OPTIONS[name], SFT] for name in ("run_fsdp2", "run_ring")}
 OTHER = {
+    **WITH_SFT,
     "run_other": OPTIONS["run_fsdp2"],
     "run_other_ring": OPTIONS["run_ring"],
     "run_other_pipeline": [
@@ -676,7 +733,7 @@ def spread(settings):
         for name, options in (OPTIONS | OTHER).items()
     }
     run_modes(2, folder, modes)
-    return {name: metrics(folder / name) for name in OPTIONS}
+    return {name: metrics(folder / name) for name in (*OPTIONS, *WITH_SFT)}
 
 
 NAMES = ("loss", "grad_norm", "reward_margin", "reward_chosen", "logprob_rejected", "drift")
@@ -693,6 +750,14 @@ def same(found, expected):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ranks_train_as_one_process(name, spread, alone):
     same(spread[name], alone)
+
+
+def test_the_added_likelihood_does_not_depend_on_how_a_step_is_split(settings, spread):
+    """Gradients and all, over micro-batches of unlike numbers of tokens, and over ranks."""
+    expected = trained(settings, "with_sft", SFT)
+    cut = ["--train.micro_batch_size=8", "--train.gradient_accumulation_steps=1"]
+    for found in (trained(settings, "sft_at_once", SFT, *cut), *(spread[n] for n in WITH_SFT)):
+        same(found, expected)
 
 
 @pytest.mark.parametrize(

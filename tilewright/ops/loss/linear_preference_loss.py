@@ -117,8 +117,8 @@ def linear_preference_loss(
         label_smoothing: in [0, 0.5), of sigmoid, robust, sigmoid_norm and exo_pair; default 0.
         simpo_gamma: of simpo; default 0.5.
         dpop_lambda: of dpop; default 50.
-        sft_ratio: times the mean negative log-probability of a chosen answer's tokens is added to
-            its pair's loss.
+        sft_ratio: times the negative log-probability of the tokens of all chosen answers, a mean
+            over them, is added to the mean over pairs; a pair has its tokens' part.
         lora_A, lora_B, lora_scale, temperature, softcap: as in `linear_logprob`.
         reduction: "mean" over pairs (0 without any), "sum" or "none".
         group: as in `linear_logprob`.
@@ -218,7 +218,8 @@ def losses(
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
     found = FORMULAS[loss].function(pairs, options)
     if sft_ratio:
-        found = found - sft_ratio * pairs.means.chosen
+        each = found.shape[0] / tokens[::2].sum().clamp_min(1)
+        found = found - sft_ratio * each * pairs.chosen
     reward = sums - ref if FORMULAS[loss].reference else sums / counts
     return found, options.beta * reward.detach()
 

@@ -108,7 +108,9 @@ class Preference(Section):
         differs=("none", OURS),
         ge=0,
     )
-    """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
+    """Times the mean negative log-probability of the tokens of all chosen answers of a step, or of
+    desirable ones, is added to the loss.
+    """
     offset_alpha: float = field(
         0.0, Resume.NEXT_STEP, PREFERRED, _read_by("offset_alpha"), differs=("none", OURS), ge=0
     )

@@ -13,7 +13,7 @@ from tilewright.ops.loss.preference import Answers, Formula, Options, Pairs
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.loss import Loss
-from tilewright.trainer.models.head import TokenLosses
+from tilewright.trainer.models.head import OfSequence, TokenLosses
 from tilewright.trainer.tables import LOSSES, PREFERENCES
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
@@ -86,6 +86,31 @@ def answers_of(
     return Answers(answer, other, tokens, batch["desirable"] == 1), is_one
 
 
+def chosen_tokens(of: OfSequence, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The number of a micro-batch's pairs, and that of the tokens of their chosen answers."""
+    there = (batch["role"] == CHOSEN).double()
+    return of.share * there.sum(), of.share * (there * answer_tokens(of, batch)).sum()
+
+
+def desirable_tokens(of: OfSequence, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The number of a micro-batch's answers, and that of the tokens of desirable ones."""
+    tokens, kind = answer_tokens(of, batch), batch["desirable"]
+    count = ((kind >= 0) & (tokens > 0)).double().sum()
+    return of.share * count, of.share * (tokens * (kind == 1)).sum()
+
+
+def answer_tokens(of: OfSequence, batch: Mapping[str, Any]) -> torch.Tensor:
+    return of.over_ranks(by_document(batch["labels"] != IGNORE, batch["lengths"]))
+
+
+def likelihood(answers: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Of answers' log-probabilities the terms whose mean, over the pairs or answers of a step, is
+    that of -log p over the tokens that are learned.
+    """
+    count, tokens = batch["counts"]
+    return -answers * (count / tokens.clamp_min(1.0))
+
+
 def pair_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """The sum over a micro-batch's pairs of chosen answers' log-ratios, the number of pairs, and
     the sum of rejected answers'.
@@ -134,7 +159,7 @@ def preference(
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
     loss = loss_ratio * formula.function(pairs, options)
     if sft_ratio:
-        loss = loss - sft_ratio * pairs.means.chosen
+        loss = loss + sft_ratio * likelihood(pairs.chosen, batch)
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
         up, down = (options.beta * t for t in (pairs.up, pairs.down))
@@ -166,7 +191,7 @@ def unpaired(
     loss = loss_ratio * formula.function(answers, options)
     good = answers.desirable
     if sft_ratio:
-        loss = loss - sft_ratio * (answers.answer / answers.tokens).where(good, 0.0)
+        loss = loss + sft_ratio * likelihood(answers.answer, batch).where(good, 0.0)
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
         ratio = answers.ratio
@@ -206,6 +231,7 @@ def settled(section: Preference) -> Loss:
             mismatched=formula.kl,
             first=mismatched_ratios if formula.kl else None,
             whole=whole,
+            counted=desirable_tokens if section.sft_ratio else None,
             over=OVER,
             asked={"desirable": f"preference.loss = {section.loss}"},
         )
@@ -219,6 +245,7 @@ def settled(section: Preference) -> Loss:
         pairs=True,
         first=pair_ratios if formula.kl and whole else None,
         whole=whole,
+        counted=chosen_tokens if section.sft_ratio else None,
         asked=asked,
     )
 
