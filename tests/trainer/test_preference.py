@@ -231,6 +231,23 @@ def test_gradients_are_finite_differences(name):
     assert torch.autograd.gradcheck(loss, [t.requires_grad_() for t in p[:2]])
 
 
+def test_a_pair_without_a_gradient_is_saturated():
+    """hinge beyond its margin; log sigmoid where float32 has 0; ipo at its minimum."""
+    p, o = pairs(4), Options(beta=1.0)
+    margins = torch.tensor([0.5, 1.5, 120.0, -120.0], dtype=torch.float64)
+    p = p._replace(chosen=p.rejected - p.ref_rejected + p.ref_chosen + margins)
+
+    def found(name, given=p):
+        return preferences.saturated(given, ("chosen", "rejected"), PREFERENCES[name], o).tolist()
+
+    assert found("hinge") == [0, 1, 1, 0]
+    assert found("sigmoid") == [0, 0, 1, 0] and found("robust") == found("sigmoid")
+    assert found("ipo") == found("sppo_hard") == [0, 0, 0, 0]
+    ones = torch.ones_like(margins)
+    least = Pairs(0.5 * ones, 0 * ones, 0 * ones, 0 * ones, ones, ones)
+    assert found("ipo", least) == [1, 1, 1, 1]
+
+
 @EVERY
 @pytest.mark.parametrize("margin", [1e4, -1e4, 1e-12], ids=str)
 def test_extremes_are_finite(name, margin):
@@ -822,6 +839,7 @@ def test_every_formula_trains(name, settings):
     found = trained(settings, f"of_{name}", f"--preference.loss={name}", "--train.max_steps=2")
     if PREFERENCES[name].reference:
         assert found[0]["loss"] == pytest.approx(AT_ZERO[name](0.1), rel=1e-12)
+    assert found[0]["saturated"] == 0
     assert found[0]["grad_norm"] > 0 and math.isfinite(found[1]["loss"])
     assert found[1]["logprob_chosen"] != found[0]["logprob_chosen"]
 
@@ -847,9 +865,11 @@ def test_an_option_changes_the_loss(loss, option, settings):
 
 
 def test_the_likelihood_of_chosen_answers_is_added(settings, alone):
-    found = trained(settings, "sft", "--preference.sft_ratio=0.5", "--train.max_steps=1")[0]
+    found = trained(settings, "sft", SFT, "--train.max_steps=1")[0]
     assert found["logprob_chosen"] == alone[0]["logprob_chosen"] < 0
-    assert math.log(2) + 0.5 < found["loss"] < math.log(2) - 0.5 * found["logprob_chosen"]
+    assert found["preference_loss"] == math.log(2) and "sft_loss" not in alone[0]
+    assert 1 < found["sft_loss"] < -found["logprob_chosen"]
+    assert found["loss"] == pytest.approx(math.log(2) + 0.5 * found["sft_loss"], rel=1e-12)
 
 
 def test_the_formula_has_a_weight_beside_the_likelihood(settings, alone):
@@ -907,13 +927,32 @@ def test_prompts_of_a_run_are_cut_and_counted(settings, tmp_path, caplog):
     assert all(batch["labels"][0, a + 11] != IGNORE for a in ends[:-2])
 
 
-def test_evaluation_reports_rewards_of_each_set(settings):
+def held(settings, name, *options):
+    """What evaluations of a run report."""
     folder, _ = settings
     (folder / "held.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(9, 5)))
     data = [{"path": str(folder / "held.jsonl"), "type": "preference_tokenized"}]
-    trained(settings, "held", f"--data.test_datasets={json.dumps(data)}")
-    lines = map(json.loads, (folder / "held" / "metrics.jsonl").read_text().splitlines())
-    before, *_, after = [row for row in lines if "eval_loss" in row]
+    trained(settings, name, f"--data.test_datasets={json.dumps(data)}", *options)
+    lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if "eval_loss" in row]
+
+
+def test_evaluations_have_the_parts_of_the_loss_of_all_of_a_set(settings):
+    one = [SFT, "--preference.beta=8", "--preference.loss=hinge", "--train.lr=0.1"]
+    found = [
+        held(settings, f"held_{size}", *one, f"--train.eval_micro_batch_size={size}")
+        for size in (1, 4)
+    ]
+    for name in ("eval_loss", "eval_sft_loss", "eval_preference_loss", "eval_saturated"):
+        assert found[0][-1][name] == pytest.approx(found[1][-1][name], rel=1e-5), name
+    for row in found[0]:
+        parts = row["eval_preference_loss"] + 0.5 * row["eval_sft_loss"]
+        assert row["eval_loss"] == pytest.approx(parts, rel=1e-12)
+    assert found[0][0]["eval_saturated"] == 0 < found[0][-1]["eval_saturated"] < 1
+
+
+def test_evaluation_reports_rewards_of_each_set(settings):
+    before, *_, after = held(settings, "held")
     assert before["eval_loss"] == pytest.approx(math.log(2), rel=1e-12)
     assert before["eval_reward_margin"] == before["eval_drift"] == 0 < after["eval_drift"]
 

@@ -478,6 +478,8 @@ def test_a_likelihood_is_added_for_desirable_answers(settings, alone):
     every = [d for batch in next(made.batches.steps()) for d in documents(batch)]
     good = [len(answer) for _, answer, desirable in every if desirable]
     added = -row["logprob_desirable"] * len(good) / sum(good)
+    assert row["sft_loss"] == pytest.approx(added, rel=1e-9)
+    assert row["preference_loss"] == pytest.approx(alone[0]["loss"], rel=1e-12)
     assert row["loss"] == pytest.approx(alone[0]["loss"] + 0.5 * added, rel=1e-9)
 
 

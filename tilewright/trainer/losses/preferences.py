@@ -18,20 +18,23 @@ from tilewright.trainer.tables import LOSSES, PREFERENCES
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
 COLUMNS = ("labels", "pair", "role")
-# Over the pairs. drift: how far both answers are from the reference, in nats.
+# Over the pairs.
 REPORTS = (
+    "saturated",
     "reward_accuracy",
     "reward_margin",
     "reward_chosen",
     "reward_rejected",
     "logprob_chosen",
     "logprob_rejected",
-    "drift",
 )
+# drift: how far answers are from the reference, in nats.   kl: mean log-ratios of other answers.
+DRIFT, KL = ("drift",), ("kl",)
+PARTS = ("preference_loss", "sft_loss")  # before their factors
 # Of answers that are not paired: of all of them, and over those that are desirable, or are not.
 KINDS = ("desirable", "undesirable")
 OVER = {f"{what}_{kind}": kind for kind in KINDS for what in ("reward", "logprob")}
-ALONE = ("reward_accuracy", *KINDS, *OVER)
+ALONE = ("saturated", "reward_accuracy", *KINDS, *OVER)
 
 
 def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -137,6 +140,19 @@ def divergences(per_token: TokenLosses, sums: torch.Tensor) -> list[torch.Tensor
     return [means[0], *means[2:]]
 
 
+@torch.enable_grad()
+def saturated(
+    given: Pairs | Answers, names: tuple[str, ...], formula: Formula, options: Options
+) -> torch.Tensor:
+    """Of each pair or answer, whether it learns nothing: the formula's gradients in these
+    log-probabilities are 0 in float32, in which they reach the head.
+    """
+    own = [getattr(given, name).detach().requires_grad_() for name in names]
+    loss = formula.function(given._replace(**dict(zip(names, own, strict=True))), options)
+    grads = torch.autograd.grad(loss.sum(), own, materialize_grads=True)
+    return (torch.stack(grads).float() == 0).all(0).double()
+
+
 def preference(
     per_token: TokenLosses,
     batch: Mapping[str, Any],
@@ -147,8 +163,8 @@ def preference(
     loss_ratio: float,
     sft_ratio: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The sum over pairs, their number, and REPORTS. Each of the ranks that share a sequence has
-    its share of them.
+    """The sum over pairs, their number, REPORTS, with a reference DRIFT, and with `sft_ratio`
+    PARTS. Each of the ranks that share a sequence has its share of them.
     """
     pairs, is_pair = pairs_of(per_token, batch, reference)
     if formula.kl:
@@ -157,17 +173,22 @@ def preference(
             own = torch.stack(_sums_of_ratios(per_token.share, pairs, is_pair))
         kl_chosen, kl_rejected = divergences(per_token, own)
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
-    loss = loss_ratio * formula.function(pairs, options)
+    parts = [formula.function(pairs, options)]
+    loss = loss_ratio * parts[0]
     if sft_ratio:
-        loss = loss + sft_ratio * likelihood(pairs.chosen, batch)
+        parts.append(likelihood(pairs.chosen, batch))
+        loss = loss + sft_ratio * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
+        found.append(saturated(pairs, ("chosen", "rejected"), formula, options))
         up, down = (options.beta * t for t in (pairs.up, pairs.down))
         if not formula.reference:  # rewards are log-probabilities per token
             up, down = options.beta * pairs.means.chosen, options.beta * pairs.means.rejected
         found += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
         if reference:
             found.append(pairs.up.abs() + pairs.down.abs())
+        if sft_ratio:
+            found += [part.detach() for part in parts]
     share = per_token.share
     return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
 
@@ -182,18 +203,20 @@ def unpaired(
     loss_ratio: float,
     sft_ratio: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The sum over answers, their number, and ALONE, drift and kl, as `preference`. The
+    """The sum over answers, their number, and ALONE, DRIFT, KL and PARTS, as `preference`. The
     likelihood that is added is that of desirable answers.
     """
     answers, is_one = answers_of(per_token, batch, reference)
     if formula.kl:
         answers = answers._replace(kl=divergences(per_token, batch["first"])[0])
-    loss = loss_ratio * formula.function(answers, options)
-    good = answers.desirable
+    parts = [formula.function(answers, options)]
+    loss, good = loss_ratio * parts[0], answers.desirable
     if sft_ratio:
-        loss = loss + sft_ratio * likelihood(answers.answer, batch).where(good, 0.0)
+        parts.append(likelihood(answers.answer, batch).where(good, 0.0))
+        loss = loss + sft_ratio * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
+        found.append(saturated(answers, ("answer",), formula, options))
         ratio = answers.ratio
         right = torch.where(good, ratio > answers.kl, ratio < answers.kl)
         found.append(right.double())
@@ -204,6 +227,8 @@ def unpaired(
             found.append(ratio.abs())
         if formula.kl:
             found.append(answers.kl * torch.ones_like(loss))
+        if sft_ratio:
+            found += [part.detach() for part in parts]
     share = per_token.share
     return tuple(share * t.where(is_one, 0.0).sum() for t in found)
 
@@ -223,11 +248,12 @@ def settled(section: Preference) -> Loss:
     given = {"formula": formula, "options": options, "reference": compared}
     given |= {"loss_ratio": section.loss_ratio, "sft_ratio": section.sft_ratio}
     more = ("reference_logprob",) if section.reference == "column" else ()
+    drift, parts = DRIFT * compared, PARTS * bool(section.sft_ratio)
     if not formula.paired:
         return Loss(
             functools.partial(unpaired, **given),
             ("labels", "desirable", *more),
-            (*ALONE, *["drift"] * compared, *["kl"] * formula.kl),
+            (*ALONE, *drift, *KL * formula.kl, *parts),
             mismatched=formula.kl,
             first=mismatched_ratios if formula.kl else None,
             whole=whole,
@@ -241,7 +267,7 @@ def settled(section: Preference) -> Loss:
     return Loss(
         functools.partial(preference, **given),
         (*COLUMNS, *more, *asked),
-        REPORTS if compared else REPORTS[:-1],
+        (*REPORTS, *drift, *parts),
         pairs=True,
         first=pair_ratios if formula.kl and whole else None,
         whole=whole,
