@@ -16,21 +16,12 @@ from tilewright.core.takes import takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import Stats, Wanted
 from tilewright.ops import cases
-from tilewright.ops.loss.cross_entropy import REDUCTIONS, SOFTCAP
+from tilewright.ops.loss.cross_entropy import REDUCTIONS
 from tilewright.ops.loss.documents import Documents
-from tilewright.ops.loss.head import (
-    ADAPTER,
-    HEAD,
-    HEAD_OPTIONS,
-    RANKS,
-    SIZES,
-    HeadRows,
-    head_op,
-)
+from tilewright.ops.loss.head import HEAD, RANKS, SIZES, HeadRows, head_op
 from tilewright.ops.loss.head_cases import case
-from tilewright.ops.loss.logprob import logprob_of, scaling_of
+from tilewright.ops.loss.logprob import SHARED, logprob_of, scaling_of
 from tilewright.ops.loss.preference import FORMULAS, Options, Pairs
-from tilewright.ops.loss.targets import IGNORE_INDEX
 
 # An answer that is not in a pair is another row of FORMULAS.
 PAIRED = tuple(name for name, row in FORMULAS.items() if row.paired)
@@ -62,11 +53,7 @@ class PreferenceLoss(NamedTuple):
     simpo_gamma="number [0, inf)",
     dpop_lambda="number [0, inf)",
     sft_ratio="number [0, inf)",
-    **HEAD_OPTIONS,
-    **ADAPTER,
-    temperature="number (0, inf)",
-    softcap=SOFTCAP,
-    ignore_index=IGNORE_INDEX,
+    **SHARED,
     reduction=REDUCTIONS,
 )
 def linear_preference_loss(
