@@ -136,6 +136,8 @@ def test_a_document_is_known_by_its_tokens_and_labels(read, settings):
     assert key_of(ids, labels) in known
     for other in (np.append(ids[1:], -100), np.where(labels == labels[-2], 3, labels)):
         assert key_of(ids, other) not in known
+    ids[0] ^= 1  # another prompt, with the same answer
+    assert key_of(ids, labels) not in known
 
 
 def nearly(found, expected, rel=1e-6):
