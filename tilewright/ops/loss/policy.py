@@ -73,7 +73,7 @@ class Tokens(NamedTuple):
         *tensors, documents, known = self
         ignored = self.valid == 0
         masked = (t if t is None else t.masked_fill(ignored, 0.0) for t in tensors)
-        return Tokens(*masked, documents, known)
+        return Tokens._make((*masked, documents, known))
 
     def with_ratio(self) -> Tokens:
         """With the ratios of documents, which the loss and its statistics then share."""
