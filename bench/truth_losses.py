@@ -208,7 +208,7 @@ def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]
         pairs = Pairs(*own, *against, *counts)
         pairs = pairs._replace(gap=gap, kl_chosen=ratios[0], kl_rejected=ratios[1])
         values = formula.function(pairs, preference.Options(**fields))
-        found[name] = values - sft * own[0] / counts[0]
+        found[name] = values - sft * own[0] / counts[0].mean()
     return found
 
 

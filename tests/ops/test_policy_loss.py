@@ -118,6 +118,20 @@ def test_a_formula_is_its_arithmetic_and_a_slope_its_derivative(name, given):
         assert torch.autograd.gradcheck(lambda t: policy.losses(name, tokens(t), o).sum(), lp)
 
 
+@pytest.mark.parametrize("name, given", [("gspo", {}), ("dr_grpo", {"ratio_type": "sequence"})])
+def test_ratios_of_documents_that_are_known_change_no_bit(name, given):
+    o, found = policy.settled(name, given), []
+    for known in (False, True):
+        lp = LP.clone().requires_grad_()
+        t = tokens(lp)
+        t = t._replace(valid=t.valid.clone().index_fill_(0, torch.tensor([1]), 0))
+        t = t.with_ratio() if known else t
+        loss = policy.losses(name, t, o)
+        [grad] = torch.autograd.grad(loss.sum(), lp)
+        found.append((loss, grad, *policy.statistics(name, t, o).values()))
+    assert all(map(torch.equal, *found))
+
+
 # What autograd and finite differences call the derivative where the formula has no constant.
 @pytest.mark.parametrize("name", ["reinforce", "importance_sampling", "ppo", "dro", "dr_grpo"])
 def test_gradients_are_those_of_finite_differences(name):

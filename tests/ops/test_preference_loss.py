@@ -42,6 +42,7 @@ def in_float64(formula, options, ref, sft_ratio=0.0):
     ends = CU.tolist()
     sums = [logprob[a:b].sum() for a, b in itertools.pairwise(ends)]
     counts = [int((Y[a:b] != -100).sum()) for a, b in itertools.pairwise(ends)]
+    learned = sum(counts[0::2])
     losses, given = [], sums if ref is None else ref.double()
     kl = [((sums[i] - given[i] + sums[i + 2] - given[i + 2]) / 2).detach() for i in (0, 1)]
     for i in (0, 2):
@@ -51,7 +52,7 @@ def in_float64(formula, options, ref, sft_ratio=0.0):
         loss = FORMULAS[formula].function(
             Pairs(c, r, *refs, *n, None, *(t.clamp_min(0) for t in kl)), options
         )
-        losses.append(loss - sft_ratio * c / n[0])
+        losses.append(loss - sft_ratio * c * 2 / learned)
     loss = torch.stack(losses).mean()
     return loss.detach(), torch.autograd.grad(loss, (x, w)), counts
 

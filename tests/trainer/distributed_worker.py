@@ -9,6 +9,7 @@ starts with "memory" has such arguments too: each rank writes the most bytes tha
 allocate.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -336,6 +337,8 @@ def main(folder):
         if whole:
             train.train(config, ranks)
             continue
+        if config.train.enable_compile:  # graphs, without what a compiler takes
+            torch.compile = functools.partial(torch.compile, backend="eager")
         if name == "placements":
             found = placements()
         elif name.startswith("overflow"):

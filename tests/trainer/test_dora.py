@@ -67,8 +67,15 @@ MODES = {
     "fused/train_ddp": ["--train.data_parallel_mode=ddp"],
     "fused/train_and_save": [*FSDP2, "--train.pipeline_parallel_size=2"],
     "fused/train_ring": [*FSDP2, "--train.ringattn_parallel_size=2"],
+    "fused/train_ulysses": [*FSDP2, "--train.ulysses_parallel_size=2"],
+    "fused/train_hsdp": [*FSDP2, "--train.data_parallel_replicate_size=2"],
     "fused/train_recompute": [*FSDP2, "--train.enable_gradient_checkpointing=true"],
     "apart/train_tp": [*FSDP2, "--train.tensor_parallel_size=2"],
+    "apart/train_tp_compiled": [
+        *FSDP2,
+        "--train.tensor_parallel_size=2",
+        "--train.enable_compile=true",
+    ],
     "apart/train_tp_pp": [
         *FSDP2,
         "--train.tensor_parallel_size=2",

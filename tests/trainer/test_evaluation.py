@@ -330,6 +330,18 @@ def test_a_test_split_is_cut_to_its_own_limit(tmp_path, monkeypatch):
         assert asked == batches
 
 
+def test_a_run_that_only_tests_has_the_size_and_the_accuracy_of_evaluations(tmp_path, monkeypatch):
+    asked, real = [], Engine.forward
+    monkeypatch.setattr(
+        Engine, "forward", lambda self, b, loss: asked.append(len(b)) or real(self, b, loss)
+    )
+    options = {"data__eval_sample_packing": False, "train__eval_strategy": "no"}
+    path = two_sets(tmp_path, train__do_test=True, **options)[0]
+    run(path, "--train.eval_micro_batch_size=4", "--train.eval_accuracy=true")
+    assert asked == [5, 8]
+    assert rows(tmp_path / "several")[-1].keys() >= {"test_accuracy", "test_accuracy/plays"}
+
+
 def test_a_test_split_needs_one(tmp_path):
     with pytest.raises(
         ConfigError, match=r"train\.do_test = true, data\.test_datasets = \[\]: there is n"

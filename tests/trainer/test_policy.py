@@ -16,6 +16,7 @@ from small import write_run  # noqa: E402
 from tilewright.ops.loss import policy  # noqa: E402
 from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
+from tilewright.trainer.losses import policies  # noqa: E402
 from tilewright.trainer.losses.policies import COLUMNS  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
@@ -151,6 +152,15 @@ def test_a_step_is_that_of_a_plain_loop(case, settings):
 def packed(settings):
     folder, path, _ = settings
     return build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh()).batches.bins
+
+
+def test_the_ratios_of_documents_are_computed_once(settings, monkeypatch):
+    """With context parallelism each sum over documents is an exchange."""
+    calls, sums = [], policies.Documents.sums
+    monkeypatch.setattr(policies.Documents, "sums", lambda *a: calls.append(0) or sums(*a))
+    one = ["--train.max_steps=1", "--train.gradient_accumulation_steps=1"]
+    trained(settings, "counted", *one, *arguments("gspo"))
+    assert len(calls) == 2  # of log-ratios, and of tokens
 
 
 def test_statistics_are_means_over_tokens(settings):

@@ -33,13 +33,15 @@ from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.config.preference import kind_of_reference  # noqa: E402
+from tilewright.trainer.config.preference import Preference, kind_of_reference  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused  # noqa: E402
 from tilewright.trainer.data.types.preference import (  # noqa: E402
     implicit_prompt,
     with_shorter_prompt,
 )
 from tilewright.trainer.losses import preferences  # noqa: E402
+from tilewright.trainer.losses.loss import loss_of  # noqa: E402
+from tilewright.trainer.models.head import OfSequence  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.reference import adapters_off  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
@@ -62,7 +64,7 @@ def pairs(*shape, seed=0, scale=3.0):
 # ---- formulas
 
 
-def trls_dpo(name, p, o):
+def trls_dpo(name, p, o, sft=0.0):
     """TRL's trainer on log-probabilities that a model would give, one token of them an answer."""
     trainer = pytest.importorskip("trl").DPOTrainer
     module = importlib.import_module(trainer.__module__)
@@ -87,8 +89,8 @@ def trls_dpo(name, p, o):
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
-        loss_types=[name],
-        loss_weights=[1.0],
+        loss_types=[name, "sft"],
+        loss_weights=[1.0, sft],
         use_weighting=False,
         beta=o.beta,
         label_smoothing=o.label_smoothing,
@@ -119,6 +121,58 @@ def test_a_formula_is_trls(name):
         torch.testing.assert_close(
             PREFERENCES[name].function(p, o).mean(), trls_dpo(name, p, o), rtol=1e-6, atol=1e-9
         )
+
+
+class Given(OfSequence):
+    """Log-probabilities that a model would give."""
+
+    def __init__(self, logprobs):
+        super().__init__(())
+        self.logprobs = logprobs
+
+    def values(self):
+        return -self.logprobs[None]
+
+
+def of_answers(sums, tokens):
+    """[T]: each answer's log-probability on its first token."""
+    flat = sums.new_zeros(int(tokens.sum()))
+    flat[(tokens.cumsum(0) - tokens).long()] = sums
+    return flat
+
+
+def totals_of(loss, given):
+    """A loss over micro-batches (given, batch), its denominator, and further sums."""
+    counts = torch.stack([torch.stack(loss.counted(*each)) for each in given]).sum(0)
+    found = [loss(each, {**batch, "counts": counts}) for each, batch in given]
+    return [torch.stack(t).sum() for t in zip(*found, strict=True)]
+
+
+def test_the_likelihood_that_is_added_is_trls_however_a_step_is_split():
+    p, o, n = pairs(5, seed=1), Options(beta=0.3), 5
+    loss = loss_of("preference", {"preference": Preference(beta=0.3, sft_ratio=0.7)})
+
+    def micro_batch(first, last):
+        chosen, rejected, *others, of_chosen, of_rejected = (t[first:last] for t in p[:6])
+        own, refs, tokens = (
+            torch.stack(both, 1).flatten()
+            for both in ((chosen, rejected), others, (of_chosen, of_rejected))
+        )
+        batch = {
+            "labels": torch.ones(1, int(tokens.sum()), dtype=torch.long),
+            "lengths": tokens.long(),
+            "role": torch.arange(2 * (last - first)) % 2,
+            "reference_logprob": of_answers(refs, tokens)[None],
+        }
+        return Given(of_answers(own, tokens)), batch
+
+    expected = trls_dpo("sigmoid", p, o, 0.7)
+    assert expected != trls_dpo("sigmoid", p, o)
+    for cut in ([0, n], [0, 1, 3, n]):
+        total, count, *_ = totals_of(
+            loss, [*itertools.starmap(micro_batch, itertools.pairwise(cut))]
+        )
+        torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
 
 
 def test_simpo_and_orpo_are_trls():
@@ -175,6 +229,23 @@ def test_gradients_are_finite_differences(name):
         return row.function(p._replace(chosen=chosen, rejected=rejected), o)
 
     assert torch.autograd.gradcheck(loss, [t.requires_grad_() for t in p[:2]])
+
+
+def test_a_pair_without_a_gradient_is_saturated():
+    """hinge beyond its margin; log sigmoid where float32 has 0; ipo at its minimum."""
+    p, o = pairs(4), Options(beta=1.0)
+    margins = torch.tensor([0.5, 1.5, 120.0, -120.0], dtype=torch.float64)
+    p = p._replace(chosen=p.rejected - p.ref_rejected + p.ref_chosen + margins)
+
+    def found(name, given=p):
+        return preferences.saturated(given, ("chosen", "rejected"), PREFERENCES[name], o).tolist()
+
+    assert found("hinge") == [0, 1, 1, 0]
+    assert found("sigmoid") == [0, 0, 1, 0] and found("robust") == found("sigmoid")
+    assert found("ipo") == found("sppo_hard") == [0, 0, 0, 0]
+    ones = torch.ones_like(margins)
+    least = Pairs(0.5 * ones, 0 * ones, 0 * ones, 0 * ones, ones, ones)
+    assert found("ipo", least) == [1, 1, 1, 1]
 
 
 @EVERY
@@ -658,7 +729,10 @@ OPTIONS = {
 }
 
 
+SFT = "--preference.sft_ratio=0.5"
+WITH_SFT = {f"{name}_sft": [*OPTIONS[name], SFT] for name in ("run_fsdp2", "run_ring")}
 OTHER = {
+    **WITH_SFT,
     "run_other": OPTIONS["run_fsdp2"],
     "run_other_ring": OPTIONS["run_ring"],
     "run_other_pipeline": [
@@ -676,7 +750,7 @@ def spread(settings):
         for name, options in (OPTIONS | OTHER).items()
     }
     run_modes(2, folder, modes)
-    return {name: metrics(folder / name) for name in OPTIONS}
+    return {name: metrics(folder / name) for name in (*OPTIONS, *WITH_SFT)}
 
 
 NAMES = ("loss", "grad_norm", "reward_margin", "reward_chosen", "logprob_rejected", "drift")
@@ -693,6 +767,14 @@ def same(found, expected):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ranks_train_as_one_process(name, spread, alone):
     same(spread[name], alone)
+
+
+def test_the_added_likelihood_does_not_depend_on_how_a_step_is_split(settings, spread):
+    """Gradients and all, over micro-batches of unlike numbers of tokens, and over ranks."""
+    expected = trained(settings, "with_sft", SFT)
+    cut = ["--train.micro_batch_size=8", "--train.gradient_accumulation_steps=1"]
+    for found in (trained(settings, "sft_at_once", SFT, *cut), *(spread[n] for n in WITH_SFT)):
+        same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -757,6 +839,7 @@ def test_every_formula_trains(name, settings):
     found = trained(settings, f"of_{name}", f"--preference.loss={name}", "--train.max_steps=2")
     if PREFERENCES[name].reference:
         assert found[0]["loss"] == pytest.approx(AT_ZERO[name](0.1), rel=1e-12)
+    assert found[0]["saturated"] == 0
     assert found[0]["grad_norm"] > 0 and math.isfinite(found[1]["loss"])
     assert found[1]["logprob_chosen"] != found[0]["logprob_chosen"]
 
@@ -782,9 +865,11 @@ def test_an_option_changes_the_loss(loss, option, settings):
 
 
 def test_the_likelihood_of_chosen_answers_is_added(settings, alone):
-    found = trained(settings, "sft", "--preference.sft_ratio=0.5", "--train.max_steps=1")[0]
+    found = trained(settings, "sft", SFT, "--train.max_steps=1")[0]
     assert found["logprob_chosen"] == alone[0]["logprob_chosen"] < 0
-    assert math.log(2) + 0.5 < found["loss"] < math.log(2) - 0.5 * found["logprob_chosen"]
+    assert found["preference_loss"] == math.log(2) and "sft_loss" not in alone[0]
+    assert 1 < found["sft_loss"] < -found["logprob_chosen"]
+    assert found["loss"] == pytest.approx(math.log(2) + 0.5 * found["sft_loss"], rel=1e-12)
 
 
 def test_the_formula_has_a_weight_beside_the_likelihood(settings, alone):
@@ -842,13 +927,32 @@ def test_prompts_of_a_run_are_cut_and_counted(settings, tmp_path, caplog):
     assert all(batch["labels"][0, a + 11] != IGNORE for a in ends[:-2])
 
 
-def test_evaluation_reports_rewards_of_each_set(settings):
+def held(settings, name, *options):
+    """What evaluations of a run report."""
     folder, _ = settings
     (folder / "held.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(9, 5)))
     data = [{"path": str(folder / "held.jsonl"), "type": "preference_tokenized"}]
-    trained(settings, "held", f"--data.test_datasets={json.dumps(data)}")
-    lines = map(json.loads, (folder / "held" / "metrics.jsonl").read_text().splitlines())
-    before, *_, after = [row for row in lines if "eval_loss" in row]
+    trained(settings, name, f"--data.test_datasets={json.dumps(data)}", *options)
+    lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if "eval_loss" in row]
+
+
+def test_evaluations_have_the_parts_of_the_loss_of_all_of_a_set(settings):
+    one = [SFT, "--preference.beta=8", "--preference.loss=hinge", "--train.lr=0.1"]
+    found = [
+        held(settings, f"held_{size}", *one, f"--train.eval_micro_batch_size={size}")
+        for size in (1, 4)
+    ]
+    for name in ("eval_loss", "eval_sft_loss", "eval_preference_loss", "eval_saturated"):
+        assert found[0][-1][name] == pytest.approx(found[1][-1][name], rel=1e-5), name
+    for row in found[0]:
+        parts = row["eval_preference_loss"] + 0.5 * row["eval_sft_loss"]
+        assert row["eval_loss"] == pytest.approx(parts, rel=1e-12)
+    assert found[0][0]["eval_saturated"] == 0 < found[0][-1]["eval_saturated"] < 1
+
+
+def test_evaluation_reports_rewards_of_each_set(settings):
+    before, *_, after = held(settings, "held")
     assert before["eval_loss"] == pytest.approx(math.log(2), rel=1e-12)
     assert before["eval_reward_margin"] == before["eval_drift"] == 0 < after["eval_drift"]
 

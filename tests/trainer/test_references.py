@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import pathlib
 import shutil
 import weakref
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
@@ -135,6 +136,8 @@ def test_a_document_is_known_by_its_tokens_and_labels(read, settings):
     assert key_of(ids, labels) in known
     for other in (np.append(ids[1:], -100), np.where(labels == labels[-2], 3, labels)):
         assert key_of(ids, other) not in known
+    ids[0] ^= 1  # another prompt, with the same answer
+    assert key_of(ids, labels) not in known
 
 
 def nearly(found, expected, rel=1e-6):
@@ -194,6 +197,32 @@ def test_the_default_folder_is_that_of_the_reference(settings, alone, monkeypatc
         assert first.keys() == second.keys() and first != second
         monkeypatch.setattr(precomputed, "_compute", lambda *_: pytest.fail("computed again"))
     same([elsewhere], trained(settings, "default_online", other, "--train.max_steps=1"))
+
+
+def test_a_model_whose_numbers_are_all_there_is_not_loaded(settings, tmp_path, monkeypatch):
+    folder, _ = settings
+    other = f"--preference.reference_path={folder / 'other'}"
+    options = [*cache(tmp_path, "cache"), other, "--train.max_steps=1"]
+    loaded, load_weights = [], build.hf.load_weights
+
+    def loading(parts, path, **how):
+        loaded.append(pathlib.Path(path).name)
+        return load_weights(parts, path, **how)
+
+    monkeypatch.setattr(build.hf, "load_weights", loading)
+    first = trained(settings, "complete", *options)
+    assert loaded == ["other", "model"]
+    assert trained(settings, "complete_again", *options)[0]["loss"] == first[0]["loss"]
+    assert loaded == ["other", "model", "model"]
+    # Its files are read nevertheless: others of that name are another reference.
+    changed = shutil.copytree(folder / "other", tmp_path / "other")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, changed / "model.safetensors", {"format": "pt"})
+    options[2] = f"--preference.reference_path={changed}"
+    with pytest.raises(ValueError, match=r"another reference than this run's: \{'weights'"):
+        trained(settings, "complete_other", *options)
+    assert loaded == ["other", "model", "model"]
 
 
 def test_another_reference_is_refused_with_both(read, settings):

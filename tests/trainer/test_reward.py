@@ -89,10 +89,14 @@ def test_the_loss_is_trls(with_margin, coefficient):
     total, count, *found = ours(chosen, rejected, margin, coefficient)
     assert count == 7
     torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
-    accuracy, gap, up, down = (float(t) / 7 for t in found)
+    accuracy, gap, up, down, *parts = (float(t) / 7 for t in found)
     assert accuracy == pytest.approx(reports["accuracy"], rel=1e-6)
     assert gap == pytest.approx(reports["margin"], rel=1e-6)
     assert (up + down) / 2 == pytest.approx(reports["mean_reward"], rel=1e-6)
+    if coefficient:
+        pair, center = parts
+        assert pair == pytest.approx(float(trls(chosen, rejected, margin, None)[0]), rel=1e-12)
+        assert pair + coefficient * center == pytest.approx(float(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("gap", [1e4, -1e4, 0.0], ids=str)
@@ -208,6 +212,10 @@ def test_a_run_is_one_of_transformers_model(coefficient, settings, alone):
         assert row["reward_margin"] == pytest.approx(gap, rel=1e-3, abs=1e-5)
         assert row["reward_accuracy"] == pytest.approx(accuracy)
         assert row["reward_chosen"] - row["reward_rejected"] == pytest.approx(gap, abs=1e-4)
+        assert ("center_loss" in row) == (coefficient > 0)
+        if coefficient:
+            parts = row["preference_loss"] + coefficient * row["center_loss"]
+            assert parts == pytest.approx(row["loss"], rel=1e-12)
 
 
 OPTIONS = {

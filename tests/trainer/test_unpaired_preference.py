@@ -351,6 +351,7 @@ def test_rewards_are_means_over_their_kind(settings, alone):
         assert alone[0][f"logprob_{name}"] < 0
 
 
+SFT = "--preference.sft_ratio=0.5"
 TWO = ["--train.gradient_accumulation_steps=4"]
 OPTIONS = {
     "run_ddp": ["--train.data_parallel_mode=ddp", *TWO, WHOLE],
@@ -358,6 +359,7 @@ OPTIONS = {
     "run_ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2", WHOLE],
     "run_ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
     "run_tp": ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"],
+    "run_sft": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2", WHOLE, SFT],
     "run_at_once": ["--train.data_parallel_mode=fsdp2", *TWO],
 }
 
@@ -390,14 +392,18 @@ def at_once(settings):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_train_as_one_process(name, spread, alone, whole, at_once):
+def test_ranks_train_as_one_process(name, settings, spread, alone, whole, at_once):
     expected = at_once if name == "run_at_once" else whole if WHOLE in OPTIONS[name] else alone
+    if SFT in OPTIONS[name]:
+        expected = trained(settings, "whole_sft", WHOLE, SFT)
     same(spread[name], expected)
 
 
 def test_over_a_step_it_does_not_matter_how_the_step_is_cut(settings, alone, whole, at_once):
     cut = ["--train.micro_batch_size=4", "--train.gradient_accumulation_steps=2"]
     same(trained(settings, "cut", *cut, WHOLE), whole)
+    added = trained(settings, "sft_at_once", WHOLE, SFT)
+    same(trained(settings, "sft_cut", *cut, WHOLE, SFT), added)
     assert abs(at_once[0]["loss"] - alone[0]["loss"]) > 1e-5
 
 
@@ -466,8 +472,15 @@ def test_one_answer_a_step_has_no_mismatched_one(settings, tmp_path):
 
 
 def test_a_likelihood_is_added_for_desirable_answers(settings, alone):
-    one = ["--preference.sft_ratio=0.5", "--train.max_steps=1"]
-    assert trained(settings, "sft", *one)[0]["loss"] > alone[0]["loss"] + 0.1
+    folder, path = settings
+    [row] = trained(settings, "sft", SFT, "--train.max_steps=1")
+    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
+    every = [d for batch in next(made.batches.steps()) for d in documents(batch)]
+    good = [len(answer) for _, answer, desirable in every if desirable]
+    added = -row["logprob_desirable"] * len(good) / sum(good)
+    assert row["sft_loss"] == pytest.approx(added, rel=1e-9)
+    assert row["preference_loss"] == pytest.approx(alone[0]["loss"], rel=1e-12)
+    assert row["loss"] == pytest.approx(alone[0]["loss"] + 0.5 * added, rel=1e-9)
 
 
 def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, capsys):

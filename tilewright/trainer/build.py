@@ -326,6 +326,22 @@ def second_model(
     return computing(made(plain, other, mesh, ops), config.train, mesh)
 
 
+def described(model: Model, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
+    """A model whose weights stay in their files, which say its origin."""
+    with torch.device("meta"):
+        parts = Parts(Transformer(shape, ops, model.merge_qkv))
+    found = problem = None
+    if mesh.main:
+        try:
+            assert model.model_path is not None  # of a reference that is no policy
+            found = hf.origin(parts.whole, hf.local_folder(model.model_path, model.revision))
+        except (OSError, ValueError) as error:
+            problem = error
+    mesh.control.agree(problem)
+    parts.origin = mesh.control.broadcast(found)
+    return parts
+
+
 def reference(
     config: Config,
     shape: ModelConfig,
@@ -349,10 +365,15 @@ def reference(
 
 
 def precomputed(
-    config: Config, mesh: Mesh, ops: Ops, parts: Parts, sets: list[Bins]
+    config: Config,
+    mesh: Mesh,
+    ops: Ops,
+    parts: Parts,
+    sets: list[Bins],
+    filled: Callable[[], Parts] | None = None,
 ) -> precompute.Precomputed:
     """What a run compares with, computed by a model's parts, in its precision, where it is not
-    there yet.
+    there yet.   filled: makes them, where `parts` only describe the model.
     """
     t, lora, dtype = config.train, config.lora, compute_dtype(config.train)
     own = begins_as_policy(config.model, config.preference)
@@ -375,7 +396,13 @@ def precomputed(
     tokenizer = mesh.control.broadcast(tokenizer)
     with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
         found = precompute.computed(
-            parts, mesh, sets, folder, fingerprint, t.micro_batch_size, tokenizer
+            filled or (lambda: parts),
+            mesh,
+            sets,
+            folder,
+            fingerprint,
+            t.micro_batch_size,
+            tokenizer,
         )
     bound = 0.0 if ops.numerics.batch_invariant else precompute.BOUNDS[dtype]
     return precompute.Precomputed(found, mesh, own, bound)
@@ -477,8 +504,11 @@ def build(config: Config, mesh: Mesh) -> Built:
     read = kind_of_reference(config) == "precomputed"
     sets, compared = [batches.bins, *held.values(), *last.values()], None
     if read and not begins_as_policy(config.model, config.preference):
-        # Before there is a policy, and gone before it: two models are never in memory.
-        compared = precomputed(config, mesh, ops, second_model(config, shape, mesh, ops), sets)
+        # A model for what is not there yet alone, before there is a policy, and gone before it: two
+        # are never in memory.
+        second = functools.partial(second_model, config, shape, mesh, ops)
+        known = second(lambda plain, other, *_: described(plain.model, other, mesh, ops))
+        compared = precomputed(config, mesh, ops, known, sets, second)
         free(mesh)
     engine = build_engine(config, shape, mesh, ops)
     if read and compared is None:

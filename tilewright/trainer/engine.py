@@ -23,7 +23,7 @@ from tilewright.core.torch_names import FakeTensor
 from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.columns import MISMATCHED
-from tilewright.trainer.models.head import LossFunction, Shaping
+from tilewright.trainer.models.head import LossFunction, OfSequence, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
@@ -167,13 +167,16 @@ class Engine:
 
     def _compared(self, batches: Iterable[Batch], loss: LossFunction) -> list[Batch]:
         """The micro-batches of a step, with what they are compared with."""
-        if self.reference is None and getattr(loss, "first", None) is None:
+        before = getattr(loss, "first", None), getattr(loss, "counted", None)
+        if self.reference is None and before == (None, None):
             return list(batches)
         with self.evaluating():
             return list(self._added(batches, loss))
 
     def _added(self, batches: Iterable[Batch], loss: LossFunction) -> Iterable[Batch]:
-        first = getattr(loss, "first", None)
+        first, counted = getattr(loss, "first", None), getattr(loss, "counted", None)
+        if counted is not None:
+            batches = self._with_counts(list(batches), counted)
         found = map(self._with_reference, batches)
         if first is None:
             return found
@@ -183,6 +186,13 @@ class Engine:
         summed = list(summed)
         total = torch.stack([batch["first"] for batch in summed]).sum(0)
         return [{**batch, "first": total} for batch in summed]
+
+    def _with_counts(self, batches: list[Batch], counted: LossFunction) -> list[Batch]:
+        """See `Loss.counted`."""
+        of = OfSequence(self.mesh.context.groups, self.mesh.loss.group)
+        sums = [torch.stack(counted(of, self.parts.moved(batch))) for batch in batches]
+        total = of.over_all(torch.stack(sums).sum(0))
+        return [{**batch, "counts": total} for batch in batches]
 
     def _with_reference(self, batch: Batch) -> Batch:
         return batch if self.reference is None else self.reference.added(self.parts, batch)

@@ -10,7 +10,7 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,7 @@ def _compute(
 
 
 def computed(
-    parts: Parts,
+    made: Callable[[], Parts],
     mesh: Mesh,
     sets: Sequence[Bins],
     folder: pathlib.Path,
@@ -167,7 +167,8 @@ def computed(
     """The log-probabilities of all documents of these sets: what a folder holds, and the rest once
     it is computed. Every rank must call it.
 
-    parts: of a model as it was read: adapters add zeros.   size: bins, packed as in training, of a
+    made: gives the parts of a model as it was read, adapters adding zeros; it is called where
+    something is to be computed.   size: bins, packed as in training, of a
     micro-batch.   tokenizer: see `logprobs.write`.
     Raises as `Found`, and ValueError for a log-probability that is not finite, on every rank.
     """
@@ -201,6 +202,7 @@ def computed(
         if found is None:
             found = Found(folder, fingerprint, checked=False)
         if any(todo):
+            parts = made()
             parts.wrapped.eval()
             try:
                 problem = _compute(

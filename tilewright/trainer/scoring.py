@@ -81,7 +81,7 @@ class WithHits:
         self.loss = loss
         self.reports = (*getattr(loss, "reports", ()), "hits", "labels")
         self.first, self.whole = getattr(loss, "first", None), getattr(loss, "whole", False)
-        self.over = getattr(loss, "over", {})
+        self.counted, self.over = getattr(loss, "counted", None), getattr(loss, "over", {})
 
     def __call__(self, per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         *_, hits = per_token.statistics()

@@ -116,6 +116,11 @@ class ContextParallel:
         return self.ulysses_size * self.ring_size
 
     @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those over whose ranks a sequence is sharded."""
+        return tuple(g for g in (self.ulysses, self.ring) if g is not None)
+
+    @property
     def multiple(self) -> int:
         """The number of which a sequence's length must be a multiple."""
         return 2 * self.size if self.size > 1 else 1

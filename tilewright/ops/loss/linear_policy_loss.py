@@ -29,13 +29,11 @@ from tilewright.kernels.loss.operators import (
 )
 from tilewright.ops import cases
 from tilewright.ops.loss import policy, softmax_stats
-from tilewright.ops.loss.cross_entropy import REDUCTIONS, SOFTCAP
+from tilewright.ops.loss.cross_entropy import REDUCTIONS
 from tilewright.ops.loss.documents import Documents
 from tilewright.ops.loss.head import (
-    ADAPTER,
     CHUNK,
     HEAD,
-    HEAD_OPTIONS,
     RANKS,
     SIZES,
     Chunks,
@@ -48,10 +46,10 @@ from tilewright.ops.loss.head import (
 )
 from tilewright.ops.loss.head_cases import atol, case
 from tilewright.ops.loss.linear_cross_entropy import scale_in_torch_, times_upstream
-from tilewright.ops.loss.logprob import linear_logprob, results, scaling_of
+from tilewright.ops.loss.logprob import SHARED, linear_logprob, results, scaling_of
 from tilewright.ops.loss.policy import FORMULAS, KL_TYPES, RATIO_TYPES, Options, Tokens
 from tilewright.ops.loss.softmax_stats import reshaped
-from tilewright.ops.loss.targets import IGNORE_INDEX, divisor
+from tilewright.ops.loss.targets import divisor
 
 # Declarations (core.takes) of what tokens have, and of the options.
 PER_TOKEN = dict.fromkeys(
@@ -99,11 +97,7 @@ class PolicyLoss(NamedTuple):
     **PER_TOKEN,
     cu_seqlens="int32 | int64 [n]",
     **OPTIONS,
-    **HEAD_OPTIONS,
-    **ADAPTER,
-    temperature="number (0, inf)",
-    softcap=SOFTCAP,
-    ignore_index=IGNORE_INDEX,
+    **SHARED,
     reduction=REDUCTIONS,
     num_tokens="float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
     return_statistics="bool",

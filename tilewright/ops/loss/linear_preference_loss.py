@@ -16,21 +16,12 @@ from tilewright.core.takes import takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import Stats, Wanted
 from tilewright.ops import cases
-from tilewright.ops.loss.cross_entropy import REDUCTIONS, SOFTCAP
+from tilewright.ops.loss.cross_entropy import REDUCTIONS
 from tilewright.ops.loss.documents import Documents
-from tilewright.ops.loss.head import (
-    ADAPTER,
-    HEAD,
-    HEAD_OPTIONS,
-    RANKS,
-    SIZES,
-    HeadRows,
-    head_op,
-)
+from tilewright.ops.loss.head import HEAD, RANKS, SIZES, HeadRows, head_op
 from tilewright.ops.loss.head_cases import case
-from tilewright.ops.loss.logprob import logprob_of, scaling_of
+from tilewright.ops.loss.logprob import SHARED, logprob_of, scaling_of
 from tilewright.ops.loss.preference import FORMULAS, Options, Pairs
-from tilewright.ops.loss.targets import IGNORE_INDEX
 
 # An answer that is not in a pair is another row of FORMULAS.
 PAIRED = tuple(name for name, row in FORMULAS.items() if row.paired)
@@ -62,11 +53,7 @@ class PreferenceLoss(NamedTuple):
     simpo_gamma="number [0, inf)",
     dpop_lambda="number [0, inf)",
     sft_ratio="number [0, inf)",
-    **HEAD_OPTIONS,
-    **ADAPTER,
-    temperature="number (0, inf)",
-    softcap=SOFTCAP,
-    ignore_index=IGNORE_INDEX,
+    **SHARED,
     reduction=REDUCTIONS,
 )
 def linear_preference_loss(
@@ -117,8 +104,8 @@ def linear_preference_loss(
         label_smoothing: in [0, 0.5), of sigmoid, robust, sigmoid_norm and exo_pair; default 0.
         simpo_gamma: of simpo; default 0.5.
         dpop_lambda: of dpop; default 50.
-        sft_ratio: times the mean negative log-probability of a chosen answer's tokens is added to
-            its pair's loss.
+        sft_ratio: times the negative log-probability of the tokens of all chosen answers, a mean
+            over them, is added to the mean over pairs; a pair has its tokens' part.
         lora_A, lora_B, lora_scale, temperature, softcap: as in `linear_logprob`.
         reduction: "mean" over pairs (0 without any), "sum" or "none".
         group: as in `linear_logprob`.
@@ -218,7 +205,8 @@ def losses(
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
     found = FORMULAS[loss].function(pairs, options)
     if sft_ratio:
-        found = found - sft_ratio * pairs.means.chosen
+        each = found.shape[0] / tokens[::2].sum().clamp_min(1)
+        found = found - sft_ratio * each * pairs.chosen
     reward = sums - ref if FORMULAS[loss].reference else sums / counts
     return found, options.beta * reward.detach()
 

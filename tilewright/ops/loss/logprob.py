@@ -41,17 +41,15 @@ from tilewright.ops.loss.softmax_stats import reshaped, stats_eager, without_gra
 from tilewright.ops.loss.targets import IGNORE_INDEX, presence
 from tilewright.ops.loss.vocabulary import world_size
 
-OPTIONS = {
-    "temperature": "number (0, inf)",
-    "softcap": SOFTCAP,
-    "ignore_index": IGNORE_INDEX,
-    "return_argmax": "bool",
-}
+SCALING = {"temperature": "number (0, inf)", "softcap": SOFTCAP, "ignore_index": IGNORE_INDEX}
+ARGMAX = {"return_argmax": "bool"}
+# Declarations of what the head's losses of log-probabilities take, beside `HEAD` and their own.
+SHARED = {**HEAD_OPTIONS, **ADAPTER, **SCALING}
 
 
 @checks.autocast("float32")
 @checks.torch_names(input="logits")
-@takes(COLUMNS, **LOGITS, **OPTIONS, inplace="bool")
+@takes(COLUMNS, **LOGITS, **SCALING, **ARGMAX, inplace="bool")
 def logprob_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -119,7 +117,7 @@ def logprob_entropy(
 
 # Wide: what logprob_entropy takes, the head's options, and its adapter.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
-@takes(*SIZES, *RANKS, **HEAD, **HEAD_OPTIONS, **ADAPTER, **OPTIONS)
+@takes(*SIZES, *RANKS, **HEAD, **SHARED, **ARGMAX)
 def linear_logprob(
     x: torch.Tensor,
     weight: torch.Tensor,

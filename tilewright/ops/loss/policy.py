@@ -53,6 +53,7 @@ class Tokens(NamedTuple):
     logprob: under the policy, differentiable.   old_logprob: under the policy that the update
     began with, or that sampled.   rollout_logprob: under the sampler, where that is another.
     ratio_low, ratio_high: thresholds of each token; None for those of the options.
+    known: `of_document`, where it is computed (`with_ratio`).
     """
 
     logprob: torch.Tensor
@@ -65,14 +66,18 @@ class Tokens(NamedTuple):
     ratio_low: torch.Tensor | None = None
     ratio_high: torch.Tensor | None = None
     documents: Any = None
+    known: torch.Tensor | None = None
 
     def masked(self) -> Tokens:
         """With zeros for whatever ignored tokens have."""
-        *tensors, documents = self
+        *tensors, documents, known = self
         ignored = self.valid == 0
-        return Tokens._make(
-            (*(t if t is None else t.masked_fill(ignored, 0.0) for t in tensors), documents)
-        )
+        masked = (t if t is None else t.masked_fill(ignored, 0.0) for t in tensors)
+        return Tokens._make((*masked, documents, known))
+
+    def with_ratio(self) -> Tokens:
+        """With the ratios of documents, which the loss and its statistics then share."""
+        return self._replace(known=self.masked().of_document)
 
     @property
     def ratio(self) -> torch.Tensor:
@@ -81,6 +86,8 @@ class Tokens(NamedTuple):
     @property
     def of_document(self) -> torch.Tensor:
         """exp(mean(lp - old)) of each token's document, over those that are not ignored."""
+        if self.known is not None:
+            return self.known
         by = self.documents
         mean = by.sums((self.logprob - self.old_logprob) * self.valid)
         mean = mean / by.sums(self.valid).clamp_min(1)

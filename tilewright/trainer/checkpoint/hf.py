@@ -21,7 +21,7 @@ from tilewright.core.registry import short
 from tilewright.nn.peft import ADAPTER_CONFIG
 from tilewright.nn.weights import dense_weights
 from tilewright.trainer.checkpoint.hf_folder import excluded, stored_dtype
-from tilewright.trainer.checkpoint.hf_load import LOAD_MODES, load_weights
+from tilewright.trainer.checkpoint.hf_load import LOAD_MODES, load_weights, origin
 from tilewright.trainer.checkpoint.hf_names import (
     CHAT_TEMPLATES,
     INDEX,
@@ -50,6 +50,7 @@ __all__ = [
     "load_config",
     "load_weights",
     "local_folder",
+    "origin",
     "read_config",
     "read_json",
     "save_weights",

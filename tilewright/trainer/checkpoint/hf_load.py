@@ -158,6 +158,18 @@ def load_weights(
     parts.origin = _origin(parts.read_by_all({} if folder is None else folder.checksums))
 
 
+def origin(whole: Transformer, path: str | pathlib.Path) -> str:
+    """`Parts.origin` of a dense model that `load_weights` would fill from a folder. Weights are
+    read one at a time, and not kept. Raises as `load_weights`.
+    """
+    folder = Folder(path)
+    _check_fits(whole, folder, ())
+    for name, _ in base_weights(whole):
+        for source in sources(name, whole.config):
+            folder.read(source)
+    return _origin(folder.checksums)
+
+
 def _origin(checksums: dict[str, str]) -> str:
     """A hash of the tensors that were read, in whatever files and by whatever ranks."""
     text = json.dumps(checksums, sort_keys=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tilewright.trainer.config.section import Only, Refuse, Resume, RowOf, Section, field
+from tilewright.trainer.config.section import Only, Refuse, Resume, RowOf, Rule, Section, field
 from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 if TYPE_CHECKING:
@@ -16,9 +16,17 @@ COMPUTED = ("adapters_off", "model")  # references that are a second pass
 TR_DPO = "ours: xorl's local configuration has no preferences; TR-DPO, arXiv:2404.09656"
 
 
-def _read_by(name: str) -> Only:
-    """Of an option of the formulas."""
-    return Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
+def _field(
+    default: Any, *rules: Rule, resume: Resume = Resume.NEXT_STEP, why: str = OURS, **more: Any
+) -> Any:
+    """What train.loss = preference alone reads."""
+    return field(default, resume, PREFERRED, *rules, differs=("none", why), **more)
+
+
+def _option(name: str, default: float, **more: Any) -> Any:
+    """An option of formulas."""
+    readers = Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
+    return _field(default, readers, **more)
 
 
 def kind_of_reference(config: Config) -> str:
@@ -46,10 +54,8 @@ def _leaves_no_prompt(config: Config) -> bool:
 
 
 class Preference(Section):
-    loss: Annotated[str, RowOf(PREFERENCES)] = field(
+    loss: Annotated[str, RowOf(PREFERENCES)] = _field(
         "sigmoid",
-        Resume.NEXT_STEP,
-        PREFERRED,
         Refuse(
             "a pipeline's log-ratios are on its last stage", "train.pipeline_parallel_size"
         ).when(
@@ -60,85 +66,36 @@ class Preference(Section):
             )
         ),
         names={"TRL": "loss_type", "ERNIEKit": "loss_type", "NxDT": "loss_type"},
-        differs=("none", OURS),
     )
     """The formula, of a table."""
-    beta: float = field(
-        0.1,
-        Resume.NEXT_STEP,
-        PREFERRED,
-        _read_by("beta"),
-        names={"NxDT": "kl_beta"},
-        differs=("none", OURS),
-        gt=0,
-    )
+    beta: float = _option("beta", 0.1, names={"NxDT": "kl_beta"}, gt=0)
     """What log-ratios to the reference are multiplied by."""
-    label_smoothing: float = field(
-        0.0,
-        Resume.NEXT_STEP,
-        PREFERRED,
-        _read_by("label_smoothing"),
-        differs=("none", OURS),
-        ge=0,
-        lt=0.5,
-    )
+    label_smoothing: float = _option("label_smoothing", 0.0, ge=0, lt=0.5)
     """The probability that a pair's answers are in the wrong order."""
-    simpo_gamma: float = field(
-        0.5, Resume.NEXT_STEP, PREFERRED, _read_by("simpo_gamma"), differs=("none", OURS), ge=0
-    )
+    simpo_gamma: float = _option("simpo_gamma", 0.5, ge=0)
     """The margin that simpo aims at."""
-    dpop_lambda: float = field(
-        50.0, Resume.NEXT_STEP, PREFERRED, _read_by("dpop_lambda"), differs=("none", OURS), ge=0
-    )
+    dpop_lambda: float = _option("dpop_lambda", 50.0, ge=0)
     """dpop's weight of a chosen answer that is less probable than under the reference."""
-    loss_ratio: float = field(
-        1.0,
-        Resume.NEXT_STEP,
-        PREFERRED,
-        names={"TRL": "loss_weights", "ERNIEKit": "pref_loss_ratio"},
-        differs=("none", OURS),
-        gt=0,
+    loss_ratio: float = _field(
+        1.0, names={"TRL": "loss_weights", "ERNIEKit": "pref_loss_ratio"}, gt=0
     )
     """What the formula is multiplied by, beside sft_ratio's term."""
-    sft_ratio: float = field(
-        0.0,
-        Resume.NEXT_STEP,
-        PREFERRED,
-        names={"ERNIEKit": "sft_loss_ratio"},
-        differs=("none", OURS),
-        ge=0,
-    )
-    """Times the mean negative log-probability of a chosen answer's tokens is added to its pair."""
-    offset_alpha: float = field(
-        0.0, Resume.NEXT_STEP, PREFERRED, _read_by("offset_alpha"), differs=("none", OURS), ge=0
-    )
+    sft_ratio: float = _field(0.0, names={"ERNIEKit": "sft_loss_ratio"}, ge=0)
+    """Times the mean negative log-probability of the tokens of all chosen answers of a step, or of
+    desirable ones, is added to the loss.
+    """
+    offset_alpha: float = _option("offset_alpha", 0.0, ge=0)
     """Times the logarithm of the difference of a pair's scores is the margin that is aimed at."""
-    kto_desirable_weight: float = field(
-        1.0,
-        Resume.NEXT_STEP,
-        PREFERRED,
-        _read_by("kto_desirable_weight"),
-        names={"TRL": "desirable_weight"},
-        differs=("none", OURS),
-        ge=0,
+    kto_desirable_weight: float = _option(
+        "kto_desirable_weight", 1.0, names={"TRL": "desirable_weight"}, ge=0
     )
     """Of an answer that is desirable."""
-    kto_undesirable_weight: float = field(
-        1.0,
-        Resume.NEXT_STEP,
-        PREFERRED,
-        _read_by("kto_undesirable_weight"),
-        names={"TRL": "undesirable_weight"},
-        differs=("none", OURS),
-        ge=0,
+    kto_undesirable_weight: float = _option(
+        "kto_undesirable_weight", 1.0, names={"TRL": "undesirable_weight"}, ge=0
     )
     """Of one that is not."""
-    kl_scope: Literal["micro_batch", "step"] = field(
-        "micro_batch",
-        Resume.NEXT_STEP,
-        PREFERRED,
-        Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.kl]),
-        differs=("none", OURS),
+    kl_scope: Literal["micro_batch", "step"] = _field(
+        "micro_batch", Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.kl])
     )
     """What mean log-ratios are over. micro_batch: the micro-batches that all ranks compute at once;
     step: all of a step, or of an evaluation; kto_pair then takes one more forward pass.
@@ -168,10 +125,8 @@ class Preference(Section):
         differs=("none", OURS),
     )
     """Which tokens of a longer prompt are kept: its first ones, or its last ones."""
-    share_prefix: bool = field(
+    share_prefix: bool = _field(
         False,
-        Resume.OTHER_BINS,
-        PREFERRED,
         *(
             Only(f"train.{name}_dropout", 0.0).because(
                 "one mask of a shared token would be both answers'"
@@ -181,15 +136,13 @@ class Preference(Section):
         Only("train.enable_compile", False).because(
             "compiled code would have each batch's prefixes as constants"
         ),
-        differs=("none", OURS),
+        resume=Resume.OTHER_BINS,
     )
     """Whether a pair's prompt is computed once: the rejected answer's document is what follows it.
     The loss and its gradients are those of two whole documents, and bins hold more pairs.
     """
-    reference: Literal["auto", "adapters_off", "model", "precomputed", "column", "none"] = field(
+    reference: Literal["auto", "adapters_off", "model", "precomputed", "column", "none"] = _field(
         "auto",
-        Resume.NEXT_STEP,
-        PREFERRED,
         Only(
             "loss",
             table=lambda: [n for n, row in PREFERENCES.items() if row.reference],
@@ -225,17 +178,14 @@ class Preference(Section):
             "merging changes the weights without adapters, which are the reference",
             "lora.merge_lora_interval",
         ).when(lambda c: kind_of_reference(c) == "adapters_off" and c.lora.merge_lora_interval > 0),
-        differs=("none", OURS),
     )
     """What answers are compared with. adapters_off: the model without its adapters; model: a second
     one, frozen; precomputed: what a pass before the first step has written; column: the column
     reference_logprob of the data; none: log-probabilities of 0, so that log-ratios are the
     policy's own; auto: adapters_off with LoRA, else model.
     """
-    reference_path: str | None = field(
+    reference_path: str | None = _field(
         None,
-        Resume.NEXT_STEP,
-        PREFERRED,
         Refuse("no second model is read", "reference").when(
             lambda c: (
                 c.preference.reference_path is not None
@@ -243,20 +193,17 @@ class Preference(Section):
             )
         ),
         names={"TRL": "ref_model"},
-        differs=("none", OURS),
         certified=False,
     )
     """The folder of the reference model; null: model.model_path."""
-    reference_cache: str | None = field(
-        None, Resume.PLACE, PREFERRED, Only("reference", "precomputed"), differs=("none", OURS)
+    reference_cache: str | None = _field(
+        None, Only("reference", "precomputed"), resume=Resume.PLACE
     )
     """The folder of precomputed log-probabilities, of one reference; null: one for each reference,
     in data.dataset_prepared_path.
     """
-    reference_update_steps: int | None = field(
+    reference_update_steps: int | None = _field(
         None,
-        Resume.NEXT_STEP,
-        PREFERRED,
         Refuse("what moves is a model or adapters", "reference").when(
             lambda c: (
                 c.preference.reference_update_steps is not None
@@ -275,7 +222,7 @@ class Preference(Section):
             )
         ),
         names={"TRL": "ref_model_sync_steps", "ERNIEKit": "ref_model_update_steps"},
-        differs=("none", TR_DPO),
+        why=TR_DPO,
         ge=1,
     )
     """The reference moves to the policy after every so many steps; null: it stays."""

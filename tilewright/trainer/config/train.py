@@ -205,6 +205,14 @@ def _nothing_held_out(config: Config) -> str | None:
     return None if held else "there is nothing to evaluate on"
 
 
+def _nothing_scored(config: Config) -> str | None:
+    """Neither during training nor after it."""
+    if config.train.do_test:
+        return None
+    never = config.train.eval_strategy == "no"
+    return "nothing is evaluated" if never else _nothing_held_out(config)
+
+
 def _batches(name: str) -> Refuse:
     """Of a limit that is a count or a share."""
 
@@ -221,6 +229,9 @@ def _wants(config: Config, *strategies: str) -> bool:
 
 HELD_OUT = Refuse(_nothing_held_out, "data.test_datasets", "data.val_set_size")
 EVALUATED = Only("eval_strategy", but="no").because("nothing is evaluated")
+SCORED = Refuse(
+    _nothing_scored, "eval_strategy", "do_test", "data.test_datasets", "data.val_set_size"
+)
 
 
 class Train(Section):
@@ -829,8 +840,7 @@ class Train(Section):
     eval_micro_batch_size: int | None = field(
         None,
         Resume.EVALUATION,
-        EVALUATED,
-        HELD_OUT,
+        SCORED,
         differs=OURS,
         names={
             "transformers": "per_device_eval_batch_size",
@@ -838,16 +848,17 @@ class Train(Section):
         },
         ge=1,
     )
-    """Bins in a forward pass of an evaluation; null: micro_batch_size."""
+    """Bins in a forward pass of an evaluation or a test; null: micro_batch_size."""
     eval_accuracy: bool = field(
         False,
         Resume.EVALUATION,
-        EVALUATED,
-        HELD_OUT,
+        SCORED,
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.eval_accuracy and _scored(c)),
         differs=OURS,
     )
-    """Also report eval_accuracy, the share of labels that are the most probable token."""
+    """Also report eval_accuracy, or test_accuracy: the share of labels that are the most probable
+    token.
+    """
     do_test: bool = field(
         False,
         Resume.EVALUATION,

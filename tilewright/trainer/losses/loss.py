@@ -54,6 +54,8 @@ class Loss:
     first: what is summed without gradients before, of a micro-batch, or of its mismatched
         documents: the batch that the loss gets has these sums of this rank, as `first` [sums].
     whole: they are added over the micro-batches of a step, or of an evaluation.
+    counted: what is counted before in a micro-batch, (`OfSequence`, batch) -> sums: the batch that
+        the loss gets has those of all ranks and of a whole step or evaluation, as `counts` [sums].
     over: names of reports that are means over another report, by name.
     widths: of columns with several numbers per token, as many as the loss reads.
     asked: what makes the loss read a column, in errors, where it is not its name.
@@ -70,6 +72,7 @@ class Loss:
     mismatched: bool = False
     first: LossFunction | None = None
     whole: bool = False
+    counted: LossFunction | None = None
     over: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, int] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)

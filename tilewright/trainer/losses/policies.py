@@ -63,7 +63,7 @@ def policy_loss(
     logprob = -per_token.values()[0].double()
     tokens = Tokens(logprob, learned, **given)
     if "documents" in policy.needed(name, options):
-        tokens = tokens._replace(documents=documents)
+        tokens = tokens._replace(documents=documents).with_ratio()
     losses, count = policy.losses(name, tokens, options), learned.sum()
     found = policy.statistics(name, tokens, options)
     further = [*(found[report] * count for report in reports), count]

@@ -13,25 +13,28 @@ from tilewright.ops.loss.preference import Answers, Formula, Options, Pairs
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.loss import Loss
-from tilewright.trainer.models.head import TokenLosses
+from tilewright.trainer.models.head import OfSequence, TokenLosses
 from tilewright.trainer.tables import LOSSES, PREFERENCES
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
 COLUMNS = ("labels", "pair", "role")
-# Over the pairs. drift: how far both answers are from the reference, in nats.
+# Over the pairs.
 REPORTS = (
+    "saturated",
     "reward_accuracy",
     "reward_margin",
     "reward_chosen",
     "reward_rejected",
     "logprob_chosen",
     "logprob_rejected",
-    "drift",
 )
+# drift: how far answers are from the reference, in nats.   kl: mean log-ratios of other answers.
+DRIFT, KL = ("drift",), ("kl",)
+PARTS = ("preference_loss", "sft_loss")  # before their factors
 # Of answers that are not paired: of all of them, and over those that are desirable, or are not.
 KINDS = ("desirable", "undesirable")
 OVER = {f"{what}_{kind}": kind for kind in KINDS for what in ("reward", "logprob")}
-ALONE = ("reward_accuracy", *KINDS, *OVER)
+ALONE = ("saturated", "reward_accuracy", *KINDS, *OVER)
 
 
 def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -86,6 +89,31 @@ def answers_of(
     return Answers(answer, other, tokens, batch["desirable"] == 1), is_one
 
 
+def chosen_tokens(of: OfSequence, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The number of a micro-batch's pairs, and that of the tokens of their chosen answers."""
+    there = (batch["role"] == CHOSEN).double()
+    return of.share * there.sum(), of.share * (there * answer_tokens(of, batch)).sum()
+
+
+def desirable_tokens(of: OfSequence, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The number of a micro-batch's answers, and that of the tokens of desirable ones."""
+    tokens, kind = answer_tokens(of, batch), batch["desirable"]
+    count = ((kind >= 0) & (tokens > 0)).double().sum()
+    return of.share * count, of.share * (tokens * (kind == 1)).sum()
+
+
+def answer_tokens(of: OfSequence, batch: Mapping[str, Any]) -> torch.Tensor:
+    return of.over_ranks(by_document(batch["labels"] != IGNORE, batch["lengths"]))
+
+
+def likelihood(answers: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Of answers' log-probabilities the terms whose mean, over the pairs or answers of a step, is
+    that of -log p over the tokens that are learned.
+    """
+    count, tokens = batch["counts"]
+    return -answers * (count / tokens.clamp_min(1.0))
+
+
 def pair_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """The sum over a micro-batch's pairs of chosen answers' log-ratios, the number of pairs, and
     the sum of rejected answers'.
@@ -112,6 +140,19 @@ def divergences(per_token: TokenLosses, sums: torch.Tensor) -> list[torch.Tensor
     return [means[0], *means[2:]]
 
 
+@torch.enable_grad()
+def saturated(
+    given: Pairs | Answers, names: tuple[str, ...], formula: Formula, options: Options
+) -> torch.Tensor:
+    """Of each pair or answer, whether it learns nothing: the formula's gradients in these
+    log-probabilities are 0 in float32, in which they reach the head.
+    """
+    own = [getattr(given, name).detach().requires_grad_() for name in names]
+    loss = formula.function(given._replace(**dict(zip(names, own, strict=True))), options)
+    grads = torch.autograd.grad(loss.sum(), own, materialize_grads=True)
+    return (torch.stack(grads).float() == 0).all(0).double()
+
+
 def preference(
     per_token: TokenLosses,
     batch: Mapping[str, Any],
@@ -122,8 +163,8 @@ def preference(
     loss_ratio: float,
     sft_ratio: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The sum over pairs, their number, and REPORTS. Each of the ranks that share a sequence has
-    its share of them.
+    """The sum over pairs, their number, REPORTS, with a reference DRIFT, and with `sft_ratio`
+    PARTS. Each of the ranks that share a sequence has its share of them.
     """
     pairs, is_pair = pairs_of(per_token, batch, reference)
     if formula.kl:
@@ -132,17 +173,22 @@ def preference(
             own = torch.stack(_sums_of_ratios(per_token.share, pairs, is_pair))
         kl_chosen, kl_rejected = divergences(per_token, own)
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
-    loss = loss_ratio * formula.function(pairs, options)
+    parts = [formula.function(pairs, options)]
+    loss = loss_ratio * parts[0]
     if sft_ratio:
-        loss = loss - sft_ratio * pairs.means.chosen
+        parts.append(likelihood(pairs.chosen, batch))
+        loss = loss + sft_ratio * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
+        found.append(saturated(pairs, ("chosen", "rejected"), formula, options))
         up, down = (options.beta * t for t in (pairs.up, pairs.down))
         if not formula.reference:  # rewards are log-probabilities per token
             up, down = options.beta * pairs.means.chosen, options.beta * pairs.means.rejected
         found += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
         if reference:
             found.append(pairs.up.abs() + pairs.down.abs())
+        if sft_ratio:
+            found += [part.detach() for part in parts]
     share = per_token.share
     return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
 
@@ -157,18 +203,20 @@ def unpaired(
     loss_ratio: float,
     sft_ratio: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The sum over answers, their number, and ALONE, drift and kl, as `preference`. The
+    """The sum over answers, their number, and ALONE, DRIFT, KL and PARTS, as `preference`. The
     likelihood that is added is that of desirable answers.
     """
     answers, is_one = answers_of(per_token, batch, reference)
     if formula.kl:
         answers = answers._replace(kl=divergences(per_token, batch["first"])[0])
-    loss = loss_ratio * formula.function(answers, options)
-    good = answers.desirable
+    parts = [formula.function(answers, options)]
+    loss, good = loss_ratio * parts[0], answers.desirable
     if sft_ratio:
-        loss = loss - sft_ratio * (answers.answer / answers.tokens).where(good, 0.0)
+        parts.append(likelihood(answers.answer, batch).where(good, 0.0))
+        loss = loss + sft_ratio * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
+        found.append(saturated(answers, ("answer",), formula, options))
         ratio = answers.ratio
         right = torch.where(good, ratio > answers.kl, ratio < answers.kl)
         found.append(right.double())
@@ -179,6 +227,8 @@ def unpaired(
             found.append(ratio.abs())
         if formula.kl:
             found.append(answers.kl * torch.ones_like(loss))
+        if sft_ratio:
+            found += [part.detach() for part in parts]
     share = per_token.share
     return tuple(share * t.where(is_one, 0.0).sum() for t in found)
 
@@ -198,14 +248,16 @@ def settled(section: Preference) -> Loss:
     given = {"formula": formula, "options": options, "reference": compared}
     given |= {"loss_ratio": section.loss_ratio, "sft_ratio": section.sft_ratio}
     more = ("reference_logprob",) if section.reference == "column" else ()
+    drift, parts = DRIFT * compared, PARTS * bool(section.sft_ratio)
     if not formula.paired:
         return Loss(
             functools.partial(unpaired, **given),
             ("labels", "desirable", *more),
-            (*ALONE, *["drift"] * compared, *["kl"] * formula.kl),
+            (*ALONE, *drift, *KL * formula.kl, *parts),
             mismatched=formula.kl,
             first=mismatched_ratios if formula.kl else None,
             whole=whole,
+            counted=desirable_tokens if section.sft_ratio else None,
             over=OVER,
             asked={"desirable": f"preference.loss = {section.loss}"},
         )
@@ -215,10 +267,11 @@ def settled(section: Preference) -> Loss:
     return Loss(
         functools.partial(preference, **given),
         (*COLUMNS, *more, *asked),
-        REPORTS if compared else REPORTS[:-1],
+        (*REPORTS, *drift, *parts),
         pairs=True,
         first=pair_ratios if formula.kl and whole else None,
         whole=whole,
+        counted=chosen_tokens if section.sft_ratio else None,
         asked=asked,
     )
 

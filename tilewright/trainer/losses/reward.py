@@ -21,23 +21,28 @@ from tilewright.trainer.models.reward_head import Scores
 from tilewright.trainer.tables import LOSSES
 
 REPORTS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+PARTS = ("preference_loss", "center_loss")  # before their factors
 
 
 def reward(
     scores: Scores, batch: Mapping[str, Any], *, center_rewards_coefficient: float
 ) -> tuple[torch.Tensor, ...]:
-    """The sum over pairs, their number, and REPORTS. Each of the ranks that share a sequence has
-    its share of them.
+    """The sum over pairs, their number, REPORTS, and with a coefficient PARTS. Each of the ranks
+    that share a sequence has its share of them.
     """
     rewards, is_pair = scores.rewards(batch), batch["role"] == CHOSEN
     # A chosen answer's rejected one is the document after it.
     chosen, rejected = rewards, rewards.roll(-1)
-    loss = -logsigmoid(chosen - rejected - batch["margin"].double())
+    parts = [-logsigmoid(chosen - rejected - batch["margin"].double())]
+    loss = parts[0]
     if center_rewards_coefficient:
-        loss = loss + center_rewards_coefficient * (chosen + rejected).square()
+        parts.append((chosen + rejected).square())
+        loss = loss + center_rewards_coefficient * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
         found += [(chosen > rejected).double(), chosen - rejected, chosen, rejected]
+        if center_rewards_coefficient:
+            found += [part.detach() for part in parts]
     return tuple(scores.share * t.where(is_pair, 0.0).sum() for t in found)
 
 
@@ -46,7 +51,8 @@ def settled(section: Reward) -> Loss:
         reward, center_rewards_coefficient=section.center_rewards_coefficient
     )
     columns = ("labels", "pair", "role", "margin")
-    return Loss(function, columns, REPORTS, pairs=True, head="reward", section="reward")
+    reports = (*REPORTS, *PARTS * bool(section.center_rewards_coefficient))
+    return Loss(function, columns, reports, pairs=True, head="reward", section="reward")
 
 
 LOSSES.add("reward", dataclasses.replace(settled(Reward()), settled=settled))

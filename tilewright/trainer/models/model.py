@@ -270,6 +270,6 @@ class Transformer(nn.Module):
     def _around(self) -> tuple[torch.Tensor, Around]:
         """The head's weight, and what it computes with."""
         assert self.head_layer is not None  # a pipeline's last stage computes it
-        sequence = tuple(g for g in (self.cp.ulysses, self.cp.ring) if g is not None)
-        around = Around(self.ops, self.config, self.tp, sequence, self.shaping, self.everywhere)
+        shaping, everywhere = self.shaping, self.everywhere
+        around = Around(self.ops, self.config, self.tp, self.cp.groups, shaping, everywhere)
         return local(self.head_layer.weight), around
