@@ -140,6 +140,8 @@ class Run:
 
     def save(self, values: Mapping[str, float] | None = None) -> None:
         """values: of an evaluation of these weights."""
+        for callback in self.callbacks:
+            callback.saving()
         state = {
             "data": self.batches.state_dict(),
             "tokens": self.batches.tokens,
