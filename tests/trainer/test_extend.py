@@ -165,7 +165,7 @@ def tree(tmp_path_factory):
     shutil.copytree(
         ROOT / "tilewright", tree / "tilewright", ignore=shutil.ignore_patterns("__pyc*")
     )
-    assert len(FILES) == 7
+    assert len(FILES) == 9
     for name, code in FILES.items():
         assert not (tree / name).exists()
         (tree / name).write_text(code)
@@ -236,6 +236,33 @@ def test_a_pipeline_reports_what_one_process_does(tmp_path, tree, trains):
     assert found["two"] == pytest.approx(found["one"], rel=1e-5) and found["one"] > 4
 
 
+def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
+    """Plain descent that averages after each step is data parallelism. A checkpoint between two
+    averages has one model, with which a run goes on as it would have.
+    """
+    train = {"max_grad_norm": 0.0, "lr_decay_style": "constant", "save_hf_weights": False}
+    prepared(tmp_path, **train)
+    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+
+    def losses(name, every, **options):
+        if every:
+            options["layout_args"] = json.dumps({"local_sgd": {"copies": 2, "every": every}})
+        given = (f"--train.{k}={v}" for k, v in {"output_dir": name, **options}.items())
+        done = trains(
+            tmp_path, tree, *ranks, "-m", "tilewright.trainer.train", "config.yaml", *given
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows if "loss" in row]
+
+    plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 3}
+    want = losses("replicas", None, **plain, data_parallel_mode="ddp")
+    assert losses("each", 1, **plain) == pytest.approx(want, rel=1e-5)
+    apart = losses("third", 3, max_steps=4, save_steps=2, num_train_epochs=2)
+    folder = "third/checkpoints/global_step_2"
+    assert losses("again", 3, max_steps=4, load_checkpoint_path=folder) == apart[2:]
+
+
 def test_a_loss_reads_the_column_of_the_page(tmp_path, tree, trains):
     prepared(tmp_path, loss="harder", max_steps=None, num_train_epochs=1)
     done = trains(tmp_path, tree, "-c", READER)
@@ -279,6 +306,18 @@ def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree, trains):
     assert done.returncode == 2 and "report is there where other fields ask for it" in done.stderr
     done = trains(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
     assert done.returncode == 2 and "did you mean focal?" in done.stderr
+    for given, said in (
+        ('{"local": {}}', "local is no layout with options; local_sgd has some"),
+        (
+            '{"local_sgd": {"size": 2}}',
+            "size is no option of the layout local_sgd, which has copies",
+        ),
+        ('{"local_sgd": {"copies": 0}}', "copies: input should be greater than or equal to 1"),
+        ('{"local_sgd": {"copies": 2}}', "local_sgd.copies = 2: 1 processes do not divide by 2"),
+    ):
+        options = "--train.layout_args", given, "--train.optimizer_args", "{}"
+        done = trains(tmp_path, tree, *trainer, *options)
+        assert done.returncode == 2 and said.lower() in done.stderr.lower(), done.stderr
 
 
 def test_an_entry_point_is_a_row(tmp_path):

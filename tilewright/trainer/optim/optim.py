@@ -161,9 +161,7 @@ def build_optimizer(
     return row.build([g for g in groups if g["params"]], apart, **values)
 
 
-def wrong_options(
-    options: type[BaseModel] | None, given: Mapping[str, Any], of: str
-) -> str | None:
+def wrong_options(options: type[BaseModel] | None, given: Mapping[str, Any], of: str) -> str | None:
     """Why these are no options of a row, or None.   of: what the row is."""
     if options is None:
         return None  # other rules say so

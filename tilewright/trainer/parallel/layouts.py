@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,23 +86,25 @@ def options_of(name: str, train: Train) -> Any:
     return options.model_validate(train.layout_args.get(name, {}))
 
 
-def axes() -> dict[Axis, str]:
+def axes() -> list[tuple[Axis, str]]:
     """The axes of all layouts, in order, with the names of the layouts.
 
-    Raises ValueError for a name that two have.
+    Raises ValueError for a name that two axes have.
     """
-    found = {axis: name for name in LAYOUTS.names() for axis in LAYOUTS[name].axes}
-    names = sorted(axis.name for axis in found)
-    if twice := [a for a, b in zip(names, names[1:], strict=False) if a == b]:
-        raise ValueError(f"layouts: two axes of the mesh are called {twice[0]!r}")
-    return dict(sorted(found.items(), key=lambda item: item[0].order))
+    found = [(axis, name) for name in LAYOUTS.names() for axis in LAYOUTS[name].axes]
+    names = sorted(axis.name for axis, _ in found)
+    if twice := [a for a, b in itertools.pairwise(names) if a == b]:
+        raise ValueError(f"layouts: two axes of the mesh are called {twice[0]}")
+    return sorted(found, key=lambda one: one[0].order)
 
 
-def size_of(axis: Axis, layout: str, train: Train) -> tuple[str, int]:
-    """The field that gives an axis' size, as errors name it, and the size."""
-    assert axis.field is not None
-    if LAYOUTS[layout].options is None:
-        return f"train.{axis.field}", getattr(train, axis.field)
-    return f"train.layout_args.{layout}.{axis.field}", getattr(
-        options_of(layout, train), axis.field
-    )
+def given_sizes(train: Train) -> dict[str, tuple[str, int]]:
+    """The sizes that fields give axes, in order, and the fields, as errors name them."""
+    found = {}
+    for axis, layout in axes():
+        if axis.field is not None and LAYOUTS[layout].options is None:
+            found[axis.name] = f"train.{axis.field}", getattr(train, axis.field)
+        elif axis.field is not None:
+            size = getattr(options_of(layout, train), axis.field)
+            found[axis.name] = f"train.layout_args.{layout}.{axis.field}", size
+    return found

@@ -24,8 +24,8 @@ Purposes, and the ranks of each group:
     control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
 
 Device meshes are slices of one mesh of all ranks, (apart, pp, replicate, shard, tp) without the
-axes of size 1 except shard: FSDP2 takes (replicate, shard), and a parameter that is a DTensor on tp becomes
-one on (replicate, shard, tp).
+axes of size 1 except shard: FSDP2 takes (replicate, shard), and a parameter that is a DTensor on
+tp becomes one on (replicate, shard, tp).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tilewright.core import platform
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.config import ConfigError, Train
 from tilewright.trainer.parallel import exchange
-from tilewright.trainer.parallel.layouts import axes, size_of
+from tilewright.trainer.parallel.layouts import axes, given_sizes
 
 # Along these ranks work on the same batch; along all others on their own.
 SAME_BATCH = ("pp", "ring", "ulysses", "tp")
@@ -85,7 +85,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """In the order in which ranks count."""
         known = {**vars(self), **self.apart}
-        return {axis.name: known.get(axis.name, 1) for axis in axes()}
+        return {axis.name: known.get(axis.name, 1) for axis, _ in axes()}
 
     @property
     def size(self) -> int:
@@ -178,8 +178,7 @@ def layout_of(train: Train, world_size: int) -> Layout:
     """The layout of a configuration. Raises ConfigError if its sizes do not multiply to
     world_size.
     """
-    mode = train.data_parallel_mode
-    given = {a.name: size_of(a, layout, train) for a, layout in axes().items() if a.field}
+    mode, given = train.data_parallel_mode, given_sizes(train)
     if small := [f"{name} = {n}: must be 1 or more" for name, n in given.values() if n < 1]:
         raise ConfigError(small)
     sizes = {axis: n for axis, (_, n) in given.items()}
