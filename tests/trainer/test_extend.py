@@ -237,30 +237,37 @@ def test_a_pipeline_reports_what_one_process_does(tmp_path, tree, trains):
 
 
 def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
-    """Plain descent that averages after each step is data parallelism. A checkpoint between two
-    averages has one model, with which a run goes on as it would have.
+    """Plain descent that averages after each step is data parallelism. All copies begin with the
+    weights that one of them reads. A checkpoint between two averages has one model, with which a
+    run goes on as it would have.
     """
-    train = {"max_grad_norm": 0.0, "lr_decay_style": "constant", "save_hf_weights": False}
-    prepared(tmp_path, **train)
+    prepared(tmp_path, max_grad_norm=0.0, lr_decay_style="constant")
     ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
-    def losses(name, every, **options):
+    def losses(name, every, *more, **options):
         if every:
             options["layout_args"] = json.dumps({"local_sgd": {"copies": 2, "every": every}})
-        given = (f"--train.{k}={v}" for k, v in {"output_dir": name, **options}.items())
+        given = [f"--train.{k}={v}" for k, v in {"output_dir": name, **options}.items()]
+        given += more
         done = trains(
             tmp_path, tree, *ranks, "-m", "tilewright.trainer.train", "config.yaml", *given
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        return [row["loss"] for row in rows if "loss" in row]
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows = [*map(json.loads, lines)]
+        return [[row[key] for row in rows if key in row] for key in ("loss", "eval_loss")]
 
-    plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 3}
-    want = losses("replicas", None, **plain, data_parallel_mode="ddp")
-    assert losses("each", 1, **plain) == pytest.approx(want, rel=1e-5)
-    apart = losses("third", 3, max_steps=4, save_steps=2, num_train_epochs=2)
-    folder = "third/checkpoints/global_step_2"
-    assert losses("again", 3, max_steps=4, load_checkpoint_path=folder) == apart[2:]
+    plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 3, "data_parallel_mode": "ddp"}
+    want, _ = losses("replicas", None, **plain, save_hf_weights=False)
+    found, evaluated = losses("each", 1, **plain)
+    assert found == pytest.approx(want, rel=1e-5)
+    weights = "--model.model_path=each/checkpoints/global_step_3/hf"
+    third = {"data_parallel_mode": "fsdp2", "max_steps": 4, "save_hf_weights": False}
+    apart, begins = losses("third", 3, weights, **third, save_steps=2)
+    assert begins[0] == pytest.approx(evaluated[-1], rel=1e-5)
+    third["load_checkpoint_path"] = "third/checkpoints/global_step_2"
+    again, _ = losses("again", 3, weights, **third)
+    assert again == apart[2:]
 
 
 def test_a_loss_reads_the_column_of_the_page(tmp_path, tree, trains):

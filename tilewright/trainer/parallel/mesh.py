@@ -66,8 +66,9 @@ _PARAMETER_ORDER = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and which of them shard parameters and experts.   apart: of the axes that
-    have no field of their own here.
+    """Sizes of the axes, and which of them shard parameters and experts.
+
+    apart: of those along which copies of the model train apart, unless it is 1.
     """
 
     pp: int = 1
@@ -193,8 +194,9 @@ def layout_of(train: Train, world_size: int) -> Layout:
             [f"train.data_parallel_mode = none: trains {trained}, but {world_size} were started"]
         )
     known = {axis: sizes.pop(axis) for axis in SAME_BATCH}
+    apart = {axis: n for axis, n in sizes.items() if n > 1}
     if mode != "fsdp2":
-        return Layout(**known, replicate=data, apart=sizes)
+        return Layout(**known, replicate=data, apart=apart)
     replicas, shards = train.data_parallel_replicate_size, train.data_parallel_shard_size
     if shards == -1:
         shards = data // max(1, replicas)
@@ -215,7 +217,7 @@ def layout_of(train: Train, world_size: int) -> Layout:
         **known,
         replicate=replicas,
         shard=shards,
-        apart=sizes,
+        apart=apart,
         expert=train.expert_parallel_size,
         cp_fsdp_mode=train.cp_fsdp_mode,
         ep_outside=train.ep_outside,
