@@ -255,18 +255,21 @@ def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
         assert done.returncode == 0, done.stdout + done.stderr
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = [*map(json.loads, lines)]
-        return [[row[key] for row in rows if key in row] for key in ("loss", "eval_loss")]
+        return [
+            [row[key] for row in rows if key in row] for key in ("loss", "grad_norm", "eval_loss")
+        ]
 
     plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 3, "data_parallel_mode": "ddp"}
-    want, _ = losses("replicas", None, **plain, save_hf_weights=False)
-    found, evaluated = losses("each", 1, **plain)
-    assert found == pytest.approx(want, rel=1e-5)
+    want, norms, _ = losses("replicas", None, **plain, save_hf_weights=False)
+    found, own, evaluated = losses("each", 1, **plain)
+    assert found == pytest.approx(want, rel=1e-5) and own[0] > 1.1 * norms[0]
     weights = "--model.model_path=each/checkpoints/global_step_3/hf"
     third = {"data_parallel_mode": "fsdp2", "max_steps": 4, "save_hf_weights": False}
-    apart, begins = losses("third", 3, weights, **third, save_steps=2)
+    third["eval_strategy"] = "epoch"  # not where a checkpoint is written
+    apart, _, begins = losses("third", 3, weights, **third, save_steps=2, eval_on_start=True)
     assert begins[0] == pytest.approx(evaluated[-1], rel=1e-5)
     third["load_checkpoint_path"] = "third/checkpoints/global_step_2"
-    again, _ = losses("again", 3, weights, **third)
+    again, *_ = losses("again", 3, weights, **third)
     assert again == apart[2:]
 
 
