@@ -239,14 +239,14 @@ class Engine:
 
         Returns their norm before clipping, on the device.
         """
-        divisor = self._divisor(denominator)
+        # Copies that train apart have the mean of their denominators: the mean of their gradients
+        # is then that of data parallelism.
+        divisor = self._divisor(denominator) / self.mesh.layout.copies
         self.parts.sum_copies()
         elsewhere = set(self.parts.copies)
         counted = [p for p in self.parameters if p not in elsewhere]
-        # DDP and FSDP2 average over ranks. Copies that train apart have the mean of their
-        # denominators: the mean of their gradients is that of data parallelism.
-        ranks = self.mesh.layout.averaged * self.mesh.layout.copies
-        factor = torch.where(divisor == 0, 0.0, ranks / divisor)
+        # DDP and FSDP2 average over ranks.
+        factor = torch.where(divisor == 0, 0.0, self.mesh.layout.averaged / divisor)
         norm = global_norm(counted, self.mesh).to(factor.device) * factor
         if max_norm > 0:
             factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)

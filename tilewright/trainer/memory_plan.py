@@ -365,10 +365,10 @@ def _whose(train: Train, layout: Layout, first: int) -> str:
     """The ranks that are alike, by the first of them, and their stages."""
     place = layout.coordinates(first)["pp"]
     alike = layout.along("pp")[:, place].tolist()
-    shown = f"{first} to {alike[-1]}"
-    if alike != [*range(first, alike[-1] + 1)]:  # of copies that train apart
-        shown = ", ".join(map(str, alike))
-    ranks = f"ranks {shown}, each" if alike[1:] else f"rank {first}"
+    number = len(alike)
+    ranks = f"rank {first}" if number == 1 else f"ranks {first} to {first + number - 1}, each"
+    if alike != [*range(first, first + number)]:  # of copies that train apart
+        ranks = f"ranks {', '.join(map(str, alike))}, each"
     if layout.pp == 1:
         return ranks
     stages = [str(i) for i, rank in enumerate(ranks_of_stages(train)) if rank == place]
