@@ -193,7 +193,7 @@ def layout_of(train: Train, world_size: int) -> Layout:
         raise ConfigError(
             [f"train.data_parallel_mode = none: trains {trained}, but {world_size} were started"]
         )
-    known = {axis: sizes.pop(axis) for axis in SAME_BATCH}
+    known: dict[str, Any] = {axis: sizes.pop(axis) for axis in SAME_BATCH}
     apart = {axis: n for axis, n in sizes.items() if n > 1}
     if mode != "fsdp2":
         return Layout(**known, replicate=data, apart=apart)
