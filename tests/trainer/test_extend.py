@@ -165,7 +165,7 @@ def tree(tmp_path_factory):
     shutil.copytree(
         ROOT / "tilewright", tree / "tilewright", ignore=shutil.ignore_patterns("__pyc*")
     )
-    assert len(FILES) == 7
+    assert len(FILES) == 9
     for name, code in FILES.items():
         assert not (tree / name).exists()
         (tree / name).write_text(code)
@@ -236,6 +236,43 @@ def test_a_pipeline_reports_what_one_process_does(tmp_path, tree, trains):
     assert found["two"] == pytest.approx(found["one"], rel=1e-5) and found["one"] > 4
 
 
+def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
+    """Plain descent that averages after each step is data parallelism. All copies begin with the
+    weights that one of them reads. A checkpoint between two averages has one model, with which a
+    run goes on as it would have.
+    """
+    prepared(tmp_path, max_grad_norm=0.0, lr_decay_style="constant")
+    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+
+    def losses(name, every, *more, **options):
+        if every:
+            options["layout_args"] = json.dumps({"local_sgd": {"copies": 2, "every": every}})
+        given = [f"--train.{k}={v}" for k, v in {"output_dir": name, **options}.items()]
+        given += more
+        done = trains(
+            tmp_path, tree, *ranks, "-m", "tilewright.trainer.train", "config.yaml", *given
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows = [*map(json.loads, lines)]
+        return [
+            [row[key] for row in rows if key in row] for key in ("loss", "grad_norm", "eval_loss")
+        ]
+
+    plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 3, "data_parallel_mode": "ddp"}
+    want, norms, _ = losses("replicas", None, **plain, save_hf_weights=False)
+    found, own, evaluated = losses("each", 1, **plain)
+    assert found == pytest.approx(want, rel=1e-5) and own[0] > 1.1 * norms[0]
+    weights = "--model.model_path=each/checkpoints/global_step_3/hf"
+    third = {"data_parallel_mode": "fsdp2", "max_steps": 4, "save_hf_weights": False}
+    third["eval_strategy"] = "epoch"  # not where a checkpoint is written
+    apart, _, begins = losses("third", 3, weights, **third, save_steps=2, eval_on_start=True)
+    assert begins[0] == pytest.approx(evaluated[-1], rel=1e-5)
+    third["load_checkpoint_path"] = "third/checkpoints/global_step_2"
+    again, *_ = losses("again", 3, weights, **third)
+    assert again == apart[2:]
+
+
 def test_a_loss_reads_the_column_of_the_page(tmp_path, tree, trains):
     prepared(tmp_path, loss="harder", max_steps=None, num_train_epochs=1)
     done = trains(tmp_path, tree, "-c", READER)
@@ -279,6 +316,18 @@ def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree, trains):
     assert done.returncode == 2 and "report is there where other fields ask for it" in done.stderr
     done = trains(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
     assert done.returncode == 2 and "did you mean focal?" in done.stderr
+    for given, said in (
+        ('{"local": {}}', "local is no layout with options; local_sgd has some"),
+        (
+            '{"local_sgd": {"size": 2}}',
+            "size is no option of the layout local_sgd, which has copies",
+        ),
+        ('{"local_sgd": {"copies": 0}}', "copies: input should be greater than or equal to 1"),
+        ('{"local_sgd": {"copies": 2}}', "local_sgd.copies = 2: 1 processes do not divide by 2"),
+    ):
+        options = "--train.layout_args", given, "--train.optimizer_args", "{}"
+        done = trains(tmp_path, tree, *trainer, *options)
+        assert done.returncode == 2 and said.lower() in done.stderr.lower(), done.stderr
 
 
 def test_an_entry_point_is_a_row(tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
@@ -28,16 +29,17 @@ from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer.build import build_data, choose_ops
 from tilewright.trainer.checkpoint import hf
-from tilewright.trainer.config import Train, load
+from tilewright.trainer.config import ConfigError, Train, load
 from tilewright.trainer.data import batches as data
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models import layers
 from tilewright.trainer.models.model import Ops, Transformer
-from tilewright.trainer.parallel import mesh
+from tilewright.trainer.parallel import layouts, mesh
 from tilewright.trainer.parallel.context_parallel import spread_sequence
 from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Layout, Mesh, layout_of
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.tables import LAYOUTS
 
 
 def spread(ring, ulysses, processes=4, **more):
@@ -267,7 +269,7 @@ def test_groups_of_a_mesh_of_all_axes():
     )
     with fake_group(16):
         found = mesh.build(t, 0, 16, torch.device("cpu"), control_backend="fake")
-        assert found.layout.sizes == (2, 2, 2, 1, 1, 2) and found.layout.averaged == 4
+        assert [*found.layout.sizes.values()] == [2, 2, 2, 1, 1, 2] and found.layout.averaged == 4
         assert ranks_of(found.loss.group) == list(range(0, 16, 2)) and found.loss.size == 8
         assert ranks_of(found.stage.group) == list(range(8)) and found.stage.size == 8
         assert ranks_of(found.params.group) == list(range(16)) and found.params.size == 16
@@ -280,13 +282,73 @@ def test_groups_of_a_mesh_of_all_axes():
     with fake_group(4):  # replicas, for DDP
         t = Train(output_dir="nowhere", data_parallel_mode="ddp", pipeline_parallel_size=2)
         found = mesh.build(t, 0, 4, torch.device("cpu"), control_backend="fake")
-        assert found.layout.sizes == (2, 2, 1, 1, 1, 1) and found.shards is None
+        assert [*found.layout.sizes.values()] == [2, 2, 1, 1, 1, 1] and found.shards is None
         assert ranks_of(found.pipeline.group) == [0, 2] and ranks_of(found.loss.group) == [
             0,
             1,
             2,
             3,
         ]
+
+
+class Copies(BaseModel):
+    copies: int = 1
+
+
+def with_axis(monkeypatch, order, name="far"):
+    LAYOUTS.names()
+    row = layouts.Layout(axes=(layouts.Axis(name, order, "copies"),), options=Copies)
+    monkeypatch.setitem(LAYOUTS._rows, "far", row)
+
+
+@pytest.mark.parametrize(
+    "order, apart, shards, copy, batches",
+    [
+        (0, [0, 8], [0, 2], [*range(8)], [0, 1, 0, 1, 2, 3, 2, 3]),
+        (35, [0, 2], [0, 4], [0, 1, 4, 5, 8, 9, 12, 13], [0, 1, 2, 3, 0, 1, 2, 3]),
+    ],
+)
+def test_copies_are_along_an_axis_of_another_row(order, apart, shards, copy, batches, monkeypatch):
+    """Rank 0 of 16: two copies of two stages of two shards of two tensor-parallel ranks. What is
+    told of batches and losses is of all copies, what is of gradients of one.
+    """
+    with_axis(monkeypatch, order)
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    t = Train(output_dir="nowhere", layout_args={"far": {"copies": 2}}, **sizes)
+    with fake_group(16):
+        found = mesh.build(t, 0, 16, torch.device("cpu"), control_backend="fake")
+        layout = found.layout
+        twos = {axis for axis, size in layout.sizes.items() if size == 2}
+        assert twos == {"far", "pp", "shard", "tp"} and layout.size == 16
+        assert layout.copies == layout.averaged == 2 and layout.data == 4
+        assert ranks_of(found.apart["far"].group) == apart
+        assert ranks_of(found.params.group) == copy and found.params.size == 8
+        assert ranks_of(found.loss.group) == [*range(0, 16, 2)]
+        assert ranks_of(found.everyone.group) == [*range(16)] and found.stage.size == 8
+        assert found.shards.mesh.tolist() == layout.parameter_ranks()[0].tolist() == shards
+        assert ranks_of(found.tensor.get_group()) == [0, 1]
+        assert [layout.batch_rank(r) for r in range(0, 16, 2)] == batches
+    with pytest.raises(ConfigError, match=r"far\.copies = 2, .*: 6 processes do not divide by 8"):
+        layout_of(t, 6)
+    few = t.model_copy(update={"data_parallel_shard_size": 4})
+    with pytest.raises(
+        ConfigError, match="do not make 16 processes of 4 for each batch of 2 copies"
+    ):
+        layout_of(few, 16)
+    with pytest.raises(ConfigError, match=r"layout_args\.far\.copies = 0: must be 1 or more"):
+        layout_of(t.model_copy(update={"layout_args": {"far": {"copies": 0}}}), 16)
+    with_axis(monkeypatch, order, "tp")
+    with pytest.raises(ValueError, match="two axes of the mesh are called tp"):
+        layout_of(t, 16)
+
+
+def test_an_axis_between_those_of_a_sequence_leaves_them_as_they_are(monkeypatch):
+    with_axis(monkeypatch, 45)
+    with fake_group(8):
+        layout = Layout(ring=2, ulysses=2, apart={"far": 2})
+        cp = mesh.context_parallel(layout, torch.device("cpu"))
+        assert ranks_of(cp.ulysses) == [0, 1] and ranks_of(cp.ring) == [0, 4]
+        assert [layout.batch_rank(r) for r in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_tensor_parallel_ranks_share_a_shard_of_a_sequence():

@@ -440,6 +440,7 @@ HELD = {
     "preference.share_prefix": "test_shared_prefix.py::test_a_run_has_the_numbers_of_whole_documents",
     "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.callbacks": "test_extend.py::test_each_file_of_the_page_is_a_row",
+    "train.layout_args": "test_extend.py::test_copies_of_the_page_train_apart",
     "train.enable_activation_offload": "test_memory.py::test_offloaded_activations_give_the_same_bits",
     "train.activation_gpu_limit": "test_memory.py::test_offloaded_activations_give_the_same_bits",
     "train.ignore_memory_plan": "test_memory.py::test_what_does_not_fit_is_not_started",

@@ -249,7 +249,9 @@ class Engine:
 
         Returns their norm before clipping, on the device.
         """
-        divisor = self._divisor(denominator)
+        # Copies that train apart have the mean of their denominators: the mean of their gradients
+        # is then that of data parallelism.
+        divisor = self._divisor(denominator) / self.mesh.layout.copies
         self.parts.sum_copies()
         elsewhere = set(self.parts.copies)
         counted = [p for p in self.parameters if p not in elsewhere]

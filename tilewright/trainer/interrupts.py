@@ -101,7 +101,7 @@ class Interrupts:
         """
         received = torch.tensor([self.first])
         if self.mesh.size > 1:  # on gloo, beside what a GPU computes
-            dist.all_reduce(received, op=dist.ReduceOp.MAX, group=self.mesh.params.group)
+            dist.all_reduce(received, op=dist.ReduceOp.MAX, group=self.mesh.everyone.group)
         return int(received)
 
 

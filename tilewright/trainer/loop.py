@@ -140,6 +140,8 @@ class Run:
 
     def save(self, values: Mapping[str, float] | None = None) -> None:
         """values: of an evaluation of these weights."""
+        for callback in self.callbacks:
+            callback.saving()
         state = {
             "data": self.batches.state_dict(),
             "tokens": self.batches.tokens,
@@ -248,8 +250,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     told = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
         pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
-    data = config.data
-    flops = flops_per_token(engine.parts.whole, data.sample_packing_sequence_len)
+    flops = flops_per_token(engine.parts.whole, config.data.sample_packing_sequence_len)
     metrics = Metrics(
         t,
         main=mesh.main,
@@ -258,10 +259,9 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         work=(flops, mesh.size),
         settings=config.model_dump(mode="json"),
     )
-    longest = made.shape.max_position_embeddings
     for line in (
-        *summary(engine, batches, plan, mesh, data.pad_to_multiple_of, t.enable_compile),
-        *too_long(longest, {"training": batches.bins} | held),
+        *summary(engine, batches, plan, mesh, config.data.pad_to_multiple_of, t.enable_compile),
+        *too_long(made.shape.max_position_embeddings, {"training": batches.bins} | held),
         metrics.basis(),
         *choices(made.ops, engine.model.ops.numerics),
         *told,

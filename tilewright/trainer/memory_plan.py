@@ -46,7 +46,7 @@ from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.optim.per_step import at_step
-from tilewright.trainer.parallel.mesh import AXES, Layout, Mesh, build, layout_of, padding
+from tilewright.trainer.parallel.mesh import Layout, Mesh, build, layout_of, padding
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
@@ -156,7 +156,7 @@ def _measured(
                 owners |= tracker.own("optimizer", [s for s in states if torch.is_tensor(s)])
     peak, whole = tracker.peak(owners)
     found, largest = _by_part(peak), _by_part(whole)
-    if t.data_parallel_mode == "ddp" and mesh.size > 1:  # gradients are views of its buckets
+    if t.data_parallel_mode == "ddp" and mesh.params.size > 1:  # gradients are views of its buckets
         buckets = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
         for sizes in (found, largest):
             sizes["gradients"] = max(sizes["gradients"], buckets)
@@ -346,13 +346,13 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
     """
     shape = shape_of_run(config.model, loss_of_run(config).head)
     layout = layout_of(config.train, size)
-    axes = " x ".join(f"{getattr(layout, a)} {a}" for a in AXES if getattr(layout, a) > 1)
+    axes = " x ".join(f"{n} {axis}" for axis, n in layout.sizes.items() if n > 1)
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     yield f"plan of memory, {axes or 'one process'}{experts}, on {device.type}"
     if layout.expert > 1:
         yield "for tokens routed evenly: a rank whose experts get more than their share needs more"
     planned = plan if layout.pp == 1 else plan_apart
-    for first in range(0, size, size // layout.pp):
+    for first in layout.stages()[0].flatten(1)[:, 0].tolist():
         found = planned(config, shape, size, first, device, True)
         yield ""
         yield from table(found, _whose(config.train, layout, first), config.train)
@@ -363,11 +363,14 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
 
 def _whose(train: Train, layout: Layout, first: int) -> str:
     """The ranks that are alike, by the first of them, and their stages."""
-    number = layout.size // layout.pp
+    place = layout.coordinates(first)["pp"]
+    alike = layout.along("pp")[:, place].tolist()
+    number = len(alike)
     ranks = f"rank {first}" if number == 1 else f"ranks {first} to {first + number - 1}, each"
+    if alike != [*range(first, first + number)]:  # of copies that train apart
+        ranks = f"ranks {', '.join(map(str, alike))}, each"
     if layout.pp == 1:
         return ranks
-    place = layout.coordinates(first)["pp"]
     stages = [str(i) for i, rank in enumerate(ranks_of_stages(train)) if rank == place]
     return f"{ranks}, stage{'s' if stages[1:] else ''} {', '.join(stages)}"
 

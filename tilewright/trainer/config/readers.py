@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 
 from tilewright.trainer.config.field_tree import submodel
-from tilewright.trainer.tables import OPTIMIZERS, SCHEDULES
+from tilewright.trainer.tables import LAYOUTS, OPTIMIZERS, SCHEDULES
 
 HERE = pathlib.Path(__file__).parent
 Kinds = dict[str, type[BaseModel]]
@@ -46,6 +46,8 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
                     found[path].append(module)
     named = [(row.build, row.fields) for _, row in OPTIMIZERS.items()]
     named += [(row.share, row.fields) for _, row in SCHEDULES.items()]
+    for _, row in LAYOUTS.items():
+        named.append((row.apply, tuple(a.field for a in row.axes if a.field)))
     for function, fields in named:  # by name, as their rows say
         module = function.__module__.removeprefix("tilewright.trainer.")
         for name in fields:

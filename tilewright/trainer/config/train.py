@@ -22,7 +22,7 @@ from tilewright.trainer.config.section import (
 from tilewright.trainer.optim.optim import wrong_options
 from tilewright.trainer.optim.per_step import Number, PerStep
 from tilewright.trainer.optim.schedules import too_short
-from tilewright.trainer.tables import CALLBACKS, COLUMNS, LOSSES, OPTIMIZERS, SCHEDULES
+from tilewright.trainer.tables import CALLBACKS, COLUMNS, LAYOUTS, LOSSES, OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config
@@ -161,7 +161,18 @@ def _with_options() -> list[str]:
 
 
 def _wrong_options(config: Config) -> str | None:
-    return wrong_options(OPTIMIZERS[config.train.optimizer], config.train.optimizer_args)
+    row = OPTIMIZERS[config.train.optimizer]
+    return wrong_options(row.options, config.train.optimizer_args, "optimizer")
+
+
+def _wrong_layouts(config: Config) -> str | None:
+    known = [name for name in LAYOUTS.names() if LAYOUTS[name].options is not None]
+    for name, given in config.train.layout_args.items():
+        if name not in known:
+            return f"{name} is no layout with options; {', '.join(known) or 'none here'} has some"
+        if wrong := wrong_options(LAYOUTS[name].options, given, f"layout {name}"):
+            return wrong
+    return None
 
 
 def _optimizers(field: str) -> list[str]:
@@ -399,6 +410,13 @@ class Train(Section):
         ),
     )
     """Which processes that share a sequence shard parameters too; others are replicas (HSDP)."""
+    layout_args: dict[str, dict[str, Any]] = field(
+        {},
+        Resume.LAYOUT,
+        Refuse(_wrong_layouts),
+        differs=("none", "ours: options of layouts of other packages"),
+    )
+    """Options of layouts that have no field here, by the layout's name."""
     reshard_after_forward: bool | None = field(
         None,
         Resume.LAYOUT,

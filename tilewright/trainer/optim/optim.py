@@ -161,15 +161,15 @@ def build_optimizer(
     return row.build([g for g in groups if g["params"]], apart, **values)
 
 
-def wrong_options(row: Optimizer, given: Mapping[str, Any]) -> str | None:
-    """Why these are no options of the optimizer, or None."""
-    if row.options is None:
-        return None  # `Only` says so
-    known = list(row.options.model_fields)
+def wrong_options(options: type[BaseModel] | None, given: Mapping[str, Any], of: str) -> str | None:
+    """Why these are no options of a row, or None.   of: what the row is."""
+    if options is None:
+        return None  # other rules say so
+    known = list(options.model_fields)
     if unknown := sorted(given.keys() - {*known}):
-        return f"{unknown[0]} is no option of the optimizer, which has {', '.join(known)}"
+        return f"{unknown[0]} is no option of the {of}, which has {', '.join(known)}"
     try:
-        row.options.model_validate(dict(given))
+        options.model_validate(dict(given))
     except ValidationError as error:
         return reasons(error)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.models.model import Transformer
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.layouts import Axis, Layout
 from tilewright.trainer.tables import LAYOUTS
 
 
@@ -32,5 +32,9 @@ LAYOUTS.add(
         30,
         lambda mesh: mesh.context.size > 1,
         lambda parts, mesh: spread_sequence(parts.model, mesh.context),
+        axes=(
+            Axis("ring", 40, "ringattn_parallel_size"),
+            Axis("ulysses", 50, "ulysses_parallel_size"),
+        ),
     ),
 )

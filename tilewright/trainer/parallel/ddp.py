@@ -15,6 +15,7 @@ def wrap(parts: Parts, mesh: Mesh, train: Train) -> None:
     # The buffers are frozen weights, the same on all ranks.
     parts.wrapped = DistributedDataParallel(
         parts.model,
+        process_group=mesh.params.group,
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,  # else gradients would be in memory twice
@@ -22,7 +23,7 @@ def wrap(parts: Parts, mesh: Mesh, train: Train) -> None:
 
 
 def _applies(mesh: Mesh, train: Train) -> bool:
-    return train.data_parallel_mode == "ddp" and mesh.size > 1
+    return train.data_parallel_mode == "ddp" and mesh.params.size > 1
 
 
 LAYOUTS.add("ddp", Layout(70, _applies, wrap, ("train",), filled=True))

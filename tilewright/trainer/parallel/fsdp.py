@@ -21,7 +21,7 @@ from tilewright.trainer.config import Model, Train
 from tilewright.trainer.models.model import Block
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.shared import PLAIN
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.layouts import Axis, Layout
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.tensor_parallel import check_shards, fsdp_placement, register
@@ -170,5 +170,6 @@ LAYOUTS.add(
         lambda mesh, train, names: train.data_parallel_mode == "fsdp2",
         shard_parameters,
         ("train", "model"),
+        axes=(Axis("replicate", 20, None), Axis("shard", 30, None)),
     ),
 )

@@ -1,11 +1,13 @@
 """One named mesh of all ranks: its sizes, checked once, and the process groups by purpose.
 
-A rank's number counts through the axes in this order, the last one fastest:
+A rank's number counts through the axes of LAYOUTS in their order, the last one fastest. Ours are
 
     pp, replicate, shard, ring, ulysses, tp
 
 So the ranks of a tensor-parallel group are neighbors, then those that share a sequence (ring,
-Ulysses). Experts have their own view of the ranks of a pipeline stage.
+Ulysses). Experts have their own view of the ranks of a pipeline stage. Along any other axis ranks
+have copies of the model that train apart (`layouts.Axis`): what is said of "all ranks" is then of
+those of a copy where it is about parameters and gradients, else of all copies.
 
 Purposes, and the ranks of each group:
 
@@ -15,14 +17,15 @@ Purposes, and the ranks of each group:
               ranks compute the same loss; of the stages only the last has one
     params    ranks that hold the model's parameters, shards and stages of them: all ranks. Norms
               of gradients are summed over them
+    apart     the copies that train apart, by axis
     stage     ranks of the same pipeline stage: statistics of its layers are summed
     tensor    ranks that shard matrices (tp);   pipeline: the stages of one model, in order
     experts   the ranks of a stage as (replicate, expert_shard, expert)
     control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
 
-Device meshes are slices of one mesh of all ranks, (pp, replicate, shard, tp) without the axes of
-size 1 except shard: FSDP2 takes (replicate, shard), and a parameter that is a DTensor on tp becomes
-one on (replicate, shard, tp).
+Device meshes are slices of one mesh of all ranks, (apart, pp, replicate, shard, tp) without the
+axes of size 1 except shard: FSDP2 takes (replicate, shard), and a parameter that is a DTensor on
+tp becomes one on (replicate, shard, tp).
 """
 
 from __future__ import annotations
@@ -30,37 +33,43 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tilewright.core import platform
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.config import ConfigError, Train
 from tilewright.trainer.parallel import exchange
+from tilewright.trainer.parallel.layouts import axes, given_sizes
 
-AXES = ("pp", "replicate", "shard", "ring", "ulysses", "tp")
+# Along these ranks work on the same batch; along all others on their own.
+SAME_BATCH = ("pp", "ring", "ulysses", "tp")
 # A step's collectives wait for the slowest rank: a step and a checkpoint take minutes.
 STEP_TIMEOUT = datetime.timedelta(minutes=30)
 # Rank 0 downloads, tokenizes and packs while the others wait.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
 # A checkpoint is written in parallel to training, to file systems that may be slow.
 CHECKPOINT_TIMEOUT = datetime.timedelta(hours=2)
-# Axes of [replicate, shard, ring, ulysses] in the order (replicas ..., shards ...) of parameters.
+# Axes in the order (replicas ..., shards ...) of parameters.
 _PARAMETER_ORDER = {
-    "all": (0, 1, 2, 3),
-    "ulysses_only": (0, 2, 1, 3),
-    "ring_only": (0, 3, 1, 2),
-    "none": (0, 2, 3, 1),
+    "all": ("replicate", "shard", "ring", "ulysses"),
+    "ulysses_only": ("replicate", "ring", "shard", "ulysses"),
+    "ring_only": ("replicate", "ulysses", "shard", "ring"),
+    "none": ("replicate", "ring", "ulysses", "shard"),
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and which of them shard parameters and experts."""
+    """Sizes of the axes, and which of them shard parameters and experts.
+
+    apart: of those along which copies of the model train apart, unless it is 1.
+    """
 
     pp: int = 1
     replicate: int = 1
@@ -71,19 +80,27 @@ class Layout:
     expert: int = 1
     cp_fsdp_mode: str = "all"
     ep_outside: bool = False
+    apart: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in AXES)
+    def sizes(self) -> dict[str, int]:
+        """In the order in which ranks count."""
+        known = {**vars(self), **self.apart}
+        return {axis.name: known.get(axis.name, 1) for axis, _ in axes()}
 
     @property
     def size(self) -> int:
-        return math.prod(self.sizes)
+        return math.prod(self.sizes.values())
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model that train apart."""
+        return math.prod(self.apart.values())
 
     @property
     def data(self) -> int:
         """Number of ranks, or groups of ranks that share a sequence, with their own batches."""
-        return self.replicate * self.shard
+        return self.copies * self.replicate * self.shard
 
     @property
     def context(self) -> int:
@@ -105,83 +122,90 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         place = {}
-        for axis, size in reversed([*zip(AXES, self.sizes, strict=True)]):
+        for axis, size in reversed(self.sizes.items()):
             rank, place[axis] = divmod(rank, size)
         return place
 
     def batch_rank(self, rank: int) -> int:
         """Which of the `data` streams of batches a rank reads."""
-        place = self.coordinates(rank)
-        return place["replicate"] * self.shard + place["shard"]
+        place, number = self.coordinates(rank), 0
+        for axis, size in self.sizes.items():
+            if axis not in SAME_BATCH:
+                number = number * size + place[axis]
+        return number
 
     @property
     def averaged(self) -> int:
         """Number of ranks over which FSDP2 and DDP average gradients."""
         return math.prod(self.parameters)
 
+    def along(self, *names: str) -> torch.Tensor:
+        """[places along all other axes, *names]: all ranks."""
+        sizes = self.sizes
+        rest = [axis for axis in sizes if axis not in names]
+        ranks = torch.arange(self.size).view(*sizes.values())
+        ranks = ranks.permute([[*sizes].index(axis) for axis in (*rest, *names)])
+        return ranks.reshape(-1, *(sizes[axis] for axis in names))
+
     def stages(self) -> torch.Tensor:
-        """[pp, replicas, shards, tp]: all ranks."""
-        order = [1 + axis for axis in _PARAMETER_ORDER[self.cp_fsdp_mode]]
-        ranks = torch.arange(self.size).view(self.sizes).permute(0, *order, 5)
-        return ranks.reshape(self.pp, *self.parameters, self.tp)
+        """[copies, pp, replicas, shards, tp]: all ranks."""
+        ranks = self.along("pp", *_PARAMETER_ORDER[self.cp_fsdp_mode], "tp")
+        return ranks.reshape(-1, self.pp, *self.parameters, self.tp)
 
     def parameter_ranks(self, rank: int = 0) -> torch.Tensor:
         """[replicas, shards]: the ranks that hold the same parameters as this one."""
-        place = self.coordinates(rank)
-        return self.stages()[place["pp"], ..., place["tp"]]
+        copy, stage, _, _, part = (self.stages() == rank).nonzero()[0].tolist()
+        return self.stages()[copy, stage, ..., part]
 
     def stages_of_experts(self) -> torch.Tensor:
-        """[pp, replicas, shards of an expert, ranks that share a layer's experts]: all ranks.
+        """[copies, pp, replicas, shards of an expert, ranks that share a layer's experts]: all
+        ranks.
 
         Tensor-parallel ranks have tokens of their own in a layer with experts, so experts are
         sharded over them too. With ep_outside the shards of an expert are neighbors.
         """
-        ranks, n = self.stages().flatten(2), self.expert
+        ranks, n = self.stages().flatten(3), self.expert
         if self.ep_outside:
-            return ranks.unflatten(2, (n, -1)).transpose(2, 3)
-        return ranks.unflatten(2, (-1, n))
+            return ranks.unflatten(3, (n, -1)).transpose(3, 4)
+        return ranks.unflatten(3, (-1, n))
 
     def expert_ranks(self, rank: int = 0) -> torch.Tensor:
         """[replicas, shards of an expert, ranks that share a layer's experts] of a rank's stage."""
-        return self.stages_of_experts()[self.coordinates(rank)["pp"]]
+        copy, stage, *_ = (self.stages() == rank).nonzero()[0].tolist()
+        return self.stages_of_experts()[copy, stage]
 
 
 def layout_of(train: Train, world_size: int) -> Layout:
     """The layout of a configuration. Raises ConfigError if its sizes do not multiply to
     world_size.
     """
-    mode, ring, ulysses, pp, tp = (
-        train.data_parallel_mode,
-        train.ringattn_parallel_size,
-        train.ulysses_parallel_size,
-        train.pipeline_parallel_size,
-        train.tensor_parallel_size,
-    )
-    fields = {
-        "pipeline_parallel_size": pp,
-        "ringattn_parallel_size": ring,
-        "ulysses_parallel_size": ulysses,
-        "tensor_parallel_size": tp,
-    }
-    model = math.prod(fields.values())  # ranks that work on one batch
+    mode, given = train.data_parallel_mode, given_sizes(train)
+    if small := [f"{name} = {n}: must be 1 or more" for name, n in given.values() if n < 1]:
+        raise ConfigError(small)
+    sizes = {axis: n for axis, (_, n) in given.items()}
+    model = math.prod(sizes.values())  # ranks beside those of data parallelism
     data, rest = divmod(world_size, model)
     if rest:
-        shown = ", ".join(f"train.{name} = {n}" for name, n in fields.items() if n > 1)
+        shown = ", ".join(f"{name} = {n}" for name, n in given.values() if n > 1)
         raise ConfigError([f"{shown}: {world_size} processes do not divide by {model}"])
     if mode == "none" and data > 1:
         trained = "one process" if model == 1 else f"{model} processes"
         raise ConfigError(
             [f"train.data_parallel_mode = none: trains {trained}, but {world_size} were started"]
         )
+    known: dict[str, Any] = {axis: sizes.pop(axis) for axis in SAME_BATCH}
+    apart = {axis: n for axis, n in sizes.items() if n > 1}
     if mode != "fsdp2":
-        return Layout(pp=pp, replicate=data, tp=tp)
+        return Layout(**known, replicate=data, apart=apart)
     replicas, shards = train.data_parallel_replicate_size, train.data_parallel_shard_size
     if shards == -1:
         shards = data // max(1, replicas)
     if replicas == -1:
         replicas = data // max(1, shards)
     if replicas * shards != data:
-        spread = f" of {model} for each batch" if model > 1 else ""
+        batch = math.prod(known.values())
+        spread = f" of {batch} for each batch" if batch > 1 else ""
+        spread += f" of {model // batch} copies" if model > batch else ""
         raise ConfigError(
             [
                 f"train.data_parallel_shard_size = {train.data_parallel_shard_size}, "
@@ -190,17 +214,15 @@ def layout_of(train: Train, world_size: int) -> Layout:
             ]
         )
     layout = Layout(
-        pp=pp,
+        **known,
         replicate=replicas,
         shard=shards,
-        ring=ring,
-        ulysses=ulysses,
-        tp=tp,
+        apart=apart,
         expert=train.expert_parallel_size,
         cp_fsdp_mode=train.cp_fsdp_mode,
         ep_outside=train.ep_outside,
     )
-    group = layout.parameters[1] * tp
+    group = layout.parameters[1] * layout.tp
     if group % layout.expert:
         raise ConfigError(
             [
@@ -270,6 +292,8 @@ class Mesh:
     stage: Group = field(default_factory=Group)
     pipeline: Group = field(default_factory=Group)
     control: Group = field(default_factory=Group)
+    everyone: Group = field(default_factory=Group)
+    apart: Mapping[str, Group] = field(default_factory=dict)
     shards: DeviceMesh | None = None  # of parameters: ([replicate,] shard)
     tensor: DeviceMesh | None = None  # (tp,); None if its size is 1
     experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert)
@@ -365,11 +389,13 @@ def build(
         rank,
         device,
         context_parallel(layout, device),
-        loss=_subgroup(everyone, layout.stages().flatten(0, 2).T),
-        params=everyone,
-        stage=_subgroup(everyone, layout.stages().flatten(1)),
+        loss=_subgroup(everyone, layout.stages().flatten(0, 3).T),
+        params=_subgroup(everyone, layout.stages().flatten(1)),
+        stage=_subgroup(everyone, layout.along("pp").T),
         pipeline=pipeline,
         control=Group(control, size),
+        everyone=everyone,
+        apart={axis: _subgroup(everyone, layout.along(axis)) for axis in layout.apart},
         shards=shards,
         tensor=tensor,
         experts=experts,
@@ -380,8 +406,8 @@ def context_parallel(layout: Layout, device: torch.device) -> ContextParallel:
     """The ranks with which this one shares sequences. Every rank must call it."""
     if layout.context == 1:
         return ContextParallel()
-    sizes = (layout.pp * layout.data, layout.ring, layout.ulysses, layout.tp)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "ring", "ulysses", "tp"))
+    names = ("ring", "ulysses", "tp")
+    mesh = DeviceMesh(device.type, layout.along(*names), mesh_dim_names=("others", *names))
     return ContextParallel.of(mesh.get_group("ulysses"), mesh.get_group("ring"))
 
 
@@ -393,11 +419,13 @@ def checkpoint_group() -> dist.ProcessGroup:
 
 
 def _device_mesh(device: torch.device, ranks: torch.Tensor, *names: str) -> DeviceMesh:
-    """A mesh of ranks [pp, replicas, *names], without the axes pp, replicate and tp of size 1."""
+    """A mesh of ranks [copies, pp, replicas, *names], without the axes apart, pp, replicate and tp
+    of size 1.
+    """
     kept = {
         name: size
-        for name, size in zip(("pp", "replicate", *names), ranks.shape, strict=True)
-        if size > 1 or name not in ("pp", "replicate", "tp")
+        for name, size in zip(("apart", "pp", "replicate", *names), ranks.shape, strict=True)
+        if size > 1 or name not in ("apart", "pp", "replicate", "tp")
     }
     return DeviceMesh(device.type, ranks.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
 

@@ -38,7 +38,7 @@ from tilewright.trainer.config.train import too_few
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.layouts import Axis, Layout
 from tilewright.trainer.parallel.mesh import Mesh, padding
 from tilewright.trainer.parallel.parts import Parts, Weights
 from tilewright.trainer.parallel.stages import (
@@ -207,7 +207,7 @@ class Pipeline(Parts):
     @property
     def reader(self) -> int:
         """The first rank of this rank's stage, which reads its weights for the others."""
-        return int(self.mesh.layout.stages()[self.rank].flatten()[0])
+        return int(self.mesh.layout.stages()[0, self.rank].flatten()[0])
 
     @property
     def readers(self) -> dist.ProcessGroup | None:
@@ -312,7 +312,7 @@ def longest_micro_batch(bins: int, data: Data, mesh: Mesh) -> int:
 
 def _ends(mesh: Mesh) -> Any:
     """The group of this rank's first and last stage. Every rank must call it."""
-    ranks = torch.arange(mesh.size).view(mesh.layout.pp, -1)[[0, -1]].T
+    ranks = mesh.layout.along("pp")[:, [0, -1]]
     own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     return own
 
@@ -326,5 +326,6 @@ LAYOUTS.add(
             parts.model, train, mesh, longest_micro_batch(train.micro_batch_size, data, mesh)
         ),
         ("train", "data"),
+        axes=(Axis("pp", 10, "pipeline_parallel_size"),),
     ),
 )

@@ -39,7 +39,7 @@ from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.shared import PLAIN, RepeatedAttention, TensorParallel, dim_of
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.layouts import Axis, Layout
 from tilewright.trainer.tables import LAYOUTS
 
 if TYPE_CHECKING:
@@ -211,5 +211,6 @@ LAYOUTS.add(
         20,
         lambda mesh: mesh.tensor is not None,
         lambda parts, mesh: shard_matrices(parts.model, cast(DeviceMesh, mesh.tensor)),
+        axes=(Axis("tp", 60, "tensor_parallel_size"),),
     ),
 )

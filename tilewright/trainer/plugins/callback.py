@@ -53,6 +53,11 @@ class Callback:
     def after_step(self, step: Step) -> None:
         """After the weights have changed, and before a checkpoint is saved."""
 
+    def saving(self) -> None:
+        """Before a checkpoint is written, `Run.done` steps in: at the steps that ask for one, and
+        where a signal ends the run.
+        """
+
     def evaluated(self, done: int, values: Mapping[str, float]) -> None:
         """After an evaluation; done: optimizer steps.   values: what it reports, by its names in
         metrics.jsonl: "eval_loss". The one before the first step is outside `running`.

@@ -109,6 +109,7 @@ def facts(
     """
     batches, held = data
     device = platform.device_name(mesh.device.type)
+    layout = dataclasses.asdict(mesh.layout)
     found = {
         "environment": platform.provenance(),
         "setting": {
@@ -117,7 +118,7 @@ def facts(
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
         },
-        "layout": {"processes": mesh.size, **dataclasses.asdict(mesh.layout)},
+        "layout": {"processes": mesh.size, **layout, **layout.pop("apart")},
         "field": {**fields},
         "model": belongs["model"],
         "implementation": chosen,
