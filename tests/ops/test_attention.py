@@ -264,6 +264,97 @@ def test_many_tiles(name, variant):
         torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "capability, width, options, more",
+    [
+        (
+            (9, 0),
+            128,
+            {},
+            ["roles_forward", "_delta", *2 * ["aten::new_zeros"], "roles_backward", "_round"],
+        ),
+        ((10, 0), 128, {}, ["_forward", "_backward_q", "_backward_kv"]),
+        # Its tiles of 64 keys need a map of their own.
+        (
+            (9, 0),
+            128,
+            {"softcap": 2.0},
+            ["roles_forward", "_backward_q", "_map_documents", "_backward_kv"],
+        ),
+    ],
+    ids=["hopper", "blackwell", "softcap"],
+)
+def test_forward_and_backward_share_a_map_of_tiles(capability, width, options, more, monkeypatch):
+    """All launches of packed documents: one cast, by the check of cu_seqlens, no zeros but of dq's
+    sums and turns, and no read on the host.
+    """
+    if not platform.interpreting():
+        pytest.skip("launches in Triton's interpreter, which TRITON_INTERPRET asks for")
+    q, k, v = (heads(n, 300, width=width, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
+    cu, grad = ends(0, 40, 40, 171, 300).long(), torch.ones_like(q)
+
+    def run():
+        out = attention(q, k, v, cu_seqlens=cu, implementation="triton", **options)
+        torch.autograd.grad(out, [q, k, v], grad)
+
+    found = launched(monkeypatch, capability, run)
+    assert found == ["aten::_to_copy", "_map_documents", *more]
+
+
+@pytest.mark.parametrize("how", ["in place", "past its version", "at its address"])
+def test_a_map_of_tiles_is_of_the_documents_of_its_call(how):
+    """cu_seqlens that change between calls, and between forward and backward; other ones where
+    they were.
+    """
+    skip_unless_usable(ATTENTION, "triton", torch.float32)
+    tensors, grad = qkv(150), heads(HQ, 150)
+    first, second = ends(0, 20, 150), ends(0, 131, 150)
+    want = {x: step(tensors, grad, "triton", cu_seqlens=x) for x in (first, second)}
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    cu = first.long()
+    out = attention(*leaves, cu_seqlens=cu, implementation="triton")
+    if how == "in place":
+        cu.copy_(second)
+    elif how == "past its version":
+        cu.data.copy_(second)
+    else:
+        memory = cu.untyped_storage()
+        memory.copy_(second.long().untyped_storage())
+        cu = torch.empty(0, dtype=torch.int64).set_(memory)
+    for found, wanted in zip(torch.autograd.grad(out, leaves, grad), want[first][1:], strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(
+        step(tensors, grad, "triton", cu_seqlens=cu), want[second], strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("documents", [(0, 5), (0, 0, 3, 5), (0, 1, 2, 2, 5)])
+def test_a_map_of_tiles_is_a_function_of_the_documents(documents):
+    skip_unless_usable(ATTENTION, "triton", torch.float32)
+    from tilewright.kernels.attention import attention_triton as k
+
+    cu, found = ends(*documents).long(), []
+    allocate = k.operators.map_documents
+    for before in (0, -1):
+        memory = allocate(cu, 5, 2).fill_(before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(k.operators, "map_documents", lambda *_, memory=memory: memory)
+            found.append(k.map_documents(cu, 5, 2))
+    assert torch.equal(*found)
+    bounds, tiles, capacity = k._parts(found[0], 5, 2)
+    assert bounds.tolist() == [*documents, *[0] * (len(documents) % 2)]
+    document, row, end = (tiles[i * capacity : (i + 1) * capacity] for i in range(3))
+    lengths = [b - a for a, b in itertools.pairwise(documents)]
+    want = [
+        (e, a, documents[e + 1])
+        for e, n in enumerate(lengths)
+        for a in range(documents[e], documents[e] + n, 2)
+    ]
+    count = int(tiles[3 * capacity])
+    assert [*zip(*(t[:count].tolist() for t in (document, row, end)), strict=True)] == want
+
+
 @pytest.mark.parametrize("window", [0, 72], ids=["causal", "window"])
 def test_triton_masks_blocks_at_the_edge_alone(monkeypatch, window):
     """Some blocks of logits in forward and backward have no mask, and every mask hides something.

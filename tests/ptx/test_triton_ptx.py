@@ -321,10 +321,11 @@ def apart(driver, launch):
     bounds, options = torch.tensor([0, 45, 70, 200]), kernels.Variant()
 
     def results():
-        found = kernels.forward(q, k, v, bounds, None, options, 0)
+        documents = kernels.map_documents(bounds, 200, 128)
+        found = kernels.forward(q, k, v, documents, None, options, 0)
         if launch == "attention/forward":
             return found[:1]
-        return kernels.backward(dout, q, k, v, *found, bounds, None, options, 0)[:3]
+        return kernels.backward(dout, q, k, v, *found, documents, None, options, 0)[:3]
 
     with mock.patch.object(tunable, "config", lambda *_: config):
         alone = results()
