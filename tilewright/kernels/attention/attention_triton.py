@@ -1303,15 +1303,17 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
 
     (dout, q, k, v), (dq, dk, dv, _) = inputs, found
     (B, Hq, S, D), Sk, constants = q.shape, k.shape[2], _constants(problem)
-    rows = {"D": D, "WIDTH": constants["WIDTH"], "ROWS": _FEW_ROWS, "num_warps": 4}
+    rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
+    values = {**rows, "D": constants["DV"], "WIDTH": constants["WIDTH_V"]}
+    keys = {**rows, "D": D, "WIDTH": next_power_of_2(max(16, D))}
     grid = cdiv(S, _FEW_ROWS), Hq, B
     delta = torch.empty_like(lse)
-    launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **rows)
-    bounds, tiles, capacity, count = _tiles(problem.documents, B, Sk, gluon.KEYS)
+    launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **values)
+    bounds, tiles, capacity, count = _tiles(problem.documents, B, Sk, gluon.keys_of(constants))
     numbers = _numbers(problem, capacity)
     tensors = dout, q, k, v, lse, delta, dk, dv, tiles, bounds
     total = gluon.backward(tensors, numbers, constants, (count, Hq))
-    launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **rows)
+    launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **keys)
     return delta
 
 
@@ -1371,7 +1373,7 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
 
 
 # ROLES: one kernel for all gradients, by specialized warps (attention_backward_gluon.py), where TMA
-# reads the operands. Its tiles are 128 keys and 64 queries, in two stages.
+# reads the operands. Its tiles are 128 keys (64 in two parts) and 64 queries, in two stages.
 _BACKWARD_NAMES = ("BLOCK_N", "BLOCK_M", "num_warps", "num_stages", "ROLES")
 _BACKWARD_ROLES = dict(zip(_BACKWARD_NAMES, (128, 64, 4, 2, True), strict=True))
 
@@ -1404,8 +1406,8 @@ def _backward_kv_hopper(width: int, itemsize: int, large: bool, capped: bool) ->
 def _backward_kv_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
     configs = _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M")(width, itemsize, large, capped)
     found = [{**c, "ROLES": False} for c in configs]
-    # Wider rows, or the slope of a cap, exceed the registers.
-    fits = width <= (64 if capped else 128)
+    # Wider rows in one part, or the slope of a cap, exceed the registers.
+    fits = width <= (64 if capped else 192)
     return [*found, _BACKWARD_ROLES] if itemsize == 2 and large and fits else found
 
 
@@ -1622,7 +1624,8 @@ def gate() -> list[KernelSpec]:
         FORWARD.named((w, 2, True, capped)) for w, capped in kinds if (w, capped) != (192, True)
     ]
     found = [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]
-    keys = [FORWARD.named(key) for key in ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0))]
+    kinds = ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0), (192, 2, True, 0))
+    keys = [FORWARD.named(key) for key in kinds]
     found += [spec for key in keys for spec in BACKWARD_KV.specs(key, _BACKWARD_ROLES)]
     found.append(
         KernelSpec.of(
@@ -1634,20 +1637,24 @@ def gate() -> list[KernelSpec]:
             store=32,
         )
     )
-    rows = {"D": 128, "WIDTH": 128, "ROWS": _FEW_ROWS, "num_warps": 4}
+    rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
     strides = [f"{t}_{of}" for t in ("g", "o", "dq") for of in ("batch", "head", "row")]
     types = {"*": "bf16", "delta": "fp32", "total": "fp32"}
-    for kernel, label in ((_delta, "delta"), (_round, "round")):
+    for kernel, label, width in (
+        (_delta, "delta", 128),
+        (_round, "round", 128),
+        (_round, "round", 192),
+    ):
         found.append(
             KernelSpec.of(
                 kernel,
-                label,
+                label if width == 128 else f"{label} D={width}",
                 types,
-                rows,
+                {**rows, "D": width, "WIDTH": next_power_of_2(width)},
                 {"scale": "fp32"},
                 divisible=tuple(n for n in strides if n in kernel.arg_names),
                 store=32 if kernel is _delta else 128,  # a number for each row
-                elements=_FEW_ROWS * 128,
+                elements=_FEW_ROWS * next_power_of_2(width),
             )
         )
     return found
