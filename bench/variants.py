@@ -42,7 +42,17 @@ class Variant:
 
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
+# Of attention's gradients: one kernel with specialized warps.
+_TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
 VARIANTS = (
+    Variant(
+        "attention, keys of 192 and values of 128: one kernel for the gradients, for two",
+        "attention",
+        "deepseek-v3_8k",
+        "attention/backward_kv",
+        _TOGETHER,
+        whole=True,
+    ),
     Variant(
         "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",
         "linear_cross_entropy",

@@ -241,17 +241,21 @@ WITHOUT_A_LAUNCH = {
 }
 
 
-def launches(monkeypatch, run):
-    """What run() would launch on a GPU, in order: kernels of softmax_stats_triton by name, which
-    are not run, and PyTorch's operators that compute something or synchronize.
-    """
-    from tilewright.kernels.loss import softmax_stats_triton as kernels
+def launches(monkeypatch, run, modules=None):
+    """What run() would launch on a GPU, in order: kernels of modules by name, which are not run,
+    and PyTorch's operators that compute something or synchronize.
 
-    as_on_a_gpu(monkeypatch)
+    modules: what stands before the names of each module's; default: softmax_stats_triton, nothing.
+    """
+    if modules is None:
+        from tilewright.kernels.loss import softmax_stats_triton
+
+        as_on_a_gpu(monkeypatch)
+        modules = {softmax_stats_triton: ""}
 
     class Kernel:
-        def __init__(self, name):
-            self.name = name
+        def __init__(self, name, kernel):
+            self.name, self.arg_names = name, kernel.arg_names
 
         def __getitem__(self, grid):
             return self
@@ -260,8 +264,10 @@ def launches(monkeypatch, run):
             with torch.profiler.record_function(f"kernel {self.name}"):
                 pass
 
-    for name in ("_forward", "_losses", "_backward", "_scale"):
-        monkeypatch.setattr(kernels, name, Kernel(name))
+    for module, before in modules.items():
+        for name, kernel in [*vars(module).items()]:
+            if hasattr(kernel, "arg_names"):
+                monkeypatch.setattr(module, name, Kernel(before + name, kernel))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     found, end = [], 0

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from helpers import DEVICE, skip_if_refused, skip_unless_usable, threads
+from helpers import DEVICE, launches, skip_if_refused, skip_unless_usable, threads
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -262,6 +262,97 @@ def test_many_tiles(name, variant):
         found = step(tensors, grad, name, **options)
     for f, e in zip(found, step(tensors, grad, "eager", **options), strict=True):
         torch.testing.assert_close(f, e, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "capability, width, options, more",
+    [
+        (
+            (9, 0),
+            128,
+            {},
+            ["roles_forward", "_delta", *2 * ["aten::new_zeros"], "roles_backward", "_round"],
+        ),
+        ((10, 0), 128, {}, ["_forward", "_backward_q", "_backward_kv"]),
+        # Its tiles of 64 keys need a map of their own.
+        (
+            (9, 0),
+            128,
+            {"softcap": 2.0},
+            ["roles_forward", "_backward_q", "_map_documents", "_backward_kv"],
+        ),
+    ],
+    ids=["hopper", "blackwell", "softcap"],
+)
+def test_forward_and_backward_share_a_map_of_tiles(capability, width, options, more, monkeypatch):
+    """All launches of packed documents: one cast, by the check of cu_seqlens, no zeros but of dq's
+    sums and turns, and no read on the host.
+    """
+    if not platform.interpreting():
+        pytest.skip("launches in Triton's interpreter, which TRITON_INTERPRET asks for")
+    q, k, v = (heads(n, 300, width=width, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
+    cu, grad = ends(0, 40, 40, 171, 300).long(), torch.ones_like(q)
+
+    def run():
+        out = attention(q, k, v, cu_seqlens=cu, implementation="triton", **options)
+        torch.autograd.grad(out, [q, k, v], grad)
+
+    found = launched(monkeypatch, capability, run)
+    assert found == ["aten::_to_copy", "_map_documents", *more]
+
+
+@pytest.mark.parametrize("how", ["in place", "past its version", "at its address"])
+def test_a_map_of_tiles_is_of_the_documents_of_its_call(how):
+    """cu_seqlens that change between calls, and between forward and backward; other ones where
+    they were.
+    """
+    skip_unless_usable(ATTENTION, "triton", torch.float32)
+    tensors, grad = qkv(150), heads(HQ, 150)
+    first, second = ends(0, 20, 150), ends(0, 131, 150)
+    want = {x: step(tensors, grad, "triton", cu_seqlens=x) for x in (first, second)}
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    cu = first.long()
+    out = attention(*leaves, cu_seqlens=cu, implementation="triton")
+    if how == "in place":
+        cu.copy_(second)
+    elif how == "past its version":
+        cu.data.copy_(second)
+    else:
+        memory = cu.untyped_storage()
+        memory.copy_(second.long().untyped_storage())
+        cu = torch.empty(0, dtype=torch.int64).set_(memory)
+    for found, wanted in zip(torch.autograd.grad(out, leaves, grad), want[first][1:], strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(
+        step(tensors, grad, "triton", cu_seqlens=cu), want[second], strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("documents", [(0, 5), (0, 0, 3, 5), (0, 1, 2, 2, 5)])
+def test_a_map_of_tiles_is_a_function_of_the_documents(documents):
+    skip_unless_usable(ATTENTION, "triton", torch.float32)
+    from tilewright.kernels.attention import attention_triton as k
+
+    cu, found = ends(*documents).long(), []
+    allocate = k.operators.map_documents
+    for before in (0, -1):
+        memory = allocate(cu, 5, 2).fill_(before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(k.operators, "map_documents", lambda *_, memory=memory: memory)
+            found.append(k.map_documents(cu, 5, 2))
+    assert torch.equal(*found)
+    bounds, tiles, capacity = k._parts(found[0], 5, 2)
+    assert bounds.tolist() == [*documents, *[0] * (len(documents) % 2)]
+    document, row, end = (tiles[i * capacity : (i + 1) * capacity] for i in range(3))
+    lengths = [b - a for a, b in itertools.pairwise(documents)]
+    want = [
+        (e, a, documents[e + 1])
+        for e, n in enumerate(lengths)
+        for a in range(documents[e], documents[e] + n, 2)
+    ]
+    count = int(tiles[3 * capacity])
+    assert [*zip(*(t[:count].tolist() for t in (document, row, end)), strict=True)] == want
 
 
 @pytest.mark.parametrize("window", [0, 72], ids=["causal", "window"])
@@ -963,13 +1054,7 @@ def test_auto_on_a_cpu_takes_cpp_for_what_pytorch_does_not_compute():
 )
 def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     """FlashAttention, then PyTorch's, then tilewright's for requests those do not support."""
-    monkeypatch.setattr(platform, "no_cuda", lambda least=0: None)
-    monkeypatch.setattr(
-        platform, "no_distribution", lambda name, *oldest: None if name in installed else "not here"
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    monkeypatch.setattr(vendors, "varlen", lambda: (None, True))
+    on_cuda(monkeypatch, capability, *installed)
     asks = {
         "plain": Request(head_dim=128),
         "packed": Request(head_dim=128, packed=True, window=True, gradient=True),
@@ -989,7 +1074,7 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
         for row in explain.rows([ATTENTION], "cuda", torch.bfloat16)
         if row.does and "flash_attention_3, which is not installed" in row.does
     }
-    slower = {"native", *({"flash_attention_2"} if "flash-attn" in installed else ())}
+    slower = {"native", "triton", *({"flash_attention_2"} if "flash-attn" in installed else ())}
     newest = {"flash-attn-3", "flash-attn-4"} & {*installed}
     assert told == (slower if capability == (9, 0) and not newest else set())
     # A ring's parts, odd widths and queries with a cache; float32; and requests none of them
@@ -1007,6 +1092,153 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
     assert ATTENTION.choose("cuda", torch.bfloat16, latent) == best
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512)) == "sdpa"
     assert ATTENTION.choose("cuda", torch.bfloat16, Request(head_dim=512, sinks=True)) == "eager"
+
+
+def on_cuda(monkeypatch, capability, *installed):
+    """As on a CUDA device of this compute capability, with these packages of FlashAttention."""
+    monkeypatch.setattr(platform, "no_cuda", lambda least=0: None)
+    monkeypatch.setattr(
+        platform, "no_distribution", lambda name, *oldest: None if name in installed else "not here"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(vendors, "varlen", lambda: (None, True))
+
+
+def launched(monkeypatch, capability, run):
+    """What run() would launch on such a device, by the choices of launch configurations; "roles"
+    stands before kernels with specialized warps.
+    """
+    from tilewright.kernels import tuning
+    from tilewright.kernels.attention import (
+        attention_backward_gluon,
+        attention_gluon,
+        attention_triton,
+    )
+    from tilewright.kernels.moe import grouped_gemm_triton
+
+    for tunable in attention_triton.TUNABLES:
+        monkeypatch.setattr(tunable, "_chosen", {})
+    monkeypatch.setattr(tuning, "_arch", lambda device: 10 * capability[0] + capability[1])
+    monkeypatch.setattr(attention_triton, "large_shared_memory", lambda device: True)
+    return launches(
+        monkeypatch,
+        run,
+        {
+            attention_triton: "",
+            attention_gluon: "roles",
+            attention_backward_gluon: "roles",
+            grouped_gemm_triton: "",
+        },
+    )
+
+
+ONE_LOOP = {"_forward", "_backward_q", "_backward_kv"}
+# Calls, and the words of `explain` on a device of 9.0 about kernels of FlashAttention 2's class
+# that they are given there: shape's width, or widths of keys and of values; options.
+SLOW_CALLS = {
+    "plain": (128, {}, None),
+    "packed": (128, {"packed": True}, None),
+    "window": (128, {"window": 40}, None),
+    "sinks": (128, {"sinks": True}, None),
+    "sinks, window": (64, {"sinks": True, "window": 40}, "forward of windows in rows of up to 64"),
+    "a prefix's keys": (128, {"keys": 200}, None),
+    "softcap": (128, {"softcap": 30.0}, "the backward of a softcap"),
+    "softcap, rows of 64": (64, {"softcap": 30.0}, "the backward of a softcap"),
+    "latent": ((192, 128), {}, "and of latent attention (192 and 128)"),
+    "latent, packed": ((192, 128), {"packed": True}, "and of latent attention (192 and 128)"),
+    "dropout": (128, {"dropout_p": 0.1, "seed": 1}, "dropout"),
+    "narrow values": ((128, 64), {}, "narrower or wider than keys"),
+    "wide values": ((96, 128), {}, "narrower or wider than keys"),
+    "wide, sinks": (256, {"sinks": True}, "wider rows"),
+    "wide": (256, {}, "dense attention is cuDNN's"),
+    "wide, packed": (256, {"packed": True}, "documents and windows are FlashAttention 2's"),
+    "odd": (100, {}, "widths that are no multiple of 8"),
+    "512": (512, {}, "rows of more than 256 elements"),
+    "512, sinks": (512, {"sinks": True}, "`auto` then takes eager"),
+}
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("call", SLOW_CALLS)
+def test_no_call_is_given_a_slower_kernel_without_a_sentence(call, capability, monkeypatch):
+    """Where neither FlashAttention 3 nor 4 is installed: what `auto` takes and launches, and what
+    `explain` says of it.
+    """
+    widths, options, said = SLOW_CALLS[call]
+    (wide, value), options = widths if isinstance(widths, tuple) else (widths, widths), {**options}
+    keys, bf16 = options.pop("keys", 96), torch.bfloat16
+    q, k, v = (
+        heads(n, seq, width=width, dtype=bf16).requires_grad_()
+        for n, seq, width in ((4, 96, wide), (2, keys, wide), (2, keys, value))
+    )
+    if options.pop("packed", False):
+        options["cu_seqlens"] = ends(0, 40, 96)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(4)
+    kind = Request(
+        head_dim=wide,
+        value_dim=None if value == wide else value,
+        gradient=True,
+        packed="cu_seqlens" in options,
+        shorter=keys > 96,
+        dropout="seed" in options,
+        **{n: n in options for n in ("window", "softcap", "sinks")},
+    )
+    with monkeypatch.context() as patch:
+        on_cuda(patch, capability)
+        auto = ATTENTION.choose("cuda", bf16, kind)
+        sentences = [r.does for r in explain.rows([ATTENTION], "cuda", bf16) if r.name == auto]
+    if auto == "eager":  # its sentence is that of the last one that refuses
+        sentences = [vendors.sdpa_does("cuda")]
+    [sentence] = sentences
+    if auto == "triton":
+
+        def run():
+            out = attention(q, k, v, implementation="triton", **options)
+            torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
+
+        slow = bool(ONE_LOOP & {*launched(monkeypatch, capability, run)})
+        assert slow == (capability[0] == 10 or said is not None)
+    newest = f"flash_attention_{capability[0] - 6}, which is not installed"
+    if wide <= 256:
+        assert newest in sentence
+    if capability == (9, 0) or auto in ("sdpa", "eager"):
+        assert said is None or said in sentence
+    else:
+        words = {"native": "documents and windows are FlashAttention 2's", "triton": "every call"}
+        assert words[auto] in sentence
+
+
+@pytest.mark.parametrize(
+    "installed, capability, said, unsaid",
+    [
+        (
+            ("flash-attn-4",),
+            (9, 0),
+            "which flash_attention_4 refuses",
+            "warps are specialized for ",
+        ),
+        (("flash-attn-3",), (9, 0), "one loop", "not installed"),
+        (("flash-attn-4",), (10, 0), "one loop", "not installed"),
+        (("flash-attn-3",), (10, 0), "flash_attention_4, which is not installed", "9.0"),
+        (("flash-attn",), (10, 0), "flash_attention_4, which is not installed", "9.0"),
+        ((), (12, 0), "one loop", "not installed"),
+    ],
+)
+def test_explain_names_what_is_not_installed_and_would_be_faster(
+    installed, capability, said, unsaid, monkeypatch
+):
+    on_cuda(monkeypatch, capability, *installed)
+    words = {r.name: r.does or "" for r in explain.rows([ATTENTION], "cuda", torch.bfloat16)}
+    assert said in words["triton"]
+    for name in ("native", "flash_attention_2"):
+        assert unsaid not in words[name]
+        assert ("not installed" in words["triton"]) == ("not installed" in words["native"])
+    if "flash-attn" in installed:
+        assert said in words["flash_attention_2"]
+    on_cuda(monkeypatch, (8, 0))
+    assert not any(r.does for r in explain.rows([ATTENTION], "cuda", torch.bfloat16)[:5])
 
 
 @pytest.mark.parametrize("version", vendors.FLASH)

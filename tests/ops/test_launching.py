@@ -63,8 +63,9 @@ def steps(tokens, dtype=torch.bfloat16):
     qk_norm_rope_triton.backward(q, k, k, qkv, rstd, *prepared[1:])
     for window in (0, 4096):
         variant = Variant(window=window, scale=0.125)
-        out, lse = attention_triton.forward(q, k, k, cu, None, variant, 0)
-        attention_triton.backward(out, q, k, k, out, lse, cu, None, variant, 0)
+        documents = attention_triton.map_documents(cu, T, 128)
+        out, lse = attention_triton.forward(q, k, k, documents, None, variant, 0)
+        attention_triton.backward(out, q, k, k, out, lse, documents, None, variant, 0)
     loss = cross_entropy(
         new(T, H).requires_grad_(), torch.zeros(T, dtype=i64), implementation="triton"
     )

@@ -300,6 +300,9 @@ ATTENDED = {
     "last queries": ((1, 2, 1, 70, 40), {"keys": 300}),
     "wide": ((1, 1, 1, 140, 256), {}),
     "latent": ((1, 2, 1, 150, (192, 128)), {"documents": (0, 20, 150)}),
+    # Columns in part of a box, and blocks before the first key.
+    "latent window": ((1, 1, 1, 130, (160, 96)), {"window": 70}),
+    "latent full": ((1, 1, 1, 70, (136, 72)), {"causal": False}),
 }
 
 
@@ -310,21 +313,24 @@ def attended(name):
     return attention._case(name, *sizes, **options)
 
 
-def apart(driver, launch):
+def apart(driver, launch, D=64, DV=64):
     """Documents share blocks of keys and of queries, and one is NaN."""
     from tilewright.kernels.attention import attention_triton as kernels
 
     tunable = {t.name: t for t in kernels.TUNABLES}[launch]
     config = specialized(tunable)
     g = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 1, 200, 64, generator=g).to(BF16) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(1, 1, 200, width, generator=g).to(BF16) for width in (D, D, DV, DV)
+    )
     bounds, options = torch.tensor([0, 45, 70, 200]), kernels.Variant()
 
     def results():
-        found = kernels.forward(q, k, v, bounds, None, options, 0)
+        documents = kernels.map_documents(bounds, 200, 128)
+        found = kernels.forward(q, k, v, documents, None, options, 0)
         if launch == "attention/forward":
             return found[:1]
-        return kernels.backward(dout, q, k, v, *found, bounds, None, options, 0)[:3]
+        return kernels.backward(dout, q, k, v, *found, documents, None, options, 0)[:3]
 
     with mock.patch.object(tunable, "config", lambda *_: config):
         alone = results()
@@ -834,9 +840,10 @@ def runs():
     for launch in ("attention/forward", "attention/backward_kv"):
         for name in ATTENDED:
             run = alternative, operations()["attention"], attended(name), launch, "ROLES"
-            if launch == "attention/forward" or name not in ("wide", "window", "latent"):
+            if launch == "attention/forward" or name not in ("wide", "window"):
                 found[f"sm_90-{launch} ROLES-{name}"] = 90, *run
         found[f"sm_90-{launch} ROLES-apart"] = 90, apart, launch
+        found[f"sm_90-{launch} ROLES-apart latent"] = 90, apart, launch, 192, 128
     for dtype in (F32, BF16):
         found[f"sm_90-cross_entropy-capped_rows-{short(dtype)}"] = 90, capped_rows, dtype
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
@@ -930,6 +937,7 @@ def runs():
     blocks, in_turn = (
         found[f"sm_90-attention/{launch} ROLES-blocks"][1:] for launch in ("forward", "backward_kv")
     )
+    latent = found["sm_90-attention/backward_kv ROLES-latent"][1:]
     waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
     for name, old, new, test in (
         ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", product),
@@ -952,6 +960,9 @@ def runs():
         ("attention-seen", r"ld\.global\.gpu\.acquire", "ld.global.relaxed.gpu", in_turn),
         ("attention-gradients", r"fence\.proxy\.async\S*;", "", in_turn),
         ("attention-columns", r"(wgmma\.mma_async[^;]*1, 1, )1, 1;", r"\g<1>0, 1;", in_turn),
+        ("attention-latent-written", r"bar\.sync\s+\d+, 256;", "", latent),
+        ("attention-latent-sums", r"(wgmma\.wait_group\S+\s+)2;", r"\g<1>4;", latent),
+        ("attention-latent-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", latent),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test
     fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]

@@ -2,7 +2,8 @@
 launches it in place of `_backward_q` and `_backward_kv` where a configuration says so. Five
 products for a block of queries and one of keys, where those two kernels need seven.
 
-A block has a tile of 128 keys and a query head, and walks the queries that see it, 64 at a time:
+A block has a tile of 128 keys (latent attention's: 64) and a query head, and walks the queries that
+see it, 64 at a time:
 
     loads:           keys and values; per step, queries and gradients into a ring
     differentiates:  eight warps, with 16 keys each; per step, as [keys, queries],
@@ -13,6 +14,11 @@ A block has a tile of 128 keys and a query head, and walks the queries that see 
 
 p and ds are left operands from registers; ds^T is read from shared memory. While the part of dq is
 written there, dk and the next step's s are in flight.
+
+Latent attention (keys of 129 to 192 columns in two parts, values of up to 128): dk and dv of 128
+keys would take 160 registers of a thread, and s and dp 64 more, which leaves no room for operands.
+So a tile has 64 keys, each four warps have half of the columns of every product, p and ds are left
+operands from shared memory, and gradients have one stage: 160 registers, and 218 KiB.
 
 Many blocks add to a row of dq, one after the other, from the last keys that it sees to the first:
 the order is fixed, so that results are deterministic. A counter per block of rows says whose turn
@@ -58,9 +64,7 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a step
-KEYS = 128  # of a tile
 LATE = 2  # heads that are launched together at the end
-_KEYS = gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)  # of queries and gradients, and of parts of dq
 _WARPS = gl.constexpr(8)  # that differentiate
 
@@ -101,24 +105,36 @@ def _await_sums(n):
 
 
 @gluon.jit
-def _turn_of(m, n, step, offset, keys, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def _turn_of(
+    m,
+    n,
+    step,
+    offset,
+    keys,
+    window,
+    KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
     """How many tiles of keys add to dq at rows from m on before that of keys from n on: those of
     later keys, or of earlier ones where rows are walked backwards. A tile of keys sees them as
     `rows_of` says.
     """
-    top = (keys - 1) // _KEYS
+    top = (keys - 1) // KEYS
     if CAUSAL:
-        top = gl.minimum(top, (m + offset + _ROWS - 1) // _KEYS)
+        top = gl.minimum(top, (m + offset + _ROWS - 1) // KEYS)
     bottom = 0
     if WINDOW:
-        bottom = gl.maximum(m + offset - window + 1, 0) // _KEYS
-    return gl.where(step > 0, top - n // _KEYS, n // _KEYS - bottom)
+        bottom = gl.maximum(m + offset - window + 1, 0) // KEYS
+    return gl.where(step > 0, top - n // KEYS, n // KEYS - bottom)
 
 
 @gluon.jit
 def _load(
     q,
+    q_rest,
     k,
+    k_rest,
     v,
     g,
     lse_ptr,
@@ -134,8 +150,10 @@ def _load(
     step,
     steps,
     k_s,
+    k_rest_s,
     v_s,
     q_s,
+    q_rest_s,
     g_s,
     lse_s,
     delta_s,
@@ -144,32 +162,46 @@ def _load(
     q_full,
     g_full,
     empty,
+    g_empty,
     alone,
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
+    REST: gl.constexpr,
 ):
     """One warp. Rows past a tensor's last read zeros."""
+    WIDTH: gl.constexpr = q_s.shape[2]
     r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     cleared = 0
     if steps > 0:
         corner, live = [batch, h // GROUP, begin + n, 0], keys - n
         cleared = load_rows(k, corner, k_s, kv_full, live, alone, cleared, PACKED)
+        if REST:
+            rest = [batch, h // GROUP, begin + n, WIDTH]
+            cleared = load_rows(k_rest, rest, k_rest_s, kv_full, live, alone, cleared, PACKED)
         cleared = load_rows(v, corner, v_s, kv_full, live, alone, cleared, PACKED)
-    stage, phase = 0, 0
+    stage, phase, g_phase = 0, 0, 0
     for _ in range(steps):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         corner, live = [batch, h, begin + m, 0], queries - m
         full = q_full.index(stage)
         cleared = load_rows(q, corner, q_s.index(stage), full, live, alone, cleared, PACKED)
-        full = g_full.index(stage)
-        cleared = load_rows(g, corner, g_s.index(stage), full, live, alone, cleared, PACKED)
+        if REST:
+            rest, to = [batch, h, begin + m, WIDTH], q_rest_s.index(stage)
+            cleared = load_rows(q_rest, rest, to, full, live, alone, cleared, PACKED)
+        g_stage = stage
+        if REST:
+            g_stage = 0
+            mbarrier.wait(g_empty, g_phase ^ 1)
+            g_phase ^= 1
+        full = g_full.index(g_stage)
+        cleared = load_rows(g, corner, g_s.index(g_stage), full, live, alone, cleared, PACKED)
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
         delta = gl.load(delta_ptr + m + r, mask=r < live, other=0.0)
         lse_s.index(stage).store(power_of(lse))
         at_s.index(stage).store(m + offset + r)
         mbarrier.arrive(q_full.index(stage))
         delta_s.index(stage).store(delta)
-        mbarrier.arrive(g_full.index(stage))
+        mbarrier.arrive(g_full.index(g_stage))
         stage, phase = advance(stage, phase, _STAGES)
         m += step
 
@@ -182,22 +214,31 @@ def _add(
     WINDOW: gl.constexpr,
     EMPTY: gl.constexpr,
     ADDERS: gl.constexpr,
+    KEYS: gl.constexpr,
+    REST: gl.constexpr,
 ):
     """Warp W of ADDERS, each of which adds the part of one of ADDERS steps. Rows of another
     document get zeros, and those past the tensor's last nothing.
     """
     total, turn_ptr, batch, h, begin, n, offset, keys, window, m, step, steps = given[:12]
-    dq_s, dq_full, dq_empty = given[12:]
+    dq_s, dq_full, dq_empty, total_rest, dq_rest_s = given[12:]
+    WIDTH: gl.constexpr = dq_s.shape[2]
     for at in range(W, steps if W < ADDERS else W, ADDERS):
         stage, row = at % _STAGES, m + at * step
         mbarrier.wait(dq_full.index(stage), at // _STAGES & 1)
         here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + row, 0]
-        turn = _turn_of(row, n, step, offset, keys, window, CAUSAL, WINDOW)
+        turn = _turn_of(row, n, step, offset, keys, window, KEYS, CAUSAL, WINDOW)
         _await_turn(turn_ptr + row, turn)
         if EMPTY and turn == 0:
             tma_store(total, corner, here)
+            if REST:
+                there = dq_rest_s.index(stage).reshape(total_rest.block_shape)
+                tma_store(total_rest, [batch, h, begin + row, WIDTH], there)
         else:
             tma_add(total, corner, here)
+            if REST:
+                there = dq_rest_s.index(stage).reshape(total_rest.block_shape)
+                tma_add(total_rest, [batch, h, begin + row, WIDTH], there)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(stage))
         _await_sums(row)
@@ -216,12 +257,16 @@ def _store(t, to_ptr, stride, first, end, D: gl.constexpr):
 
 
 @gluon.jit
-def _add_head(t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr):
-    """Adds a query head's part of a tile to earlier heads', and keeps the sum for later ones."""
+def _add_head(
+    t, sum_ptr, first, end, turn, GROUP: gl.constexpr, D: gl.constexpr, ROW: gl.constexpr
+):
+    """Adds a query head's part of a tile of D columns to earlier heads', and keeps the sum for
+    later ones.   ROW: columns of all parts.
+    """
     LAYOUT: gl.constexpr = t.type.layout
     r = first + gl.arange(0, t.shape[0], gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, t.shape[1], gl.SliceLayout(0, LAYOUT))
-    at = sum_ptr + r.to(gl.int64)[:, None] * D + d[None, :]
+    at = sum_ptr + r.to(gl.int64)[:, None] * ROW + d[None, :]
     mask = (r < end)[:, None] & (d < D)[None, :]
     t += gl.load(at, mask=mask & (turn > 0), other=0.0)
     gl.store(at, t, mask=mask & (turn < GROUP - 1))
@@ -291,6 +336,7 @@ def _differentiate(
         dq_full,
         dq_empty,
     ) = shared
+    KEYS: gl.constexpr = k_s.shape[0]
     WIDTH: gl.constexpr = k_s.shape[1]
     DTYPE: gl.constexpr = k_s.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, _ROWS, 16])
@@ -298,11 +344,11 @@ def _differentiate(
     # Half of the columns by each four warps.
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, WIDTH // 2, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    j = n + gl.arange(0, _KEYS, gl.SliceLayout(1, LAYOUT))
-    dk = gl.zeros([_KEYS, WIDTH], gl.float32, SUMS)
-    dv = gl.zeros([_KEYS, WIDTH], gl.float32, SUMS)
+    j = n + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, SUMS)
+    dv = gl.zeros([KEYS, WIDTH], gl.float32, SUMS)
     # Of products that begin anew: not carried by the loop, which would cost their registers.
-    none = gl.zeros([_KEYS, _ROWS], gl.float32, LAYOUT)
+    none = gl.zeros([KEYS, _ROWS], gl.float32, LAYOUT)
     none_of = gl.zeros([_ROWS, WIDTH], gl.float32, PART)
     if steps > 0:
         mbarrier.wait(kv_full, 0)
@@ -316,9 +362,9 @@ def _differentiate(
         s = warpgroup_mma_wait(1, deps=[s])
         l, slope = logits(s, scale, cap, SOFTCAP)
         p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
-        edge = n + _KEYS > keys
+        edge = n + KEYS > keys
         if CAUSAL:
-            edge = edge | (ahead < _KEYS - 1)
+            edge = edge | (ahead < KEYS - 1)
         if WINDOW:
             edge = edge | (ahead + _ROWS > window)
         if edge:
@@ -361,8 +407,8 @@ def _differentiate(
             key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
             counter_ptr = key_turn_ptr + key_at + n
             _await_turn(counter_ptr, turn)
-            dk = _add_head(dk, dk_sum_ptr + key_at * D, n, keys, turn, GROUP, D)
-            dv = _add_head(dv, dv_sum_ptr + key_at * D, n, keys, turn, GROUP, D)
+            dk = _add_head(dk, dk_sum_ptr + key_at * D, n, keys, turn, GROUP, D, D)
+            dv = _add_head(dv, dv_sum_ptr + key_at * D, n, keys, turn, GROUP, D, D)
             _end_turn(counter_ptr)
         if GROUP == 1 or turn == GROUP - 1:
             dk_at = b * dk_batch + kv * dk_head + start * dk_row
@@ -371,15 +417,167 @@ def _differentiate(
             _store(dv, dv_ptr + dv_at, dv_row, n, keys, D)
 
 
+@gluon.jit
+def _differentiate_parts(
+    shared,
+    parts,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    PACKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """`_differentiate` of keys in two parts. Every product's columns are divided among four warps
+    and four, so that no left operand is in registers.
+    """
+    (
+        dk_ptr,
+        dk_batch,
+        dk_head,
+        dk_row,
+        dv_ptr,
+        dv_batch,
+        dv_head,
+        dv_row,
+        dk_sum_ptr,
+        dv_sum_ptr,
+        key_turn_ptr,
+        Sk,
+        batch,
+        h,
+        begin,
+        n,
+        queries,
+        keys,
+        window,
+        scale,
+        cap,
+        ahead,
+        step,
+        steps,
+        there,
+        k_s,
+        v_s,
+        q_s,
+        g_s,
+        lse_s,
+        delta_s,
+        at_s,
+        ds_s,
+        dq_s,
+        kv_full,
+        q_full,
+        g_full,
+        empty,
+        dq_full,
+        dq_empty,
+    ) = shared
+    k_rest_s, q_rest_s, dq_rest_s, p_s, g_empty = parts
+    KEYS: gl.constexpr = k_s.shape[0]
+    WIDTH: gl.constexpr = k_s.shape[1]
+    REST: gl.constexpr = k_rest_s.shape[1]
+    DTYPE: gl.constexpr = k_s.dtype
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, _ROWS // 2, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, WIDTH // 2, 16])
+    RESTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, REST // 2, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    j = n + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    dk = gl.zeros([KEYS, WIDTH], gl.float32, SUMS)
+    dk_rest = gl.zeros([KEYS, REST], gl.float32, RESTS)
+    dv = gl.zeros([KEYS, WIDTH], gl.float32, SUMS)
+    none = gl.zeros([KEYS, _ROWS], gl.float32, LAYOUT)
+    none_of = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
+    none_of_rest = gl.zeros([_ROWS, REST], gl.float32, RESTS)
+    if steps > 0:
+        mbarrier.wait(kv_full, 0)
+    stage, phase, g_phase = 0, 0, 0
+    for _ in range(steps):
+        q, q_rest, g = q_s.index(stage), q_rest_s.index(stage), g_s.index(0)
+        mbarrier.wait(q_full.index(stage), phase)
+        s = warpgroup_mma(k_s, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma(k_rest_s, q_rest.permute((1, 0)), s, is_async=True)
+        mbarrier.wait(g_full.index(0), g_phase)
+        dp = warpgroup_mma(v_s, g.permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        l, _ = logits(s, scale, cap, False)
+        p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
+        edge = n + KEYS > keys
+        if CAUSAL:
+            edge = edge | (ahead < KEYS - 1)
+        if WINDOW:
+            edge = edge | (ahead + _ROWS > window)
+        if edge:
+            at = at_s.index(stage).load(COLUMN)
+            mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
+            p = gl.where(mask, p, 0.0)
+        p_s.store(p.to(DTYPE))
+        fence_async_shared()
+        thread_barrier()
+        dv = warpgroup_mma(p_s, g, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds_s.store((p * (dp - delta_s.index(stage).load(COLUMN)[None, :])).to(DTYPE))
+        fence_async_shared()
+        thread_barrier()
+        ds = ds_s.permute((1, 0))
+        dq = warpgroup_mma(ds, k_s, none_of, use_acc=False, is_async=True)
+        dq_rest = warpgroup_mma(ds, k_rest_s, none_of_rest, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds_s, q, dk, is_async=True)
+        dk_rest = warpgroup_mma(ds_s, q_rest, dk_rest, is_async=True)
+        dq, dq_rest, dv = warpgroup_mma_wait(2, deps=[dq, dq_rest, dv])
+        if PACKED and queries - n - ahead < _ROWS:
+            # Added to the next document's rows: 0 times a NaN of this one's would be NaN.
+            r = n + ahead + gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
+            dq = gl.where((r < queries)[:, None], dq, 0.0)
+            r = n + ahead + gl.arange(0, _ROWS, gl.SliceLayout(1, RESTS))
+            dq_rest = gl.where((r < queries)[:, None], dq_rest, 0.0)
+        mbarrier.wait(dq_empty.index(stage), phase ^ 1)
+        dq_s.index(stage).store(dq)
+        dq_rest_s.index(stage).store(dq_rest)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(g_empty)
+        mbarrier.arrive(dq_full.index(stage))
+        dk, dk_rest = warpgroup_mma_wait(0, deps=[dk, dk_rest])
+        mbarrier.arrive(empty.index(stage))
+        stage, phase = advance(stage, phase, _STAGES)
+        g_phase ^= 1
+        ahead += step
+    if there:
+        dk *= scale
+        dk_rest *= scale
+        h = _here(h)
+        b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
+        start = begin.to(gl.int64)
+        if GROUP > 1:
+            key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
+            counter_ptr = key_turn_ptr + key_at + n
+            _await_turn(counter_ptr, turn)
+            sum_ptr = dk_sum_ptr + key_at * D
+            dk = _add_head(dk, sum_ptr, n, keys, turn, GROUP, WIDTH, D)
+            dk_rest = _add_head(dk_rest, sum_ptr + WIDTH, n, keys, turn, GROUP, D - WIDTH, D)
+            dv = _add_head(dv, dv_sum_ptr + key_at * DV, n, keys, turn, GROUP, DV, DV)
+            _end_turn(counter_ptr)
+        if GROUP == 1 or turn == GROUP - 1:
+            to = dk_ptr + b * dk_batch + kv * dk_head + start * dk_row
+            _store(dk, to, dk_row, n, keys, WIDTH)
+            _store(dk_rest, to + WIDTH, dk_row, n, keys, D - WIDTH)
+            dv_at = b * dv_batch + kv * dv_head + start * dv_row
+            _store(dv, dv_ptr + dv_at, dv_row, n, keys, DV)
+
+
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
 def _backward(
     q,
+    q_rest,
     k,
+    k_rest,
     v,
     g,
     lse_ptr,
     delta_ptr,
     part,
+    part_rest,
     row_turn_ptr,
     dk_ptr,
     dv_ptr,
@@ -404,6 +602,8 @@ def _backward(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     WIDTH: gl.constexpr,
+    REST: gl.constexpr,
+    DV: gl.constexpr,
     PACKED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -412,37 +612,50 @@ def _backward(
     LATE: gl.constexpr,
     ADDERS: gl.constexpr,
 ):
-    """q, k, v, g: descriptors [batch, heads, positions, D].   part: one as q's, of dq without the
-    scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
-    dk_sum, dv_sum: float32 [B, Hk, Sk, D].   row_turn, key_turn: int32 [B, Hq, S] and
+    """q, k, v, g: descriptors [batch, heads, positions, D or DV].   part: one as q's, of dq without
+    the scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
+    q_rest, k_rest, part_rest: of the REST columns that follow WIDTH, or None.
+    dk_sum, dv_sum: float32 [B, Hk, Sk, D or DV].   row_turn, key_turn: int32 [B, Hq, S] and
     [B, Hk, Sk], zeros.
     LATE: so many last heads are launched together, the first keys first.
     """
-    k_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
-    v_s = stages(q.dtype, 1, _KEYS, WIDTH).index(0)
-    q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, _STAGES, _ROWS, WIDTH)
-    ds_s = stages(q.dtype, 1, _KEYS, _ROWS).index(0)
+    KEYS: gl.constexpr = k.block_shape[2]
+    G_STAGES: gl.constexpr = 1 if REST else _STAGES
+    k_s = stages(q.dtype, 1, KEYS, WIDTH).index(0)
+    v_s = stages(q.dtype, 1, KEYS, WIDTH).index(0)
+    q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, G_STAGES, _ROWS, WIDTH)
+    ds_s = stages(q.dtype, 1, KEYS, _ROWS).index(0)
     dq_s = stages(gl.float32, _STAGES, _ROWS, WIDTH)
+    k_rest_s, q_rest_s, dq_rest_s, p_s = k_s, q_s, dq_s, ds_s  # not used
+    if REST:
+        k_rest_s = stages(q.dtype, 1, KEYS, REST).index(0)
+        q_rest_s = stages(q.dtype, _STAGES, _ROWS, REST)
+        dq_rest_s = stages(gl.float32, _STAGES, _ROWS, REST)
+        p_s = stages(q.dtype, 1, KEYS, _ROWS).index(0)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     at_s = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], LINE)
-    q_full, g_full, empty = barriers(_STAGES, 2), barriers(_STAGES, 2), barriers(_STAGES, 1)
-    kv_full, alone = barriers(1, 2), barriers(1, 1)
+    MORE: gl.constexpr = 1 if REST else 0
+    q_full, g_full, empty = barriers(_STAGES, 2 + MORE), barriers(G_STAGES, 2), barriers(_STAGES, 1)
+    kv_full, alone = barriers(1, 2 + MORE), barriers(1, 1)
     dq_full, dq_empty = barriers(_STAGES, 1), barriers(_STAGES, 1)
+    g_empty = alone  # not used
+    if REST:
+        g_empty = barriers(1, 1)
     # The last keys of a document first; those of a head before the next head's. Of the last heads
     # those with the most queries first, so that all SMs end at a time.
     t, h, late = launched(LATE)
     t = gl.where(late, t, gl.num_programs(0) - 1 - t)
     there, batch, n, begin, queries, keys = place(
-        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, _KEYS, PACKED
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, KEYS, PACKED
     )
     # Packed documents have no offset, and other tiles are all there: constants take no registers.
     if PACKED:
         offset = 0
     else:
         there = t == t
-    low, high = rows_of(n, n + _KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
+    low, high = rows_of(n, n + KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
     m = gl.where(late, low + (steps - 1) * _ROWS, low)
     step = gl.where(late, -_ROWS, _ROWS)
@@ -505,15 +718,22 @@ def _backward(
         dq_s,
         dq_full,
         dq_empty,
+        part_rest,
+        dq_rest_s,
     )
+    parts = k_rest_s, q_rest_s, dq_rest_s, p_s, g_empty.index(0)
     gl.warp_specialize(
         [
-            (_differentiate, (shared, GROUP, D, PACKED, CAUSAL, WINDOW, SOFTCAP)),
+            (_differentiate_parts, (shared, parts, GROUP, D, DV, PACKED, CAUSAL, WINDOW))
+            if REST
+            else (_differentiate, (shared, GROUP, D, PACKED, CAUSAL, WINDOW, SOFTCAP)),
             (
                 _load,
                 (
                     q,
+                    q_rest,
                     k,
+                    k_rest,
                     v,
                     g,
                     lse_ptr + row_at,
@@ -529,8 +749,10 @@ def _backward(
                     step,
                     steps,
                     k_s,
+                    k_rest_s,
                     v_s,
                     q_s,
+                    q_rest_s,
                     g_s,
                     lse_s,
                     delta_s,
@@ -539,24 +761,31 @@ def _backward(
                     q_full,
                     g_full,
                     empty,
+                    g_empty.index(0),
                     alone.index(0),
                     GROUP,
                     PACKED,
+                    REST,
                 ),
             ),
-            (_add, (adds, 0, CAUSAL, WINDOW, EMPTY, ADDERS)),
-            (_add, (adds, 1, CAUSAL, WINDOW, EMPTY, ADDERS)),
+            (_add, (adds, 0, CAUSAL, WINDOW, EMPTY, ADDERS, KEYS, REST)),
+            (_add, (adds, 1, CAUSAL, WINDOW, EMPTY, ADDERS, KEYS, REST)),
         ],
         [1, 1, 1],
         [ONE_WARP, ONE_WARP, ONE_WARP],
     )
 
 
-def _ways(heads: int, seen: bool) -> dict:
+def keys_of(constants: dict) -> int:
+    """Keys of a tile."""
+    return 64 if constants["REST"] else 128
+
+
+def _ways(heads: int, seen: bool, constants: dict) -> dict:
     """The kernel's last constants.   seen: as `_all_seen`."""
     # An addition takes about as long as a step, so that two warps share them. Triton 3.9 holds a
-    # few thread indices more, which leave no registers for two.
-    adders = 2 if older_triton() else 1
+    # few thread indices more, which leave no registers for two beside 128 keys.
+    adders = 2 if older_triton() or constants["REST"] else 1
     return {"EMPTY": seen, "LATE": min(LATE, heads), "ADDERS": adders}
 
 
@@ -573,23 +802,27 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
     numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
     """
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
-    (B, Hq, S), (Hk, Sk), width = q.shape[:3], k.shape[1:3], constants["WIDTH"]
-    ways = _ways(Hq, _all_seen(constants, numbers[3]))
+    (B, Hq, S), (Hk, Sk) = q.shape[:3], k.shape[1:3]
+    width, rest, keys = constants["WIDTH"], constants["REST"], keys_of(constants)
+    ways = _ways(Hq, _all_seen(constants, numbers[3]), constants)
     part = (q.new_empty if ways["EMPTY"] else q.new_zeros)(q.shape, dtype=torch.float32)
     turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
     shared = Hq > Hk
-    sums = [lse.new_empty(k.shape) if shared else None for _ in range(2)]
-    rows, tile = [1, 1, _ROWS.value, width], [1, 1, KEYS, width]
+    sums = [lse.new_empty(t.shape) if shared else None for t in (k, v)]
+    rows, tile = [1, 1, _ROWS.value, width], [1, 1, keys, width]
     launch(
         _backward,
         grid,
         descriptor(q, rows),
+        descriptor(q, [*rows[:3], rest]) if rest else None,
         descriptor(k, tile),
+        descriptor(k, [*tile[:3], rest]) if rest else None,
         descriptor(v, tile),
         descriptor(dout, rows),
         lse,
         delta,
         descriptor(part, rows),
+        descriptor(part, [*rows[:3], rest]) if rest else None,
         turns[: B * Hq * S],
         dk,
         dv,
@@ -609,16 +842,28 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
 
 def fits(constants: dict) -> bool:
     """Whether it computes this without spilling registers."""
-    width = constants["WIDTH"]
-    one = not constants["REST"] and constants["DV"] == constants["D"]
-    return one and width <= 128 and not (width > 64 and constants["SOFTCAP"])
+    width, capped = constants["WIDTH"], constants["SOFTCAP"]
+    if constants["REST"]:
+        return not capped
+    return constants["DV"] == constants["D"] and width <= (64 if capped else 128)
 
 
 def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
     """pointers, constants: as attention_triton's."""
     t, shared = pointers["*"], constants["GROUP"] > 1
-    rows = 1, 1, _ROWS.value, constants["WIDTH"]
-    tile = descriptor_type(t, 1, 1, KEYS, constants["WIDTH"])
+    width, rest, keys = constants["WIDTH"], constants["REST"], keys_of(constants)
+    rows = 1, 1, _ROWS.value
+    described = {
+        **dict.fromkeys("qg", descriptor_type(t, *rows, width)),
+        **dict.fromkeys("kv", descriptor_type(t, 1, 1, keys, width)),
+        "part": descriptor_type("fp32", *rows, width),
+    }
+    if rest:
+        described["q_rest"] = descriptor_type(t, *rows, rest)
+        described["k_rest"] = descriptor_type(t, 1, 1, keys, rest)
+        described["part_rest"] = descriptor_type("fp32", *rows, rest)
+    else:
+        constants = {**constants, "q_rest": None, "k_rest": None, "part_rest": None}
     return KernelSpec.of(
         _backward,
         label,
@@ -629,14 +874,8 @@ def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, **_ways(LATE, _all_seen(constants, 0)), "num_warps": _WARPS.value},
-        {
-            **dict.fromkeys("qg", descriptor_type(t, *rows)),
-            **dict.fromkeys("kv", tile),
-            "part": descriptor_type("fp32", *rows),
-            "scale": "fp32",
-            "cap": "fp32",
-        },
+        {**constants, **_ways(LATE, _all_seen(constants, 0), constants), "num_warps": _WARPS.value},
+        {**described, "scale": "fp32", "cap": "fp32"},
         divisible=tuple(f"{t}_{of}" for t in ("dk", "dv") for of in ("batch", "head", "row")),
         # TMA reads the operands; sums are added and stored in pairs, as wgmma holds them.
         load=64,

@@ -5,7 +5,7 @@ FlashAttention-2's (arXiv:2307.08691).
 A tile is a block of rows of one document and one head. It loops over the keys that its rows may
 see: those of its document, with CAUSAL up to the last row, with a window from the first row's on.
 Blocks of keys that every row sees are not masked. Document bounds are read from cu_seqlens on the
-device (`tile_map`), so no launch waits for it. No tile has rows of two documents: another
+device (`map_documents`), so no launch waits for it. No tile has rows of two documents: another
 document's values, including NaN, are never read.
 
     _forward       out and the log-sum-exp per row, one tile of queries at a time.
@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from tilewright.core.layout import last_contiguous
+from tilewright.kernels.attention import operators
 from tilewright.kernels.attention.operators import (
     Variant,
     attend,
@@ -39,7 +40,8 @@ from tilewright.kernels.attention.operators import (
 from tilewright.kernels.device import dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.moe.grouped_gemm_triton import tile_map
+from tilewright.kernels.moe.grouped_gemm_triton import TILE_BLOCK, write_tiles
+from tilewright.kernels.moe.operators import MAP_ROWS, map_size
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -1045,12 +1047,67 @@ def _round(
 # ---- launches
 
 
-def _tiles(cu_seqlens, batch, rows, block):
-    """The tile map, its capacity, and the number of tiles to launch."""
-    if cu_seqlens is None:
-        return None, 0, batch * cdiv(rows, block)
-    tiles = tile_map(cu_seqlens[1:].to(torch.int32), rows, block)
-    return tiles, tiles.shape[0] // 3, tiles.shape[0] // 3
+@triton.jit(do_not_specialize=["E", "R", "capacity", "length"])
+def _map_documents(
+    cu_ptr,
+    bounds_ptr,
+    tiles_ptr,
+    E,
+    R,
+    capacity,
+    length,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """A program for each document, and one for rows past the last: the map of tiles, and a copy of
+    the bounds. What is not used is 0, since an operator's result is a function of its arguments.
+    """
+    e = tl.program_id(0)
+    count = write_tiles(e, cu_ptr + 1, tiles_ptr, E, R, capacity, BLOCK_M, BLOCK, DOCUMENTS)
+    if e == E:
+        i = tl.arange(0, DOCUMENTS)
+        bounds = tl.load(cu_ptr + i, mask=i <= E, other=0)
+        tl.store(bounds_ptr + i, bounds, mask=i < (E + 2) // 2 * 2)
+        t, none = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.int32)
+        for j in range(count, capacity, BLOCK):
+            to, mask = tiles_ptr + j + t, j + t < capacity
+            tl.store(to, none, mask=mask)
+            tl.store(to + capacity, none, mask=mask)
+            tl.store(to + 2 * capacity, none, mask=mask)
+        for j in range(3 * capacity + 1, length, BLOCK):
+            tl.store(tiles_ptr + j + t, none, mask=j + t < length)
+
+
+def map_documents(cu_seqlens, rows, block):
+    found = operators.map_documents(cu_seqlens, rows, block)
+    E = cu_seqlens.shape[0] - 1
+    bounds, tiles, capacity = _parts(found, rows, block)
+    sizes = E, rows, capacity, tiles.shape[0]
+    constants = {"BLOCK_M": block, "BLOCK": TILE_BLOCK, "DOCUMENTS": next_power_of_2(E + 2)}
+    launch(_map_documents, (E + 1,), cu_seqlens, bounds, tiles, *sizes, **constants)
+    return found
+
+
+def _parts(
+    documents: torch.Tensor, rows: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The bounds and what fills 16 bytes with the last, the map of tiles, and its capacity."""
+    E, flat = documents.shape[1] - 1, documents.view(-1)
+    tiles = flat[(E + 2) // 2 * 2 :].view(torch.int32)
+    return flat[: (E + 2) // 2 * 2], tiles, map_size(rows, E, block) // 3
+
+
+def _tiles(documents, batch, rows, block):
+    """The bounds of documents, the map of their tiles, its capacity, and the number of tiles to
+    launch.
+    """
+    if documents is None:
+        return None, None, 0, batch * cdiv(rows, block)
+    if block != MAP_ROWS:
+        documents = map_documents(documents[0], rows, block)
+    bounds, tiles, capacity = _parts(documents, rows, block)
+    return bounds, tiles, capacity, capacity
 
 
 class _Problem(NamedTuple):
@@ -1059,7 +1116,7 @@ class _Problem(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    cu_seqlens: torch.Tensor | None
+    documents: torch.Tensor | None
     variant: Variant
     offset: int
 
@@ -1115,11 +1172,11 @@ def _numbers(problem: _Problem, capacity: int) -> tuple:
 
 def _constants(problem: _Problem) -> dict:
     """A kernel's constants from GROUP to DROPOUT."""
-    q, k, v, cu_seqlens, (causal, window, softcap, _, dropout), _ = problem
+    q, k, v, documents, (causal, window, softcap, _, dropout), _ = problem
     return {
         "GROUP": q.shape[1] // k.shape[1],
         **_Widths.of(q.shape[3], v.shape[3])._asdict(),
-        "PACKED": cu_seqlens is not None,
+        "PACKED": documents is not None,
         "CAUSAL": causal,
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
@@ -1161,19 +1218,19 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
 
     c = dict(_config(tunable, problem, specialized))
     roles = c.pop("ROLES", False)
-    tiles, capacity, count = _tiles(problem.cu_seqlens, B, rows, c[block])
+    bounds, tiles, capacity, count = _tiles(problem.documents, B, rows, c[block])
     numbers = _numbers(problem, capacity)
     if roles:
         from tilewright.kernels.attention.attention_gluon import forward
 
-        forward((*tensors, tiles, problem.cu_seqlens), numbers, constants, c, (count, H))
+        forward((*tensors, tiles, bounds), numbers, constants, c, (count, H))
         return
     launch(
         kernel,
         (count, H),
         *tensors,
         tiles,
-        problem.cu_seqlens,
+        bounds,
         *numbers,
         *problem.variant.dropout,
         *[n for t in strided for n in t.stride()[:3]],
@@ -1196,28 +1253,28 @@ def by_tma(*tensors: torch.Tensor) -> bool:
     )
 
 
-def forward(q, k, v, cu_seqlens, sinks, variant, offset):
+def forward(q, k, v, documents, sinks, variant, offset):
     q, k, v = map(last_contiguous, (q, k, v))
-    found = attend(q, k, v, cu_seqlens, sinks, variant, offset)
+    found = attend(q, k, v, documents, sinks, variant, offset)
     if found.lse.numel():
-        problem = _Problem(q, k, v, cu_seqlens, variant, offset)
+        problem = _Problem(q, k, v, documents, variant, offset)
         logits = None if sinks is None else sinks.float().contiguous()
         tensors, strided = (q, k, v, logits, *found), (q, k, v, found.out)
         _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, strided, SINKS=sinks is not None)
     return found
 
 
-def backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
+def backward(dout, q, k, v, out, lse, documents, sinks, variant, offset):
     dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
-    found = attend_backward(dout, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
+    found = attend_backward(dout, q, k, v, out, lse, documents, sinks, variant, offset)
     dq, dk, dv, dsinks = found
     lse = lse.float().contiguous()
-    problem = _Problem(q, k, v, cu_seqlens, variant, offset)
+    problem = _Problem(q, k, v, documents, variant, offset)
     inputs = dout, q, k, v
     if _config(BACKWARD_KV, problem, lambda: _in_one(problem, inputs)).get("ROLES"):
         delta = _together(problem, inputs, out, lse, found)
     else:
-        delta = torch.zeros_like(lse)
+        delta = torch.empty_like(lse)
         if lse.numel():
             tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
             _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors, strided)
@@ -1246,15 +1303,17 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
 
     (dout, q, k, v), (dq, dk, dv, _) = inputs, found
     (B, Hq, S, D), Sk, constants = q.shape, k.shape[2], _constants(problem)
-    rows = {"D": D, "WIDTH": constants["WIDTH"], "ROWS": _FEW_ROWS, "num_warps": 4}
+    rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
+    values = {**rows, "D": constants["DV"], "WIDTH": constants["WIDTH_V"]}
+    keys = {**rows, "D": D, "WIDTH": next_power_of_2(max(16, D))}
     grid = cdiv(S, _FEW_ROWS), Hq, B
     delta = torch.empty_like(lse)
-    launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **rows)
-    tiles, capacity, count = _tiles(problem.cu_seqlens, B, Sk, gluon.KEYS)
+    launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **values)
+    bounds, tiles, capacity, count = _tiles(problem.documents, B, Sk, gluon.keys_of(constants))
     numbers = _numbers(problem, capacity)
-    tensors = dout, q, k, v, lse, delta, dk, dv, tiles, problem.cu_seqlens
+    tensors = dout, q, k, v, lse, delta, dk, dv, tiles, bounds
     total = gluon.backward(tensors, numbers, constants, (count, Hq))
-    launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **rows)
+    launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **keys)
     return delta
 
 
@@ -1314,7 +1373,7 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
 
 
 # ROLES: one kernel for all gradients, by specialized warps (attention_backward_gluon.py), where TMA
-# reads the operands. Its tiles are 128 keys and 64 queries, in two stages.
+# reads the operands. Its tiles are 128 keys (64 in two parts) and 64 queries, in two stages.
 _BACKWARD_NAMES = ("BLOCK_N", "BLOCK_M", "num_warps", "num_stages", "ROLES")
 _BACKWARD_ROLES = dict(zip(_BACKWARD_NAMES, (128, 64, 4, 2, True), strict=True))
 
@@ -1347,8 +1406,8 @@ def _backward_kv_hopper(width: int, itemsize: int, large: bool, capped: bool) ->
 def _backward_kv_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
     configs = _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M")(width, itemsize, large, capped)
     found = [{**c, "ROLES": False} for c in configs]
-    # Wider rows, or the slope of a cap, exceed the registers.
-    fits = width <= (64 if capped else 128)
+    # Wider rows in one part, or the slope of a cap, exceed the registers.
+    fits = width <= (64 if capped else 192)
     return [*found, _BACKWARD_ROLES] if itemsize == 2 and large and fits else found
 
 
@@ -1565,22 +1624,37 @@ def gate() -> list[KernelSpec]:
         FORWARD.named((w, 2, True, capped)) for w, capped in kinds if (w, capped) != (192, True)
     ]
     found = [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]
-    keys = [FORWARD.named(key) for key in ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0))]
+    kinds = ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0), (192, 2, True, 0))
+    keys = [FORWARD.named(key) for key in kinds]
     found += [spec for key in keys for spec in BACKWARD_KV.specs(key, _BACKWARD_ROLES)]
-    rows = {"D": 128, "WIDTH": 128, "ROWS": _FEW_ROWS, "num_warps": 4}
+    found.append(
+        KernelSpec.of(
+            _map_documents,
+            "documents",
+            {"cu": "i64", "bounds": "i64", "tiles": "i32"},
+            {"BLOCK_M": MAP_ROWS, "BLOCK": TILE_BLOCK, "DOCUMENTS": 256},
+            load=32,
+            store=32,
+        )
+    )
+    rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
     strides = [f"{t}_{of}" for t in ("g", "o", "dq") for of in ("batch", "head", "row")]
     types = {"*": "bf16", "delta": "fp32", "total": "fp32"}
-    for kernel, label in ((_delta, "delta"), (_round, "round")):
+    for kernel, label, width in (
+        (_delta, "delta", 128),
+        (_round, "round", 128),
+        (_round, "round", 192),
+    ):
         found.append(
             KernelSpec.of(
                 kernel,
-                label,
+                label if width == 128 else f"{label} D={width}",
                 types,
-                rows,
+                {**rows, "D": width, "WIDTH": next_power_of_2(width)},
                 {"scale": "fp32"},
                 divisible=tuple(n for n in strides if n in kernel.arg_names),
                 store=32 if kernel is _delta else 128,  # a number for each row
-                elements=_FEW_ROWS * 128,
+                elements=_FEW_ROWS * next_power_of_2(width),
             )
         )
     return found

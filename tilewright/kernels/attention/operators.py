@@ -2,8 +2,10 @@
 
 B = batch, Hq / Hk = query / key heads, S / Sk = query / key positions, D / Dv = the width of a
 query's or key's / a value's head. q is [B, Hq, S, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], out and
-dout [B, Hq, S, Dv], sinks [Hq]. cu_seqlens are the bounds of packed
-documents, int64, with B = 1. offset is the position of the first query minus that of the first key.
+dout [B, Hq, S, Dv], sinks [Hq]. cu_seqlens are the bounds of packed documents, int64 [n + 1], with
+B = 1; of Triton's launchers, what `map_documents` makes of them, so that a call's forward and
+backward share a map of tiles. offset is the position of the first query minus that of the first
+key.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright.core.library import declare
+from tilewright.kernels.moe.operators import map_size
 
 
 class Dropout(NamedTuple):
@@ -53,6 +56,16 @@ class Gradients(NamedTuple):
     dk: torch.Tensor
     dv: torch.Tensor
     dsinks: torch.Tensor | None
+
+
+@declare
+def map_documents(cu_seqlens: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+    """int64 [.., n + 1]: the bounds of documents first, then, as int32 and at a multiple of 16
+    bytes, the map of their tiles of `block` rows (`grouped_gemm_triton.write_tiles`).
+    """
+    bounds = cu_seqlens.shape[0]
+    longs = map_size(rows, bounds - 1, block) // 2 + 2
+    return cu_seqlens.new_empty((1 + (longs + bounds - 1) // bounds, bounds))
 
 
 @declare

@@ -51,14 +51,15 @@ from tilewright.kernels.tuning import Tunable
 
 # What _gemm computes from a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
-_TILE_BLOCK = 128  # tiles that a program of _map_tiles writes at a time
+TILE_BLOCK = 128  # tiles that `write_tiles` writes at a time
 _SLOTS, _COLUMNS = 8, 256  # per program of _router_gradient that reads dy and a bias
 # Per program of _dswiglu: 8 elements per thread, a 128-bit load of 16 bits each.
 _DSWIGLU = {"ROWS": 4, "COLUMNS": 256}
 
 
-@triton.jit(do_not_specialize=["R", "capacity"])
-def _map_tiles(
+@triton.jit
+def write_tiles(
+    e,
     offsets_ptr,
     tiles_ptr,
     E,
@@ -68,13 +69,12 @@ def _map_tiles(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Program e writes expert e's tiles, program E the tail's and the total number.
+    """Writes expert e's tiles; with e = E the tail's and the total number, which it returns.
 
     tiles: experts [capacity], first rows [capacity], ends [capacity], number of tiles. Invalid
     offsets are clamped so that no access leaves the tensors, also where they would need more than
     2^31 tiles.
     """
-    e = tl.program_id(0)
     i = tl.arange(0, EXPERTS)
     end = tl.minimum(tl.maximum(tl.load(offsets_ptr + i, mask=i < E, other=R), 0), R)
     begin = tl.load(offsets_ptr + i - 1, mask=(i > 0) & (i <= E), other=0)
@@ -89,10 +89,28 @@ def _map_tiles(
         to = tiles_ptr + first + t
         mask = t < mine
         tl.store(to, tl.zeros((BLOCK,), tl.int32) + e, mask=mask)
-        tl.store(to + capacity, row + t * BLOCK_M, mask=mask)
-        tl.store(to + 2 * capacity, tl.zeros((BLOCK,), tl.int32) + stop, mask=mask)
+        tl.store(to + capacity, (row + t * BLOCK_M).to(tl.int32), mask=mask)
+        tl.store(to + 2 * capacity, (tl.zeros((BLOCK,), tl.int32) + stop).to(tl.int32), mask=mask)
+    count = tl.minimum(first + mine, capacity).to(tl.int32)
     if e == E:
-        tl.store(tiles_ptr + 3 * capacity, tl.minimum(first + mine, capacity).to(tl.int32))
+        tl.store(tiles_ptr + 3 * capacity, count)
+    return count
+
+
+@triton.jit(do_not_specialize=["R", "capacity"])
+def _map_tiles(
+    offsets_ptr,
+    tiles_ptr,
+    E,
+    R,
+    capacity,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """A program for each expert, and one for the tail."""
+    e = tl.program_id(0)
+    write_tiles(e, offsets_ptr, tiles_ptr, E, R, capacity, BLOCK_M, BLOCK, EXPERTS)
 
 
 @triton.jit
@@ -808,7 +826,7 @@ def tile_map(
         rows,
         capacity,
         BLOCK_M=block,
-        BLOCK=_TILE_BLOCK,
+        BLOCK=TILE_BLOCK,
         EXPERTS=next_power_of_2(E + 1),
     )
     return tiles
@@ -1572,7 +1590,7 @@ def gate() -> tuple[KernelSpec, ...]:
     """The small kernels, whose configurations are not tuned: a few numbers per thread, at any
     position.
     """
-    blocks = {"BLOCK_M": 128, "BLOCK": _TILE_BLOCK, "EXPERTS": 256}
+    blocks = {"BLOCK_M": 128, "BLOCK": TILE_BLOCK, "EXPERTS": 256}
     biased = {"dy": "bf16", "bias": "bf16", "offsets": "i32"}
     return (
         KernelSpec.of(_map_tiles, "tiles", _POINTERS, blocks, load=32, store=32),

@@ -456,6 +456,7 @@ ATTENTION = Op(
             platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             refuses=fused.triton_refuses,
+            does=vendors.triton_does,
             gate=from_kernels("attention.attention_triton", "gate"),
             tunables=from_kernels("attention.attention_triton", "TUNABLES"),
         ),
@@ -469,6 +470,7 @@ ATTENTION = Op(
             batch_invariant=("cpu",),
             refuses=vendors.sdpa_refuses,
             reads_host="host",
+            does=vendors.sdpa_does,
             aliases=("torch",),
         ),
         # What PyTorch's does not compute on a CPU.

@@ -7,7 +7,8 @@ import functools
 import torch
 
 from tilewright.core.library import Operator
-from tilewright.kernels.attention.operators import attend, attend_backward
+from tilewright.kernels.attention.operators import attend, attend_backward, map_documents
+from tilewright.kernels.moe.operators import MAP_ROWS
 from tilewright.ops.attention.options import Request, head_widths
 
 
@@ -29,22 +30,33 @@ attend.differentiate(_save, _backward, constants=("lse",))
 
 
 class _Fused:
-    """attention, and the two passes over a part of the keys, by one implementation's operators."""
+    """attention, and the two passes over a part of the keys, by one implementation's operators.
 
-    def __init__(self, forward: Operator, backward: Operator):
-        self._forward, self._backward = forward, backward
+    mapped: an operator that makes of cu_seqlens what they read; None: they read cu_seqlens.
+    """
+
+    def __init__(self, forward: Operator, backward: Operator, mapped: Operator | None = None):
+        self._forward, self._backward, self._mapped = forward, backward, mapped
+
+    def _documents(self, cu_seqlens, rows):
+        if cu_seqlens is None or self._mapped is None:
+            return cu_seqlens
+        return self._mapped(cu_seqlens, rows, MAP_ROWS)
 
     def __call__(self, q, k, v, cu_seqlens, variant, sinks, max_seqlen):
-        return self._forward(q, k, v, cu_seqlens, sinks, variant, k.shape[2] - q.shape[2]).out
+        documents = self._documents(cu_seqlens, q.shape[2])
+        return self._forward(q, k, v, documents, sinks, variant, k.shape[2] - q.shape[2]).out
 
     def part(self, q, k, v, cu_seqlens, variant, offset):
         with torch.no_grad():
-            found = self._forward(q, k, v, cu_seqlens, None, variant, offset)
+            documents = self._documents(cu_seqlens, q.shape[2])
+            found = self._forward(q, k, v, documents, None, variant, offset)
         return found.out, found.lse
 
     def part_backward(self, dout, q, k, v, out, lse, cu_seqlens, variant, offset):
         with torch.no_grad():
-            found = self._backward(dout, q, k, v, out, lse, cu_seqlens, None, variant, offset)
+            documents = self._documents(cu_seqlens, q.shape[2])
+            found = self._backward(dout, q, k, v, out, lse, documents, None, variant, offset)
         return found.dq, found.dk, found.dv
 
 
@@ -53,7 +65,8 @@ def triton() -> _Fused:
     from tilewright.kernels.attention import attention_triton as k
 
     backward = attend_backward.define("attention_triton_backward", k.backward)
-    return _Fused(attend.define("attention_triton", k.forward, backward), backward)
+    mapped = map_documents.define("attention_documents_triton", k.map_documents)
+    return _Fused(attend.define("attention_triton", k.forward, backward), backward, mapped)
 
 
 class _Cpp(_Fused):

@@ -460,24 +460,75 @@ def slower_than_triton(device_type: str, request: Request | None) -> str | None:
     return "triton" if least < request.head_dim <= 128 and as_wide and whole else None
 
 
-def beside_flash_attention_3(device_type: str) -> str | None:
-    """Of kernels of FlashAttention 2's class, on Hopper: what is faster there."""
-    if device_type != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+def _major(device_type: str) -> int:
+    """Of the compute capability of a CUDA device; 0: another device."""
+    return torch.cuda.get_device_capability()[0] if device_type == "cuda" else 0
+
+
+def newer_than_2(device_type: str) -> str | None:
+    """Of kernels of FlashAttention 2's class, on Hopper and Blackwell: what would be faster there,
+    if it is not installed.
+    """
+    major = _major(device_type)
+    has = {n: FLASH[f"flash_attention_{n}"].missing(device_type) is None for n in (3, 4)}
+    if major in FLASH["flash_attention_4"].capabilities[1:] and not has[4]:
+        return (
+            f"on compute capability {major}.x, flash_attention_4, which is not installed, is up to "
+            "1.3 times as fast as cuDNN's kernels and 2.7 times as Triton's by its authors' "
+            "measurement on a B200 (assets/fa4_paper.pdf of its repository)"
+        )
+    if major != 9 or has[3]:
         return None
-    if any(FLASH[f"flash_attention_{n}"].missing(device_type) is None for n in (3, 4)):
-        return None
+    gradients = "computes gradients of packed documents, which flash_attention_4 refuses, and "
     return (
-        "on compute capability 9.0, flash_attention_3, which is not installed, is 1.5 to 2 times "
-        "as fast as such kernels by its authors' measurement (arXiv:2407.08608)"
+        "on compute capability 9.0, flash_attention_3, which is not installed, "
+        f"{gradients if has[4] else ''}is 1.5 to 2 times as fast as such kernels by its authors' "
+        "measurement (arXiv:2407.08608)"
     )
 
 
+def _sentence(*parts: str | None) -> str:
+    return "; ".join(filter(None, parts))
+
+
 def native_does(device_type: str) -> str | None:
-    faster = beside_flash_attention_3(device_type)
-    return faster and (
-        "dense attention is cuDNN's; documents and windows are FlashAttention 2's kernels. `auto` "
-        "takes triton, which is faster, for rows of 65 to 128 elements, with packed documents of 33 "
-        "to 128; " + faster
+    major = _major(device_type)
+    if major < 9:
+        return None
+    return _sentence(
+        "dense attention is cuDNN's; documents and windows are FlashAttention 2's kernels",
+        "where no newer FlashAttention takes a call, `auto` takes triton, which is faster, for "
+        "rows of 65 to 128 elements, with packed documents of 33 to 128"
+        if major == 9
+        else None,
+        newer_than_2(device_type),
+    )
+
+
+def triton_does(device_type: str) -> str | None:
+    """Which calls have kernels of FlashAttention 2's class where there are better ones."""
+    major = _major(device_type)
+    if major < 9:
+        return None
+    loops = "one loop of FlashAttention 2's class computes "
+    if major > 9:
+        return _sentence(f"{loops}every call", newer_than_2(device_type))
+    return _sentence(
+        "warps are specialized for 16-bit rows of up to 128 elements, and in forward for keys of "
+        f"129 to 192 beside values of 65 to 128; {loops}dropout, other values that are narrower or "
+        "wider than keys, wider rows, widths that are no multiple of 8, the backward of a softcap "
+        "and of latent attention (192 and 128), and the forward of windows in rows of up to 64",
+        newer_than_2(device_type),
+    )
+
+
+def sdpa_does(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return None
+    return (
+        "for rows of more than 256 elements, which no kernel above takes, PyTorch's general "
+        "kernels; with an option that it lacks, `auto` then takes eager and its matrix of queries "
+        "by keys"
     )
 
 
@@ -492,6 +543,6 @@ def flash(name: str) -> Implementation:
         refuses=package.refuses,
         reads_host="host",
         aliases=(f"fa{name[-1]}",),
-        does=beside_flash_attention_3 if name == "flash_attention_2" else always,
+        does=newer_than_2 if name == "flash_attention_2" else always,
         slower_than=slower_than_triton if name == "flash_attention_2" else nothing,
     )
