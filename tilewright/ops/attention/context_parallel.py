@@ -53,7 +53,7 @@ from tilewright.ops.attention.options import (
 from tilewright.ops.attention.prefixes import Prefix, check_prefixes
 from tilewright.ops.attention.ring import Ring
 from tilewright.ops.attention.ring_plan import plan, united
-from tilewright.ops.attention.ulysses import Gather, Scatter
+from tilewright.ops.attention.ulysses import over_heads
 
 __all__ = ["ContextParallel", "context_parallel_attention", "positions", "shard", "unshard"]
 
@@ -304,7 +304,7 @@ def context_parallel_attention(
 
     Source: arXiv:2309.14509 (Ulysses); arXiv:2310.01889 (ring).
     """
-    B, H, s, D = q.shape
+    B, _, s, D = q.shape
     _check_shards(q, k, cp)
     cu_seqlens, ends = check_boundaries(cu_seqlens, ends, B, s * cp.size)
     ringed = cp.ring_size > 1
@@ -330,12 +330,8 @@ def context_parallel_attention(
     if prefixes and not ringed:
         request = request._replace(shorter=True, prefixes=True)
     ATTENTION.pick(implementation, q, request)
-    if cp.ulysses_size > 1:
-        q, k, v = Scatter.apply(q, k, v, cp)
-        local_heads = H // cp.ulysses_size
-        sinks = (
-            None if sinks is None else sinks.narrow(0, cp.ulysses_rank * local_heads, local_heads)
-        )
+    if sinks is not None:
+        sinks = sinks.chunk(cp.ulysses_size)[cp.ulysses_rank]
     options = {
         "window": window,
         "softcap": softcap,
@@ -350,30 +346,28 @@ def context_parallel_attention(
                 if cu_seqlens is None
                 else tuple(checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
             )
-        out = Ring.apply(
-            q,
-            k,
-            v,
-            sinks,
-            cu_seqlens,
-            cp,
-            plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes),
-            {**options, "causal": causal},
-        )
+        blocks = plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes)
+
+        def attend(q, k, v):
+            own = {**options, "causal": causal}
+            return Ring.apply(q, k, v, sinks, cu_seqlens, cp, blocks, own)
     else:
         longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
-        out = attention(
-            q,
-            k,
-            v,
-            cu_seqlens=cu_seqlens,
-            causal=causal,
-            sinks=sinks,
-            max_seqlen=longest,
-            prefixes=prefixes,
-            **options,
-        )
-    return Gather.apply(out, cp) if cp.ulysses_size > 1 else out
+
+        def attend(q, k, v):
+            return attention(
+                q,
+                k,
+                v,
+                cu_seqlens=cu_seqlens,
+                causal=causal,
+                sinks=sinks,
+                max_seqlen=longest,
+                prefixes=prefixes,
+                **options,
+            )
+
+    return over_heads(q, k, v, cp, attend)
 
 
 def _check_shards(q, k, cp):

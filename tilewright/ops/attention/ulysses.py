@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from tilewright.core import checks
 from tilewright.core.library import once_across
 
 _once = once_across("context_parallel_attention")
@@ -82,3 +84,13 @@ class Gather(torch.autograd.Function):
     @_once
     def backward(ctx, dout):
         return _heads_for_tokens((dout,), ctx.cp)[0], None
+
+
+@checks.autocast("products", "q", "k", "v")
+def over_heads(q, k, v, cp, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """attend(q, k, v) of the tokens of all Ulysses ranks and a part of the heads, for this rank's
+    tokens and all heads.
+    """
+    if cp.ulysses_size == 1:
+        return attend(q, k, v)
+    return Gather.apply(attend(*Scatter.apply(q, k, v, cp)), cp)
