@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
@@ -14,6 +15,7 @@ from test_trainer import MOE, QWEN3, rows, run, write_config
 
 from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.trainer import loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.models import masks as of_masks
 from tilewright.trainer.models.initialize import init_weights
@@ -92,6 +94,23 @@ def test_auto_takes_cpp_whose_masks_are_those_of_eager(alone, tmp_path):
     )
     assert cpp == alone
     assert eager == [pytest.approx(want, rel=1e-4) for want in alone]
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["saved", "recomputed"])
+def test_compiled_layers_draw_the_same_masks_in_one_graph_for_all_steps(
+    recomputed, alone, tmp_path, monkeypatch
+):
+    torch._dynamo.reset()
+    counter, real, counts = CompileCounter(), torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda *a, **o: real(*a, **o, backend=counter))
+    step = loop.Metrics.step
+    monkeypatch.setattr(
+        loop.Metrics, "step", lambda *a, **k: counts.append(counter.frame_count) or step(*a, **k)
+    )
+    changes = {"train__micro_batch_size": 2, "train__enable_gradient_checkpointing": recomputed}
+    found = trained(tmp_path, **changes, train__enable_compile=True)
+    assert found == [pytest.approx(want, rel=1e-5) for want in alone]
+    assert counts[0] > 0 and counts[1] == counts[2]
 
 
 TWO = {

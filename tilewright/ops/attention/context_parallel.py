@@ -330,8 +330,6 @@ def context_parallel_attention(
     if prefixes and not ringed:
         request = request._replace(shorter=True, prefixes=True)
     ATTENTION.pick(implementation, q, request)
-    if sinks is not None:
-        sinks = sinks.chunk(cp.ulysses_size)[cp.ulysses_rank]
     options = {
         "window": window,
         "softcap": softcap,
@@ -348,13 +346,13 @@ def context_parallel_attention(
             )
         blocks = plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes)
 
-        def attend(q, k, v):
+        def attend(q, k, v, sinks):
             own = {**options, "causal": causal}
             return Ring.apply(q, k, v, sinks, cu_seqlens, cp, blocks, own)
     else:
         longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
 
-        def attend(q, k, v):
+        def attend(q, k, v, sinks):
             return attention(
                 q,
                 k,
@@ -367,7 +365,7 @@ def context_parallel_attention(
                 **options,
             )
 
-    return over_heads(q, k, v, cp, attend)
+    return over_heads(q, k, v, sinks, cp, attend)
 
 
 def _check_shards(q, k, cp):

@@ -87,10 +87,11 @@ class Gather(torch.autograd.Function):
 
 
 @checks.autocast("products", "q", "k", "v")
-def over_heads(q, k, v, cp, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """attend(q, k, v) of the tokens of all Ulysses ranks and a part of the heads, for this rank's
-    tokens and all heads.
+def over_heads(q, k, v, sinks, cp, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """attend(q, k, v, sinks) of the tokens of all Ulysses ranks and a part of the heads, for this
+    rank's tokens and all heads.
     """
     if cp.ulysses_size == 1:
-        return attend(q, k, v)
-    return Gather.apply(attend(*Scatter.apply(q, k, v, cp)), cp)
+        return attend(q, k, v, sinks)
+    own = None if sinks is None else sinks.chunk(cp.ulysses_size)[cp.ulysses_rank]
+    return Gather.apply(attend(*Scatter.apply(q, k, v, cp), own), cp)

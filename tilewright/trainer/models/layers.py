@@ -173,20 +173,18 @@ class Attention(nn.Module):
 
     def _dropped(self, q, k, v, sequence, masks, options):
         """Attention with dropout, of each bin by itself."""
-        sinks, parts = options["sinks"], self.cp.ulysses_size
-        rank = self.tp.part_of_heads * parts + self.cp.ulysses_rank
+        part = self.tp.part_of_heads * self.cp.ulysses_size + self.cp.ulysses_rank
+        options["max_seqlen"] = sequence.longest
 
-        def of_heads(q, k, v):
+        def of_heads(q, k, v, sinks):
             def of_bin(a: int, b: int, dropout: dict[str, Any]) -> torch.Tensor:
-                bounds = {"cu_seqlens": sequence.documents(a, b), "max_seqlen": sequence.longest}
                 own = (t[:, :, a:b] for t in (q, k, v))
-                return tw.attention(*own, **options | bounds | dropout)
+                of_call = dropout | {"cu_seqlens": sequence.documents(a, b), "sinks": sinks}
+                return tw.attention(*own, **options | of_call)
 
-            return masks.attend(of_bin, self.layer, rank * q.shape[1])
+            return masks.attend(of_bin, self.layer, part * q.shape[1])
 
-        if sinks is not None:
-            options["sinks"] = sinks.chunk(parts)[self.cp.ulysses_rank]
-        return over_heads(q, k, v, self.cp, of_heads)
+        return over_heads(q, k, v, options["sinks"], self.cp, of_heads)
 
     @torch.compiler.disable
     def _attend_uncompiled(self, *args):
