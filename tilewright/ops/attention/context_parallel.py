@@ -336,34 +336,31 @@ def context_parallel_attention(
         "scale": scale,
         "implementation": implementation,
     }
-    if ringed:
-        S = s * cp.size
-        if ends is None:
-            ends = (
-                (0, S)
-                if cu_seqlens is None
-                else tuple(checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
-            )
-        blocks = plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes)
+    S = s * cp.size
+    if ringed and ends is None:
+        ends = (
+            (0, S)
+            if cu_seqlens is None
+            else tuple(checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
+        )
+    longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
 
-        def attend(q, k, v, sinks):
+    def attend(q, k, v, sinks):
+        if ringed:
+            blocks = plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes)
             own = {**options, "causal": causal}
             return Ring.apply(q, k, v, sinks, cu_seqlens, cp, blocks, own)
-    else:
-        longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
-
-        def attend(q, k, v, sinks):
-            return attention(
-                q,
-                k,
-                v,
-                cu_seqlens=cu_seqlens,
-                causal=causal,
-                sinks=sinks,
-                max_seqlen=longest,
-                prefixes=prefixes,
-                **options,
-            )
+        return attention(
+            q,
+            k,
+            v,
+            cu_seqlens=cu_seqlens,
+            causal=causal,
+            sinks=sinks,
+            max_seqlen=longest,
+            prefixes=prefixes,
+            **options,
+        )
 
     return over_heads(q, k, v, sinks, cp, attend)
 
