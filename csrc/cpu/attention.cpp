@@ -37,7 +37,7 @@ struct Shape {
   uint32_t most;  // a pair is dropped if its bits are at most this
   float inverse;  // of the share that is kept
   uint64_t seed;
-  uint32_t draw;
+  uint32_t draw, first_head;
 };
 
 template <class T>
@@ -148,7 +148,7 @@ TW_INLINE Interval seen(const Shape& n, int64_t position, int64_t key, int64_t k
 // The random bits of a query and a block's keys: words[j] those of key + j. key: a multiple of 4.
 inline void draw(const Shape& n, int64_t line, int64_t head, int64_t key, Interval of, uint32_t* words) {
   const uint64_t seed = n.seed, block = uint64_t(uint32_t(line)) << 32 | uint32_t(key / 4);
-  const uint32_t word2 = uint32_t(head), word3 = n.draw | STREAM;
+  const uint32_t word2 = uint32_t(head) + n.first_head, word3 = n.draw | STREAM;
   const int64_t end = (of.high + 3) / 4;
   TW_SIMD
   for (int64_t i = of.low / 4; i < end; ++i) {
@@ -415,15 +415,16 @@ void check(const char* name, const Tensor& t, const Tensor& like, int64_t heads,
 
 Shape describe(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_seqlens,
                const std::optional<Tensor>& sinks, bool causal, int64_t window, double softcap, double scale,
-               int64_t threshold, double inverse, int64_t seed, int64_t number, int64_t offset) {
+               int64_t threshold, double inverse, int64_t seed, int64_t number, int64_t first_head, int64_t offset) {
   STD_TORCH_CHECK(q.is_cpu() && q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && k.size(1) > 0 &&
                       q.size(1) % k.size(1) == 0 && (!cu_seqlens.has_value() || k.size(2) == q.size(2)),
                   "tilewright: q must be a CPU tensor [B, HQ, S, D], with HQ a multiple of k's heads, and as many rows "
                   "as k with cu_seqlens");
   check("k", k, q, k.size(1), k.size(2), q.size(3));
   check("v", v, q, k.size(1), k.size(2), v.size(3));
-  STD_TORCH_CHECK(threshold >= 0 && threshold <= int64_t(1) << 32 && seed >= 0 && number >= 0 && number < STREAM,
-                  "tilewright: threshold must be 0 to 2^32, seed >= 0 and draw 0 to 2^29 - 1");
+  STD_TORCH_CHECK(threshold >= 0 && threshold <= int64_t(1) << 32 && seed >= 0 && number >= 0 && number < STREAM &&
+                      first_head >= 0,
+                  "tilewright: threshold must be 0 to 2^32, seed and first_head >= 0 and draw 0 to 2^29 - 1");
   if (sinks.has_value()) {
     check_row_major("sinks", *sinks);
     STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->numel() == q.size(1),
@@ -431,7 +432,8 @@ Shape describe(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
   }
   return {q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3), q.size(1) / k.size(1),
           padded(q.size(3)), padded(v.size(3)), causal, window, offset, float(softcap), float(scale), threshold > 0,
-          threshold > 0 ? uint32_t(threshold - 1) : 0u, float(inverse), uint64_t(seed), uint32_t(number)};
+          threshold > 0 ? uint32_t(threshold - 1) : 0u, float(inverse), uint64_t(seed), uint32_t(number),
+          uint32_t(first_head)};
 }
 
 // parts_of: a document's blocks of queries and the number of documents -> the number of its runs.
@@ -476,9 +478,9 @@ void dispatch_products(const Tensor& q, F&& f) {
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens,
                                      std::optional<Tensor> sinks, bool causal, int64_t window, double softcap,
                                      double scale, int64_t threshold, double inverse, int64_t seed, int64_t number,
-                                     int64_t offset) {
+                                     int64_t first_head, int64_t offset) {
   const Shape n = describe(q, k, v, cu_seqlens, sinks, causal, window, softcap, scale, threshold, inverse, seed, number,
-                           offset);
+                           first_head, offset);
   Tensor result = rows_like(q, n.DV), lse = torch::stable::new_empty(q, {n.B, n.HQ, n.S}, ScalarType::Float);
   q = with_contiguous_rows(q);
   k = with_contiguous_rows(k);
@@ -534,9 +536,9 @@ void sink_gradients(const Shape& n, const float* sinks, const float* lse, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout, Tensor q, Tensor k, Tensor v, Tensor result, Tensor lse, std::optional<Tensor> cu_seqlens,
     std::optional<Tensor> sinks, bool causal, int64_t window, double softcap, double scale, int64_t threshold,
-    double inverse, int64_t seed, int64_t number, int64_t offset) {
+    double inverse, int64_t seed, int64_t number, int64_t first_head, int64_t offset) {
   const Shape n = describe(q, k, v, cu_seqlens, sinks, causal, window, softcap, scale, threshold, inverse, seed, number,
-                           offset);
+                           first_head, offset);
   check("dout", dout, q, n.HQ, n.S, n.DV);
   check("out", result, q, n.HQ, n.S, n.DV);
   lse = torch::stable::contiguous(lse);
@@ -612,11 +614,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("attention_cpp(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor? sinks, bool causal, SymInt window, "
-        "float softcap, float scale, SymInt threshold, float inverse, SymInt seed, SymInt draw, SymInt offset) -> "
-        "(Tensor, Tensor)");
+        "float softcap, float scale, SymInt threshold, float inverse, SymInt seed, SymInt draw, SymInt first_head, "
+        "SymInt offset) -> (Tensor, Tensor)");
   m.def("attention_cpp_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor? cu_seqlens, Tensor? sinks, bool causal, SymInt window, float softcap, float scale, SymInt threshold, "
-        "float inverse, SymInt seed, SymInt draw, SymInt offset) -> (Tensor, Tensor, Tensor, Tensor)");
+        "float inverse, SymInt seed, SymInt draw, SymInt first_head, SymInt offset) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {

@@ -17,13 +17,13 @@ struct Mask {
   uint32_t c2, c3;  // the counter's upper words
   uint32_t most;    // an element is dropped if its bits are at most this
   float scale;      // of the others
+  uint64_t first, width, skip;  // of a part: its block j is block first + j + j / width * skip of the whole
 };
 
-// Random bits of elements 4 * block to 4 * block + n - 1; `words` has room for whole blocks.
-inline void draw(const Mask& mask, uint64_t block, int64_t n, uint32_t* words) {
+// Random bits of so many blocks of four elements of the whole, in order.
+inline void draw_row(const Mask& mask, uint64_t block, int64_t blocks, uint32_t* words) {
   const uint64_t seed = mask.seed;
   const uint32_t word2 = mask.c2, word3 = mask.c3;
-  const int64_t blocks = (n + 3) / 4;
   TW_SIMD
   for (int64_t b = 0; b < blocks; ++b) {
     uint32_t c0, c1, c2 = word2, c3 = word3;
@@ -32,6 +32,18 @@ inline void draw(const Mask& mask, uint64_t block, int64_t n, uint32_t* words) {
     words[4 * b + 1] = c1;
     words[4 * b + 2] = c2;
     words[4 * b + 3] = c3;
+  }
+}
+
+// Random bits of elements 4 * block to 4 * block + n - 1; `words` has room for whole blocks.
+inline void draw(const Mask& mask, uint64_t block, int64_t n, uint32_t* words) {
+  const uint64_t end = block + uint64_t(n + 3) / 4;
+  while (block < end) {
+    const uint64_t row = mask.skip == 0 ? 0 : block / mask.width;
+    const uint64_t next = mask.skip == 0 ? end : std::min(end, (row + 1) * mask.width);
+    draw_row(mask, mask.first + block + row * mask.skip, int64_t(next - block), words);
+    words += 4 * (next - block);
+    block = next;
   }
 }
 
@@ -62,7 +74,7 @@ void pieces(const X* x, const Y* residual, Y* y, int64_t n, const Mask& mask) {
 }
 
 Tensor dropout_add(Tensor x, std::optional<Tensor> residual, int64_t threshold, double scale, int64_t seed,
-                   int64_t offset, ScalarType dtype) {
+                   int64_t offset, int64_t first, int64_t width, int64_t skip, ScalarType dtype) {
   check_row_major("x", x);
   if (residual.has_value()) {
     check_like_x("residual", *residual, x, false);
@@ -72,9 +84,11 @@ Tensor dropout_add(Tensor x, std::optional<Tensor> residual, int64_t threshold, 
                   threshold);
   STD_TORCH_CHECK(seed >= 0 && offset >= 0 && offset < int64_t(1) << 62,
                   "tilewright: seed must be >= 0 and offset 0 to 2^62 - 1, got ", seed, " and ", offset);
+  STD_TORCH_CHECK(first >= 0 && width > 0 && skip >= 0, "tilewright: first and skip must be >= 0 and width > 0, got ",
+                  first, ", ", skip, " and ", width);
   const bool drop = threshold > 0;
   const Mask mask{uint64_t(seed), uint32_t(offset), uint32_t(uint64_t(offset) >> 32) | 1u << 30,
-                  drop ? uint32_t(threshold - 1) : 0u, float(scale)};
+                  drop ? uint32_t(threshold - 1) : 0u, float(scale), uint64_t(first), uint64_t(width), uint64_t(skip)};
   std::vector<int64_t> shape;
   for (int64_t d = 0; d < x.dim(); ++d) shape.push_back(x.size(d));
   Tensor y = huge(torch::stable::new_empty(x, shape, dtype));
@@ -101,7 +115,7 @@ Tensor dropout_add(Tensor x, std::optional<Tensor> residual, int64_t threshold, 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("dropout_add_cpp(Tensor x, Tensor? residual, SymInt threshold, float scale, SymInt seed, SymInt offset, "
-        "ScalarType dtype) -> Tensor");
+        "SymInt first, SymInt width, SymInt skip, ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("dropout_add_cpp", TORCH_BOX(&tw::dropout_add)); }

@@ -768,6 +768,23 @@ def test_the_mask_of_dropout_is_a_function_of_positions(name, cu):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_the_heads_has_the_mask_of_all(name):
+    skip_unless_usable(ATTENTION, name, torch.float32)
+    torch.manual_seed(4)
+    (q, k, v), grad = qkv(37), heads(HQ, 37)
+    options = {"dropout_p": 0.4, "seed": SEED, "cu_seqlens": ends(0, 9, 37)}
+    whole = step((q, k, v), grad, name, **options)
+    for head in range(HK):  # of keys, and those of queries that read it
+        of_q, of_k = slice(head * HQ // HK, (head + 1) * HQ // HK), slice(head, head + 1)
+        own = q[:, of_q], k[:, of_k], v[:, of_k]
+        found = step(own, grad[:, of_q], name, **options, first_head=of_q.start)
+        for t, want, of in zip(found, whole, (of_q, of_q, of_k, of_k), strict=True):
+            torch.testing.assert_close(t, want[:, of], **CLOSE)
+    with pytest.raises(ValueError, match="first_head must be such that first_head == 0 or B == 1"):
+        attention(*(t.expand(2, -1, -1, -1) for t in (q, k, v)), first_head=1)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_share_of_dropped_pairs_is_p_and_the_mean_stays(p):
     S = 256

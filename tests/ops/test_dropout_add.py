@@ -103,7 +103,7 @@ def test_the_cpp_operator_itself_checks_every_argument():
     DROPOUT_ADD.resolve("cpp", "cpu")
     call, x = torch.ops.tilewright.dropout_add_cpp, torch.ones(3, 8)
     right = {"x": x, "residual": x, "threshold": 2**31, "scale": 2.0, "seed": 1, "offset": 2}
-    right["dtype"] = torch.float32
+    right |= {"first": 0, "width": 1, "skip": 0, "dtype": torch.float32}
     call(**right)
     for wrong, message in (
         ({"x": x.t()}, "x must be a contiguous CPU tensor"),
@@ -115,6 +115,41 @@ def test_the_cpp_operator_itself_checks_every_argument():
         ({"threshold": 2**32 + 1}, r"threshold must be 0 to 2\^32"),
         ({"seed": -1}, "seed must be >= 0"),
         ({"offset": 2**62}, r"offset 0 to 2\^62 - 1"),
+        ({"first": -1}, "first and skip must be >= 0 and width > 0, got -1, 0 and 1"),
+        ({"width": 0}, "width > 0"),
     ):
         with pytest.raises(RuntimeError, match=message):
             call(**{**right, **wrong})
+
+
+# ---- a part of a tensor
+
+
+@EVERY
+@pytest.mark.parametrize("columns", [(0, 2048), (516, 1400), (2044, 2048)], ids=str)
+def test_a_part_has_the_wholes_mask(name, columns):
+    """Rows, and columns of them: bit for bit, in forward and backward, in several programs."""
+    skip_unless_usable(DROPOUT_ADD, name, torch.float32)
+    (a, b), row = columns, 2048
+    torch.manual_seed(0)
+    whole = torch.randn(7, row, device=DEVICE, requires_grad=True)
+    part = whole.detach()[2:, a:b].clone().requires_grad_()
+    want = drop(whole, 0.3, name)
+    found = drop(part, 0.3, name, first=2 * row + a, row=row)
+    assert torch.equal(found, want[2:, a:b])
+    gradient = torch.autograd.grad(want.sum(), whole)[0]
+    assert torch.equal(torch.autograd.grad(found.sum(), part)[0], gradient[2:, a:b])
+
+
+def test_a_part_of_a_draw_is_refused():
+    x = torch.ones(3, 6, device=DEVICE)
+    assert drop(x, 0.5, "eager", row=6).shape == x.shape
+    for options, message in (
+        ({"first": 6}, "first must be a multiple of 4, the elements of a draw, got 6"),
+        ({"row": 12}, r"row must be a multiple of 4 .* got row = 12 and x \[3, 6\]"),
+        ({"row": 4}, "row must be a multiple of 4 of at least x's columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drop(x, 0.5, "eager", **options)
+    with pytest.raises(ValueError, match="row must be a multiple of 4"):
+        drop(x[:, :4], 0.5, "eager", row=7)

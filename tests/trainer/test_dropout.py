@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
@@ -14,13 +15,15 @@ from test_trainer import MOE, QWEN3, rows, run, write_config
 
 from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.trainer import loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.models import masks as of_masks
 from tilewright.trainer.models.initialize import init_weights
-from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks, key_of
+from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks, Run, key_of, runs
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.models.shared import TensorParallel
 from tilewright.trainer.plugins import dropout
 
 pytestmark = pytest.mark.packages
@@ -33,6 +36,12 @@ RATES = {
 DUMMY = '--data.datasets=[{"path": "dummy"}]'
 ATTENTION = "--train.attention_dropout=0.1"
 SHORT = {"train__max_steps": 3, "train__save_hf_weights": False}
+
+
+def masks_of(rates, key, *bins):
+    """Of one process."""
+    bins = tuple(Run(*one) for one in bins)
+    return Masks(*rates, key, bins, bins, bins)
 
 
 def losses(folder):
@@ -87,6 +96,23 @@ def test_auto_takes_cpp_whose_masks_are_those_of_eager(alone, tmp_path):
     assert eager == [pytest.approx(want, rel=1e-4) for want in alone]
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["saved", "recomputed"])
+def test_compiled_layers_draw_the_same_masks_in_one_graph_for_all_steps(
+    recomputed, alone, tmp_path, monkeypatch
+):
+    torch._dynamo.reset()
+    counter, real, counts = CompileCounter(), torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda *a, **o: real(*a, **o, backend=counter))
+    step = loop.Metrics.step
+    monkeypatch.setattr(
+        loop.Metrics, "step", lambda *a, **k: counts.append(counter.frame_count) or step(*a, **k)
+    )
+    changes = {"train__micro_batch_size": 2, "train__enable_gradient_checkpointing": recomputed}
+    found = trained(tmp_path, **changes, train__enable_compile=True)
+    assert found == [pytest.approx(want, rel=1e-5) for want in alone]
+    assert counts[0] > 0 and counts[1] == counts[2]
+
+
 TWO = {
     "shards": {},
     "replicas": {"data_parallel_mode": "ddp"},
@@ -111,6 +137,50 @@ def test_masks_do_not_depend_on_ranks(alone, tmp_path):
     run_modes(2, tmp_path, modes)
     for name in TWO:
         assert losses(tmp_path / name) == [pytest.approx(want, rel=1e-4) for want in alone], name
+
+
+# Heads and tokens of the vocabulary that two ranks can share.
+SHARED = {**QWEN3, "vocab_size": 96}
+RING = {k: v for k, v in RATES.items() if "attention" not in k}
+RECOMPUTED = {"enable_gradient_checkpointing": True}
+# Of four ranks, in two pairs with a batch each, or all with the same one.
+FOUR = {
+    "matrices": (RATES, {"tensor_parallel_size": 2}),
+    "whole attention": (RATES, {"tensor_parallel_size": 4, "micro_batch_size": 2}),
+    "Ulysses": (RATES, {"ulysses_parallel_size": 2, **RECOMPUTED}),
+    "ring": (RING, {"ringattn_parallel_size": 2}),
+    "matrices and Ulysses": (
+        RATES,
+        {
+            "tensor_parallel_size": 2,
+            "ulysses_parallel_size": 2,
+            "micro_batch_size": 2,
+            **RECOMPUTED,
+        },
+    ),
+    "matrices and ring": (
+        RING,
+        {"tensor_parallel_size": 2, "ringattn_parallel_size": 2, "micro_batch_size": 2},
+    ),
+}
+
+
+def test_ranks_that_share_sequences_and_matrices_have_the_masks_of_one(tmp_path):
+    modes = {}
+    for name, (rates, changes) in FOUR.items():
+        settings = {"data_parallel_mode": "fsdp2", **changes}
+        arguments = [f"--train.{k}={json.dumps(v)}" for k, v in settings.items()]
+        path = write_config(tmp_path / name, SHARED, **SHORT, **rates, model__merge_qkv=False)
+        modes[f"{name}/run"] = [path, *arguments]
+    run_modes(4, tmp_path, modes)
+    options = {"train__micro_batch_size": 2, "model__merge_qkv": False}
+    want = {
+        kind: trained(tmp_path / kind, SHARED, **dict.fromkeys(RATES, 0.0) | rates, **options)
+        for kind, rates in (("all", RATES), ("of rows", RING))
+    }
+    for name, (rates, _) in FOUR.items():
+        of_one = want["all" if rates is RATES else "of rows"]
+        assert losses(tmp_path / name) == [pytest.approx(one, rel=1e-4) for one in of_one], name
 
 
 def test_experts_on_two_ranks_drop_the_same(tmp_path):
@@ -146,14 +216,24 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(alone, tmp_pat
     assert losses(tmp_path) == alone
 
 
+def test_runs_are_what_a_rank_has_of_whole_bins():
+    bins = Run(7, 0, 5), Run(8, 5, 5), Run(9, 5, 16)
+    assert runs(bins, torch.arange(16)) == (Run(7, 0, 5), Run(9, 5, 16))
+    at = torch.tensor([2, 3, 4, 5, 12, 13])  # two intervals, the first over a bound
+    assert runs(bins, at) == (Run(7, 0, 3, 2), Run(9, 3, 4, 0), Run(9, 4, 6, 7))
+
+
 # ---- rates
 
 
 def test_the_rate_of_each_site_is_the_probability():
     p, n = 0.3, 2**18
-    masks = Masks(p, 0.0, p, key_of(2**32 - 1, 2**31 - 1), ((5, 0, n // 64),))
+    masks = masks_of((p, 0.0, p), key_of(2**32 - 1, 2**31 - 1), (5, 0, n // 64))
     x = torch.ones(1, n // 64, 64)
-    for dropped in (masks.add(x, torch.zeros_like(x), 3, AFTER_MLP), masks.inner(x, 3)):
+    for dropped in (
+        masks.add(x, torch.zeros_like(x), 3, AFTER_MLP),
+        masks.within(x, 3, TensorParallel()),
+    ):
         assert dropped.unique().tolist() == [0.0, pytest.approx(1 / (1 - p))]
         # Five standard deviations of a mean of n draws.
         assert abs(float((dropped == 0).double().mean()) - p) < 5 * (p * (1 - p) / n) ** 0.5
@@ -164,7 +244,7 @@ def test_masks_of_other_steps_layers_sites_and_bins_are_others():
     x = torch.ones(1, n // 64, 64)
 
     def mask(key=(7, 1), layer=2, site=AFTER_MLP, number=4):
-        masks = Masks(p, 0.0, p, key_of(*key), ((number, 0, n // 64),))
+        masks = masks_of((p, 0.0, p), key_of(*key), (number, 0, n // 64))
         return masks.add(x, torch.zeros_like(x), layer, site) == 0
 
     first = mask()
@@ -175,21 +255,21 @@ def test_masks_of_other_steps_layers_sites_and_bins_are_others():
         mask(layer=3),
         mask(site=AFTER_ATTENTION),
         mask(number=5),
-        Masks(p, 0.0, p, key_of(7, 1), ((4, 0, n // 64),)).inner(x, 2) == 0,
+        masks_of((p, 0.0, p), key_of(7, 1), (4, 0, n // 64)).within(x, 2, TensorParallel()) == 0,
     ):
         both = float((first & other).double().mean())
         assert abs(both - p * p) < 5 * (p * p * (1 - p * p) / n) ** 0.5
 
 
 def test_attention_of_other_layers_and_bins_has_other_masks():
-    masks, drawn = Masks(0.0, 0.5, 0.0, key_of(7, 1), ((0, 0, 4), (9, 4, 6))), []
+    masks, drawn = masks_of((0.0, 0.5, 0.0), key_of(7, 1), (0, 0, 4), (9, 4, 6)), []
 
     def attention(a, b, options):
         drawn.append((a, b, options))
         return torch.zeros(1, 2, b - a, 8)
 
     for layer in (0, of_masks.MOST_LAYERS - 1):
-        assert masks.attend(attention, layer).shape == (1, 2, 6, 8)
+        assert masks.attend(attention, layer, 0).shape == (1, 2, 6, 8)
     assert [(a, b) for a, b, _ in drawn] == [(0, 4), (4, 6)] * 2
     assert len({options["offset"] for *_, options in drawn}) == 4
     assert all(0 <= options["offset"] < 2**29 for *_, options in drawn)
@@ -228,8 +308,8 @@ def test_a_site_that_drops_nearly_all_adds_nothing(family, site):
     init_weights(model, 3)
     ids, ends = torch.arange(12)[None] % shape.vocab_size, (0, 5, 12)
     batch = {"input_ids": ids, "cu_seqlens": torch.tensor(ends, dtype=torch.int32), "ends": ends}
-    rates = dict.fromkeys(("hidden", "attention", "ffn"), 0.0) | {site: NEARLY_ALL}
-    masks = Masks(**rates, key=5, bins=((0, 0, 5), (1, 5, 12)))
+    rates = (NEARLY_ALL if one == site else 0.0 for one in ("hidden", "attention", "ffn"))
+    masks = masks_of(rates, 5, (0, 0, 5), (1, 5, 12))
     with torch.no_grad():
         dropped, whole = model(**batch, masks=masks), model(**batch)
         evaluated = model.eval()(**batch, masks=masks)
@@ -258,27 +338,34 @@ def test_evaluation_drops_nothing(tmp_path):
 # ---- what is refused
 
 
-@pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "ffn_dropout"])
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["--train.tensor_parallel_size=2", "--model.merge_qkv=false"],
-            "a mask counts the elements of whole matrices",
-        ),
-        (["--train.ulysses_parallel_size=2"], "a mask counts the tokens of whole sequences"),
-        (["--train.ringattn_parallel_size=2"], "a mask counts the tokens of whole sequences"),
-        (["--train.data_parallel_mode=none", "--train.enable_compile=true"], "as a constant"),
-    ],
-    ids=["tensor", "ulysses", "ring", "compile"],
-)
-def test_layouts_that_masks_would_depend_on_are_refused(field, arguments, sentence, tmp_path):
+def test_masks_of_attention_on_a_ring_are_refused(tmp_path):
     path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
-    load(path, arguments)
+    ring = "--train.ringattn_parallel_size=2"
+    load(path, [ring, "--train.hidden_dropout=0.1", "--train.ffn_dropout=0.1"])
     with pytest.raises(ConfigError) as error:
-        load(path, [*arguments, f"--train.{field}=0.1"])
+        load(path, [ring, ATTENTION])
     [line] = str(error.value).splitlines()
-    assert line.startswith(f"train.{field} = 0.1, ") and sentence in line
+    assert line.startswith("train.attention_dropout = 0.1, train.ringattn_parallel_size = 2")
+    assert "a mask draws the bits of four keys" in line
+
+
+@pytest.mark.parametrize(
+    ("field", "sizes", "columns"),
+    [("hidden", {"hidden_size": 30}, 30), ("ffn", {"intermediate_size": 36}, 18)],
+)
+def test_columns_that_ranks_cannot_share_are_refused(field, sizes, columns):
+    arguments = [
+        "--train.output_dir=-",
+        "--model.config_path=-",
+        DUMMY,
+        f"--train.{field}_dropout=0.1",
+    ]
+    shape = ModelConfig.from_hf({**QWEN3, **sizes})
+    dropout.check(load(None, arguments).train, shape, 1)
+    options = ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"]
+    train = load(None, [*arguments, *options, "--model.merge_qkv=false"]).train
+    with pytest.raises(ValueError, match=f"^train.{field}_dropout = 0.1: .* and have {columns}"):
+        dropout.check(train, shape, 1)
 
 
 def test_a_warmup_of_no_dropout_is_refused(tmp_path):

@@ -15,10 +15,10 @@ from tilewright.kernels.spec import KernelSpec
 TILE = 1024  # elements of a program: with 4 warps, a 128-bit load of bf16 per thread
 # Arguments that are not specialized: Triton would recompile for an offset of 1, and for multiples
 # of 16.
-NUMBERS = ("threshold", "seed", "offset")
+NUMBERS = ["threshold", "seed", "offset", "first", "width", "skip"]
 
 
-@triton.jit(do_not_specialize=["threshold", "seed", "offset"])
+@triton.jit(do_not_specialize=NUMBERS)
 def _drop_add(
     x_ptr,
     residual_ptr,
@@ -28,7 +28,11 @@ def _drop_add(
     scale,
     seed: tl.int64,
     offset: tl.int64,
+    first: tl.int64,
+    width: tl.int64,
+    skip: tl.int64,
     DROP: tl.constexpr,
+    PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -36,6 +40,8 @@ def _drop_add(
     if DROP:
         block = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
         none = block * 0
+        if PART:
+            block += first + block // width * skip
         a, b, c, d = tl.philox(
             seed,
             block.to(tl.uint32),
@@ -62,6 +68,7 @@ def forward(x, residual, dropout, dtype):
             n,
             *dropout,
             DROP=dropout.threshold > 0,
+            PART=dropout.first > 0 or dropout.skip > 0,
             TILE=TILE,
             num_warps=4,
         )
@@ -69,24 +76,27 @@ def forward(x, residual, dropout, dtype):
 
 
 def gate() -> list[KernelSpec]:
-    """Forward, also into a float32 residual stream; backward; and without dropout."""
+    """Forward, also into a float32 residual stream; backward; without dropout; of a part."""
     types = {"scale": "fp32", **dict.fromkeys(NUMBERS, "i64")}
     return [
         KernelSpec.of(
             _drop_add,
-            f"{'dropout' if drop else 'sum'} {x} to {y}{'' if residual else ' alone'}",
+            f"{'dropout' if drop else 'sum'} {x} to {y}{'' if residual else ' alone'}"
+            f"{' of a part' if part else ''}",
             {"x": x, "residual": y if residual else None, "y": y},
-            {"TILE": TILE, "DROP": drop, "num_warps": 4},
+            {"TILE": TILE, "DROP": drop, "PART": part, "num_warps": 4},
             types,
             divisible=("n",),
             elements=TILE,
         )
-        for x, y, residual, drop in (
-            ("bf16", "bf16", True, True),
-            ("bf16", "bf16", False, True),
-            ("bf16", "bf16", True, False),
-            ("bf16", "fp32", True, True),
-            ("fp32", "bf16", False, True),
-            ("fp32", "fp32", True, True),
+        for x, y, residual, drop, part in (
+            ("bf16", "bf16", True, True, False),
+            ("bf16", "bf16", False, True, False),
+            ("bf16", "bf16", True, False, False),
+            ("bf16", "fp32", True, True, False),
+            ("fp32", "bf16", False, True, False),
+            ("fp32", "fp32", True, True, False),
+            ("bf16", "bf16", True, True, True),
+            ("fp32", "fp32", True, True, True),
         )
     ]

@@ -48,12 +48,17 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
 class Dropout(NamedTuple):
     """threshold: an element whose 32 random bits are below it is dropped, 0 to 2^32.
     scale: of the others.   seed, offset: what the bits are drawn from.
+    first, width, skip: of a part of a tensor, in blocks of four elements, which share a draw: its
+        block j is block first + j + j // width * skip of the whole.
     """
 
     threshold: int
     scale: float
     seed: int
     offset: int
+    first: int = 0
+    width: int = 1
+    skip: int = 0
 
 
 @declare

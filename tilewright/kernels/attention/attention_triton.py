@@ -47,6 +47,8 @@ from tilewright.kernels.tuning import Tunable
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Arguments that are not specialized.
+NUMBERS = ["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw", "first_head"]
 
 
 @triton.jit
@@ -257,9 +259,7 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(
-    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
-)
+@triton.jit(do_not_specialize=NUMBERS)
 def _forward(
     q_ptr,
     k_ptr,
@@ -280,6 +280,7 @@ def _forward(
     inverse,
     seed: tl.int64,
     draw,
+    first_head,
     q_batch,
     q_head,
     q_row,
@@ -341,7 +342,7 @@ def _forward(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
-        line, head = begin + m + i, b * tl.num_programs(1) + h  # of the mask of dropout
+        line, head = begin + m + i, b * tl.num_programs(1) + h + first_head  # of dropout's mask
         if WINDOW:
             acc, top, total = _attend(
                 acc,
@@ -554,9 +555,7 @@ def _walk_keys(
     return dq, dq_rest
 
 
-@triton.jit(
-    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
-)
+@triton.jit(do_not_specialize=NUMBERS)
 def _backward_q(
     g_ptr,
     q_ptr,
@@ -579,6 +578,7 @@ def _backward_q(
     inverse,
     seed: tl.int64,
     draw,
+    first_head,
     g_batch,
     g_head,
     g_row,
@@ -667,7 +667,7 @@ def _backward_q(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
-        line, of_mask = begin + m + i, b * tl.num_programs(1) + h
+        line, of_mask = begin + m + i, b * tl.num_programs(1) + h + first_head
         if WINDOW:
             dq, dq_rest = _walk_keys(
                 dq,
@@ -809,9 +809,7 @@ def _backward_q(
             )
 
 
-@triton.jit(
-    do_not_specialize=["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
-)
+@triton.jit(do_not_specialize=NUMBERS)
 def _backward_kv(
     g_ptr,
     q_ptr,
@@ -834,6 +832,7 @@ def _backward_kv(
     inverse,
     seed: tl.int64,
     draw,
+    first_head,
     g_batch,
     g_head,
     g_row,
@@ -941,7 +940,7 @@ def _backward_kv(
             used = p
             if DROPOUT:
                 line = begin + m + i
-                head_of_row = b * tl.num_programs(1) * GROUP + h
+                head_of_row = b * tl.num_programs(1) * GROUP + h + first_head
                 kept = tl.trans(
                     _kept(line, n, head_of_row, threshold, seed, draw, BLOCK_M, BLOCK_N)
                 )

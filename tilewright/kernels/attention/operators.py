@@ -24,12 +24,14 @@ class Dropout(NamedTuple):
     threshold: one whose 32 random bits are below it is dropped, 0 (none) to 2^32.
     inverse: what the others are multiplied by.
     seed: the generator's key.   draw: the number of the call, in the counter.
+    first_head: that of q's first head, in the counter.
     """
 
     threshold: int = 0
     inverse: float = 1.0
     seed: int = 0
     draw: int = 0
+    first_head: int = 0
 
 
 class Variant(NamedTuple):

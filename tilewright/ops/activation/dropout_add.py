@@ -31,6 +31,8 @@ STREAM = 2**30
     p="number [0, 1]",
     seed=quantize.SEED,
     offset="int [0, 2**62)",
+    first="int [0, 2**62)",
+    row="int [1, 2**62)",
     training="bool",
 )
 def dropout_add(
@@ -40,6 +42,8 @@ def dropout_add(
     *,
     seed: int,
     offset: int = 0,
+    first: int = 0,
+    row: int | None = None,
     training: bool = True,
     implementation: str = "auto",
 ) -> torch.Tensor:
@@ -50,7 +54,9 @@ def dropout_add(
     with key seed and counter words (i // 4, i // 4 >> 32, offset, 2^30 + (offset >> 32)). It is
     dropped if they are below p 2^32, rounded to an integer: the probability is p to within 2^-33,
     and p itself where it is a multiple of 2^-32. The mask is the same in every implementation, on
-    any device. Nothing is saved for backward: the mask is drawn again.
+    any device. Nothing is saved for backward: the mask is drawn again. Where x is some rows, or
+    some columns of some rows, of a tensor that several devices share, `first` and `row` say which:
+    its mask is then that part of the whole tensor's.
 
     Computed in float32, rounded once. Differentiable any number of times in x and residual.
 
@@ -62,6 +68,9 @@ def dropout_add(
         seed: 0 to 2^63 - 1.
         offset: 0 to 2^62 - 1: the call's number. Calls with another one have another mask; a
             recomputation needs the same.
+        first: 0 to 2^62 - 1, a multiple of 4: the number of x's first element in the whole.
+        row: the width of the whole's rows, where x [..., n] has n columns of each: element c of row
+            r counts as first + r row + c. Both widths are then multiples of 4. Default: n.
         training: False adds x as it is.
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -69,7 +78,8 @@ def dropout_add(
         x's shape, in residual's dtype.
 
     Raises:
-        TypeError, ValueError: invalid arguments.
+        TypeError, ValueError: invalid arguments, or a part that begins or ends within four elements
+            that share a draw.
         ImplementationUnavailable: a named implementation that cannot run here.
 
     Example:
@@ -80,19 +90,37 @@ def dropout_add(
     """
     p = float(p) if training else 0.0
     scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-    dropout = Dropout(round(p * 2**32), scale, seed, offset)
+    dropout = Dropout(round(p * 2**32), scale, seed, offset, *_blocks(x, first, row))
     return DROPOUT_ADD.pick(implementation, x)(x, residual, dropout)
+
+
+def _blocks(x: torch.Tensor, first: int, row: int | None) -> tuple[int, int, int]:
+    """`first`, `width` and `skip` of Dropout. Raises ValueError for a part of a block."""
+    columns = x.shape[-1] if x.dim() else 1
+    if first % 4:
+        raise ValueError(f"first must be a multiple of 4, the elements of a draw, got {first}")
+    if row is None or row == columns:
+        return first // 4, 1, 0
+    if row % 4 or columns % 4 or row < columns:
+        raise ValueError(
+            f"row must be a multiple of 4 of at least x's columns, and they one too, got row = {row} "
+            f"and x {list(x.shape)}"
+        )
+    return first // 4, max(1, columns // 4), (row - columns) // 4
 
 
 # ---- the definition
 
 
 def dropout_add_eager(x, residual, dropout):
-    threshold, scale, seed, offset = dropout
+    threshold, scale, seed, offset, first, width, skip = dropout
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if threshold:
         stream = offset & 0xFFFFFFFF, STREAM | offset >> 32
-        kept = quantize.philox(seed, x.numel(), x.device, stream).view(x.shape) >= threshold
+        if skip:
+            first = first + torch.arange(-(-x.numel() // 4), device=x.device) // width * skip
+        words = quantize.philox(seed, x.numel(), x.device, stream, first)
+        kept = words.view(x.shape) >= threshold
         y = torch.where(kept, y * scale, 0.0)
     return (y + residual.to(y.dtype)).to(residual.dtype)
 

@@ -62,6 +62,7 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
 @takes(
     *HEADS,
     *PACKED,
+    "first_head == 0 or B == 1",
     **QKV,
     cu_seqlens=DOCUMENTS,
     **OPTIONS,
@@ -83,6 +84,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     offset: int = 0,
+    first_head: int = 0,
     max_seqlen: int | None = None,
     prefixes: Sequence[Prefix] = (),
     implementation: str = "auto",
@@ -106,10 +108,10 @@ def attention(
     1 - dropout_p. The mask is a function of counters: in batch b and query head h, query i of the
     sequence and key j of its document (of the sequence, without cu_seqlens) have the 32 bits of
     word j % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter words (j // 4, i,
-    b Hq + h, 2^29 + offset). The pair is dropped if they are below dropout_p 2^32, rounded to an
-    integer. So the mask is the same in every implementation that has dropout, on any device and
-    with any launch configuration; backward draws it again, and nothing is saved for it. A document
-    has another mask elsewhere in the sequence.
+    b Hq + first_head + h, 2^29 + offset). The pair is dropped if they are below dropout_p 2^32,
+    rounded to an integer. So the mask is the same in every implementation that has dropout, on any
+    device and with any launch configuration; backward draws it again, and nothing is saved for it.
+    A document has another mask elsewhere in the sequence.
 
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
@@ -135,6 +137,8 @@ def attention(
         seed: 0 to 2^63 - 1, required where dropout_p is not 0.
         offset: 0 to 2^29 - 1: the call's number. Calls with another one (other layers, other
             micro-batches) have another mask; a recomputation needs the same.
+        first_head: the number of q's first head, in the mask, where q has a part of the heads: 0 to
+            2^31 - 1, and 0 unless B = 1.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
         prefixes: of documents that begin with the first tokens of an earlier one, which are not
@@ -178,7 +182,7 @@ def attention(
     shorter, drops = False, False
     if Sk != S:
         shorter = True
-    dropout = dropout_of(dropout_p, seed, offset)
+    dropout = dropout_of(dropout_p, seed, offset, first_head)
     if dropout.threshold > 0:
         drops = True
     if prefixes:

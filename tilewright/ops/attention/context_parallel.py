@@ -43,7 +43,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from tilewright.core import checks, torch_names
 from tilewright.core.takes import takes
@@ -59,7 +58,7 @@ from tilewright.ops.attention.options import (
 from tilewright.ops.attention.prefixes import Prefix, check_prefixes
 from tilewright.ops.attention.ring import Ring
 from tilewright.ops.attention.ring_plan import plan, united
-from tilewright.ops.attention.ulysses import Gather, Scatter, lacking
+from tilewright.ops.attention.ulysses import over_heads
 
 __all__ = ["ContextParallel", "context_parallel_attention", "positions", "shard", "unshard"]
 
@@ -360,41 +359,27 @@ def context_parallel_attention(
     if prefixes and not ringed:
         request = request._replace(shorter=True, prefixes=True)
     ATTENTION.pick(implementation, q, request)
-    joined, exchanged = cp.ring_size > 1 and whole_documents, []
-    for group in (cp.ulysses, cp.ring if joined else None):
-        if group is not None:
-            exchanged.append((group, q.shape[1]))
-            sinks = None if sinks is None else _own_heads(sinks, group)
-            q, k, v = Scatter.apply(q, k, v, group)
-    if joined:
-        q, k, v = (_in_order(t, 2, cp.ring_size) for t in (q, k, v))
     options = {
         "window": window,
         "softcap": softcap,
         "scale": scale,
         "implementation": implementation,
     }
-    if ringed:
-        S = s * cp.size
-        if ends is None:
-            ends = (
-                (0, S)
-                if cu_seqlens is None
-                else tuple(checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
-            )
-        out = Ring.apply(
-            q,
-            k,
-            v,
-            sinks,
-            cu_seqlens,
-            cp,
-            plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes),
-            {**options, "causal": causal},
+    S = s * cp.size
+    if ringed and ends is None:
+        ends = (
+            (0, S)
+            if cu_seqlens is None
+            else tuple(checks.cu_seqlens(cu_seqlens, S, wait=True).tolist())
         )
-    else:
-        longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
-        out = attention(
+    longest = None if ends is None else max(b - a for a, b in itertools.pairwise(ends))
+
+    def attend(q, k, v, sinks):
+        if ringed:
+            blocks = plan(ends, S, cp.ring_size, cp.ring_rank, causal, window, prefixes)
+            own = {**options, "causal": causal}
+            return Ring.apply(q, k, v, sinks, cu_seqlens, cp, blocks, own)
+        return attention(
             q,
             k,
             v,
@@ -405,17 +390,17 @@ def context_parallel_attention(
             prefixes=prefixes,
             **options,
         )
-    if joined:
-        out = _taken(out, 2, _of_ring_ranks(cp.ring_size))
-    for group, heads in reversed(exchanged):
-        out = Gather.apply(out, group, heads)
-    return out
 
+    def in_order(q, k, v, sinks):
+        q, k, v = (_in_order(t, 2, cp.ring_size) for t in (q, k, v))
+        return _taken(attend(q, k, v, sinks), 2, _of_ring_ranks(cp.ring_size))
 
-def _own_heads(sinks, group):
-    """This rank's of the sinks of all heads that a group exchanges, and zeros beside them."""
-    own = F.pad(sinks, (0, lacking(len(sinks), group)))
-    return own.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    def of_ulysses(q, k, v, sinks):
+        if cp.ring_size > 1 and whole_documents:
+            return over_heads(q, k, v, sinks, cp.ring, in_order)
+        return attend(q, k, v, sinks)
+
+    return over_heads(q, k, v, sinks, cp.ulysses, of_ulysses)
 
 
 def _check_shards(q, k, cp):

@@ -82,7 +82,7 @@ def _kept(p, rows, cu_seqlens, dropout):
     if cu_seqlens is not None:  # within its document
         begins = cu_seqlens.to(torch.int64)
         column = column - begins[torch.searchsorted(begins, column, right=True) - 1]
-    head = torch.arange(B * H, device=p.device).view(B, H, 1, 1)
+    head = dropout.first_head + torch.arange(B * H, device=p.device).view(B, H, 1, 1)
     stream = torch.full_like(head, STREAM | dropout.draw)
     words = quantize.philox_words(dropout.seed, (column // 4, rows[:, None], head, stream))
     return sum(w * (column % 4 == i) for i, w in enumerate(words)) >= dropout.threshold

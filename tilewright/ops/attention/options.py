@@ -24,6 +24,7 @@ DROPOUT = {
     "dropout_p": "number [0, 1)",
     "seed": quantize.SEED,
     "offset": "int [0, 2**29)",
+    "first_head": "int [0, 2**31)",
 }
 DOCUMENTS = "int32 | int64 [bounds]"  # cu_seqlens
 PACKED = "bounds >= 2", "q: cu_seqlens is None or B == 1", "k: cu_seqlens is None or Sk == S"
@@ -43,7 +44,7 @@ def variant_of(
     return Variant(causal, window or 0, float(softcap or 0.0), scale, dropout)
 
 
-def dropout_of(dropout_p: float, seed: int | None, offset: int) -> Dropout:
+def dropout_of(dropout_p: float, seed: int | None, offset: int, first_head: int) -> Dropout:
     """Raises ValueError for dropout without a seed: each call would have the same mask."""
     if dropout_p == 0:
         return NO_DROPOUT
@@ -52,7 +53,7 @@ def dropout_of(dropout_p: float, seed: int | None, offset: int) -> Dropout:
             f"seed must be given where dropout_p is not 0, got dropout_p = {dropout_p}"
         )
     p = float(dropout_p)
-    return Dropout(round(p * 2**32), 1.0 / (1.0 - p), seed, offset)
+    return Dropout(round(p * 2**32), 1.0 / (1.0 - p), seed, offset, first_head)
 
 
 class Request(NamedTuple):

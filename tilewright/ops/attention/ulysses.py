@@ -6,11 +6,13 @@ A group whose size does not divide the query heads gets heads of zeros beside th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tilewright.core import checks
 from tilewright.core.library import once_across
 
 _once = once_across("context_parallel_attention")
@@ -101,3 +103,17 @@ class Gather(torch.autograd.Function):
     @_once
     def backward(ctx, dout):
         return _heads_for_tokens((_with_zeros(dout, ctx.zeros),), ctx.group)[0], None, None
+
+
+@checks.autocast("products", "q", "k", "v")
+def over_heads(q, k, v, sinks, group, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """attend(q, k, v, sinks) of the tokens of all ranks of a group and a part of the heads, for
+    this rank's tokens and all heads. group: None for this rank alone.
+    """
+    if group is None:
+        return attend(q, k, v, sinks)
+    heads, own = q.shape[1], sinks
+    if sinks is not None:
+        own = F.pad(sinks, (0, lacking(heads, group)))
+        own = own.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    return Gather.apply(attend(*Scatter.apply(q, k, v, group), own), group, heads)

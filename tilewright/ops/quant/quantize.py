@@ -276,7 +276,7 @@ def philox(
     count: int,
     device: torch.device,
     words: tuple[int, int] = (0, 0),
-    first: int = 0,
+    first: int | torch.Tensor = 0,
     *,
     whole: bool = False,
 ) -> torch.Tensor:
@@ -285,6 +285,7 @@ def philox(
     only.
 
     words: the upper half of the counter, 32 bits each, which select a stream.
+    first: a number, or one for each block [ceil(count / 4)].
     whole: return the four words of each block instead, [ceil(count / 4), 4].
     """
     low = 0xFFFFFFFF

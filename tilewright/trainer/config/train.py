@@ -31,18 +31,6 @@ FSDP2 = Only("data_parallel_mode", "fsdp2")
 SIZES = Only("data_parallel_mode", "fsdp2", neutral=(1,))
 STAGES = Only("pipeline_parallel_size", but=1).because("there is one stage")
 RECOMPUTED = Only("enable_gradient_checkpointing", True).because("nothing is recomputed")
-# What dropout's counters cannot say, or code that is compiled once cannot hold.
-DROPPED = (
-    Only("tensor_parallel_size", 1).because(
-        "a mask counts the elements of whole matrices and sequences, of which each rank would have a "
-        "part"
-    ),
-    Only("ulysses_parallel_size", 1).because("a mask counts the tokens of whole sequences"),
-    Only("ringattn_parallel_size", 1).because("a mask counts the tokens of whole sequences"),
-    Only("enable_compile", False).because(
-        "the number of the step is a part of each mask, and compiled code would have it as a constant"
-    ),
-)
 WHOLE = ("GPipe", "Interleaved1F1B")  # one backward for inputs and weights, as 1F1B
 MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 OURS = ("none", "ours; the default is what it has without one")
@@ -713,7 +701,6 @@ class Train(Section):
     hidden_dropout: float = field(
         0.0,
         Resume.NEXT_STEP,
-        *DROPPED,
         differs=OURS,
         names={"transformers": "resid_pdrop", "ERNIEKit": "hidden_dropout_prob"},
         ge=0,
@@ -725,7 +712,10 @@ class Train(Section):
     attention_dropout: float = field(
         0.0,
         Resume.NEXT_STEP,
-        *DROPPED,
+        Only("ringattn_parallel_size", 1).because(
+            "a mask draws the bits of four keys of a document at once, and a ring cuts documents at "
+            "any key"
+        ),
         differs=OURS,
         names={"transformers": "attn_pdrop", "ERNIEKit": "attention_probs_dropout_prob"},
         ge=0,
@@ -735,7 +725,6 @@ class Train(Section):
     ffn_dropout: float = field(
         0.0,
         Resume.NEXT_STEP,
-        *DROPPED,
         differs=OURS,
         names={"transformers": "activation_dropout"},
         ge=0,

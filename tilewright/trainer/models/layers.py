@@ -13,6 +13,7 @@ from tilewright.core.torch_names import uncompiled
 from tilewright.nn import Linear, RMSNorm, SwiGLU
 from tilewright.nn.sharded import local
 from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
+from tilewright.ops.attention.ulysses import over_heads
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.positions import Sequence
@@ -164,20 +165,29 @@ class Attention(nn.Module):
             "prefixes": sequence.prefixes,
             "implementation": self.ops.attention,
         }
+        masks = sequence.masks
+        if masks is not None and masks.attention:
+            return self._dropped(q, k, v, sequence, masks, options)
         if self.cp.size > 1:
             # A ring's sums depend on where it cuts a document, which the batch decides.
             options["whole_documents"] = self.ops.numerics.batch_invariant
             return context_parallel_attention(q, k, v, self.cp, ends=sequence.ends, **options)
-        options["max_seqlen"], masks = sequence.longest, sequence.masks
-        if masks is None or not masks.attention:
-            return tw.attention(q, k, v, **options)
+        return tw.attention(q, k, v, max_seqlen=sequence.longest, **options)
 
-        def of_bin(a: int, b: int, dropout: dict[str, Any]) -> torch.Tensor:
-            bounds = {"cu_seqlens": sequence.documents(a, b)}
-            own = (t[:, :, a:b] for t in (q, k, v))
-            return tw.attention(*own, **options | bounds | dropout)
+    def _dropped(self, q, k, v, sequence, masks, options):
+        """Attention with dropout, of each bin by itself."""
+        part = self.tp.part_of_heads * self.cp.ulysses_size + self.cp.ulysses_rank
+        options["max_seqlen"] = sequence.longest
 
-        return masks.attend(of_bin, self.layer)
+        def of_heads(q, k, v, sinks):
+            def of_bin(a: int, b: int, dropout: dict[str, Any]) -> torch.Tensor:
+                own = (t[:, :, a:b] for t in (q, k, v))
+                of_call = dropout | {"cu_seqlens": sequence.documents(a, b), "sinks": sinks}
+                return tw.attention(*own, **options | of_call)
+
+            return masks.attend(of_bin, self.layer, part * q.shape[1])
+
+        return over_heads(q, k, v, options["sinks"], self.cp.ulysses, of_heads)
 
     @uncompiled
     def _attend_uncompiled(self, *args):
@@ -242,12 +252,15 @@ class MLP(SwiGLU):
         self, x: torch.Tensor, drop: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """drop: of the inner activations."""
-        x = self.tp.gather(x)
-        if self.gelu is None and drop is None:
-            return self.tp.reduce_scatter(super().forward(x))
-        gate_up = self.gate_up_proj(x)
+        gated = self.gated(x)
+        return self.output(gated if drop is None else drop(gated))
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """The inner activations: of this rank's columns."""
+        gate_up = self.gate_up_proj(self.tp.gather(x))
         if self.gelu is None:
-            gated = tw.silu_mul(gate_up, implementation=self.implementation)
-        else:
-            gated = tw.gelu_mul(gate_up, approximate="tanh", implementation=self.gelu)
-        return self.tp.reduce_scatter(self.down_proj(gated if drop is None else drop(gated)))
+            return tw.silu_mul(gate_up, implementation=self.implementation)
+        return tw.gelu_mul(gate_up, approximate="tanh", implementation=self.gelu)
+
+    def output(self, gated: torch.Tensor) -> torch.Tensor:
+        return self.tp.reduce_scatter(self.down_proj(gated))

@@ -1,21 +1,50 @@
 """Dropout in the layers of a model. A mask is a function of counters: of the run's seed, the step,
 the layer, the site, the number of the token's bin in the step, the token's place in its bin, and
-the element. So forward, recomputation and backward draw the same one, nothing is stored, and it
-does not depend on how a step's bins are divided into ranks and micro-batches.
+the element or head. So forward, recomputation and backward draw the same one, nothing is stored,
+and it does not depend on how a step's bins are divided into micro-batches, nor on how bins, rows,
+columns and heads are divided into ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from tilewright import ops as tw
+from tilewright.trainer.models.shared import TensorParallel
 
 AFTER_ATTENTION, AFTER_MLP, WITHIN_MLP = range(3)
 # Of the counters of `ops.attention`, whose offset has 29 bits.
 MOST_BINS, MOST_LAYERS = 2**20, 2**9
+
+
+class Run(NamedTuple):
+    """Tokens of one bin that follow each other in a tensor.
+
+    number: of the bin in the step.
+    first, end: of the tokens in the tensor.
+    place: of the first one in the bin.
+    """
+
+    number: int
+    first: int
+    end: int
+    place: int = 0
+
+
+def runs(bins: Sequence[Run], at: torch.Tensor) -> tuple[Run, ...]:
+    """What a rank has of whole bins.   at: int64 [tokens], where each is in the micro-batch."""
+    bin_of = torch.searchsorted(torch.tensor([b.end for b in bins]), at, right=True)
+    cut = ((at.diff() != 1) | (bin_of.diff() != 0)).nonzero().flatten() + 1
+    found = []
+    for a, b in itertools.pairwise((0, *cut.tolist(), len(at))):
+        whole = bins[int(bin_of[a])]
+        found.append(Run(whole.number, a, b, int(at[a]) - whole.first))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -25,52 +54,78 @@ class Masks:
     hidden, attention, ffn: the probabilities of an element to be dropped: of what is added to the
         residual stream, of attention's weights, of an MLP's inner activations.
     key: of the run's seed and the step; see `key_of`.
-    bins: of each bin, in order: its number in the step, its first token, and its end.
+    bins: whole ones, in order, as attention has them.
+    inner: what an MLP has of them: this rank's shard of the sequence.
+    rows: what the residual stream has: of that, a tensor-parallel rank's part.
     """
 
     hidden: float
     attention: float
     ffn: float
     key: int
-    bins: tuple[tuple[int, int, int], ...]
+    bins: tuple[Run, ...]
+    inner: tuple[Run, ...]
+    rows: tuple[Run, ...]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, layer: int, site: int) -> torch.Tensor:
-        """residual + dropout(x), [1, T, H]."""
-        return self._drop(x, residual, self.hidden, layer, site)
-
-    def inner(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        """dropout(x) of an MLP's inner activations [1, T, I]."""
-        return self._drop(x, torch.zeros_like(x), self.ffn, layer, WITHIN_MLP)
-
-    def _drop(
-        self, x: torch.Tensor, residual: torch.Tensor, p: float, layer: int, site: int
-    ) -> torch.Tensor:
-        stream = layer * 3 + site << 32
-        return self._joined(
-            lambda number, a, b: tw.dropout_add(
-                x[:, a:b], residual[:, a:b], p, seed=self.key, offset=stream | number
-            ),
+        """residual + dropout(x), [1, tokens of `rows`, H]."""
+        of_call = self.key, layer * 3 + site
+        return _joined(
+            [
+                _dropped(x, residual, self.hidden, of_call, run, (0, x.shape[-1]))
+                for run in self.rows
+            ],
             1,
         )
 
+    def within(self, x: torch.Tensor, layer: int, tp: TensorParallel) -> torch.Tensor:
+        """dropout(x) of an MLP's inner activations [1, tokens of `inner`, I / tp.size]."""
+        of_call, n = (self.key, layer * 3 + WITHIN_MLP), x.shape[-1]
+        columns, zero = (tp.rank * n, tp.size * n), torch.zeros_like(x)
+        return _joined(
+            [_dropped(x, zero, self.ffn, of_call, run, columns) for run in self.inner], 1
+        )
+
     def attend(
-        self, attention: Callable[[int, int, dict], torch.Tensor], layer: int
+        self, attention: Callable[[int, int, dict], torch.Tensor], layer: int, first_head: int
     ) -> torch.Tensor:
-        """Attention's result [1, heads, T, D].
+        """Attention's result [1, heads, tokens of `bins`, D].
 
         attention: from the first token of a bin, its end, and the arguments of dropout.
+        first_head: the number of the first of these heads.
         """
+        options = {"dropout_p": self.attention, "seed": self.key, "first_head": first_head}
+        calls = (options | {"offset": layer * MOST_BINS + one.number} for one in self.bins)
+        return _joined(
+            [attention(b.first, b.end, call) for b, call in zip(self.bins, calls, strict=True)], 2
+        )
 
-        def of_bin(number: int, a: int, b: int) -> torch.Tensor:
-            offset = layer * MOST_BINS + number
-            options = {"dropout_p": self.attention, "seed": self.key, "offset": offset}
-            return attention(a, b, options)
 
-        return self._joined(of_bin, 2)
+def _dropped(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    p: float,
+    of_call: tuple[int, int],
+    run: Run,
+    columns: tuple[int, int],
+) -> torch.Tensor:
+    """Of a run of rows.   of_call: the key, and the number of layer and site.   columns: the first
+    of x's, and how many a whole row has.
+    """
+    (key, call), (first, row), rows = of_call, columns, slice(run.first, run.end)
+    return tw.dropout_add(
+        x[:, rows],
+        residual[:, rows],
+        p,
+        seed=key,
+        offset=call << 32 | run.number,
+        first=run.place * row + first,
+        row=row,
+    )
 
-    def _joined(self, of_bin: Callable[[int, int, int], torch.Tensor], dim: int) -> torch.Tensor:
-        parts = [of_bin(*one) for one in self.bins]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def key_of(seed: int, step: int) -> int:

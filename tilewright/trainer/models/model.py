@@ -85,7 +85,7 @@ class Block(nn.Module):
             if masks is None or not masks.ffn:
                 x = self.mlp(x)
             else:
-                x = self.mlp(x, functools.partial(masks.inner, layer=self.layer))
+                x = self.mlp(x, functools.partial(masks.within, layer=self.layer, tp=self.mlp.tp))
             x = self.post_feedforward_layernorm(x) if self.norms_after else x
             return self.added(x, residual, masks, AFTER_MLP)
         x, report = self.mlp(x, routes) if kept is None else self.mlp(x, routes, kept)
@@ -215,8 +215,8 @@ class Transformer(nn.Module):
             prefixes: as in `ops.attention`; position_ids say where documents go on.
             routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
                 for a token that is routed as usual.
-            masks: of dropout, which is off outside of training; with ends, and on one rank's whole
-                sequences and matrices alone.
+            masks: of dropout, which is off outside of training; with ends, and those of attention
+                not with a ring.
             loss: see `losses.loss`; called with what the head gives, input_ids, labels,
                 position_ids and `more`.
             more: further tensors of the batch, for the loss.

@@ -32,6 +32,11 @@ class TensorParallel:
         """Among how many ranks the heads are divided."""
         return self.size
 
+    @property
+    def part_of_heads(self) -> int:
+        """Which of these parts this rank has."""
+        return self.rank
+
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TensorParallel:
         group = mesh.get_group()
@@ -66,6 +71,10 @@ class RepeatedAttention(TensorParallel):
     @property
     def heads(self) -> int:
         return 1
+
+    @property
+    def part_of_heads(self) -> int:
+        return 0
 
     def own(self, t: torch.Tensor) -> torch.Tensor:
         return t

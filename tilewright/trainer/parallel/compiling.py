@@ -26,8 +26,8 @@ log = logging.getLogger("tilewright")
 
 
 def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -> None:
-    """Compiles whole layers, each as one graph, or, where attention or experts cannot be in a
-    graph, the code around them.
+    """Compiles whole layers, each as one graph, or, where attention, experts or dropout, whose
+    masks differ by step, cannot be in a graph, the code around them.
 
     Call it before `recompute_activations`: a graph break within a checkpointed function would leave
     all of it uncompiled.
@@ -47,7 +47,7 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
         )
     recomputes = train.enable_gradient_checkpointing
     experts_alone = recomputes and train.moe_checkpoint_method == "moe_act"
-    in_parts = recomputes and train.recompute_modules is not None
+    in_parts = train.drops or (recomputes and train.recompute_modules is not None)
     compiled: dict[tuple[type, str], Compiled] = {}
     for block in model.model.blocks:
         attention, mlp = block.self_attn, block.mlp
@@ -58,11 +58,12 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
         apart = isinstance(mlp, MoE) and (own_unit or experts_alone)
         if attention.breaks or apart or in_parts:
             norms = (m for name, m in block.named_children() if name.endswith("layernorm"))
+            of_mlp = ("gated", "output") if train.ffn_dropout else ("forward",)
             parts = [
                 *((module, "forward") for module in norms),
                 (attention, "project"),
                 (attention, "output"),
-                *([] if apart else [(mlp, "forward")]),
+                *([] if apart else [(mlp, name) for name in of_mlp]),
             ]
         else:
             parts = [(block, "forward")]

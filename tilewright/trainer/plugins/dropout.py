@@ -9,10 +9,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from tilewright.ops.activation.dropout_add import DROPOUT_ADD
+from tilewright.ops.attention.context_parallel import positions
 from tilewright.trainer.config import Train
 from tilewright.trainer.data.batches import BIN_ENDS
 from tilewright.trainer.engine import Batch
-from tilewright.trainer.models.masks import MOST_BINS, MOST_LAYERS, Masks, key_of
+from tilewright.trainer.models.masks import MOST_BINS, MOST_LAYERS, Masks, Run, key_of, runs
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.plugins.callback import Callback, Plugin, Step
 from tilewright.trainer.tables import CALLBACKS
@@ -20,7 +21,7 @@ from tilewright.trainer.tables import CALLBACKS
 if TYPE_CHECKING:
     import torch
 
-    from tilewright.trainer.loop import Run
+    from tilewright.trainer import loop
 
 
 def check(train: Train, shape: ModelConfig, bins: int) -> None:
@@ -30,6 +31,17 @@ def check(train: Train, shape: ModelConfig, bins: int) -> None:
             f"train.ffn_dropout = {train.ffn_dropout}: the model has experts, which compute their "
             "inner activations within one op; hidden_dropout drops their results"
         )
+    tp = train.tensor_parallel_size
+    shared = tp * train.ulysses_parallel_size * train.ringattn_parallel_size > 1
+    for name, columns in (
+        ("hidden_dropout", shape.hidden_size),
+        ("ffn_dropout", shape.intermediate_size // tp),
+    ):
+        if shared and getattr(train, name) and columns % 4:
+            raise ValueError(
+                f"train.{name} = {getattr(train, name)}: ranks that share a sequence or matrices "
+                f"need a multiple of 4 columns each, whose bits are drawn at once, and have {columns}"
+            )
     for name, size, most in (
         ("layers", shape.num_hidden_layers, MOST_LAYERS),
         ("bins of a step", bins, MOST_BINS),
@@ -53,9 +65,10 @@ def part_of_target(train: Train, done: int) -> float:
 
 
 class Dropout(Callback):
-    def __init__(self, run: Run):
+    def __init__(self, run: loop.Run):
         super().__init__(run)
         self.train, self.batches = run.config.train, run.batches
+        self.tp = run.mesh.layout.tp, run.mesh.layout.coordinates(run.mesh.rank)["tp"]
 
     def before_step(self, step: Step) -> None:
         done = step.number - 1
@@ -64,19 +77,23 @@ class Dropout(Callback):
 
     def masked(self, batch: Batch, number: int, done: int, part: float) -> dict[str, Any]:
         """A micro-batch with its masks.   number: of the rank's micro-batches in the step."""
-        train, of = self.train, self.batches
+        train, of, (size, rank) = self.train, self.batches, self.tp
         rest = {name: t for name, t in batch.items() if name != BIN_ENDS}
         if not part:
             return rest
         ends = [0, *batch[BIN_ENDS].tolist()]
-        ends[-1] = batch["input_ids"].shape[1]  # padding follows the last bin
+        ends[-1] = batch["input_ids"].shape[1] * of.cp.size  # padding follows the last bin
         first = (number * of.world + of.rank) * of.micro
+        bins = tuple(Run(first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)))
+        own = positions(ends[-1], of.cp, "cpu")
         masks = Masks(
             hidden=part * train.hidden_dropout,
             attention=part * train.attention_dropout,
             ffn=part * train.ffn_dropout,
             key=key_of(train.seed, done),
-            bins=tuple((first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(ends))),
+            bins=bins,
+            inner=runs(bins, own),
+            rows=runs(bins, own.chunk(size)[rank]),
         )
         return {**rest, "masks": masks}
 
