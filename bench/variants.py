@@ -60,6 +60,13 @@ VARIANTS = (
         "linear_cross_entropy/chunk",
         {"budget_mib": 128},
     ),
+    Variant(
+        "quantized_linear: 128 columns a step for one row, for 64",
+        "quantized_linear",
+        "nf4 llama-3-8b-down_1",
+        "quantized_linear/few_rows",
+        {"BLOCK_K": 128},
+    ),
     Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
     Variant(
         "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"

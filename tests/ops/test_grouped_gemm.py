@@ -463,6 +463,23 @@ def test_tiles_cover_every_row_once(counts, tail, block):
     assert covered == list(enumerate(owner))
 
 
+@pytest.mark.parametrize("R, E", [(0, 3), (1, 1), (40, 5), (1000, 16), (700, 130), (20000, 3)])
+def test_the_sort_writes_the_map_of_its_tiles(R, E):
+    """Also with sentinels, experts without rows, and more tiles than its programs write at once."""
+    from tilewright.kernels.moe import permute_triton
+
+    g = torch.Generator().manual_seed(R)
+    index = torch.randint(0, E + 2, (R, 1), generator=g).to(DEVICE)
+    index[index == 1] = 0
+    order, tiles = permute_triton.sort_and_map(index, E)
+    assert all(map(torch.equal, order, permute_triton.sort(index, E)))
+    expected = kernels().tile_map(order.offsets, R)
+    capacity, count = len(tiles) // 3, int(expected[-1])
+    assert tiles[-1] == count
+    ours, others = (t[:-1].view(3, capacity) for t in (tiles, expected))
+    assert torch.equal(ours[:, :count], others[:, :count]) and not ours[:, count:].any()
+
+
 def test_bad_offsets_stay_inside_the_tensors():
     """On a GPU the values are not checked: whatever they are, every access is in bounds, and each
     row is written.

@@ -92,16 +92,20 @@ def test_what_is_kept_is_what_the_formula_says(name, dtype):
 
 def test_a_forward_and_its_backward_share_one_map_of_tiles(monkeypatch):
     skip_unless_usable(MOE_MLP, "triton", torch.float32)
-    from tilewright.kernels.moe import grouped_gemm_triton as kernel
+    from tilewright.kernels.moe import grouped_gemm_triton, permute_triton
 
     made = []
-    monkeypatch.setattr(
-        kernel, "tile_map", lambda *a, f=kernel.tile_map, **k: made.append(a) or f(*a, **k)
-    )
+
+    def noted(kernels, name):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a: made.append(name) or real(*a))
+
+    noted(grouped_gemm_triton, "tile_map")
+    noted(permute_triton, "sort_and_map")
     arguments = inputs(T=40)
     y = moe_mlp(*arguments, **biases(), implementation="triton")
     grads(y, arguments, torch.ones_like(y))
-    assert len(made) == 1
+    assert made == ["sort_and_map"]
 
 
 def biases(dtype=torch.float32):

@@ -46,6 +46,7 @@ from tilewright.kernels.linear_attention.operators import (
     delta_rule_backward,
 )
 from tilewright.kernels.linear_attention.tiles_triton import number_of_tiles, place, tiles_of
+from tilewright.kernels.math_triton import reciprocal
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -629,7 +630,7 @@ def _normalize(
     x_ptr, y_ptr, T, eps, x_row, x_head, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     x, at, mask = _read_rows(x_ptr, x_row, x_head, T, H, D, BLOCK)
-    y = x * (1.0 / tl.sqrt(tl.sum(x * x, 1) + eps))[:, None]
+    y = x * reciprocal(tl.sqrt(tl.sum(x * x, 1) + eps))[:, None]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -648,7 +649,7 @@ def _normalize_backward(
 ):
     x, at, mask = _read_rows(x_ptr, x_row, x_head, T, H, D, BLOCK)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) + eps)
+    inverse = reciprocal(tl.sqrt(tl.sum(x * x, 1) + eps))
     y = x * inverse[:, None]
     dx = (dy - y * tl.sum(y * dy, 1)[:, None]) * inverse[:, None]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)

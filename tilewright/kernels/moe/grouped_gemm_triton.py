@@ -807,15 +807,12 @@ def _key(N: int, K: int, x: torch.Tensor, rows: int, experts: int, aligned: bool
     return N, K, x.element_size(), average, aligned, large_shared_memory(x.device)
 
 
-def tile_map(
-    offsets: torch.Tensor, rows: int, block: int = MAP_ROWS, whole: bool = False
-) -> torch.Tensor:
-    """Tiles of `block` rows, for `_gemm` and for attention. whole: entries past the last tile are
-    0, since an operator's result must be a function of its arguments.
+def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS) -> torch.Tensor:
+    """Tiles of `block` rows, for `_gemm` and for attention; entries past the last are not
+    written. `permute_triton.sort_and_map` writes the same beside the order of rows.
     """
     E = offsets.shape[0]
-    make = torch.zeros if whole else torch.empty
-    tiles = make(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
+    tiles = torch.empty(map_size(rows, E, block), dtype=torch.int32, device=offsets.device)
     capacity = tiles.shape[0] // 3
     launch(
         _map_tiles,

@@ -6,7 +6,8 @@ T = tokens, K = experts per token, R = T * K slots and rows, E = experts, H = co
 The counting sort is two launches, and its prefix sums are added in a fixed order. `_histogram`: a
 program counts the experts of a run of slots, in tiles of TILE. `_place`: each program adds the
 counts of all preceding runs, which together are small, and then places its tiles: within a tile a
-slot's rank is the number of equal ones before it.
+slot's rank is the number of equal ones before it. It can also write its share of the map of tiles
+that grouped products need (`grouped_gemm_triton.tile_map`), which is a function of the same counts.
 
 Rows move by token: a program reads a row of x once and writes it K times, or reads K rows and
 writes their sum, so that no byte is moved twice. Rows without a slot come last; program t also
@@ -35,6 +36,7 @@ EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 128
 # At most. Each program of `_place` reads the counts of all, 128 KiB for 256 experts. A run's tiles
 # follow each other, about a microsecond each; the next one's slots are loaded ahead.
 RUNS = 128
+MAPPED = 32  # tiles of the map at a time, each compared with all experts
 COUNTS = 64  # programs that count used rows
 
 
@@ -71,7 +73,46 @@ def _histogram(
     tl.store(run_ptr + tl.program_id(0) * E + expert, total, mask=expert < E)
 
 
-@triton.jit(do_not_specialize=["steps", "runs"])
+@triton.jit
+def _map(
+    tiles_ptr,
+    total,
+    ends,
+    run,
+    runs,
+    R,
+    E,
+    capacity,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAPPED: tl.constexpr,
+):
+    """Writes this run's share of the map: the expert, first row and end of each tile, 0 past the
+    last. total, ends: of each expert, its rows and their end.
+    """
+    expert = tl.arange(0, WIDTH)
+    tiles = tl.cdiv(total, BLOCK_M)
+    last = tl.cumsum(tiles, axis=0)  # past the last expert, as many as all have
+    used, of_experts = tl.sum(total, axis=0), tl.sum(tiles, axis=0)
+    number = of_experts + tl.cdiv(R - used, BLOCK_M)  # with the tail's
+    # A tile's first row, less BLOCK_M times its place in the map.
+    base = ends - total - (last - tiles) * BLOCK_M
+    for first in range(run * MAPPED, capacity, runs * MAPPED):
+        t = first + tl.arange(0, MAPPED)
+        before = (last[None, :] <= t[:, None]) & (expert < E)[None, :]
+        own = tl.sum(before.to(tl.int32), axis=1)
+        of = tl.minimum(own, WIDTH - 1)
+        row = tl.where(own < E, tl.gather(base, of, 0), used - of_experts * BLOCK_M) + t * BLOCK_M
+        end = tl.where(own < E, tl.gather(ends, of, 0), R)
+        to, live, mask = tiles_ptr + t, t < number, t < capacity
+        tl.store(to, tl.where(live, own, 0), mask=mask)
+        tl.store(to + capacity, tl.where(live, row, 0), mask=mask)
+        tl.store(to + 2 * capacity, tl.where(live, end, 0), mask=mask)
+    if run == 0:
+        tl.store(tiles_ptr + 3 * capacity, number)
+
+
+@triton.jit(do_not_specialize=["steps", "runs", "capacity"])
 def _place(
     index_ptr,
     tile_ptr,
@@ -79,14 +120,19 @@ def _place(
     offsets_ptr,
     slots_ptr,
     position_ptr,
+    map_ptr,
     R,
     E,
     steps,
     runs,
+    capacity,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
+    """map: None, or the map of tiles of BLOCK_M rows, with room for `capacity`."""
     run = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
@@ -103,6 +149,8 @@ def _place(
     ends = tl.cumsum(total, axis=0)
     if run == 0:
         tl.store(offsets_ptr + expert, ends, mask=expert < E)
+    if map_ptr is not None:
+        _map(map_ptr, total, ends, run, runs, R, E, capacity, BLOCK_M, WIDTH, MAPPED)
     next_row = ends - total + before  # per expert
     # Slots before this run that have no expert come first.
     next_other = tl.sum(total, axis=0) + run * steps * TILE - tl.sum(before, axis=0)
@@ -134,11 +182,25 @@ def _place(
 
 
 def sort(expert_index, num_experts):
+    return _sort(expert_index, num_experts, None)
+
+
+def sort_and_map(expert_index, num_experts):
+    """The order, and the map of its tiles as `grouped_gemm_triton.tile_map` makes it, without
+    another launch. Entries past the last tile are 0, since an operator's result must be a function
+    of its arguments.
+    """
+    tiles = operators.map_size(expert_index.numel(), num_experts)
+    tiles = expert_index.new_empty(tiles, dtype=torch.int32)
+    return _sort(expert_index, num_experts, tiles), tiles
+
+
+def _sort(expert_index, num_experts, tiles):
     R = expert_index.numel()
     order = operators.sort(expert_index, num_experts)
-    tiles = cdiv(R, TILE)
-    steps = max(1, cdiv(tiles, RUNS))
-    runs = max(1, cdiv(tiles, steps))
+    slot_tiles = cdiv(R, TILE)
+    steps = max(1, cdiv(slot_tiles, RUNS))
+    runs = max(1, cdiv(slot_tiles, steps))
     by_tile = expert_index.new_empty((runs * steps, num_experts), dtype=torch.int32)
     by_run = expert_index.new_empty((runs, num_experts), dtype=torch.int32)
     launch(
@@ -162,13 +224,17 @@ def sort(expert_index, num_experts):
         by_tile,
         by_run,
         *order,
+        tiles,
         R,
         num_experts,
         steps,
         runs,
+        0 if tiles is None else tiles.shape[0] // 3,
         TILE=TILE,
         WIDTH=width,
         ROWS=max(1, 4096 // width),
+        BLOCK_M=operators.MAP_ROWS,
+        MAPPED=MAPPED,
         num_warps=WARPS,
     )
     return order
@@ -503,11 +569,12 @@ def _specs(kernel):
     return specs
 
 
-def _small(kernel, label: str, **constexprs) -> KernelSpec:
+def _small(kernel, label: str, mapped: bool = False, **constexprs) -> KernelSpec:
     """Without wide accesses: the sort's tables are small beside the rows that are moved next, and
     its writes are scattered by nature.
     """
-    types, options = {"index": "i64", "*": "i32"}, {"TILE": TILE, "num_warps": WARPS}
+    types = {"index": "i64", "map": "i32" if mapped else None, "*": "i32"}
+    options = {"TILE": TILE, "BLOCK_M": operators.MAP_ROWS, "MAPPED": MAPPED, "num_warps": WARPS}
     return KernelSpec.of(kernel, label, types, {**options, **constexprs}, load=0, store=0)
 
 
@@ -515,7 +582,11 @@ def sort_gate() -> list[KernelSpec]:
     """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's."""
     return [
         _small(_histogram, "histogram", EXPERTS=EXPERTS),
-        *(_small(_place, f"place E={E}", WIDTH=E, ROWS=4096 // E) for E in (128, 256)),
+        *(
+            _small(_place, f"place{how} E={E}", mapped, WIDTH=E, ROWS=4096 // E)
+            for how, mapped in (("", False), (" and map", True))
+            for E in (128, 256)
+        ),
     ]
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.math_triton import sigmoid, sigmoid_pair
+from tilewright.kernels.math_triton import exp_or_zero, reciprocal, sigmoid, sigmoid_pair
 from tilewright.kernels.moe.operators import choose, choose_backward
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -167,14 +167,14 @@ def _forward(
         ).to(tl.float32)
         x = tl.where(valid[None, :], x, float("-inf"))
         top = tl.max(x, axis=1)
-        e = tl.exp(x - top[:, None])
+        e = exp_or_zero(x - top[:, None])
         total = tl.sum(e, axis=1)
         lse = top + tl.log(total)
         if SIGMOID:
             s = sigmoid(x)
-            q = s / (tl.sum(s, axis=1) + TINY)[:, None]
+            q = s * reciprocal(tl.sum(s, axis=1) + TINY)[:, None]
         else:
-            s = e / total[:, None]
+            s = e * reciprocal(total)[:, None]
             q = s
         choice = x
         if BIASED:
@@ -200,7 +200,7 @@ def _forward(
             keys = tl.where(hit, LOWEST, keys)
         w = s
         if RENORMALIZE:
-            w = s / (tl.sum(tl.where(rank < K, s, 0.0), axis=1) + TINY)[:, None]
+            w = s * reciprocal(tl.sum(tl.where(rank < K, s, 0.0), axis=1) + TINY)[:, None]
         # Each of the K chosen columns stores to its own position: no data moves between threads.
         chosen = (rank < K) & inside[:, None]
         at = t[:, None] * K + rank
@@ -281,9 +281,9 @@ def _backward(
     x = tl.load(logits_ptr + t[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
     x = tl.where(valid[None, :], x, float("-inf"))
     top = tl.max(x, axis=1)
-    e = tl.exp(x - top[:, None])
+    e = exp_or_zero(x - top[:, None])
     total = tl.sum(e, axis=1)
-    p = e / total[:, None]
+    p = e * reciprocal(total)[:, None]
     g_score = tl.zeros([ROWS, WIDTH], tl.float32)  # of chosen scores
     chosen = tl.zeros([ROWS, WIDTH], tl.int32)
     for k in range(K):
@@ -297,16 +297,16 @@ def _backward(
     if SIGMOID:
         s, rest = sigmoid_pair(x)  # 1 - s would cancel
     if RENORMALIZE:
-        picked = tl.sum(tl.where(chosen != 0, s, 0.0), axis=1) + TINY
-        mean = tl.sum(g_score * s, axis=1) / picked
-        g_score = tl.where(chosen != 0, (g_score - mean[:, None]) / picked[:, None], 0.0)
+        inverse = reciprocal(tl.sum(tl.where(chosen != 0, s, 0.0), axis=1) + TINY)
+        mean = tl.sum(g_score * s, axis=1) * inverse
+        g_score = tl.where(chosen != 0, (g_score - mean[:, None]) * inverse[:, None], 0.0)
     tokens = tl.full([], 0.0, tl.float32) + T
     share = tl.load(count_ptr + c, mask=valid, other=0).to(tl.float32) / tokens
     balance = tl.load(g_balance_ptr) * E / tokens * share
     if SIGMOID:
-        whole = tl.sum(s, axis=1) + TINY
-        mean = tl.sum(s * balance[None, :], axis=1) / whole
-        g_score += (balance[None, :] - mean[:, None]) / whole[:, None]
+        inverse = reciprocal(tl.sum(s, axis=1) + TINY)
+        mean = tl.sum(s * balance[None, :], axis=1) * inverse
+        g_score += (balance[None, :] - mean[:, None]) * inverse[:, None]
         d = g_score * s * rest
     else:
         g_score += balance[None, :]

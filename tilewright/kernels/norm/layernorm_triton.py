@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.math_triton import reciprocal
 from tilewright.kernels.norm.operators import no_rows, standardize, standardize_backward
 from tilewright.kernels.norm.rmsnorm_triton import (
     backward_heuristic,
@@ -49,7 +50,7 @@ def _deviation(total, squares, eps, D: tl.constexpr):
     variance = squares / D
     # Squares that overflow make rows of zeros, as in the twin; infinity less infinity would be NaN.
     variance = tl.where(variance == float("inf"), variance, tl.maximum(variance - rest * rest, 0.0))
-    return rest, 1.0 / tl.sqrt(variance + eps)
+    return rest, reciprocal(tl.sqrt(variance + eps))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
-from tilewright.kernels.math_triton import sigmoid_pair
+from tilewright.kernels.math_triton import reciprocal, sigmoid_pair
 from tilewright.kernels.norm.rmsnorm_triton import sharing, summed
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
@@ -24,7 +24,7 @@ def _scaled(x, w, eps, D: tl.constexpr, TYPE: tl.constexpr, PRODUCT: tl.constexp
     """1 / the root mean square, the normalized rows before and after their rounding to TYPE, and
     these times the weight, rounded to PRODUCT.
     """
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+    rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
     xhat = x * rstd[:, None]
     normed = xhat.to(TYPE).to(tl.float32)
     return rstd, xhat, normed, (w[None, :] * normed).to(PRODUCT).to(tl.float32)

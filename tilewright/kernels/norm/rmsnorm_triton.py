@@ -16,6 +16,7 @@ import triton.language as tl
 from tilewright.kernels.device import resident
 from tilewright.kernels.launch import launch, warm_up
 from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.math_triton import reciprocal
 from tilewright.kernels.norm.operators import (
     no_rows,
     normalize,
@@ -157,7 +158,7 @@ def _forward(
             r = r.to(sum_ptr.dtype.element_ty)
             tl.store(sum_ptr + at, r, mask=mask)
             x = r.to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
+        rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
         tl.store(rstd_ptr + row, rstd, mask=in_t)
         w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
         y = x * rstd[:, None]
@@ -180,7 +181,7 @@ def _forward(
                 tl.store(sum_ptr + at, r, mask=mask)
                 x = r.to(tl.float32)
             ss += x * x
-        rstd = 1.0 / tl.sqrt(tl.sum(ss, axis=1) / D + eps)
+        rstd = reciprocal(tl.sqrt(tl.sum(ss, axis=1) / D + eps))
         tl.store(rstd_ptr + row, rstd, mask=in_t)
         for start in range(0, D, BLOCK_D):
             c = start + cols

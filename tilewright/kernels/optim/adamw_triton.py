@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
-from tilewright.kernels.math_triton import tanh_and_derivative
+from tilewright.kernels.math_triton import reciprocal, tanh_and_derivative
 from tilewright.kernels.spec import KernelSpec
 
 TILE = 2048  # elements of a program: with 8 warps, a 128-bit load of bf16 per thread
@@ -55,7 +55,7 @@ def _update(
     v = beta2 * v + rise2 * g * g
     tl.store(m_at, m.to(m_at.dtype.element_ty), mask=inside)
     tl.store(v_at, v.to(v_at.dtype.element_ty), mask=inside)
-    change = decay * p - size * m / (tl.sqrt(v) * root + eps)
+    change = decay * p - size * m * reciprocal(tl.sqrt(v) * root + eps)
     if KAHAN:
         change += tl.load(c_at, mask=inside).to(tl.float32)
     new = (p + change).to(p_at.dtype.element_ty)

@@ -18,6 +18,7 @@ from tilewright.core.layout import last_contiguous
 from tilewright.kernels.device import programs
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import next_power_of_2
+from tilewright.kernels.math_triton import reciprocal
 from tilewright.kernels.norm.rmsnorm_triton import summed
 from tilewright.kernels.rope.operators import (
     HeadNorm,
@@ -167,7 +168,7 @@ def _write_heads(
             if INPLACE:
                 # Threads may hold copies of elements that one of them is about to overwrite.
                 tl.debug_barrier()
-            rstd = 1.0 / tl.sqrt(total / D + eps)
+            rstd = reciprocal(tl.sqrt(total / D + eps))
             if KEEP:
                 tl.store(rstd_ptr + h, rstd, mask=h < H)
             a = a * rstd[:, None] * wa

@@ -244,9 +244,8 @@ class _Triton:
         self.gemm, self.rows = gemm, rows  # the kernels' modules
 
     def forward(self, x, weights, biases, gate, index, expert_weight, keep, tiled):
-        order = self.rows.sort(index, weights.gate_up.shape[0])
-        # For this pass and its backward.
-        tiles = self.gemm.tile_map(order.offsets, order.slots.shape[0], whole=True)
+        # The tiles are for this pass and its backward.
+        order, tiles = self.rows.sort_and_map(index, weights.gate_up.shape[0])
         pre, h = self.gemm.up_swiglu(
             x,
             dense(weights.gate_up, x.dtype, "triton"),

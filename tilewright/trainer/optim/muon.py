@@ -141,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         s, done = self.settings, {}
         for shape, batch in together.items():
             result = tw.newton_schulz(torch.cat(batch), s.steps, coefficients=s.coefficients)
-            result = (result.float() * adjustment(s.adjust, *shape)).to(result.dtype)
+            result.mul_(adjustment(s.adjust, *shape))  # in float32, rounded once
             done[shape] = iter(result.split([len(flat) for flat in batch]))
         return [
             one.join([next(done[tuple(piece.shape[-2:])]).view(piece.shape) for piece in pieces])
