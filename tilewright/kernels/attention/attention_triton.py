@@ -48,7 +48,7 @@ from tilewright.kernels.tuning import Tunable
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Arguments that are not specialized.
-NUMBERS = ["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw", "first_head"]
+NUMBERS = ["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
 
 
 @triton.jit
@@ -280,7 +280,6 @@ def _forward(
     inverse,
     seed: tl.int64,
     draw,
-    first_head,
     q_batch,
     q_head,
     q_row,
@@ -304,6 +303,7 @@ def _forward(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -342,7 +342,7 @@ def _forward(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
-        line, head = begin + m + i, b * tl.num_programs(1) + h + first_head  # of dropout's mask
+        line, head = begin + m + i, b * tl.num_programs(1) + h + FIRST_HEAD  # of dropout's mask
         if WINDOW:
             acc, top, total = _attend(
                 acc,
@@ -578,7 +578,6 @@ def _backward_q(
     inverse,
     seed: tl.int64,
     draw,
-    first_head,
     g_batch,
     g_head,
     g_row,
@@ -608,6 +607,7 @@ def _backward_q(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -667,7 +667,7 @@ def _backward_q(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
         )
         rows = m + i + offset
-        line, of_mask = begin + m + i, b * tl.num_programs(1) + h + first_head
+        line, of_mask = begin + m + i, b * tl.num_programs(1) + h + FIRST_HEAD
         if WINDOW:
             dq, dq_rest = _walk_keys(
                 dq,
@@ -832,7 +832,6 @@ def _backward_kv(
     inverse,
     seed: tl.int64,
     draw,
-    first_head,
     g_batch,
     g_head,
     g_row,
@@ -862,6 +861,7 @@ def _backward_kv(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -940,7 +940,7 @@ def _backward_kv(
             used = p
             if DROPOUT:
                 line = begin + m + i
-                head_of_row = b * tl.num_programs(1) * GROUP + h + first_head
+                head_of_row = b * tl.num_programs(1) * GROUP + h + FIRST_HEAD
                 kept = tl.trans(
                     _kept(line, n, head_of_row, threshold, seed, draw, BLOCK_M, BLOCK_N)
                 )
@@ -1170,7 +1170,9 @@ def _numbers(problem: _Problem, capacity: int) -> tuple:
 
 
 def _constants(problem: _Problem) -> dict:
-    """A kernel's constants from GROUP to DROPOUT."""
+    """A kernel's constants from GROUP to FIRST_HEAD, which as an argument would make kernels
+    without dropout spill.
+    """
     q, k, v, documents, (causal, window, softcap, _, dropout), _ = problem
     return {
         "GROUP": q.shape[1] // k.shape[1],
@@ -1180,6 +1182,7 @@ def _constants(problem: _Problem) -> dict:
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
         "DROPOUT": dropout.threshold > 0,
+        "FIRST_HEAD": dropout.first_head,
     }
 
 
@@ -1231,7 +1234,7 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
         tiles,
         bounds,
         *numbers,
-        *problem.variant.dropout,
+        *problem.variant.dropout[:-1],
         *[n for t in strided for n in t.stride()[:3]],
         PRECISION=dot_precision(problem.q),
         **constants,
@@ -1486,7 +1489,8 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str, variants=
             types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
             chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
             flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "DROPOUT", "SINKS"), False)
-            constants = {"GROUP": 4, **widths._asdict(), "CAUSAL": True, **flags, **options}
+            constants = {"GROUP": 4, **widths._asdict(), "CAUSAL": True, "FIRST_HEAD": 0}
+            constants |= flags | options
             label = f"{name} {label} {name_of_widths} {data}{'' if key['large'] else ' small'}"
             if config.get("ROLES"):
                 found += _roles(kernel, label, types, constants, config)

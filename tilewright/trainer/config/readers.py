@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -44,6 +45,7 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
             for path in (at + n for at in sections[section] for n in behind.get(name, [name])):
                 if module not in found.setdefault(path, []):
                     found[path].append(module)
+    named: list[tuple[Callable[..., Any], tuple[str, ...]]]
     named = [(row.build, row.fields) for _, row in OPTIMIZERS.items()]
     named += [(row.share, row.fields) for _, row in SCHEDULES.items()]
     for _, row in LAYOUTS.items():
