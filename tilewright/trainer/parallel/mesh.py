@@ -31,6 +31,7 @@ tp becomes one on (replicate, shard, tp).
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ class Layout:
     ep_outside: bool = False
     apart: Mapping[str, int] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """In the order in which ranks count."""
         known = {**vars(self), **self.apart}
