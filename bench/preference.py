@@ -27,7 +27,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -198,14 +197,16 @@ def train_trl(job: Job, out: str, recomputed: str) -> None:
         )
 
     rows = [json.loads(line) for line in job.path("pairs.jsonl").read_text().splitlines()]
-    ended: list[tuple[float, float]] = []
-    used: list[dict[str, float]] = []
+    began: list[tuple[float, float]] = []
+    taken: list[dict[str, float]] = []
     resident = 0.0
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ended.append(now())
-            used.append(memory(resident))
+            (clock, processor), after = began[-1], now()
+            began.append(after)
+            spans = {"seconds": after[0] - clock, "cpu_seconds": after[1] - processor}
+            taken.append(spans | memory(resident))
 
     args = DPOConfig(
         output_dir=out,
@@ -236,18 +237,13 @@ def train_trl(job: Job, out: str, recomputed: str) -> None:
     )
     for weight in itertools.chain(*(model.parameters() for model in models)):
         weight.sum()  # a file's pages are resident once they are read
-    resident, began = level_mib(), now()
+    resident = level_mib()
+    began.append(now())
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    spans = [
-        {"seconds": b[0] - a[0], "cpu_seconds": b[1] - a[1]}
-        for a, b in zip([began, *ended], ended, strict=False)
-    ]
-    pathlib.Path(out).mkdir(exist_ok=True)
     with pathlib.Path(out, "metrics.jsonl").open("w") as file:
-        for i, (loss, span, held) in enumerate(zip(losses, spans, used, strict=True), 1):
-            row = {"step": i, "loss": loss, **span, **held}
-            file.write(json.dumps(row) + "\n")
+        for i, (loss, step) in enumerate(zip(losses, taken, strict=True), 1):
+            file.write(json.dumps({"step": i, "loss": loss, **step}) + "\n")
 
 
 def run_once(
@@ -263,9 +259,9 @@ def run_once(
         asked = {"config": f"{out}.yaml"}
         # JSON is YAML.
         store.write_json(pathlib.Path(asked["config"]), configuration(job, out, recomputed))
-    command = [sys.executable, "-m", "bench.preference", json.dumps(asked)]
-    here = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=here)
+    more = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    command = [*more, sys.executable, "-m", "bench.preference", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True)
     found = [row for row in rows(pathlib.Path(out, "metrics.jsonl")) if "loss" in row]
     if done.returncode or len(found) != job.steps:
         raise RuntimeError(f"{provider}: {(done.stderr or done.stdout)[-2000:]}")
