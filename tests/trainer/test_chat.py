@@ -258,6 +258,61 @@ def test_types_merge(tmp_path, made):
     ]
 
 
+ERNIE = {"system": "s", "src": ["a", "d"], "tgt": ["bc", "e"]}
+ALPACA = {"instruction": "a", "output": "b"}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_erniekits_turns_are_those_of_a_conversation(tmp_path, made, template):
+    rows = [
+        ERNIE,
+        {**ERNIE, "label": [1, 1]},
+        {**ERNIE, "label": [0, 1]},
+        {**ERNIE, "label": [1, 0]},
+    ]
+    rows.append({"src": "a", "tgt": "b"})
+    path, tokenizer = lines(tmp_path / "a.jsonl", *rows), characters(template)
+    got = made({"path": path, "type": "erniekit"}, tokenizer=tokenizer)
+    both, same, last, first, plain = (seen(tokenizer, (r["input_ids"], r["labels"])) for r in got)
+    assert both == same == TWO_SEEN
+    assert last == re.sub(r"\[(bc<.im_end.>)\]", r"\1", TWO_SEEN)
+    # What follows the last answer that is learned is left out.
+    assert first == TWO_SEEN[: TWO_SEEN.index("]") + 1] + "\n"
+    assert plain == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"
+
+
+def test_alpacas_instructions_are_those_of_a_conversation(tmp_path, made):
+    row = {"system": "s", "instruction": "d", "output": "e", "history": [["a", "bc"]]}
+    rows = [row, {**ALPACA, "input": "x"}, {**ALPACA, "input": ""}]
+    path, tokenizer = lines(tmp_path / "a.jsonl", *rows), characters()
+    got = made({"path": path, "type": "alpaca"})
+    long, with_input, without = (seen(tokenizer, (r["input_ids"], r["labels"])) for r in got)
+    assert long == TWO_SEEN
+    answer = "<|im_start|>assistant\n[b<|im_end|>]\n"
+    assert with_input == f"<|im_start|>user\nax<|im_end|>\n{answer}"
+    assert without == f"<|im_start|>user\na<|im_end|>\n{answer}"
+
+
+@pytest.mark.parametrize(
+    "kind, row, sentence",
+    [
+        ("erniekit", {**ERNIE, "tgt": ["b"]}, "it has 2 src and 1 tgt; accepted is as many of"),
+        ("erniekit", {**ERNIE, "src": ["a", ""]}, "its src must be strings that are not empty"),
+        ("erniekit", {**ERNIE, "label": [1]}, r"its label must be 2 values of 0 and 1, got \[1\]"),
+        ("erniekit", {**ERNIE, "label": [1, 2]}, "its label must be 2 values of 0 and 1"),
+        ("erniekit", {**ERNIE, "label": [0, 0]}, "its label has no 1, so that nothing is learned"),
+        ("alpaca", {**ALPACA, "instruction": ""}, "its instruction or its output is empty"),
+        ("alpaca", {**ALPACA, "output": None}, "its instruction or its output is empty"),
+        ("alpaca", {**ALPACA, "history": [["a"]]}, "its history must be pairs of strings"),
+    ],
+)
+def test_rows_of_other_tools_that_are_unusable_are_refused(tmp_path, made, kind, row, sentence):
+    good = {"erniekit": {**ERNIE, "label": [1, 1]}, "alpaca": {**ALPACA, "history": [["a", "b"]]}}
+    path = lines(tmp_path / "a.jsonl", good[kind], row)
+    with pytest.raises(ValueError, match=rf"^{path}: line 2: {sentence}"):
+        made({"path": path, "type": kind})
+
+
 def test_samples_are_cut_and_those_without_a_label_are_counted(tmp_path, made, caplog):
     long = messages(("user", "a" * 80), ("assistant", "b"))
     path = lines(

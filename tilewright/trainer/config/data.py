@@ -60,9 +60,10 @@ class Dataset(Section):
     )
     """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
     rows with messages, rendered by the tokenizer's chat template, loss on the assistant's answers;
-    prompt_completion: rows with prompt and completion, loss on the completion; preference,
-    preference_tokenized and preference_erniekit: pairs of answers, unpaired_preference and
-    unpaired_preference_tokenized: answers that are desirable or not, for train.loss = preference.
+    prompt_completion: rows with prompt and completion, loss on the completion; erniekit and alpaca:
+    rows of these formats, loss on the answers; preference, preference_tokenized and
+    preference_erniekit: pairs of answers, unpaired_preference and unpaired_preference_tokenized:
+    answers that are desirable or not, for train.loss = preference.
     """
     name: str | None = field(
         None,

@@ -36,9 +36,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any] | str]] = {
         "max_evaluate_steps: -1": {"train.eval_max_batches": None},
         "train_dataset_prob": {"data.mixing": "random", "data.datasets.0.weight": 0.3},
         "train_dataset_type": {"data.datasets.0.type": "chat"},
-        "train_dataset_type: erniekit": MISSING + "its conversations (`src`, `tgt`); its pairs are "
-        "`type: preference_erniekit`",
-        "train_dataset_type: alpaca": MISSING + "its rows; `prompt_completion` holds the same",
+        "train_dataset_type: erniekit": {"data.datasets.0.type": "erniekit"},
+        "train_dataset_type: alpaca": {"data.datasets.0.type": "alpaca"},
         "eval_dataset_prob": "refused: what is evaluated on is not mixed; 1.0 is what is done",
         "eval_dataset_type": "as train_dataset_type, of the entries of `data.test_datasets`",
         "max_seq_len": {

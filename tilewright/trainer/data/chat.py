@@ -8,7 +8,7 @@ those that the model sees when it is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from tilewright.trainer.columns import IGNORE
@@ -55,6 +55,27 @@ def prompt_completion(tokenizer: Any, row: dict[str, Any]) -> list[Sample]:
         return _answers(tokenizer, messages, _tools(row), len(prompt))
     found = " and ".join("null" if k is type(None) else k.__name__ for k in kinds.values())
     raise Refused(f"prompt and completion must be strings, or lists of messages, not {found}")
+
+
+def conversation(
+    tokenizer: Any, messages: list[dict[str, Any]], learned: Collection[int] | None = None
+) -> list[Sample]:
+    """The samples of messages.   learned: which of them are answers; None: all the assistant's."""
+    return _answers(tokenizer, messages, None, 0, learned)
+
+
+def strings(row: dict[str, Any], name: str) -> list[str]:
+    """A column of a text or of texts, none of them empty."""
+    given = [row[name]] if isinstance(row[name], str) else row[name]
+    if not isinstance(given, list) or not all(isinstance(s, str) and s for s in given):
+        raise Refused(f"its {name} must be strings that are not empty, got {given!r:.80}")
+    return given
+
+
+def turns(texts: Iterable[str], first: str) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn."""
+    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]
 
 
 def _continued(tokenizer: Any, prompt: str, completion: str) -> Sample:
@@ -131,13 +152,20 @@ def _present(value: Any) -> Any:
 
 
 def _answers(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, first: int
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    first: int,
+    learned: Collection[int] | None = None,
 ) -> list[Sample]:
-    """The samples of a conversation, whose answers are the assistant's messages from `first` on.
+    """The samples of a conversation, whose answers are the assistant's messages from `first` on, or
+    of them those that are learned.
 
     A message that opens the conversation answers nothing; what follows the last answer is left out.
     """
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(1, first)]
+    if learned is not None:
+        answers = [i for i in answers if i in learned]
     if not answers:
         raise Refused("it has no answer: no message of the assistant that follows another message")
     messages = messages[: answers[-1] + 1]
@@ -145,6 +173,7 @@ def _answers(
         # Blocks mark every message of the assistant: also the prompt's, and what opens it.
         marked = (
             not first
+            and learned is None
             and messages[0]["role"] != "assistant"
             and MARKED.search(tokenizer.get_chat_template(tools=tools))
         )

@@ -209,19 +209,6 @@ def _tokenized(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     return lambda row: _pair(tokens_of(row, IDS), asked, _scores(row))
 
 
-def _strings(row: dict[str, Any], name: str) -> list[str]:
-    given = [row[name]] if isinstance(row[name], str) else row[name]
-    if not isinstance(given, list) or not all(isinstance(s, str) and s for s in given):
-        raise Refused(f"its {name} must be strings that are not empty, got {given!r:.80}")
-    return given
-
-
-def _turns(texts: list[str], first: str) -> list[dict[str, str]]:
-    """Messages of the user and the assistant in turn."""
-    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
-    return [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]
-
-
 def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     """Rows with the user's turns `src`, the assistant's before the last of them `tgt`, and
     responses, of which the one with the greater `sort` is chosen: every pair of them.
@@ -229,11 +216,11 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
 
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
-        src, tgt = _strings(row, "src"), _strings(row, "tgt")
+        src, tgt = chat.strings(row, "src"), chat.strings(row, "tgt")
         if len(src) != len(tgt) + 1:
             raise Refused(f"it has {len(src)} src and {len(tgt)} tgt; accepted is one src more")
-        turns = [t for pair in itertools.zip_longest(src, tgt) for t in pair if t is not None]
-        prompt = _turns(turns, "user")
+        texts = [t for pair in itertools.zip_longest(src, tgt) for t in pair if t is not None]
+        prompt = chat.turns(texts, "user")
         if row.get("system"):
             prompt.insert(0, {"role": "system", "content": row["system"]})
         ranks, responses = row["sort"], row["response"]
@@ -254,10 +241,10 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 
 
 def _response(tokenizer: Any, prompt: list[dict[str, str]], given: Any) -> chat.Sample:
-    texts = _strings({"response": given}, "response")
+    texts = chat.strings({"response": given}, "response")
     if len(texts) % 2 == 0:
         raise Refused(f"a response has {len(texts)} turns, and must end with the assistant's")
-    turns = _turns(texts, "assistant")
+    turns = chat.turns(texts, "assistant")
     return last(
         chat.prompt_completion(tokenizer, {"prompt": prompt, "completion": turns}), "response"
     )

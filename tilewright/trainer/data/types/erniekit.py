@@ -1,0 +1,91 @@
+"""ERNIEKit's conversations, and Alpaca's as it reads them.
+
+Source: docs/datasets.md of PaddlePaddle/ERNIE.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from tilewright.trainer.data import chat
+from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused
+from tilewright.trainer.tables import DATASETS
+
+
+def _samples(
+    asked: Asked, system: str, src: list[str], tgt: list[str], label: list[int] | None = None
+) -> list[chat.Sample]:
+    """Of the user's and the assistant's turns.   label: 1 for each of tgt that is learned."""
+    messages = chat.turns(itertools.chain(*zip(src, tgt, strict=True)), "user")
+    learned = None
+    if label is not None and not all(label):
+        learned = {2 * i + 1 + bool(system) for i, one in enumerate(label) if one}
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return chat.conversation(asked.tokenizer, messages, learned)
+
+
+def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
+
+    def samples(row: dict[str, Any]) -> list[chat.Sample]:
+        src, tgt, label = chat.strings(row, "src"), chat.strings(row, "tgt"), row.get("label")
+        if len(src) != len(tgt):
+            raise Refused(f"it has {len(src)} src and {len(tgt)} tgt; accepted is as many of each")
+        if label is not None and (
+            not isinstance(label, list)
+            or len(label) != len(tgt)
+            or any(one not in (0, 1) for one in label)
+        ):
+            raise Refused(f"its label must be {len(tgt)} values of 0 and 1, got {label!r:.80}")
+        if label is not None and not any(label):
+            raise Refused("its label has no 1, so that nothing is learned")
+        return _samples(asked, _text(row, "system"), src, tgt, label)
+
+    return samples
+
+
+def _alpaca(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
+
+    def samples(row: dict[str, Any]) -> list[chat.Sample]:
+        earlier = row.get("history") or []
+        if not isinstance(earlier, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
+            for pair in earlier
+        ):
+            raise Refused(f"its history must be pairs of strings, got {earlier!r:.80}")
+        instruction, output, more = (
+            _text(row, name) for name in ("instruction", "output", "input")
+        )
+        if not instruction + more or not output:
+            raise Refused("its instruction or its output is empty")
+        src = [question for question, _ in earlier] + [instruction + more]
+        return _samples(asked, _text(row, "system"), src, [a for _, a in earlier] + [output])
+
+    return samples
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    if not isinstance(found := row.get(name) or "", str):
+        raise Refused(f"its {name} must be a string, got {found!r:.80}")
+    return found
+
+
+DATASETS.add(
+    "erniekit",
+    DatasetType(
+        (("src", "tgt"),), _erniekit, optional=("system", "label"), says="ERNIEKit's conversations"
+    ),
+)
+DATASETS.add(
+    "alpaca",
+    DatasetType(
+        (("instruction", "output"),),
+        _alpaca,
+        optional=("input", "system", "history"),
+        says="instructions",
+    ),
+)
