@@ -732,7 +732,6 @@ OPTIONS = {
 SFT = "--preference.sft_ratio=0.5"
 WITH_SFT = {f"{name}_sft": [*OPTIONS[name], SFT] for name in ("run_fsdp2", "run_ring")}
 OTHER = {
-    **WITH_SFT,
     "run_other": OPTIONS["run_fsdp2"],
     "run_other_ring": OPTIONS["run_ring"],
     "run_other_pipeline": [
@@ -747,7 +746,7 @@ def spread(settings):
     folder, path = settings
     modes = {
         name: [path, f"--train.output_dir={folder / name}", "--model.merge_qkv=false", *options]
-        for name, options in (OPTIONS | OTHER).items()
+        for name, options in (OPTIONS | WITH_SFT | OTHER).items()
     }
     run_modes(2, folder, modes)
     return {name: metrics(folder / name) for name in (*OPTIONS, *WITH_SFT)}
