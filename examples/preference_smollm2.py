@@ -13,6 +13,7 @@ transformers are not the trainer's.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import re
@@ -139,6 +140,10 @@ def compared(adapter: pathlib.Path) -> tuple[Scores, Scores]:
 
 
 def main(arguments: list[str]) -> int:
+    if not (WEIGHTS / "config.json").is_file():
+        return failed(f"{WEIGHTS} has no model; run `make .cache/smollm2/config.json`")
+    if importlib.util.find_spec("peft") is None:
+        return failed("peft, which reads the adapter, is not installed; run `pip install peft`")
     started, folder = time.monotonic(), OUT / "run"
     shutil.rmtree(folder, ignore_errors=True)
     config = "examples/preference_smollm2.yaml"

@@ -86,8 +86,8 @@ class Layout:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """In the order in which ranks count."""
-        known = {**vars(self), **self.apart}
-        return {axis.name: known.get(axis.name, 1) for axis, _ in axes()}
+        own = {name: getattr(self, name) for name in (*SAME_BATCH, "replicate", "shard")}
+        return {axis.name: (self.apart | own).get(axis.name, 1) for axis, _ in axes()}
 
     @property
     def size(self) -> int:

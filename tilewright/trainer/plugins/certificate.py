@@ -110,6 +110,7 @@ def facts(
     batches, held = data
     device = platform.device_name(mesh.device.type)
     layout = dataclasses.asdict(mesh.layout)
+    layout |= layout.pop("apart")
     found = {
         "environment": platform.provenance(),
         "setting": {
@@ -118,7 +119,7 @@ def facts(
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
         },
-        "layout": {"processes": mesh.size, **layout, **layout.pop("apart")},
+        "layout": {"processes": mesh.size, **layout},
         "field": {**fields},
         "model": belongs["model"],
         "implementation": chosen,
