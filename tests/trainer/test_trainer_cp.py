@@ -337,6 +337,9 @@ def test_copies_are_along_an_axis_of_another_row(order, apart, shards, copy, bat
         layout_of(few, 16)
     with pytest.raises(ConfigError, match=r"layout_args\.far\.copies = 0: must be 1 or more"):
         layout_of(t.model_copy(update={"layout_args": {"far": {"copies": 0}}}), 16)
+    with_axis(monkeypatch, order, "expert")  # a field of Layout's, and no axis
+    alone = Train(output_dir="nowhere", expert_parallel_size=2)
+    assert layout_of(alone, 2).size == 2 and layout_of(alone, 2).expert == 2
     with_axis(monkeypatch, order, "tp")
     with pytest.raises(ValueError, match="two axes of the mesh are called tp"):
         layout_of(t, 16)
