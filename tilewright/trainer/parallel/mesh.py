@@ -87,7 +87,8 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """In the order in which ranks count."""
         own = {name: getattr(self, name) for name in (*SAME_BATCH, "replicate", "shard")}
-        return {axis.name: (self.apart | own).get(axis.name, 1) for axis, _ in axes()}
+        known = {**self.apart, **own}
+        return {axis.name: known.get(axis.name, 1) for axis, _ in axes()}
 
     @property
     def size(self) -> int:
