@@ -138,7 +138,7 @@ def prepared(folder, **train):
     tree = {
         "model": {"config_path": "model"},
         "data": {
-            "datasets": [{"path": "rows.jsonl", "type": "alpaca"}],
+            "datasets": [{"path": "rows.jsonl", "type": "instructions"}],
             "dataset_prepared_path": "prepared",
             "sample_packing_sequence_len": 64,
             "pad_to_multiple_of": 8,
