@@ -13,7 +13,6 @@ transformers are not the trainer's.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -26,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from measurement import ROOT
 from torch.nn import functional as F
+
+from tilewright.core import platform
 
 WEIGHTS, OUT = ROOT / ".cache/smollm2", ROOT / "outputs/preference_smollm2"
 PLAYS, PAIRS = ROOT / "examples/data/shakespeare", ROOT / "examples/data/preferences"
@@ -142,8 +143,8 @@ def compared(adapter: pathlib.Path) -> tuple[Scores, Scores]:
 def main(arguments: list[str]) -> int:
     if not (WEIGHTS / "config.json").is_file():
         return failed(f"{WEIGHTS} has no model; run `make .cache/smollm2/config.json`")
-    if importlib.util.find_spec("peft") is None:
-        return failed("peft, which reads the adapter, is not installed; run `pip install peft`")
+    if missing := platform.no_module("peft"):  # it reads the adapter, after training
+        return failed(missing)
     started, folder = time.monotonic(), OUT / "run"
     shutil.rmtree(folder, ignore_errors=True)
     config = "examples/preference_smollm2.yaml"

@@ -263,6 +263,8 @@ def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
     want, norms, _ = losses("replicas", None, **plain, save_hf_weights=False)
     found, own, evaluated = losses("each", 1, **plain)
     assert found == pytest.approx(want, rel=1e-5) and own[0] > 1.1 * norms[0]
+    certified = json.loads((tmp_path / "each/certificate.json").read_text())["facts"]["layout"]
+    assert certified["local"] == certified["processes"] == 2 and "apart" not in certified
     weights = "--model.model_path=each/checkpoints/global_step_3/hf"
     third = {"data_parallel_mode": "fsdp2", "max_steps": 4, "save_hf_weights": False}
     third["eval_strategy"] = "epoch"  # not where a checkpoint is written
@@ -317,7 +319,7 @@ def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree, trains):
     done = trains(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
     assert done.returncode == 2 and "did you mean focal?" in done.stderr
     for given, said in (
-        ('{"local": {}}', "local is no layout with options; local_sgd has some"),
+        ('{"local": {}}', "local is no layout with options; accepted: local_sgd"),
         (
             '{"local_sgd": {"size": 2}}',
             "size is no option of the layout local_sgd, which has copies",

@@ -157,7 +157,7 @@ def _wrong_layouts(config: Config) -> str | None:
     known = [name for name in LAYOUTS.names() if LAYOUTS[name].options is not None]
     for name, given in config.train.layout_args.items():
         if name not in known:
-            return f"{name} is no layout with options; {', '.join(known) or 'none here'} has some"
+            return f"{name} is no layout with options; accepted: {', '.join(known) or 'none'}"
         if wrong := wrong_options(LAYOUTS[name].options, given, f"layout {name}"):
             return wrong
     return None

@@ -72,10 +72,11 @@ def strings(row: dict[str, Any], name: str) -> list[str]:
     return given
 
 
-def turns(texts: Iterable[str], first: str) -> list[dict[str, str]]:
-    """Messages of the user and the assistant in turn."""
+def turns(texts: Iterable[str], first: str, system: Any = None) -> list[dict[str, Any]]:
+    """Messages of the user and the assistant in turn, after the system's, if it has any text."""
     roles = ("user", "assistant") if first == "user" else ("assistant", "user")
-    return [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, *({"role": roles[i % 2], "content": t} for i, t in enumerate(texts))]
 
 
 def _continued(tokenizer: Any, prompt: str, completion: str) -> Sample:

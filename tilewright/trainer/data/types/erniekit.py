@@ -18,13 +18,11 @@ def _samples(
     asked: Asked, system: str, src: list[str], tgt: list[str], label: list[int] | None = None
 ) -> list[chat.Sample]:
     """Of the user's and the assistant's turns.   label: 1 for each of tgt that is learned."""
-    messages = chat.turns(itertools.chain(*zip(src, tgt, strict=True)), "user")
+    texts = itertools.chain(*zip(src, tgt, strict=True))
     learned = None
     if label is not None and not all(label):
         learned = {2 * i + 1 + bool(system) for i, one in enumerate(label) if one}
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return chat.conversation(asked.tokenizer, messages, learned)
+    return chat.conversation(asked.tokenizer, chat.turns(texts, "user", system), learned)
 
 
 def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:

@@ -220,9 +220,7 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         if len(src) != len(tgt) + 1:
             raise Refused(f"it has {len(src)} src and {len(tgt)} tgt; accepted is one src more")
         texts = [t for pair in itertools.zip_longest(src, tgt) for t in pair if t is not None]
-        prompt = chat.turns(texts, "user")
-        if row.get("system"):
-            prompt.insert(0, {"role": "system", "content": row["system"]})
+        prompt = chat.turns(texts, "user", row.get("system"))
         ranks, responses = row["sort"], row["response"]
         if not isinstance(responses, list) or len(responses) < 2:
             raise Refused("its response must be a list of two responses or more")
@@ -240,7 +238,7 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     return samples
 
 
-def _response(tokenizer: Any, prompt: list[dict[str, str]], given: Any) -> chat.Sample:
+def _response(tokenizer: Any, prompt: list[dict[str, Any]], given: Any) -> chat.Sample:
     texts = chat.strings({"response": given}, "response")
     if len(texts) % 2 == 0:
         raise Refused(f"a response has {len(texts)} turns, and must end with the assistant's")
