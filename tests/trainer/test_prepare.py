@@ -301,7 +301,7 @@ def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_pa
 
 @pytest.mark.parametrize("kind", ["tokenized", "text", "chat", "prompt_completion"])
 def test_columns_of_alpaca_get_a_hint(kind):
-    said = "has .*; of Alpaca's columns make `prompt` .* set type to prompt_completion$"
+    said = "has .*; for samples that are instructions set type to alpaca$"
     with pytest.raises(ValueError, match=said):
         names = ["instruction", "input", "output"]
         encode.check_columns(Dataset(path="a.jsonl", type=kind), names, {}, {})
