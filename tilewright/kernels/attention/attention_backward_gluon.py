@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention.attention_gluon import launched
-from tilewright.kernels.attention.attention_triton import logits, place, power_of, rows_of, seen
+from tilewright.kernels.attention.logits_triton import logits, place, power_of, rows_of, seen
 from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec

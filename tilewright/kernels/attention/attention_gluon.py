@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.attention.attention_triton import (
+from tilewright.kernels.attention.logits_triton import (
     LN2,
     LOG2E,
     blocks_of_keys,
