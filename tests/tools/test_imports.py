@@ -97,11 +97,8 @@ def test_an_arrow_against_the_layers_is_found(path, source, found):
 # Each is a kernel in Triton that takes its twin in Gluon where that is faster, and the twin takes
 # the heuristics of the other. An edit of either marks its measurements old, so that the cycles go
 # with the next measurement on a GPU.
-ATTENTION = "tilewright.kernels.attention.attention_"
 GROUPED = "tilewright.kernels.moe.grouped_gemm_"
 CYCLES = [
-    {f"{ATTENTION}triton", f"{ATTENTION}gluon"},
-    {f"{ATTENTION}triton", f"{ATTENTION}backward_gluon"},
     {f"{GROUPED}triton", f"{GROUPED}gluon"},
 ]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.core import torch_names
+from tilewright.core import platform, torch_names
 from tilewright.core.cases import Case, Cost, Goal, Judged
 from tilewright.core.installed import Installed, installed
 
@@ -40,6 +40,8 @@ __all__ = [
     "Op",
     "always",
     "anything",
+    "in_cpp",
+    "in_triton",
     "instead_of",
     "no_kernels",
     "short",
@@ -122,6 +124,21 @@ class Implementation:
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short, self.dtypes))}, not {short(dtype)}"
         return None if request is None else self.refuses(request)
+
+
+def in_triton(
+    load: Callable[[], Callable],
+    missing: Callable[[str], str | None] = platform.no_triton,
+    **options: Any,
+) -> Implementation:
+    """An implementation in Triton. `auto` chooses it for CUDA tensors; options: further fields."""
+    return Implementation("triton", load, missing, **options)
+
+
+def in_cpp(load: Callable[[], Callable], **options: Any) -> Implementation:
+    """An implementation in C++, for CPU tensors in float32 and bfloat16; options: more fields."""
+    dtypes = torch.float32, torch.bfloat16
+    return Implementation("cpp", load, platform.no_cpp, ("cpu",), dtypes, **options)
 
 
 class DispatchOn(NamedTuple):

@@ -12,8 +12,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tilewright.core import checks, platform
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core import checks
+from tilewright.core.registry import Case, Cost, Implementation, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.activation.operators import act_mul, act_mul_backward, as_rows
 from tilewright.ops import cases
@@ -218,21 +218,8 @@ def _all_cases(models, **options):
 
 def _implementations(op):
     return (
-        Implementation(
-            "triton",
-            _triton,
-            platform.no_triton,
-            batch_invariant=cases.ANYWHERE,
-            tunables=lambda: _tunables(op),
-        ),
-        Implementation(
-            "cpp",
-            _cpp,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_triton(_triton, batch_invariant=cases.ANYWHERE, tunables=lambda: _tunables(op)),
+        in_cpp(_cpp, batch_invariant=("cpu",)),
         Implementation(
             "torch",
             lambda: act_mul_torch,

@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.activation.operators import Dropout, drop_add
 from tilewright.ops import cases
@@ -189,13 +189,8 @@ DROPOUT_ADD = Op(
     dropout_add,
     dropout_add_eager,
     (
-        Implementation(
-            "triton",
-            _triton,
-            platform.no_triton,
-            gate=from_kernels("activation.dropout_add_triton", "gate"),
-        ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_triton(_triton, gate=from_kernels("activation.dropout_add_triton", "gate")),
+        in_cpp(_cpp),
     ),
     (
         _case("ragged", 3, 7, 100),

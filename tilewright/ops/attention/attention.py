@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.core import checks, platform, torch_names
+from tilewright.core import checks, torch_names
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import FLOAT, takes
 from tilewright.ops import cases
 from tilewright.ops.attention import fused, vendors
@@ -454,10 +454,8 @@ ATTENTION = Op(
         ),
         # After PyTorch's, whose cuDNN kernels are newer than it on Hopper and later.
         vendors.flash("flash_attention_2"),
-        Implementation(
-            "triton",
+        in_triton(
             fused.triton,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             refuses=fused.triton_refuses,
             does=vendors.triton_does,
@@ -478,14 +476,7 @@ ATTENTION = Op(
             aliases=("torch",),
         ),
         # What PyTorch's does not compute on a CPU.
-        Implementation(
-            "cpp",
-            fused.cpp,
-            platform.no_cpp,
-            devices=("cpu",),
-            dtypes=(torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(fused.cpp, batch_invariant=("cpu",)),
     ),
     (
         _case("gqa", 2, 4, 2, 9, 8),

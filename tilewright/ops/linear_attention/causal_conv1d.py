@@ -12,9 +12,9 @@ import functools
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import FLOATS, Case, Cost, Implementation, Op
+from tilewright.core.registry import FLOATS, Case, Cost, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.linear_attention.operators import convolve, convolve_backward
 from tilewright.ops import cases
@@ -194,14 +194,12 @@ CAUSAL_CONV1D = Op(
     causal_conv1d,
     causal_conv1d_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            platform.no_triton,
             tunables=from_kernels("linear_attention.causal_conv1d_triton", "TUNABLES"),
             gate=from_kernels("linear_attention.causal_conv1d_triton", "gate"),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_cpp(_cpp),
     ),
     (
         _case("ragged", 2, 37, 20, 4, bias=True),

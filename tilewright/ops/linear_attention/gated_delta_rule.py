@@ -29,7 +29,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Judged, Op
+from tilewright.core.registry import Case, Cost, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.linear_attention.operators import (
     CHUNK,
@@ -406,15 +406,14 @@ GATED_DELTA_RULE = Op(
     gated_delta_rule,
     gated_delta_rule_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            _no_triton,
+            missing=_no_triton,
             refuses=_triton_refuses,
             tunables=from_kernels("linear_attention.gated_delta_rule_triton", "TUNABLES"),
             gate=from_kernels("linear_attention.gated_delta_rule_triton", "gate"),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_cpp(_cpp),
     ),
     (
         _case("one_token", _Shape(2, 1, 2, 4, 64, 64), use_qk_l2norm=True),

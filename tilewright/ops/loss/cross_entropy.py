@@ -23,7 +23,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, declare, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Implementation, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
@@ -742,10 +742,8 @@ CROSS_ENTROPY = Op(
     cross_entropy,
     cross_entropy_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: fused("triton"),
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             gate=from_kernels("loss.softmax_stats_triton", "gate"),
             tunables=from_kernels("loss.softmax_stats_triton", "TUNABLES"),
@@ -758,14 +756,7 @@ CROSS_ENTROPY = Op(
             devices=(),
             gate=from_kernels("loss.softmax_stats_cute", "specs"),
         ),
-        Implementation(
-            "cpp",
-            lambda: fused("cpp"),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(lambda: fused("cpp"), batch_invariant=("cpu",)),
         Implementation(
             "torch",
             lambda: in_torch(losses_of_torch),

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import Operator, declare
-from tilewright.core.registry import Case, Implementation, Judged, Op
+from tilewright.core.registry import Case, Judged, Op, in_cpp, in_triton
 from tilewright.core.torch_names import HAS_OUT_DTYPE, FakeTensor, ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
@@ -592,17 +592,8 @@ def head_op(
         return computed
 
     fused = (
-        Implementation(
-            "triton", lambda: on("triton"), platform.no_triton, tunables=lambda: (CHUNK,)
-        ),
-        Implementation(
-            "cpp",
-            lambda: on("cpp"),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            tunables=lambda: (CHUNK,),
-        ),
+        in_triton(lambda: on("triton"), tunables=lambda: (CHUNK,)),
+        in_cpp(lambda: on("cpp"), tunables=lambda: (CHUNK,)),
     )
     options.setdefault("atol", atol)
     return Op(name, public, on("eager"), fused, cases, judged=judged, **options)

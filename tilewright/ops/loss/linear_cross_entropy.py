@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright.core import checks, platform, torch_names
+from tilewright.core import checks, torch_names
 from tilewright.core.library import Operator, declare, in_transform, refuse_tangents
-from tilewright.core.registry import Goal, Implementation, Judged, Op
+from tilewright.core.registry import Goal, Implementation, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
@@ -457,20 +457,8 @@ LINEAR_CROSS_ENTROPY = Op(
     linear_cross_entropy,
     linear_cross_entropy_eager,
     (
-        Implementation(
-            "triton",
-            lambda: fused("triton"),
-            platform.no_triton,
-            tunables=lambda: (CHUNK,),
-        ),
-        Implementation(
-            "cpp",
-            lambda: fused("cpp"),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            tunables=lambda: (CHUNK,),
-        ),
+        in_triton(lambda: fused("triton"), tunables=lambda: (CHUNK,)),
+        in_cpp(lambda: fused("cpp"), tunables=lambda: (CHUNK,)),
         Implementation(
             "torch",
             lambda: linear_cross_entropy_torch,

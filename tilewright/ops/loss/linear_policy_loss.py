@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import Operator, declare
-from tilewright.core.registry import Implementation, Judged, Op
+from tilewright.core.registry import Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
@@ -531,17 +531,8 @@ LINEAR_POLICY_LOSS = Op(
     linear_policy_loss,
     from_statistics(statistics_of("eager")),
     (
-        Implementation(
-            "triton", lambda: fused("triton"), platform.no_triton, tunables=lambda: (CHUNK,)
-        ),
-        Implementation(
-            "cpp",
-            lambda: fused("cpp"),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            tunables=lambda: (CHUNK,),
-        ),
+        in_triton(lambda: fused("triton"), tunables=lambda: (CHUNK,)),
+        in_cpp(lambda: fused("cpp"), tunables=lambda: (CHUNK,)),
     ),
     CASES,
     _atol,

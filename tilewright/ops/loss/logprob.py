@@ -18,9 +18,9 @@ import functools
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Goal, Implementation, Judged, Op
+from tilewright.core.registry import Goal, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import LARGEST, SMALLEST, takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import Scaling, Stats, Wanted
@@ -269,21 +269,14 @@ LOGPROB_ENTROPY = Op(
     logprob_entropy,
     _eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: functools.partial(_of_logits, rows.operator("triton")),
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             gate=from_kernels("loss.softmax_stats_triton", "gate_scaled"),
             tunables=from_kernels("loss.softmax_stats_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            lambda: functools.partial(_of_logits, rows.operator("cpp")),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
+        in_cpp(
+            lambda: functools.partial(_of_logits, rows.operator("cpp")), batch_invariant=("cpu",)
         ),
     ),
     _logit_cases(),

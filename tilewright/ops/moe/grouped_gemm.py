@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, define, from_kernels
-from tilewright.core.registry import Goal, Implementation, Op, short
+from tilewright.core.registry import Goal, Implementation, Op, in_cpp, in_triton, short
 from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import (
     product,
@@ -294,20 +294,12 @@ GROUPED_GEMM = Op(
     grouped_gemm,
     grouped_gemm_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: _triton().forward,
-            platform.no_triton,
             gate=from_kernels("moe.grouped_gemm_triton", "gate"),
             tunables=from_kernels("moe.grouped_gemm_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().forward,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
+        in_cpp(lambda: _cpp().forward),
         _Native("native", lambda: _native().forward, _no_native, devices=("cuda", "cpu")),
         # Never chosen by auto: for explicit use and comparison.
         Implementation(

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import declare, define, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.ops import cases
 from tilewright.ops.moe.grouped_gemm import checked_offsets
@@ -481,14 +481,13 @@ LOW_PRECISION_GROUPED_GEMM = Op(
     low_precision_grouped_gemm,
     low_precision_grouped_gemm_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            no_fp8,
+            missing=no_fp8,
             refuses=_triton_refuses,
             tunables=from_kernels("quant.low_precision_grouped_triton", "tunables"),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_cpp(_cpp),
     ),
     (
         _case("block_fp8", "ragged", (9, 20, 0, 3), 20, 26),

@@ -31,8 +31,8 @@ from functools import partial
 
 import torch
 
-from tilewright.core import checks, platform
-from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op, no_kernels
+from tilewright.core import checks
+from tilewright.core.registry import FLOATS, Goal, Judged, Op, in_triton, no_kernels
 from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import map_size
 from tilewright.ops import cases
@@ -206,9 +206,7 @@ MOE_MLP = Op(
     moe_mlp,
     moe_mlp_eager,
     (
-        Implementation(
-            "triton", lambda: load_triton().moe_mlp, platform.no_triton, tunables=_tunables
-        ),
+        in_triton(lambda: load_triton().moe_mlp, tunables=_tunables),
         *(
             over_grouped_gemm(name, partial(_composed, name), tunables=no_kernels)
             for name in ("cpp", "native")

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import Operator, define, from_kernels
-from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
+from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.core.torch_names import in_transform
 from tilewright.kernels.moe.operators import Order, collect, collect_backward, sort, spread
@@ -337,20 +337,12 @@ def _implementations(op: str, gate: str) -> tuple[Implementation, ...]:
         return tuple(t for t in from_kernels("moe.permute_triton", "TUNABLES")() if t.op == op)
 
     return (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: getattr(_triton(), op),
-            platform.no_triton,
             gate=from_kernels("moe.permute_triton", gate),
             tunables=tunables,
         ),
-        Implementation(
-            "cpp",
-            lambda: getattr(_cpp(), op),
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-        ),
+        in_cpp(lambda: getattr(_cpp(), op)),
     )
 
 

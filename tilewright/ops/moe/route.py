@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import Operator, from_kernels
-from tilewright.core.registry import Implementation, Op, short
+from tilewright.core.registry import Op, in_cpp, in_triton, short
 from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import Router, choose, choose_backward
 from tilewright.ops import cases
@@ -308,22 +308,13 @@ ROUTE = Op(
     route,
     route_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             gate=from_kernels("moe.route_triton", "gate"),
             tunables=from_kernels("moe.route_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            _cpp,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(_cpp, batch_invariant=("cpu",)),
     ),
     all_cases(),
     atol=_atol,

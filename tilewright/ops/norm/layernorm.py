@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import Operator, from_kernels
-from tilewright.core.registry import FLOATS, Implementation, Judged, Op
+from tilewright.core.registry import FLOATS, Implementation, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.norm.operators import standardize, standardize_backward
 from tilewright.ops import cases
@@ -191,21 +191,12 @@ LAYERNORM = Op(
     layernorm,
     layernorm_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: _triton().layernorm,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("norm.layernorm_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().layernorm,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(lambda: _cpp().layernorm, batch_invariant=("cpu",)),
         Implementation("torch", _torch, devices=("cuda", "cpu"), dtypes=FLOAT),
     ),
     layernorm_cases(add=False),
@@ -219,21 +210,12 @@ ADD_LAYERNORM = Op(
     add_layernorm,
     add_layernorm_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: _triton().add_layernorm,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("norm.layernorm_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().add_layernorm,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(lambda: _cpp().add_layernorm, batch_invariant=("cpu",)),
     ),
     layernorm_cases(add=True),
     # The sum is rounded, then its deviations from the mean are: the twin's own error is 1 to 2 %.

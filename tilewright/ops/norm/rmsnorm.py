@@ -16,7 +16,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, from_kernels
-from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op
+from tilewright.core.registry import FLOATS, Goal, Implementation, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.norm.operators import Norm, normalize, normalize_backward
 from tilewright.ops import cases
@@ -292,10 +292,8 @@ RMSNORM = Op(
     rmsnorm,
     rmsnorm_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: _triton().rmsnorm,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("norm.rmsnorm_triton", "TUNABLES"),
             gate=from_kernels("norm.rmsnorm_triton", "gate"),
@@ -308,14 +306,7 @@ RMSNORM = Op(
             devices=(),
             gate=from_kernels("norm.rmsnorm_cute", "specs"),
         ),
-        Implementation(
-            "cpp",
-            lambda: _cpp().rmsnorm,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(lambda: _cpp().rmsnorm, batch_invariant=("cpu",)),
         Implementation(
             "torch",
             _torch,
@@ -348,24 +339,15 @@ ADD_RMSNORM = Op(
     add_rmsnorm,
     add_rmsnorm_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             lambda: _triton().add_rmsnorm,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("norm.rmsnorm_triton", "TUNABLES"),
         ),
         Implementation(
             "cute", lambda: _cute().add_rmsnorm, platform.no_cute, devices=()
         ),  # see above
-        Implementation(
-            "cpp",
-            lambda: _cpp().add_rmsnorm,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(lambda: _cpp().add_rmsnorm, batch_invariant=("cpu",)),
     ),
     norm_cases(add=True),
     # As of rmsnorm, with the rounding of the sum.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import declare, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Judged, Op
+from tilewright.core.registry import Case, Cost, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.ops import cases
 
@@ -186,20 +186,8 @@ RMSNORM_GATED = Op(
     rmsnorm_gated,
     rmsnorm_gated_eager,
     (
-        Implementation(
-            "triton",
-            _triton,
-            platform.no_triton,
-            tunables=from_kernels("norm.rmsnorm_gated_triton", "TUNABLES"),
-        ),
-        Implementation(
-            "cpp",
-            _cpp,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_triton(_triton, tunables=from_kernels("norm.rmsnorm_gated_triton", "TUNABLES")),
+        in_cpp(_cpp, batch_invariant=("cpu",)),
     ),
     (
         _case("ragged", (3, 7, 100)),

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.registry import Case, Cost, Goal, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.optim.operators import Step, update
 from tilewright.ops import cases
@@ -296,13 +296,8 @@ ADAMW = Op(
     adamw_,
     adamw_eager_,
     (
-        Implementation(
-            "triton",
-            _triton,
-            platform.no_triton,
-            gate=from_kernels("optim.adamw_triton", "gate"),
-        ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_triton(_triton, gate=from_kernels("optim.adamw_triton", "gate")),
+        in_cpp(_cpp),
     ),
     (
         _case("ragged", _RAGGED),

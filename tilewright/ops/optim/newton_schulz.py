@@ -16,7 +16,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import declare, from_kernels, refuse_tangents
-from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op
+from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.optim.newton_schulz import WIDE, iterate, normalized
 from tilewright.ops import cases, products
@@ -241,10 +241,8 @@ NEWTON_SCHULZ = Op(
     newton_schulz,
     newton_schulz_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            platform.no_triton,
             dtypes=(torch.float32, torch.bfloat16),
             tunables=from_kernels("optim.newton_schulz_triton", "TUNABLES"),
             gate=from_kernels("optim.newton_schulz_triton", "gate"),

@@ -14,7 +14,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Implementation, Op
+from tilewright.core.registry import Op, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops.quant import quantize
@@ -147,10 +147,9 @@ FP8_LINEAR = Op(
     fp8_linear,
     fp8_linear_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            no_fp8,
+            missing=no_fp8,
             tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FP8")(),),
         ),
     ),

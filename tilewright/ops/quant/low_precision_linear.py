@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform, torch_names
+from tilewright.core import checks, torch_names
 from tilewright.core.library import declare, from_kernels
-from tilewright.core.registry import Case, Cost, DispatchOn, Implementation, Op
+from tilewright.core.registry import Case, Cost, DispatchOn, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
 from tilewright.ops import cases
@@ -541,14 +541,13 @@ LOW_PRECISION_LINEAR = Op(
     low_precision_linear,
     low_precision_linear_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             _triton,
-            no_fp8,
+            missing=no_fp8,
             refuses=_triton_refuses,
             tunables=from_kernels("quant.low_precision_triton", "tunables"),
         ),
-        Implementation("cpp", _cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_cpp(_cpp),
     ),
     (
         _case("block_fp8", "frozen", 3, 8, 20, bias=True, learns=False),

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform, torch_names
+from tilewright.core import checks, torch_names
 from tilewright.core.installed import PACKAGE
 from tilewright.core.library import Operator, declare, define, from_kernels
-from tilewright.core.registry import Implementation, short
+from tilewright.core.registry import Implementation, in_cpp, in_triton, short
 from tilewright.core.takes import FLOAT
 from tilewright.core.torch_names import pytree
 from tilewright.kernels.quant.operators import Codes
@@ -98,8 +98,8 @@ def implementations(
 ) -> tuple[Implementation, Implementation]:
     """The two that the ops of this family have, from what loads them."""
     return (
-        Implementation("triton", triton, platform.no_triton, **gates),
-        Implementation("cpp", cpp, platform.no_cpp, ("cpu",), (torch.float32, torch.bfloat16)),
+        in_triton(triton, **gates),
+        in_cpp(cpp),
     )
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation
 from tilewright.ops import cases
@@ -242,21 +242,12 @@ QK_NORM_ROPE = Op(
     qk_norm_rope,
     qk_norm_rope_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             qk_norm_rope_fused.triton,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("rope.qk_norm_rope_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            qk_norm_rope_fused.cpp,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(qk_norm_rope_fused.cpp, batch_invariant=("cpu",)),
     ),
     _all_cases(),
     # A gradient is a rotation (two products and a sum) and then a difference of two terms, which a

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import define, from_kernels
-from tilewright.core.registry import Case, Cost, Implementation, Op
+from tilewright.core.registry import Case, Cost, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.rope.operators import Rotation
 from tilewright.ops import cases
@@ -328,21 +328,12 @@ ROPE = Op(
     rope,
     rope_eager,
     (
-        Implementation(
-            "triton",
+        in_triton(
             rope_fused.triton,
-            platform.no_triton,
             batch_invariant=cases.ANYWHERE,
             tunables=from_kernels("rope.rope_triton", "TUNABLES"),
         ),
-        Implementation(
-            "cpp",
-            rope_fused.cpp,
-            platform.no_cpp,
-            ("cpu",),
-            (torch.float32, torch.bfloat16),
-            batch_invariant=("cpu",),
-        ),
+        in_cpp(rope_fused.cpp, batch_invariant=("cpu",)),
     ),
     _all_cases(),
     goals=cases.near_copy(92, "forward", "backward"),
