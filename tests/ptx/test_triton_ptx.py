@@ -532,6 +532,12 @@ ALTERNATIVES = (
     ("newton_schulz", "newton_schulz/symmetric", "ROLES", ("square", "tall aligned", "tiles")),
     ("fp8_linear", "fp8_linear/fp8", "ROLES", ("block_fp8 aligned", "block_fp8 two_scales")),
     (
+        "low_precision_linear",
+        "low_precision_linear/by_rows",
+        "ROLES",
+        ("block_fp8 aligned",),
+    ),
+    (
         "attention",
         "attention/forward",
         "ROLES",
@@ -556,6 +562,32 @@ def alternative(driver, op, case, launch, changes):
         contract_holds(driver, op, case, BF16)
     if changes == "ROLES":
         assert any(each.kernel.specialized for each in driver.launches[before:])
+
+
+def fp8_codes(rows, columns, g):
+    """Bytes of finite e4m3, and a scale for 128 columns."""
+    data = torch.randn(rows, columns, generator=g).mul(30).to(torch.float8_e4m3fn)
+    scale = torch.rand(rows, -(-columns // 128), generator=g) + 0.5
+    return data.view(torch.uint8), scale
+
+
+def same_bits(driver, tunable, run):
+    """Specialized warps sum in the same order as the other kernel."""
+    [there] = [c for c in tunable.candidates(**tunable.named(tunable.keys[-1])) if c["ROLES"]]
+    found = []
+    for config in (tunable.heuristic(**tunable.named(tunable.keys[-1])), there):
+        with mock.patch.object(tunable, "config", lambda *_, config=config: config):
+            found.append(run())
+        assert driver.launches[-1].kernel.specialized == config["ROLES"]
+    assert torch.equal(*found)
+
+
+def fp8_dweight(driver, M, N, columns, dtype):
+    from tilewright.kernels.quant import low_precision_triton as kernels
+
+    g = torch.Generator().manual_seed(0)
+    factors = (*fp8_codes(M, columns, g), *fp8_codes(N, columns, g))
+    same_bits(driver, kernels.BY_ROWS, lambda: kernels.by_rows(*factors, dtype))
 
 
 def rounds_to_nearest(driver):
@@ -837,6 +869,10 @@ def runs():
     ):
         run = 90, alternative, operations()[op_name], long_case(op_name), launch, "ROLES"
         found[f"sm_90-{launch} ROLES-long_sums"] = run
+    # Several tiles a block, and steps past a turn of the ring; a tile that is cut.
+    for M, N, columns, dtype in ((272, 400, 1040, BF16), (144, 136, 2048, F32)):
+        name = f"sm_90-low_precision_linear/by_rows ROLES-bits-{M}-{N}-{columns}-{short(dtype)}"
+        found[name] = 90, fp8_dweight, M, N, columns, dtype
     for launch in ("attention/forward", "attention/backward_kv"):
         for name in ATTENDED:
             run = alternative, operations()["attention"], attended(name), launch, "ROLES"
