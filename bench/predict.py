@@ -172,6 +172,37 @@ def _measured(documents, op: Op, goal: Goal, case: Case, dtype: torch.dtype) -> 
     return None
 
 
+def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
+    """Of each open question about a launch, and each pass that it changes: its words, the pass, the
+    predicted times now and of the other alternative, and the other's limit.
+    """
+    with launches.simulated(on.device) as found:
+        for v in variants.VARIANTS:
+            if not v.launch or isinstance(v.other, str):
+                continue
+            op = selection.operations()[v.op]
+            case = next(c for c in op.cases if c.name == v.case)
+            impl = implementation(v, op, v.other, "cuda")
+            if impl is None or "cuda" not in case.tags:
+                continue
+            ways = [
+                _passes(found, op, impl.name, case, torch.bfloat16, v.launch if way else "", way)[0]
+                for way in ({}, dict(v.other))
+            ]
+            for which in ("forward", "backward"):
+                now, other = (passes.get(which) for passes in ways)
+                if now is None or other is None or now == other:
+                    continue
+                try:
+                    times = [
+                        model.predict(op.name, which, p, case.cost(2), on) for p in (now, other)
+                    ]
+                except ValueError:
+                    continue  # counts do not tell
+                ms = (f"{number(1e3 * t.seconds)} ms" for t in times)
+                yield v.name, TITLES.get(which, which), *ms, times[1].limit
+
+
 # ---- what is shown
 
 
@@ -279,6 +310,18 @@ def page(by_device: dict[str, list[Row]]) -> str:
             *table(found),
         ]
     first = next(iter(by_device))
+    head = ("open question", "pass", "now", "other", "the other's limit")
+    lines += [
+        "## Open questions",
+        "",
+        f"Of the {roofs.DEVICES[first].device}, where counts tell; the suite's stage `ab` measures "
+        "both alternatives.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(map(cell, row)) + " |" for row in asked(roofs.DEVICES[first])),
+        "",
+    ]
     lines += [
         "## Arithmetic",
         "",

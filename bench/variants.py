@@ -44,6 +44,9 @@ class Variant:
 # those that need a package beside PyTorch and Triton.
 # Of attention's gradients: one kernel with specialized warps.
 _TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
+# Of FP8: two sums in turn by two warpgroups; or a sum each, of warpgroups that take turns.
+_FP8_ROWS = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True}
+_FP8_DWEIGHT = {**_FP8_ROWS, "num_warps": 4}
 VARIANTS = (
     Variant(
         "attention, keys of 192 and values of 128: one kernel for the gradients, for two",
@@ -51,6 +54,29 @@ VARIANTS = (
         "deepseek-v3_8k",
         "attention/backward_kv",
         _TOGETHER,
+        whole=True,
+    ),
+    Variant(
+        "low_precision_linear: specialized warps for a weight's gradient in FP8, for all warps",
+        "low_precision_linear",
+        "block_fp8 llama-3-8b-out_8192",
+        "low_precision_linear/by_rows",
+        _FP8_DWEIGHT,
+        whole=True,  # with the transposes of scales
+    ),
+    Variant(
+        "low_precision_grouped_gemm: specialized warps for rows in FP8, for all warps",
+        "low_precision_grouped_gemm",
+        "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
+        "low_precision_grouped_gemm/rows",
+        _FP8_ROWS,
+    ),
+    Variant(
+        "low_precision_grouped_gemm: specialized warps for weights' gradients in FP8, for all",
+        "low_precision_grouped_gemm",
+        "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
+        "low_precision_grouped_gemm/weights",
+        _FP8_DWEIGHT,
         whole=True,
     ),
     Variant(

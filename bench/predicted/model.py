@@ -63,17 +63,21 @@ class Products:
     tiles, out: output tiles, and bytes of the results.
     step: bytes of shared memory that a step of a tile's loop needs in each of its stages; 0 where
         that is not known.
-    softmax: warp instructions of PTX for the scores, all of their loop's, which the machine code of
-        products has fewer of (it moves no registers to their operands); no other epilogue's
-        arithmetic is counted.
+    between: warp instructions between a tile's products; no epilogue's arithmetic is counted.
+        Attention's softmax: of PTX for the scores, all of their loop's, which the machine code of
+        products has fewer of (it moves no registers to their operands).
+    what: what these do.
+    dtype: whose products these are.
     """
 
     flops: int
     per_byte: float
     tiles: int
     out: int
-    softmax: float = 0.0
+    between: float = 0.0
     step: int = 0
+    what: str = "softmax"
+    dtype: str = "bfloat16"
 
 
 # ---- products by kernel
@@ -134,7 +138,42 @@ def _attention(launch: Launch, cost: Cost) -> Products:
     return Products(products * one, products * kept / 2, launch.programs, written, softmax)
 
 
+# Of FP8 products: the factors, and how many scales an element of a sum of 128 columns is multiplied
+# by; one is the product of a row's and a tile's.
+FP8 = {
+    "_fp8": ("x", "w", 1),
+    "_rows": ("x", "w", 1),
+    "_by_rows": ("a", "b", 2),
+    "_weights": ("dy", "x", 2),
+    "_dweight": ("a_from", "b_from", 2),
+}
+
+
+def _fp8(launch: Launch, cost: Cost) -> Products:
+    v, (left, right, scales) = launch.values, FP8[launch.kernel]
+    a, b, out = (_named(launch, name) for name in (left, right, "out"))
+    flops = 2 * a.elements * b.shape[-2]
+    m, n = v.get("BLOCK_M") or v["M"], v.get("BLOCK_N") or v["COLUMNS"]
+    tiles = math.ceil(out.shape[-2] / m) * math.ceil(out.shape[-1] / n) * math.prod(out.shape[:-2])
+    scaled = scales * flops / (2 * 128) / 32
+    return Products(
+        flops,
+        _tile(m, n, 1),
+        tiles,
+        out.bytes,
+        scaled,
+        (m + n) * 128,
+        "scales",
+        "float8_e4m3fn",
+    )
+
+
 PRODUCTS: dict[tuple[str, str], Callable[[Launch, Cost], Products]] = {
+    **{("low_precision_linear", kernel): _fp8 for kernel in ("_fp8", "_by_rows", "_dweight")},
+    **{
+        ("low_precision_grouped_gemm", kernel): _fp8
+        for kernel in ("_fp8", "_rows", "_weights", "_dweight")
+    },
     **{(op, "_gemm"): _grouped for op in ("grouped_gemm", "moe_mlp")},
     **{(op, "_dweight"): _dweight for op in ("grouped_gemm", "moe_mlp")},
     ("newton_schulz", "_symmetric"): _symmetric,
@@ -270,7 +309,7 @@ def _latency(op: str, launch: Launch, roofs: Roofs, blocks: int) -> tuple[float,
 
 def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
     """A launch of matrix products."""
-    peak = roofs.flops["bfloat16"]
+    peak = roofs.flops[work.dtype]
     fed = roofs.l2 * work.per_byte
     limits = {
         "tensor cores": work.flops / peak,
@@ -283,9 +322,11 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
         f"{_us(max(limits['tensor cores'], limits['L2 to SM']))}"
     ]
     exposed, unknown = 0.0, []
-    if work.softmax:
-        issue = work.softmax / roofs.issue
-        words.append(f"softmax {number(work.softmax / 1e9)} G counted instructions = {_us(issue)}")
+    if work.between:
+        issue = work.between / roofs.issue
+        words.append(
+            f"{work.what} {number(work.between / 1e9)} G counted instructions = {_us(issue)}"
+        )
         if launch.specialized:
             limits["issue"] = issue
         else:

@@ -532,6 +532,24 @@ ALTERNATIVES = (
     ("newton_schulz", "newton_schulz/symmetric", "ROLES", ("square", "tall aligned", "tiles")),
     ("fp8_linear", "fp8_linear/fp8", "ROLES", ("block_fp8 aligned", "block_fp8 two_scales")),
     (
+        "low_precision_linear",
+        "low_precision_linear/by_rows",
+        "ROLES",
+        ("block_fp8 aligned",),
+    ),
+    (
+        "low_precision_grouped_gemm",
+        "low_precision_grouped_gemm/rows",
+        "ROLES",
+        ("block_fp8 aligned",),
+    ),
+    (
+        "low_precision_grouped_gemm",
+        "low_precision_grouped_gemm/weights",
+        "ROLES",
+        ("block_fp8 aligned",),
+    ),
+    (
         "attention",
         "attention/forward",
         "ROLES",
@@ -556,6 +574,55 @@ def alternative(driver, op, case, launch, changes):
         contract_holds(driver, op, case, BF16)
     if changes == "ROLES":
         assert any(each.kernel.specialized for each in driver.launches[before:])
+
+
+def fp8_codes(rows, columns, g):
+    """Bytes of finite e4m3, and a scale for 128 columns."""
+    data = torch.randn(rows, columns, generator=g).mul(30).to(torch.float8_e4m3fn)
+    scale = torch.rand(rows, -(-columns // 128), generator=g) + 0.5
+    return data.view(torch.uint8), scale
+
+
+def same_bits(driver, tunable, run):
+    """Specialized warps sum in the same order as the other kernel."""
+    [there] = [c for c in tunable.candidates(**tunable.named(tunable.keys[-1])) if c["ROLES"]]
+    found = []
+    for config in (tunable.heuristic(**tunable.named(tunable.keys[-1])), there):
+        with mock.patch.object(tunable, "config", lambda *_, config=config: config):
+            found.append(run())
+        assert driver.launches[-1].kernel.specialized == config["ROLES"]
+    assert torch.equal(*found)
+
+
+def fp8_dweight(driver, M, N, columns, dtype):
+    from tilewright.kernels.quant import low_precision_triton as kernels
+
+    g = torch.Generator().manual_seed(0)
+    factors = (*fp8_codes(M, columns, g), *fp8_codes(N, columns, g))
+    same_bits(driver, kernels.BY_ROWS, lambda: kernels.by_rows(*factors, dtype))
+
+
+def fp8_experts(driver, launch, N, K, counts, tail, dtype):
+    """Rows of each expert, and of the tail: forward or gradients of weights."""
+    from tilewright.kernels.quant import low_precision_grouped_triton as kernels
+    from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
+
+    g = torch.Generator().manual_seed(0)
+    E, R = len(counts), sum(counts) + tail
+    placed, P = Placed.of(torch.tensor(counts).cumsum(0), R), places(R, E)
+    if launch == "weights":
+        factors = (*fp8_codes(N, P, g), *fp8_codes(K, P, g), placed.ends.int(), dtype)
+        return same_bits(driver, kernels.WEIGHTS, lambda: kernels.weights(*factors))
+    w, scale = fp8_codes(E * N, K, g)
+    scale = scale.view(E, N, -1)[:, : -(-N // 128)].contiguous()
+    factors = (*fp8_codes(P, K, g), w.view(E, N, K), scale)
+
+    def run():
+        out = torch.full((R, N), float("nan"), dtype=dtype)
+        kernels.rows(*factors, placed.expert.int(), placed.row.int(), out)
+        return out
+
+    return same_bits(driver, kernels.ROWS, run)
 
 
 def rounds_to_nearest(driver):
@@ -837,6 +904,17 @@ def runs():
     ):
         run = 90, alternative, operations()[op_name], long_case(op_name), launch, "ROLES"
         found[f"sm_90-{launch} ROLES-long_sums"] = run
+    # Several tiles a block, and steps past a turn of the ring; a tile that is cut.
+    for M, N, columns, dtype in ((272, 400, 1040, BF16), (144, 136, 2048, F32)):
+        name = f"sm_90-low_precision_linear/by_rows ROLES-bits-{M}-{N}-{columns}-{short(dtype)}"
+        found[name] = 90, fp8_dweight, M, N, columns, dtype
+    for launch, N, K, counts, tail, dtype in (
+        ("rows", 264, 1040, (300, 0, 1, 128), 130, BF16),
+        ("weights", 272, 136, (1100, 0, 1, 128), 130, BF16),
+        ("weights", 144, 136, (300, 20), 0, F32),
+    ):
+        name = f"sm_90-low_precision_grouped_gemm/{launch} ROLES-bits-{short(dtype)}"
+        found[name] = 90, fp8_experts, launch, N, K, counts, tail, dtype
     for launch in ("attention/forward", "attention/backward_kv"):
         for name in ATTENDED:
             run = alternative, operations()["attention"], attended(name), launch, "ROLES"
@@ -938,6 +1016,10 @@ def runs():
         found[f"sm_90-attention/{launch} ROLES-blocks"][1:] for launch in ("forward", "backward_kv")
     )
     latent = found["sm_90-attention/backward_kv ROLES-latent"][1:]
+    dweight, rows = (
+        found[f"sm_90-low_precision_grouped_gemm/{launch} ROLES-bits-bfloat16"][1:]
+        for launch in ("weights", "rows")
+    )
     waits = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, \[(%r\d+)\], (%r\d+);"
     for name, old, new, test in (
         ("free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", product),
@@ -951,6 +1033,10 @@ def runs():
         ("gathered-fence", r"fence\.proxy\.async\S*;", "", gathering),
         ("rows", r"setp\.lt\.s32", "setp.le.s32", summed),
         ("gathered-wait", r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", gathering),
+        ("fp8-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", dweight),
+        ("fp8-sums", r"(wgmma\.wait_group\S+\s+)0;", r"\g<1>1;", dweight),
+        ("fp8-stored", r"bar\.sync\s+\d+, 128;", "", dweight),
+        ("fp8-rows", r"setp\.gt\.s32", "setp.ge.s32", rows),
         ("attention-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", blocks),
         ("attention-logits", r"(wgmma\.wait_group\S+\s+)1;", r"\g<1>2;", blocks),
         ("attention-sums", r"(wgmma\.wait_group\S+\s+)0;", r"\g<1>1;", blocks),

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 ON = replace(
     roofs.DEVICES["h200"],
     copy=4e12,
-    flops={"bfloat16": 800e12},
+    flops={"bfloat16": 800e12, "float8_e4m3fn": 1600e12},
     l2=7e12,
     sms=100,
     clock=2e9,
@@ -120,6 +120,22 @@ def test_one_block_an_sm_exposes_first_loads_and_stores_unless_warps_are_special
     assert found.seconds == pytest.approx(loop + exposed + 3e-6)
     found = of(replace(wide, specialized=True), Cost(0, 0, FLOPS), "grouped_gemm")
     assert found.limit == "L2 to SM" and found.seconds == pytest.approx(loop + 3e-6)
+
+
+def test_an_fp8_product_has_the_rate_of_fp8_and_scales_between_its_steps():
+    factors = {n: tensor(4096, 2**15, itemsize=1) for n in ("a_from", "b_from")}
+    values, flops = {"BLOCK_M": 128, "BLOCK_N": 128}, 2 * 4096**2 * 2**15
+    launch = Launch("_dweight", 100, 4, {**factors, "out": tensor(1, 4096, 4096)}, values)
+    roles = replace(launch, specialized=True)
+    # A tile of 128 x 128 has 128 FLOPs for a byte: 896 of 1,600 TFLOP/s.
+    found = of(roles, Cost(0, 0, flops), "low_precision_linear")
+    assert found.limit == "L2 to SM" and "56 % of its roof" in found.words
+    assert found.seconds == pytest.approx(flops / (128 * 7e12) + 3e-6)
+    # Two multiplications for an element and 128 columns, which warps alone do not hide.
+    alone = replace(launch, facts={"registers": 100, "shared": 100_000, "uses": ["wgmma"]})
+    scaled = 2 * flops / 256 / 32 / 5e11
+    found = of(alone, Cost(0, 0, flops), "low_precision_linear")
+    assert found.seconds == pytest.approx(flops / (128 * 7e12) + scaled + 3e-6)
 
 
 def test_products_that_are_not_derived_are_refused():

@@ -63,6 +63,7 @@ def tma_add(to, corner, staging, _semantic=None):
 # Registers per thread of the loading partition. A block of twelve warps may have 168 per thread;
 # what loads do not take, the warpgroups that multiply get: 240, 224, 208.
 ONE_WARP, GATHERING, GATHERING_WIDE = gl.constexpr(24), gl.constexpr(56), gl.constexpr(88)
+MULTIPLYING = gl.constexpr(240)  # of a warpgroup that multiplies beside one loading warp
 
 
 # ---- tensor descriptors, made by the host

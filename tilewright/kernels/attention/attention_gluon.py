@@ -40,6 +40,7 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     GATHERING_WIDE,
     HOPPER,
+    MULTIPLYING,
     ONE_WARP,
     advance,
     barriers,
@@ -53,8 +54,7 @@ from tilewright.kernels.warp_specialized import (
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
 LATE = 8  # heads that are launched together at the end
-# Registers of a thread of a warpgroup, what one loading warp leaves.
-ATTENDING, ATTENDING_NARROW = gl.constexpr(240), gl.constexpr(208)
+ATTENDING_NARROW = gl.constexpr(208)  # registers of a thread of a warpgroup, of narrow rows
 
 
 @gluon.jit
@@ -466,7 +466,7 @@ def _forward(
         ],
         [4, 1],
         # Narrow rows leave registers to the warp that loads.
-        [ATTENDING, ONE_WARP] if WIDTH > 64 else [ATTENDING_NARROW, GATHERING_WIDE],
+        [MULTIPLYING, ONE_WARP] if WIDTH > 64 else [ATTENDING_NARROW, GATHERING_WIDE],
     )
 
 

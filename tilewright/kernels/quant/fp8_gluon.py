@@ -1,5 +1,6 @@
 """x w^T of block-scaled FP8 with warp specialization, for sm_90: the `fp8` of
-quantized_linear_triton.py, which launches it where a configuration says so.
+quantized_linear_triton.py, and with a weight per expert the `rows` of
+low_precision_grouped_triton.py, which launch it where a configuration says so.
 
 Tensor cores sum FP8 with few bits, so a sum of 128 columns is scaled and added in float32. A
 warpgroup has two such sums: the tensor cores make one while it adds the other, and the other
@@ -30,26 +31,42 @@ from tilewright.kernels.warp_specialized import (
     descriptor_type,
     grouped,
     ring,
+    stage_result,
     stages,
     store_box,
     tma_load,
+    tma_store,
 )
 
 _STEP = 128  # summed columns of a tile: those of one scale
 
 
 @gluon.jit
-def _load(x, w, m_tiles, n_tiles, steps, a, b, full, empty, GROUP: gl.constexpr):
+def _tile(t, expert_ptr, E, m_tiles, n_tiles, across, GROUP: gl.constexpr):
+    """Of tile t: its expert, row, column and steps: an even number, none in the tail."""
+    m, n = grouped(t, m_tiles, n_tiles, GROUP)
+    steps = gl.cdiv(across, 2) * 2
+    if expert_ptr is None:
+        e = 0
+    else:
+        e = gl.load(expert_ptr + m)
+        steps = gl.where(e < E, steps, 0)
+    return e, m, n, steps
+
+
+@gluon.jit
+def _load(x, w, expert_ptr, E, m_tiles, n_tiles, across, a, b, full, empty, GROUP: gl.constexpr):
     """One warp. Steps past the last column read zeros."""
     stage, phase = 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        m, n = grouped(t, m_tiles, n_tiles, GROUP)
+        e, m, n, steps = _tile(t, expert_ptr, E, m_tiles, n_tiles, across, GROUP)
         for step in range(steps):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), x.block_type.nbytes + w.block_type.nbytes)
             k = step * a.shape[2]
             tma_load(x, [m * a.shape[1], k], full.index(stage), a.index(stage))
-            tma_load(w, [n * b.shape[1], k], full.index(stage), b.index(stage))
+            here = b.index(stage).reshape(w.block_shape)
+            tma_load(w, [e, n * b.shape[1], k], full.index(stage), here)
             stage, phase = advance(stage, phase, a.shape[0])
 
 
@@ -62,17 +79,42 @@ def _begin(part, a, b, full, stage, phase):
 
 
 @gluon.jit
+def _store_rows(tile, staging, to, to_ptr, row_ptr, column, N):
+    """Stores a tile's rows where a map says, one after the other from the first on, and not the
+    rows that it has -1 for, the last ones.
+    """
+    ROWS: gl.constexpr = staging.shape[0]
+    COLUMNS: gl.constexpr = staging.shape[1]
+    first = gl.load(row_ptr)
+    if first >= 0:
+        stage_result(tile, staging)
+        if gl.load(row_ptr + ROWS - 1) >= 0:
+            tma_store(to, [first, column], staging)
+        else:
+            WIDE: gl.constexpr = gl.BlockedLayout(
+                [1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
+            )
+            r = gl.load(row_ptr + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)))
+            c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))
+            at = to_ptr + r.to(gl.int64)[:, None] * N + c[None, :]
+            gl.store(at, staging.load(WIDE), mask=(r >= 0)[:, None] & (c < N)[None, :])
+
+
+@gluon.jit
 def _multiply(
     out,
+    out_ptr,
     x_scale_ptr,
     w_scale_ptr,
     bias_ptr,
+    expert_ptr,
+    row_ptr,
+    E,
     T,
     N,
     across,
     m_tiles,
     n_tiles,
-    steps,
     a,
     b,
     staging,
@@ -90,11 +132,12 @@ def _multiply(
     j = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     stage, phase = 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        m, n = grouped(t, m_tiles, n_tiles, GROUP)
+        e, m, n, steps = _tile(t, expert_ptr, E, m_tiles, n_tiles, across, GROUP)
         row = m * M + i
         x_scale_at = x_scale_ptr + row.to(gl.int64) * across
         # One scale for the tile: COLUMNS <= 128.
-        w_scale_at = w_scale_ptr + (n * COLUMNS // 128).to(gl.int64) * across
+        band = e * gl.cdiv(N, 128) + n * COLUMNS // 128
+        w_scale_at = w_scale_ptr + band.to(gl.int64) * across
         acc = gl.zeros((M, COLUMNS), gl.float32, LAYOUT)
         even = gl.zeros((M, COLUMNS), gl.float32, LAYOUT)
         odd = gl.zeros((M, COLUMNS), gl.float32, LAYOUT)
@@ -120,7 +163,11 @@ def _multiply(
         if BIAS:
             bias = gl.load(bias_ptr + n * COLUMNS + j, mask=n * COLUMNS + j < N, other=0.0)
             acc += bias.to(gl.float32)[None, :]
-        store_box(acc.to(staging.dtype), staging, out, [m * M, n * COLUMNS])
+        tile = acc.to(staging.dtype)
+        if row_ptr is None:
+            store_box(tile, staging, out, [m * M, n * COLUMNS])
+        else:
+            _store_rows(tile, staging, out, out_ptr, row_ptr + m * M, n * COLUMNS, N)
     tma.store_wait(0)
 
 
@@ -129,9 +176,13 @@ def _fp8(
     x,
     w,
     out,
+    out_ptr,
     x_scale_ptr,
     w_scale_ptr,
     bias_ptr,
+    expert_ptr,
+    row_ptr,
+    E,
     T,
     N,
     across,
@@ -142,30 +193,33 @@ def _fp8(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """out [T, N], x [T, K] with scales [T, across], w [N, K] with scales [ceil(N / 128), across]:
-    descriptors.
+    """out: rows of N.   x [T, K] with scales [T, across], w [E, N, K] with scales
+    [E, ceil(N / 128), across]: descriptors.   expert [T / M], row [T]: as
+    low_precision_grouped_triton's; None: one expert, whose row t is t.
     """
     a = stages(x.dtype, STAGES, M, K)
     b = stages(w.dtype, STAGES, COLUMNS, K)
     staging = gl.allocate_shared_memory(out.dtype, [M, COLUMNS], out.layout)
     full, empty = ring(STAGES, 1)
     m_tiles, n_tiles = gl.cdiv(T, M), gl.cdiv(N, COLUMNS)
-    steps = gl.cdiv(across, 2) * 2
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
                     out,
+                    out_ptr,
                     x_scale_ptr,
                     w_scale_ptr,
                     bias_ptr,
+                    expert_ptr,
+                    row_ptr,
+                    E,
                     T,
                     N,
                     across,
                     m_tiles,
                     n_tiles,
-                    steps,
                     a,
                     b,
                     staging,
@@ -175,11 +229,19 @@ def _fp8(
                     GROUP,
                 ),
             ),
-            (_load, (x, w, m_tiles, n_tiles, steps, a, b, full, empty, GROUP)),
+            (
+                _load,
+                (x, w, expert_ptr, E, m_tiles, n_tiles, across, a, b, full, empty, GROUP),
+            ),
         ],
         [1],
         [ONE_WARP],
     )
+
+
+def fits(columns: int, out: torch.Tensor) -> bool:
+    """Whether TMA reads rows of `columns` codes, and stores those of a result, of 16 bits."""
+    return columns % 16 == 0 and out.shape[-1] % 8 == 0 and out.element_size() == 2
 
 
 def fp8(
@@ -188,22 +250,31 @@ def fp8(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    maps: tuple[torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
     config: dict,
 ) -> None:
-    """As quantized_linear_triton's, where rows of x, w and out, of 16 bits, begin at multiples of
-    16 bytes.
+    """Writes `out`, rows of N: as `fp8` of quantized_linear_triton.py, or `rows` of
+    low_precision_grouped_triton.py. `fits` says which.
+
+    x [T, K], w [E, N, K]: float8_e4m3fn, contiguous.   maps: expert, row; see `_fp8`.
     """
-    (T, N), m, n = out.shape, config["BLOCK_M"], config["BLOCK_N"]
+    (T, _), (E, N, _) = x.shape, w.shape
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    expert, row = maps or (None, None)
     launch(
         _fp8,
         (min(multiprocessors(x.device), cdiv(T, m) * cdiv(N, n)),),
         descriptor(x, [m, _STEP]),
-        descriptor(w, [n, _STEP]),
+        descriptor(w, [1, n, _STEP]),
         descriptor(out, [m, n]),
+        out,
         x_scale,
         w_scale,
         bias,
+        expert,
+        row,
+        E,
         T,
         N,
         x_scale.shape[1],
@@ -217,14 +288,16 @@ def fp8(
     )
 
 
-def spec(label: str, config: dict) -> KernelSpec:
+def spec(label: str, experts: bool, config: dict) -> KernelSpec:
+    """experts: whether each has a weight; there is no bias then."""
     m, n = config["BLOCK_M"], config["BLOCK_N"]
+    maps = {"expert": "i32", "row": "i32", "out": "bf16"} if experts else {"bias": "bf16"}
     return KernelSpec.of(
         _fp8,
         label,
-        {"x_scale": "fp32", "w_scale": "fp32", "bias": "bf16"},
+        {"x_scale": "fp32", "w_scale": "fp32", **maps},
         {
-            "BIAS": True,
+            "BIAS": not experts,
             "M": m,
             "COLUMNS": n,
             "K": _STEP,
@@ -233,7 +306,7 @@ def spec(label: str, config: dict) -> KernelSpec:
         },
         {
             "x": descriptor_type("fp8e4nv", m, _STEP),
-            "w": descriptor_type("fp8e4nv", n, _STEP),
+            "w": descriptor_type("fp8e4nv", 1, n, _STEP),
             "out": descriptor_type("bf16", m, n),
         },
         divisible=("N",),

@@ -135,7 +135,17 @@ def rows(
 ) -> None:
     """Writes `out`. e4m3 bytes, contiguous; see `_rows`. No size is 0."""
     (P, K), (E, N, _) = x.shape, w.shape
-    c = ROWS.config(x.device, N, K, rounded(P), large_shared_memory(x.device))
+    key = N, K, rounded(P), large_shared_memory(x.device)
+    c = ROWS.config(x.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import fp8_gluon as roles
+
+        if roles.fits(K, out):
+            x, w = x.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
+            roles.fp8(x, x_scale, w, w_scale, None, (expert, row), out, {**c, "GROUP": _GROUP})
+            return
+        c = ROWS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     launch(
         _rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -166,7 +176,17 @@ def weights(
     """dw [E, N, K]; see `_weights`. No size is 0."""
     (N, P), K, E = dy.shape, x.shape[0], ends.shape[0]
     out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
-    c = WEIGHTS.config(dy.device, N, K, rounded(P), large_shared_memory(dy.device))
+    key = N, K, rounded(P), large_shared_memory(dy.device)
+    c = WEIGHTS.config(dy.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import fp8_dweight_gluon as roles
+
+        if roles.fits(dy, x, out.element_size()):
+            dy, x = dy.view(torch.float8_e4m3fn), x.view(torch.float8_e4m3fn)
+            roles.dweight(dy, dy_scale, x, x_scale, ends, out, {**c, "GROUP": _GROUP})
+            return out
+        c = WEIGHTS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     launch(
         _weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -187,26 +207,34 @@ def weights(
 
 # ---- launch configurations
 
-_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py).
+_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
+_ROWS_ROLES = dict(zip(_NAMES, (128, 128, 8, 6, True), strict=True))
+_WEIGHTS_ROLES = dict(zip(_NAMES, (128, 128, 4, 6, True), strict=True))
+_GROUP = 8  # tiles of rows that specialized warps share columns for, for L2
 
 
 def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
     """Not measured on a GPU. As the products of low_precision_triton.py: two sums, and a scale for
     each row of both, in registers.
     """
-    tile = (128, 64, 8, 3) if large else (64, 64, 8, 3)
-    return dict(zip(_NAMES, tile, strict=True))
+    tile = (128, 64) if large else (64, 64)
+    return dict(zip(_NAMES, (*tile, 8, 3, False), strict=True))
 
 
 def _rows_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
-    widest = [dict(zip(_NAMES, (128, 128, 8, stages), strict=True)) for stages in (2, 3)]
-    return _weights_space(N, K, rows, large) + (widest if large else [])
+    widest = [dict(zip(_NAMES, (128, 128, 8, stages, False), strict=True)) for stages in (2, 3)]
+    return _narrow() + ([*widest, _ROWS_ROLES] if large else [])
 
 
 def _weights_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
     # With a scale for each row of both, 128 x 128 spill for compute capability 9.0.
+    return _narrow() + ([_WEIGHTS_ROLES] if large else [])
+
+
+def _narrow() -> list[dict]:
     return [
-        dict(zip(_NAMES, (*tile, warps, stages), strict=True))
+        dict(zip(_NAMES, (*tile, warps, stages, False), strict=True))
         for tile, warps in (((64, 64), 4), ((64, 128), 8), ((128, 64), 8))
         for stages in (2, 3)
     ]
@@ -221,6 +249,11 @@ def _needs(key: dict) -> dict:
 
 
 def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
+    if config["ROLES"]:
+        from tilewright.kernels.quant import fp8_gluon as roles
+
+        return [roles.spec("fp8 rows specialized large", True, {**config, "GROUP": _GROUP})]
+    config = {name: value for name, value in config.items() if name != "ROLES"}
     pointers = {
         "x": "u8",
         "w": "u8",
@@ -236,6 +269,12 @@ def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 
 def _weights_specs(key: dict, config: dict) -> list[KernelSpec]:
+    if config["ROLES"]:
+        from tilewright.kernels.quant import fp8_dweight_gluon as roles
+
+        label, given = "fp8 weights specialized", {**config, "GROUP": _GROUP}
+        return [roles.spec(f"{label} {out} large", True, out, given) for out in ("bf16", "fp32")]
+    config = {name: value for name, value in config.items() if name != "ROLES"}
     factors = {"dy": "u8", "x": "u8", "dy_scale": "fp32", "x_scale": "fp32", "end": "i32"}
     return [
         spec(
@@ -276,3 +315,12 @@ WEIGHTS = Tunable(
 
 def tunables() -> tuple[Tunable, ...]:
     return ROWS, WEIGHTS
+
+
+# ---- for the compile gate
+
+
+def gate() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic takes."""
+    key = ROWS.named(_KEYS[-1])
+    return _rows_specs(key, _ROWS_ROLES) + _weights_specs(key, _WEIGHTS_ROLES)

@@ -182,7 +182,17 @@ def by_rows(
     """
     (M, K), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
-    c = BY_ROWS.config(a.device, M, N, rounded(K), large_shared_memory(a.device))
+    key = M, N, rounded(K), large_shared_memory(a.device)
+    c = BY_ROWS.config(a.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import fp8_dweight_gluon as roles
+
+        if roles.fits(a, b, out.element_size()):
+            a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
+            roles.dweight(a, a_scale, b, b_scale, None, out[None], c)
+            return out
+        c = BY_ROWS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     launch(
         _by_rows,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -249,25 +259,36 @@ def rounded(tokens: int) -> int:
 # ---- launch configurations
 
 _NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
+# ROLES: specialized warps (fp8_dweight_gluon.py).
+_BY_ROWS_NAMES = (*_NAMES, "ROLES")
+_BY_ROWS_ROLES = dict(zip(_BY_ROWS_NAMES, (128, 128, 8, 4, 6, True), strict=True))
 
 
 def _by_rows_heuristic(M: int, N: int, tokens: int, large: bool) -> dict:
     """Not measured on a GPU. As `fp8` of quantized_linear_triton.py, but a tile half as wide: the
     scales of b's rows are 32 more values per thread.
     """
-    return dict(zip(_NAMES, ((128, 64) if large else (64, 64)) + (8, 8, 3), strict=True))
+    tile = (128, 64) if large else (64, 64)
+    return dict(zip(_BY_ROWS_NAMES, (*tile, 8, 8, 3, False), strict=True))
 
 
 def _by_rows_space(M: int, N: int, tokens: int, large: bool) -> list[dict]:
     # 128 x 128 spill for compute capability 9.0.
-    return [
-        dict(zip(_NAMES, (*tile, 8, warps, stages), strict=True))
+    configs = [
+        dict(zip(_BY_ROWS_NAMES, (*tile, 8, warps, stages, False), strict=True))
         for tile, warps in (((64, 64), 4), ((64, 128), 8), ((128, 64), 8))
         for stages in (2, 3)
     ]
+    return [*configs, _BY_ROWS_ROLES] if large else configs
 
 
 def _by_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
+    if config["ROLES"]:
+        from tilewright.kernels.quant import fp8_dweight_gluon as roles
+
+        label = "fp8 by rows specialized"
+        return [roles.spec(f"{label} {out} large", False, out, config) for out in ("bf16", "fp32")]
+    config = {name: value for name, value in config.items() if name != "ROLES"}
     return [
         spec(
             _by_rows,
@@ -351,3 +372,11 @@ SCALED = Tunable(
 
 def tunables() -> tuple[Tunable, ...]:
     return BY_ROWS, SCALED
+
+
+# ---- for the compile gate
+
+
+def gate() -> list[KernelSpec]:
+    """Specialized warps, which no heuristic takes."""
+    return BY_ROWS.specs(BY_ROWS.named(BY_ROWS.keys[-1]), _BY_ROWS_ROLES)

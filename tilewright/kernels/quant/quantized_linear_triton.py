@@ -459,12 +459,13 @@ def fp8(
         return out
     key = N, K, min(4096, next_power_of_2(T)), large_shared_memory(x.device)
     c = FP8.config(x.device, *key)
-    if c["ROLES"] and K % 16 == 0 and N % 8 == 0 and dtype.itemsize == 2:  # for TMA
+    if c["ROLES"]:
         from tilewright.kernels.quant import fp8_gluon
 
-        fp8_gluon.fp8(x, x_scale, w, w_scale, bias, out, c)
-        return out
-    c = FP8.heuristic(*key) if c["ROLES"] else c
+        if fp8_gluon.fits(K, out):
+            fp8_gluon.fp8(x, x_scale, w[None], w_scale, bias, None, out, c)
+            return out
+        c = FP8.heuristic(*key)
     c = {name: value for name, value in c.items() if name != "ROLES"}
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     launch(
@@ -528,7 +529,7 @@ def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
     if config["ROLES"]:
         from tilewright.kernels.quant import fp8_gluon
 
-        return [fp8_gluon.spec(f"fp8 specialized {key['rows']} rows large", config)]
+        return [fp8_gluon.spec(f"fp8 specialized {key['rows']} rows large", False, config)]
     c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages", "ROLES")}
     factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [

@@ -486,6 +486,7 @@ LOW_PRECISION_GROUPED_GEMM = Op(
             missing=no_fp8,
             refuses=_triton_refuses,
             tunables=from_kernels("quant.low_precision_grouped_triton", "tunables"),
+            gate=from_kernels("quant.low_precision_grouped_triton", "gate"),
         ),
         in_cpp(_cpp),
     ),
@@ -495,6 +496,7 @@ LOW_PRECISION_GROUPED_GEMM = Op(
         _case("nvfp4", "ragged", (9, 20, 0, 5), 20, 26, seed=2**62 + 5),
         *(_case(recipe, "tail", (10, 0, 14), 24, 32, tail=6) for recipe in RECIPES),
         _case("block_fp8", "two_scales", (140, 5, 130), 136, 144),
+        _case("block_fp8", "aligned", (140, 0, 128), 144, 160, tail=9),  # for TMA
         _case("nvfp4", "two_blocks", (40, 15), 40, 48, seed=3),
         _case("block_fp8", "float32_weight", (10, 15), 48, 40, wide=True),
         _case("block_fp8", "no_rows", (0, 0, 0), 8, 16),

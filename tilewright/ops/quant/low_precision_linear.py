@@ -546,6 +546,7 @@ LOW_PRECISION_LINEAR = Op(
             missing=no_fp8,
             refuses=_triton_refuses,
             tunables=from_kernels("quant.low_precision_triton", "tunables"),
+            gate=from_kernels("quant.low_precision_triton", "gate"),
         ),
         in_cpp(_cpp),
     ),
@@ -558,6 +559,7 @@ LOW_PRECISION_LINEAR = Op(
         *(_case(recipe, "three_dimensions", 30, 48, 40, lead=(2, 15)) for recipe in RECIPES),
         _case("nvfp4", "frozen", 3, 8, 20, bias=True, learns=False, seed=2**62 + 3),
         *(_case(recipe, "two_scales", 130, 132, 136, bias=True) for recipe in RECIPES),
+        _case("block_fp8", "aligned", 144, 176, 160),  # for TMA
         *(_case(recipe, "float32_weight", 20, 48, 64, bias=True, wide=True) for recipe in RECIPES),
         *(_case(recipe, "no_rows", 0, 8, 16, bias=True) for recipe in RECIPES),
         _case("block_fp8", "no_columns", 3, 8, 0, bias=True),
