@@ -295,19 +295,6 @@ def _cpp():
 WIDTHS = (64, 128, 256)
 
 
-def _no_triton(device_type):
-    if reason := platform.no_triton(device_type):
-        return reason
-    from tilewright.kernels.device import older_triton
-
-    if device_type == "cuda" and older_triton():
-        return (
-            "gated_delta_rule's kernels need triton 3.9 or later: older ones spill registers in "
-            "some, and do not compile others for compute capability 10.0"
-        )
-    return None
-
-
 def _triton_refuses(request: Request) -> str | None:
     for name, width in (("q and k", request.key_dim), ("v", request.value_dim)):
         if width not in WIDTHS:
@@ -409,7 +396,7 @@ GATED_DELTA_RULE = Op(
         Implementation(
             "triton",
             _triton,
-            _no_triton,
+            platform.no_triton,
             refuses=_triton_refuses,
             tunables=from_kernels("linear_attention.gated_delta_rule_triton", "TUNABLES"),
             gate=from_kernels("linear_attention.gated_delta_rule_triton", "gate"),
