@@ -16,6 +16,7 @@ MODULES = (
     "tilewright.integrations.peft",
     "tilewright.ops",
     "tilewright.ops.attention.context_parallel",
+    "tilewright.ops.linear_attention.context_parallel",
     "tilewright.ops.moe.expert_parallel",
     "tilewright_lab.verify.verify",
 )

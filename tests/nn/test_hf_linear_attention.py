@@ -2,15 +2,25 @@
 
 import copy
 import pickle
+import sys
+import tempfile
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers import DEVICE, join_group, processes
 
 import tilewright
 from tilewright.integrations.transformers import accelerate, restore
 from tilewright.integrations.transformers import linear_attention as part
 from tilewright.integrations.transformers.functions import own_function
 from tilewright.ops import OPS
+from tilewright.ops.attention.context_parallel import ContextParallel, shard
+from tilewright.ops.linear_attention.context_parallel import (
+    context_parallel_causal_conv1d,
+    context_parallel_gated_delta_rule,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -196,3 +206,43 @@ def test_requests_that_the_op_does_not_take_are_the_models_own(options):
     x, w = torch.randn(2, 3, 9), torch.randn(3, 4)
     assert part._convolution(own)(x, w, None, **options) == "own"
     assert torch.is_tensor(part._convolution(own)(x, w, None, activation="silu"))
+
+
+def _layer_over_ranks(rank, world, folder):
+    torch.set_num_threads(1)
+    where = ContextParallel.of(ring=join_group(rank, world, folder))
+
+    def convolve(x, weight, bias=None, activation=None, **kwargs):
+        return context_parallel_causal_conv1d(x.mT, weight, where, bias, activation=activation).mT
+
+    def rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **kwargs):
+        o = context_parallel_gated_delta_rule(
+            q, k, v, g, beta, where, use_qk_l2norm=use_qk_l2norm_in_kernel
+        )
+        return o, None
+
+    config = transformers.AutoConfig.for_model("qwen3_next", **SIZES)
+    torch.manual_seed(0)
+    layer = layers_of(transformers.AutoModelForCausalLM.from_config(config))[0]
+    x, dy = torch.randn(2, 2, 140, 32)
+    own = shard(x, 1, where).requires_grad_()
+    weights = [x.requires_grad_(), *layer.parameters()]
+    y = layer(x)
+    wanted = [y, *torch.autograd.grad(y, weights, dy)]
+    functions = {"causal_conv1d_fn": convolve, "torch_chunk_gated_delta_rule": rule}
+    with mock.patch.multiple(sys.modules[type(layer).__module__], **functions):
+        y = layer(own)
+        found = [y, *torch.autograd.grad(y, [own, *layer.parameters()], shard(dy, 1, where))]
+    for t in found[2:]:
+        dist.all_reduce(t)
+    for a, b in zip(found, [shard(t, 1, where) for t in wanted[:2]] + wanted[2:], strict=True):
+        torch.testing.assert_close(a, b, **part.CLOSE)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_layer_of_transformers_over_ranks_is_that_of_one_process():
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    with tempfile.TemporaryDirectory() as folder:
+        processes(2, _layer_over_ranks, folder)

@@ -15,6 +15,10 @@ from tilewright.core import platform
 from tilewright.core.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
 from tilewright.ops import OPS
 from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
+from tilewright.ops.linear_attention.context_parallel import (
+    context_parallel_causal_conv1d,
+    context_parallel_gated_delta_rule,
+)
 from tilewright.selection import use
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -263,6 +267,18 @@ def in_context_parallel():
     return functools.partial(context_parallel_attention, q, q, q, ContextParallel())
 
 
+def rule_in_context_parallel():
+    q, gate = torch.randn(1, 4, 2, 8), -torch.rand(1, 4, 2)
+    return functools.partial(
+        context_parallel_gated_delta_rule, q, q, q, gate, -gate, ContextParallel()
+    )
+
+
+def convolution_in_context_parallel():
+    x, weight = torch.randn(1, 4, 2), torch.randn(2, 3)
+    return functools.partial(context_parallel_causal_conv1d, x, weight, ContextParallel())
+
+
 # Calls of composed ops, without the implementation. test_operators.py also tests those of the
 # registry in compiled code and for gradients.
 COMPOSED = {
@@ -283,6 +299,8 @@ COMPOSED = {
         )
     },
     "context_parallel_attention": in_context_parallel,
+    "context_parallel_gated_delta_rule": rule_in_context_parallel,
+    "context_parallel_causal_conv1d": convolution_in_context_parallel,
 }
 
 
@@ -293,7 +311,7 @@ def test_a_named_implementation_asks_no_part_by_auto(name, monkeypatch):
     monkeypatch.setattr(
         Op, "pick", lambda op, part, *a: (asked.append((op.name, part)), pick(op, part, *a))[1]
     )
-    op = OPS.get(name, OPS["attention"])
+    op = OPS[name.removeprefix("context_parallel_")]
     for impl in op.implementations:
         if impl.name == "triton" or impl.why_not("cpu", torch.float32):
             continue  # minutes in Triton's interpreter; its parts are chosen the same way

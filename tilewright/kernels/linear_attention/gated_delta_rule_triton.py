@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from tilewright.core.layout import last_contiguous
-from tilewright.kernels.device import large_shared_memory, older_triton
+from tilewright.kernels.device import large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.linear_attention.operators import (
@@ -525,6 +525,12 @@ def _row_gradients(
         dk = tl.zeros((C, BK), tl.float32)
         for member in range(GROUP):
             h = head * GROUP + member
+            dqk = _of_heads(dqk_ptr, row, live, h, 0, HV, C, C)
+            dkk = _of_heads(dkk_ptr, row, live, h, 0, HV, C, C)
+            dq = tl.dot(dqk, k, dq, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(dqk), q, dk, input_precision=PRECISION)
+            dk = tl.dot(dkk, k, dk, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(dkk), k, dk, input_precision=PRECISION)
             of_q = tl.zeros((C, BK), tl.float32)
             of_k = tl.zeros((C, BK), tl.float32)
             of_a = tl.zeros((C, BK), tl.float32)
@@ -553,19 +559,14 @@ def _row_gradients(
             to_end = tl.sum(wide * of_k, 1)
             dbeta = tl.sum(wide * of_a, 1)
             ddecay = tl.sum(q.to(tl.float32) * of_q, 1) - to_end + beta * dbeta
-            of_last = tl.sum(to_end, 0) + tl.sum(shrunk, 0) * tl.exp(last)
+            # A column: Triton 3.6 finds no layout for a sum of a sum, for tensor memory.
+            of_last = tl.sum(to_end[:, None], 0) + tl.sum(shrunk, 0) * tl.exp(last)
             ddecay += tl.where(row == tl.minimum(first + C, end) - 1, of_last, 0.0)
             at = (block * tokens.to(tl.int64) + row) * HV + h
             tl.store(dbeta_ptr + at, dbeta, mask=live)
             tl.store(ddecay_ptr + at, ddecay, mask=live)
-            dqk = _of_heads(dqk_ptr, row, live, h, 0, HV, C, C)
-            dkk = _of_heads(dkk_ptr, row, live, h, 0, HV, C, C)
             dq += of_q
             dk += of_k + of_a * beta[:, None]
-            dq = tl.dot(dqk, k, dq, input_precision=PRECISION)
-            dk = tl.dot(tl.trans(dqk), q, dk, input_precision=PRECISION)
-            dk = tl.dot(dkk, k, dk, input_precision=PRECISION)
-            dk = tl.dot(tl.trans(dkk), k, dk, input_precision=PRECISION)
         to = (row * (HV // GROUP) + head)[:, None] * DK + block * BK + tl.arange(0, BK)[None, :]
         tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=live[:, None])
         tl.store(dk_ptr + to, dk.to(dk_ptr.dtype.element_ty), mask=live[:, None])
@@ -888,7 +889,7 @@ def _states_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
 def _outputs_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
     return {
         "BV": min(DV, 128 if itemsize == 2 and DK <= 128 else 32),
-        "num_warps": 4,
+        "num_warps": 4 if itemsize == 2 else 8,
         "num_stages": 1,
     }
 
@@ -896,7 +897,7 @@ def _outputs_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
 def _state_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
     return {
         "BV": 32 if itemsize == 2 and DK <= 128 else 16,
-        "STAGES": 1,
+        "STAGES": 2 if itemsize == 2 and large and DK <= 128 else 1,
         "num_warps": 8,
         "num_stages": 1,
     }
@@ -908,10 +909,12 @@ def _pair_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> d
 
 
 def _row_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
-    """Five sums of 64 x BK."""
+    """Five sums of 64 x BK. With wider BV, 16 bits spill under Triton 3.9 for compute capability
+    10.0; with a narrower one, float32 under both.
+    """
     return {
         "BK": 32,
-        "BV": 64 if itemsize == 2 and DK <= 128 else 32,
+        "BV": 32 if itemsize == 2 else 64,
         "num_warps": 8,
         "num_stages": 1,
     }
@@ -944,8 +947,6 @@ def _specs_of(kernel, name: str, strided: tuple[str, ...]):
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         data, found = "bf16" if key["itemsize"] == 2 else "fp32", []
-        if older_triton():  # no launch compiles them
-            return found
         variants = (
             [("", True)]
             if key["itemsize"] == 4 or key["DK"] != 128

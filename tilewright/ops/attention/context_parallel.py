@@ -234,24 +234,24 @@ def unshard(t: torch.Tensor, dim: int, cp: ContextParallel) -> torch.Tensor:
             ]
             dist.all_gather(parts, t.contiguous(), group=group)
             t = torch.cat(parts, dim)
-    return _in_order(t, dim, cp.ring_size) if cp.ring_size > 1 else t.clone()
+    return in_sequence(t, dim, cp.ring_size) if cp.ring_size > 1 else t.clone()
 
 
-def _of_ring_ranks(ring):
+def of_ring_ranks(ring):
     """The numbers of the chunks that ring ranks have, an early and a late one each."""
     return [number for r in range(ring) for number in (r, 2 * ring - 1 - r)]
 
 
-def _taken(t, dim, numbers):
+def taken(t, dim, numbers):
     """The chunks of t in another order. One split, whose gradient is one concatenation."""
     chunks = t.split([t.shape[dim] // len(numbers)] * len(numbers), dim)
     return torch.cat([chunks[number] for number in numbers], dim)
 
 
-def _in_order(t, dim, ring):
+def in_sequence(t, dim, ring):
     """The whole sequence, from the tokens of ring rank 0, then of rank 1, and so on."""
-    there = _of_ring_ranks(ring)
-    return _taken(t, dim, sorted(range(len(there)), key=there.__getitem__))
+    there = of_ring_ranks(ring)
+    return taken(t, dim, sorted(range(len(there)), key=there.__getitem__))
 
 
 # Long: 16 lines of keyword arguments, and the order in which ranks communicate.
@@ -392,8 +392,8 @@ def context_parallel_attention(
         )
 
     def in_order(q, k, v, sinks):
-        q, k, v = (_in_order(t, 2, cp.ring_size) for t in (q, k, v))
-        return _taken(attend(q, k, v, sinks), 2, _of_ring_ranks(cp.ring_size))
+        q, k, v = (in_sequence(t, 2, cp.ring_size) for t in (q, k, v))
+        return taken(attend(q, k, v, sinks), 2, of_ring_ranks(cp.ring_size))
 
     def of_ulysses(q, k, v, sinks):
         if cp.ring_size > 1 and whole_documents:
@@ -407,15 +407,20 @@ def _check_shards(q, k, cp):
     """Raises ValueError for heads or tokens that the layout cannot share out."""
     check_heads(q, k)
     H, s = q.shape[1:3]
-    if s * cp.size % cp.multiple:
-        raise ValueError(
-            f"q must have an even number of tokens (the sequence is cut in 2 x {cp.size} parts), "
-            f"got {s}"
-        )
     if H % cp.ulysses_size:
         raise ValueError(
             f"q must have a multiple of {cp.ulysses_size} heads, so that each Ulysses rank has as "
             f"many, got {H}"
+        )
+    check_tokens("q", s, cp)
+
+
+def check_tokens(argument: str, s: int, cp: ContextParallel) -> None:
+    """Raises ValueError for a shard of s tokens that `cp` does not have, or that it cannot send."""
+    if s * cp.size % cp.multiple:
+        raise ValueError(
+            f"{argument} must have an even number of tokens (the sequence is cut in 2 x {cp.size} "
+            f"parts), got {s}"
         )
     for name in ("ulysses", "ring"):
         if getattr(cp, f"{name}_size") > 1 and getattr(cp, name) is None:

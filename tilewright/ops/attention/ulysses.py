@@ -6,7 +6,7 @@ A group whose size does not divide the query heads gets heads of zeros beside th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tilewright.core import checks
 from tilewright.core.library import once_across
 
-_once = once_across("context_parallel_attention")
+_once = once_across("Ulysses")
 
 
 def _exchanged(message, group):
@@ -24,9 +24,15 @@ def _exchanged(message, group):
     return received
 
 
+def _bits(t, dtype):
+    """t, its last dimension as elements of another dtype: one message has several."""
+    return t if t.dtype == dtype else t.contiguous().view(dtype)
+
+
 def _heads_for_tokens(tensors, group):
     """[B, U h, s, D] each, of own tokens, to [B, h, U s, D] of own heads, all in one message."""
-    size = dist.get_world_size(group)
+    size, dtypes = dist.get_world_size(group), [t.dtype for t in tensors]
+    tensors = [_bits(t, dtypes[0]) for t in tensors]
     message = torch.cat(
         [t.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for t in tensors],
         3,
@@ -34,22 +40,29 @@ def _heads_for_tokens(tensors, group):
     columns = [t.shape[1] // size * t.shape[3] for t in tensors]
     parts = _exchanged(message, group).flatten(0, 1).split(columns, 2)
     return [
-        part.unflatten(2, (-1, t.shape[3])).permute(1, 2, 0, 3)
-        for part, t in zip(parts, tensors, strict=True)
+        _bits(part.unflatten(2, (-1, t.shape[3])).permute(1, 2, 0, 3), dtype)
+        for part, t, dtype in zip(parts, tensors, dtypes, strict=True)
     ]
 
 
 def _tokens_for_heads(tensors, group):
     """The reverse. In memory [s, B, heads, D], the layout that a projection reads."""
-    size = dist.get_world_size(group)
+    size, dtypes = dist.get_world_size(group), [t.dtype for t in tensors]
+    tensors = [_bits(t, dtypes[0]) for t in tensors]
     message = torch.cat(
         [t.unflatten(2, (size, -1)).permute(2, 3, 0, 1, 4).flatten(3) for t in tensors],
         3,
     )
     parts = _exchanged(message, group).split([t.shape[1] * t.shape[3] for t in tensors], 3)
     return [
-        part.unflatten(3, (-1, t.shape[3])).permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3)
-        for part, t in zip(parts, tensors, strict=True)
+        _bits(
+            part.unflatten(3, (-1, t.shape[3]))
+            .permute(1, 2, 0, 3, 4)
+            .flatten(2, 3)
+            .permute(1, 2, 0, 3),
+            dtype,
+        )
+        for part, t, dtype in zip(parts, tensors, dtypes, strict=True)
     ]
 
 
@@ -63,32 +76,41 @@ def _with_zeros(t, heads):
 
 
 class Scatter(torch.autograd.Function):
-    """q, k and v of own tokens and all heads, to those of own heads and all tokens."""
+    """Tensors of own tokens and all heads, to those of own heads and all tokens. The first has the
+    most heads, and no other one narrower elements.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, group):
-        # Query head h reads head h // groups of keys. With each key head repeated `again` times,
-        # every rank gets as many, and its queries read them in order.
-        H, zeros = q.shape[1], lacking(q.shape[1], group)
-        groups, own = H // k.shape[1], (H + zeros) // dist.get_world_size(group)
+    def forward(ctx, group, *tensors):
+        # Head h reads head h // groups of a tensor with fewer. With each of those repeated `again`
+        # times, every rank gets as many, and its own heads read them in order.
+        H, zeros = tensors[0].shape[1], lacking(tensors[0].shape[1], group)
+        own = (H + zeros) // dist.get_world_size(group)
         ctx.group, ctx.heads = group, H
-        ctx.again = groups if zeros else groups // math.gcd(groups, own)
-        if ctx.again > 1:
-            k, v = (t.repeat_interleave(ctx.again, 1) for t in (k, v))
-        return tuple(_heads_for_tokens([_with_zeros(t, zeros) for t in (q, k, v)], group))
+        ctx.again = []
+        for t in tensors:
+            groups = H // t.shape[1]
+            ctx.again.append(groups if zeros else groups // math.gcd(groups, own))
+        repeated = (
+            t.repeat_interleave(again, 1) if again > 1 else t
+            for t, again in zip(tensors, ctx.again, strict=True)
+        )
+        return tuple(_heads_for_tokens([_with_zeros(t, zeros) for t in repeated], group))
 
     @staticmethod
     @_once
-    def backward(ctx, dq, dk, dv):
-        dq, dk, dv = _tokens_for_heads((dq, dk, dv), ctx.group)
-        if lacking(ctx.heads, ctx.group):  # keys were repeated for every query head
-            dq, dk, dv = (t[:, : ctx.heads] for t in (dq, dk, dv))
-        if ctx.again > 1:
-            acc = torch.promote_types(dq.dtype, torch.float32)
-            dk, dv = (
-                t.unflatten(1, (-1, ctx.again)).sum(2, dtype=acc).to(t.dtype) for t in (dk, dv)
-            )
-        return dq, dk, dv, None
+    def backward(ctx, *gradients):
+        gradients = _tokens_for_heads(gradients, ctx.group)
+        if lacking(ctx.heads, ctx.group):  # those of fewer heads were repeated for each
+            gradients = [t[:, : ctx.heads] for t in gradients]
+        return None, *(
+            t.unflatten(1, (-1, again))
+            .sum(2, dtype=torch.promote_types(t.dtype, torch.float32))
+            .to(t.dtype)
+            if again > 1
+            else t
+            for t, again in zip(gradients, ctx.again, strict=True)
+        )
 
 
 class Gather(torch.autograd.Function):
@@ -105,15 +127,24 @@ class Gather(torch.autograd.Function):
         return _heads_for_tokens((_with_zeros(dout, ctx.zeros),), ctx.group)[0], None, None
 
 
-@checks.autocast("products", "q", "k", "v")
-def over_heads(q, k, v, sinks, group, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """attend(q, k, v, sinks) of the tokens of all ranks of a group and a part of the heads, for
-    this rank's tokens and all heads. group: None for this rank alone.
+def by_heads(
+    group: dist.ProcessGroup | None,
+    tensors: Sequence[torch.Tensor],
+    compute: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """compute(*tensors) of the tokens of all ranks of a group and a part of the heads, for this
+    rank's tokens and all heads of the first tensor. group: None for this rank alone.
     """
     if group is None:
-        return attend(q, k, v, sinks)
-    heads, own = q.shape[1], sinks
-    if sinks is not None:
-        own = F.pad(sinks, (0, lacking(heads, group)))
+        return compute(*tensors)
+    return Gather.apply(compute(*Scatter.apply(group, *tensors)), group, tensors[0].shape[1])
+
+
+@checks.autocast("products", "q", "k", "v")
+def over_heads(q, k, v, sinks, group, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """attend(q, k, v, sinks), `by_heads`."""
+    own = sinks
+    if group is not None and sinks is not None:
+        own = F.pad(sinks, (0, lacking(q.shape[1], group)))
         own = own.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-    return Gather.apply(attend(*Scatter.apply(q, k, v, group), own), group, heads)
+    return by_heads(group, (q, k, v), lambda q, k, v: attend(q, k, v, own))

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.core import checks, platform
+from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Judged, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
@@ -295,19 +295,6 @@ def _cpp():
 WIDTHS = (64, 128, 256)
 
 
-def _no_triton(device_type):
-    if reason := platform.no_triton(device_type):
-        return reason
-    from tilewright.kernels.device import older_triton
-
-    if device_type == "cuda" and older_triton():
-        return (
-            "gated_delta_rule's kernels need triton 3.9 or later: older ones spill registers in "
-            "some, and do not compile others for compute capability 10.0"
-        )
-    return None
-
-
 def _triton_refuses(request: Request) -> str | None:
     for name, width in (("q and k", request.key_dim), ("v", request.value_dim)):
         if width not in WIDTHS:
@@ -408,7 +395,6 @@ GATED_DELTA_RULE = Op(
     (
         in_triton(
             _triton,
-            missing=_no_triton,
             refuses=_triton_refuses,
             tunables=from_kernels("linear_attention.gated_delta_rule_triton", "TUNABLES"),
             gate=from_kernels("linear_attention.gated_delta_rule_triton", "gate"),
