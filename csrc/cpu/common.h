@@ -15,6 +15,7 @@
 #include <time.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -116,13 +117,15 @@ const T* in(const std::optional<Tensor>& t) {
 
 // Requests huge pages for a large result before its first write. glibc maps every block above 32 MiB afresh and
 // unmaps it when it is freed, so such a result comes in pages of 4 KiB that the kernel maps and clears one by one: that
-// takes longer than most ops here. Advice only: where huge pages are off, nothing changes.
+// takes longer than most ops here. Where huge pages are off, nothing changes.
 constexpr int64_t HUGE_BYTES = 32 << 20;
 constexpr uintptr_t HUGE_PAGE = 2 << 20;
 // The longest that the first write of a huge page may take: clearing it takes 0.1 ms, or a few times that where many
-// threads do. It took 3 to 5 ms on virtual machines whose host takes free pages back (the balloon's free page
-// reporting, which reports huge ones only), and it may where the kernel moves other pages to make one.
+// threads do. It took 4.5 ms on virtual machines whose host takes free pages back (the balloon's free page reporting,
+// which reports huge ones only, some seconds after they are freed), and it may where the kernel moves other pages to
+// make one. Small pages take 0.6 ms for the same memory.
 constexpr int64_t HUGE_NS = 1500000;
+constexpr int MOST_SKIPPED = 15;  // large results without a try, after several that found slow pages
 
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
 
@@ -132,17 +135,25 @@ inline int64_t thread_ns() {
   return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// Writes to each huge page, which maps it. From the first slow one on, small pages are advised: 0.3 ms for 1 MiB.
+// Advises huge pages and maps them by a write to each. From the first slow one on, small pages are advised, and the next
+// results do not try: 1, 3, 7, then MOST_SKIPPED of them.
 inline void map_huge(char* begin, char* end) {
+  static std::atomic<int> left{0}, skipped{0};
+  if (left > 0) {
+    --left;
+    return;
+  }
+  if (madvise(begin, size_t(end - begin), MADV_HUGEPAGE) != 0) return;
   std::atomic<bool> slow{false};
   torch::stable::parallel_for(0, (end - begin) / int64_t(HUGE_PAGE), 1, [&](int64_t lo, int64_t hi) {
     for (int64_t i = lo; i < hi && !slow; ++i) {
       const int64_t start = thread_ns();
-      __atomic_fetch_or(begin + i * int64_t(HUGE_PAGE), 0, __ATOMIC_RELAXED);  // a write that changes nothing
+      __atomic_fetch_or(begin + i * int64_t(HUGE_PAGE), 0, __ATOMIC_RELAXED);  // changes nothing
       if (thread_ns() - start > HUGE_NS) slow = true;
     }
   });
   if (slow) madvise(begin, size_t(end - begin), MADV_NOHUGEPAGE);
+  left = skipped = slow ? std::min(2 * skipped + 1, MOST_SKIPPED) : 0;
 }
 
 #endif
@@ -157,7 +168,7 @@ inline Tensor huge(Tensor t) {
     // Whole huge pages: what lies around them stays small.
     char* first = reinterpret_cast<char*>((begin + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     char* last = reinterpret_cast<char*>((begin + bytes) / HUGE_PAGE * HUGE_PAGE);
-    if (madvise(first, size_t(last - first), MADV_HUGEPAGE) == 0) map_huge(first, last);
+    map_huge(first, last);
   }
 #endif
   return t;
