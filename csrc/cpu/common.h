@@ -12,12 +12,13 @@
 
 #ifdef __linux__
 #include <sys/mman.h>
+#include <time.h>
 #endif
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <tuple>
@@ -116,43 +117,58 @@ const T* in(const std::optional<Tensor>& t) {
 
 // Requests huge pages for a large result before its first write. glibc maps every block above 32 MiB afresh and
 // unmaps it when it is freed, so such a result comes in pages of 4 KiB that the kernel maps and clears one by one: that
-// takes longer than most ops here. Advice only: where huge pages are off, nothing changes.
+// takes longer than most ops here. Where huge pages are off, nothing changes.
 constexpr int64_t HUGE_BYTES = 32 << 20;
+constexpr uintptr_t HUGE_PAGE = 2 << 20;
+// The longest that the first write of a huge page may take: clearing it takes 0.1 ms, or a few times that where many
+// threads do. It took 4.5 ms on virtual machines whose host takes free pages back (the balloon's free page reporting,
+// which reports huge ones only, some seconds after they are freed), and it may where the kernel moves other pages to
+// make one. Small pages take 0.6 ms for the same memory.
+constexpr int64_t HUGE_NS = 1500000;
+constexpr int MOST_SKIPPED = 15;  // large results without a try, after several that found slow pages
 
-// Whether this many bytes of huge pages (2 MiB, order 9) are free. A kernel without them creates some on demand, by
-// moving the pages of other processes, and the first write waits for that: 120 to 260 ms for a result of 224 MiB.
-inline bool huge_pages_free(uintptr_t bytes) {
-  FILE* file = fopen("/proc/buddyinfo", "r");
-  if (file == nullptr) return true;
-  char line[1024];
-  uintptr_t found = 0;
-  while (fgets(line, sizeof line, file) != nullptr) {   // "Node 0, zone   Normal   free blocks of order 0, of 1, ..."
-    const char* at = strstr(line, "zone");
-    if (at == nullptr) continue;
-    at += 4;
-    at += strspn(at, " ");
-    at += strcspn(at, " ");
-    for (int order = 0;; ++order) {
-      char* end = nullptr;
-      const uintptr_t blocks = strtoull(at, &end, 10);
-      if (end == at) break;
-      if (order >= 9) found += blocks << (order + 12);
-      at = end;
-    }
-  }
-  fclose(file);
-  return found >= bytes;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+
+inline int64_t thread_ns() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
+
+// Advises huge pages and maps them by a write to each. From the first slow one on, small pages are advised, and the next
+// results do not try: 1, 3, 7, then MOST_SKIPPED of them.
+inline void map_huge(char* begin, char* end) {
+  static std::atomic<int> left{0}, skipped{0};
+  if (left > 0) {
+    --left;
+    return;
+  }
+  if (madvise(begin, size_t(end - begin), MADV_HUGEPAGE) != 0) return;
+  std::atomic<bool> slow{false};
+  torch::stable::parallel_for(0, (end - begin) / int64_t(HUGE_PAGE), 1, [&](int64_t lo, int64_t hi) {
+    for (int64_t i = lo; i < hi && !slow; ++i) {
+      const int64_t start = thread_ns();
+      __atomic_fetch_or(begin + i * int64_t(HUGE_PAGE), 0, __ATOMIC_RELAXED);  // changes nothing
+      if (thread_ns() - start > HUGE_NS) slow = true;
+    }
+  });
+  if (slow) madvise(begin, size_t(end - begin), MADV_NOHUGEPAGE);
+  left = skipped = slow ? std::min(2 * skipped + 1, MOST_SKIPPED) : 0;
+}
+
+#endif
 
 inline Tensor huge(Tensor t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   int64_t extent = t.numel() > 0 ? 1 : 0;
   for (int64_t d = 0; d < t.dim() && extent > 0; ++d) extent += (t.size(d) - 1) * t.stride(d);
   const uintptr_t bytes = uintptr_t(extent) * t.element_size();
-  if (bytes > uintptr_t(HUGE_BYTES) && huge_pages_free(bytes)) {
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr()), page = 4095;
-    const uintptr_t first = (begin + page) & ~page, last = (begin + bytes) & ~page;
-    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (bytes > uintptr_t(HUGE_BYTES)) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
+    // Whole huge pages: what lies around them stays small.
+    char* first = reinterpret_cast<char*>((begin + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    char* last = reinterpret_cast<char*>((begin + bytes) / HUGE_PAGE * HUGE_PAGE);
+    map_huge(first, last);
   }
 #endif
   return t;

@@ -11,11 +11,16 @@
 //   outer:  dx and dweight, where that is the slow dimension of one factor, or of both. 64 columns of it are packed
 //           (bfloat16: rows in pairs, as the instruction requires), the other factor is broadcast.
 // Without it each expert's product is ATen's; and so are those of bfloat16 for experts with many rows, where oneDNN's
-// kernels are 5 to 30 % faster (AMD EPYC 9005; in float32 ATen's take 1.2 to 2 times as long at any number of rows).
+// kernels are 5 to 30 % faster (AMD EPYC 9005; in float32 ATen's take 1.2 to 2 times as long at any number of rows), and
+// with AMX, which oneDNN uses, already for a few.
 //
 // A task is a block of columns for one expert, blocks outermost: torch gives each thread a run of tasks, and so every
 // thread gets an equal share of every expert, however unequal they are.
 #include "cpu/product.h"
+
+#ifdef TW_OWN_PRODUCTS
+#include <cpuid.h>
+#endif
 
 namespace tw {
 namespace {
@@ -422,8 +427,21 @@ bool own(const Tensor& t, F&& f) {
 
 #endif  // TW_OWN_PRODUCTS
 
-// Rows of a bfloat16 expert from which on ATen is faster.
-constexpr int64_t ATEN_FORWARD = 32, ATEN_BACKWARD = 192;
+// Rows of a bfloat16 expert from which on ATen is faster. With AMX it took 0.75 (forward) and 0.53 (backward) of the
+// time at 32 rows, and 1.5 times as long (forward) at 4; between them nothing was measured.
+constexpr int64_t ATEN_FORWARD = 32, ATEN_BACKWARD = 192, ATEN_WITH_AMX = 16;
+
+bool has_amx() {
+#ifdef TW_OWN_PRODUCTS
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;  // AMX-BF16
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
 
 // Whether an expert's product is left to ATen while others are computed here.
 bool for_aten(const Tensor& t, const Group& g, int64_t from) {
@@ -438,6 +456,7 @@ void each_for_aten(const Tensor& t, std::vector<Group>& experts, int64_t from, F
 #else
   const bool all = true;
 #endif
+  if (has_amx()) from = std::min(from, ATEN_WITH_AMX);
   for (size_t e = 0; e < experts.size(); ++e)
     if (all || for_aten(t, experts[e], from)) {
       f(int64_t(e));

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from helpers import OperatorNames, threads
 
 from tilewright import nn as twnn
-from tilewright.ops import linear_cross_entropy, products
+from tilewright.core import platform
+from tilewright.ops import linear_cross_entropy, newton_schulz, products
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Single elements; odd sums (an unpaired bfloat16); tile remainders; several panels, and blocks of
@@ -154,3 +155,33 @@ def test_compiled_layers_are_one_graph():
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_where_atens_products_are_faster_they_are_taken(dtype, monkeypatch):
+    """As on Intel's processors, in what is not a layer: newton_schulz, and a head's gradients."""
+    if reason := platform.no_cpp("cpu"):
+        pytest.skip(reason)
+    monkeypatch.setattr(products, "takes", lambda dtype: False)
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=g) for shape in ((300, 400), (130, 400)))
+    y = torch.randint(130, (300,), generator=g)
+
+    def found(dtype, name):
+        a, b = (t.to(dtype).requires_grad_() for t in (x, w))
+        loss = linear_cross_entropy(a, b, y, chunk_size=96, implementation=name)
+        orthogonal = newton_schulz(a.detach() * 0.01, implementation=name)
+        return *torch.autograd.grad(loss, (a, b)), orthogonal
+
+    with OperatorNames() as calls:
+        results = found(dtype, "cpp")
+    assert not any("product_cpp" in name for name in calls.names)
+    limit = 1e-4 if dtype == torch.float32 else 0.03
+    for t, truth in zip(results, found(torch.float64, "eager"), strict=True):
+        assert (t - truth).norm() < limit * truth.norm()
+
+
+def test_huge_pages_change_no_element():
+    t = torch.arange(9 << 20)
+    assert products.huge_pages_(t) is t
+    assert torch.equal(t, torch.arange(9 << 20))

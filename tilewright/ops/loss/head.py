@@ -226,16 +226,6 @@ def _multiplies_here(t: torch.Tensor) -> bool:
     return t.is_cpu and products.takes(t.dtype)
 
 
-def _gemm(out, a, b, add: bool, alpha: float = 1.0) -> None:
-    """out (+)= alpha * a b. out: in the factors' dtype, or float32 where `_multiplies_here`."""
-    if out.dtype == torch.float32 and _multiplies_here(a):
-        products.product_(out, a, b, add=add, scale=alpha)
-    elif not add and alpha == 1.0:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(out, a, b, beta=1 if add else 0, alpha=alpha, out=out)
-
-
 class Sums:
     """The gradients of the factors of scale * x weight^T + bias, accumulated chunk by chunk."""
 
@@ -257,7 +247,9 @@ class Sums:
         self.x, self.weight, self.scale, self.chunks = x, weight, scale, chunks
         self.fp32_sums = fp32_sums
         self.dx = x.new_empty(x.shape) if need_x else None
-        self.dw = weight.new_empty((V, H), dtype=acc) if need_w else None
+        self.dw = None
+        if need_w:
+            self.dw = products.huge_pages_(weight.new_empty((V, H), dtype=acc))
         wide = torch.float32 if fp32_sums else weight.dtype
         self.db = weight.new_zeros(V, dtype=wide) if need_b else None
         self.wide = None  # a block of the logits' gradient and the chunk's x, in float32
@@ -274,13 +266,13 @@ class Sums:
         x, first = self.x[rows], rows.start == 0
         dx, dw, db, dlogits = self.dx, self.dw, self.db, dlogits.to(x.dtype)
         if dx is not None:
-            _gemm(dx[rows], dlogits, self.weight, False, self.scale)
+            products.gemm_(dx[rows], dlogits, self.weight, scale=self.scale)
         if db is not None:
             db += dlogits.sum(0, dtype=db.dtype) * self.scale
         if dw is None:
             return
         if dw.dtype == x.dtype or _multiplies_here(x):
-            _gemm(dw, dlogits.t(), x, not first, self.scale)
+            products.gemm_(dw, dlogits.t(), x, add=not first, scale=self.scale)
         elif self.wide is None:
             # Nothing is computed on fake tensors, and PyTorch 2.11's addmm fails on them with an
             # out_dtype.
@@ -293,7 +285,8 @@ class Sums:
             for v in range(0, dlogits.shape[1], wide.shape[1]):
                 part = dlogits[:, v : v + wide.shape[1]]
                 part = wide[:, : part.shape[1]].copy_(part)
-                _gemm(dw[v : v + part.shape[1]], part.t(), x, not first, self.scale)
+                block = dw[v : v + part.shape[1]]
+                products.gemm_(block, part.t(), x, add=not first, scale=self.scale)
 
     def done(self, wide: bool) -> tuple[torch.Tensor | None, ...]:
         """dx, dw, db, in the inputs' dtype; the last two in `summed_dtype` if wide."""
@@ -315,7 +308,7 @@ def _wide_logits(logits, x, weight, bias, scale):
     if x.is_cuda and HAS_OUT_DTYPE:
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits)
     elif _multiplies_here(x):
-        _gemm(logits, x, weight.t(), False)
+        products.gemm_(logits, x, weight.t())
     else:  # a block of the weight at a time
         x, step = x.float(), max(BLOCK_BYTES // (4 * max(weight.shape[1], 1)), 64)
         for v in range(0, weight.shape[0], step):
@@ -357,12 +350,12 @@ class Chunks:
             elif bias is not None:
                 torch.addmm(bias, x[rows], weight.t(), beta=scale, alpha=scale, out=logits)
             else:
-                _gemm(logits, x[rows], weight.t(), False, scale)
+                products.gemm_(logits, x[rows], weight.t(), scale=scale)
             if low is not None and up is not None:
                 here, by = low[rows], up.t()
                 if wide and not _multiplies_here(here):
                     here, by = here.float(), by.float()
-                _gemm(logits, here, by, True, scale)
+                products.gemm_(logits, here, by, add=True, scale=scale)
             yield rows, logits
 
     def add(self, rows: slice, dlogits: torch.Tensor) -> None:

@@ -154,8 +154,8 @@ BLOCK = 256
 
 
 def _factor(t):
-    """In a dtype that the processor multiplies."""
-    return t if products.takes(t.dtype) else t.float()
+    """In the dtype whose products are the fastest: float32 where those are ATen's."""
+    return t if products.takes(torch.float32) and products.takes(t.dtype) else t.float()
 
 
 def _symmetric(left, right, alpha, addend, beta):
@@ -166,7 +166,7 @@ def _symmetric(left, right, alpha, addend, beta):
         for start in range(0, M, BLOCK):
             end = min(start + BLOCK, M)
             block = out[i, start:end, :end]
-            products.product_(block, a[i, start:end], b[i, :end].mT, scale=alpha)
+            products.gemm_(block, a[i, start:end], b[i, :end].mT, scale=alpha)
             out[i, :start, start:end] = block[:, :start].mT
     if addend is not None:
         out.add_(addend, alpha=beta)
@@ -177,7 +177,7 @@ def _general(left, right, beta):
     out = right.float() * beta
     a, b = _factor(left), _factor(right)
     for i in range(len(out)):
-        products.product_(out[i], a[i], b[i], add=True)
+        products.gemm_(out[i], a[i], b[i], add=True)
     return out.to(right.dtype)
 
 
@@ -186,12 +186,6 @@ def _cpp():
     return orthogonalize.define(
         "newton_schulz_cpp", functools.partial(iterate, symmetric=_symmetric, general=_general)
     )
-
-
-def _no_products(device_type: str) -> str | None:
-    if reason := platform.no_cpp(device_type):
-        return reason
-    return None if products.takes(torch.float32) else "the processor has no AVX-512"
 
 
 # ---- cases
@@ -247,7 +241,10 @@ NEWTON_SCHULZ = Op(
             tunables=from_kernels("optim.newton_schulz_triton", "TUNABLES"),
             gate=from_kernels("optim.newton_schulz_triton", "gate"),
         ),
-        Implementation("cpp", _cpp, _no_products, ("cpu",), dtypes=(torch.float32, torch.bfloat16)),
+        # Its products are C++ or ATen's, whichever is faster.
+        Implementation(
+            "cpp", _cpp, platform.no_cpp, ("cpu",), dtypes=(torch.float32, torch.bfloat16)
+        ),
     ),
     (
         _case("square", (24, 24), steps=3),
