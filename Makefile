@@ -34,7 +34,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest build demo quick test pytest beside lint gate gate-all ptx-all whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest build demo quick test pytest beside lint gate gate-all ptx-all whole-tests whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -145,7 +145,9 @@ quick: lint
 	$(BIN)/python -m pytest -q -n 2 --dist load @tests/quick.txt
 
 # What was built must run: without it thousands of tests would be skipped.
+# Tests that are recorded as passed with the same sources are drawn (tests/recorded.py).
 pytest: export TILEWRIGHT_REQUIRE ?= cpp,triton
+pytest: export TILEWRIGHT_TESTS ?= drawn
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30
 
@@ -178,9 +180,13 @@ gate-all:
 ptx-all: $(STAMP)
 	TILEWRIGHT_PTX=all $(BIN)/python -m pytest -q -n 0 tests/ptx/test_triton_ptx.py tests/ptx/test_cute.py
 
+# All tests, and none by a draw.
+whole-tests:
+	$(MAKE) pytest TILEWRIGHT_TESTS=all
+
 # All of what `make test` draws from, before a version: every kernel compiled by both Tritons and run on the emulated GPU,
 # and every fault that is planted for the tools.
-whole: ptx-all
+whole: whole-tests ptx-all
 	$(MAKE) gate-all
 	$(MAKE) gate-all TRITON=$(GPU_TRITON)
 	$(BIN)/python tests/plants build/plants.jsonl
