@@ -10,10 +10,10 @@ what it names, and records nothing.
 A digest is of the environment, the test's file and conftest.py, all that these import, wherever an
 import stands, and modules that tests name in strings. Of a folder of tilewright that is imported
 from, all modules count, with what they import, and all of csrc. A test that starts a process, or
-goes through a command, depends on all Python of the repository. For a test of an op, modules of ops
-and kernels count that its imports lead to, without their own imports, and what identifies the op's
-measurements (tilewright/bench/sources.py). Files that a test opened, by Python's audit events, are
-kept beside its digest.
+goes through a command, depends on all of tilewright, lab, bench, examples and scripts. A test of
+an op depends on no other: of ops and kernels, it has what identifies the op's measurements
+(tilewright/bench/sources.py). Files that a test opened, by Python's audit events, are kept beside
+its digest.
 """
 
 import ast
@@ -37,10 +37,14 @@ WHY = f"has passed with these sources; one in {SHARE} is drawn, `make whole-test
 PLACES = ("", "lab", "tests", "tests/trainer")  # that modules are imported from, as in pyproject
 PYTHON = ("tilewright", "lab", "bench", "tests")
 PACKAGE, CSRC = ROOT / "tilewright", ROOT / "csrc"
+FAMILIES = ("ops", "kernels")
 NAMED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 STARTS = re.compile(
     r"subprocess|multiprocessing|forked|runpy|__main__|sys\.executable|processes\(|\bcompiling\b"
 )
+# What another process may read, and what is in no commit.
+ELSEWHERE = ("bench", "examples", "lab", "pyproject.toml", "scripts")
+MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset"}
 # What all tests have: its processes and preloaded modules are not a test's own.
 COMMON = ("conftest.py", "helpers.py", "forked.py", "recorded.py")
 # Variables of Triton that name places, or that tests set.
@@ -79,10 +83,15 @@ def _imports(path):
     return {file for name in names for file in _modules(name)}
 
 
+@functools.cache
+def _starts(path):
+    return _of_a_test(path) and STARTS.search(path.read_text()) is not None
+
+
 def _beside(path):
     """What counts with a file: modules beside it may be found by their names."""
     parts = path.relative_to(ROOT).parts
-    if _of_a_test(path) and STARTS.search(path.read_text()):
+    if _starts(path):
         return set().union(*map(_modules_in, PYTHON[:3]))
     if parts[0] == "tilewright" and len(parts) > 2:
         return _modules_in(f"tilewright/{parts[1]}")
@@ -94,18 +103,23 @@ def _modules_in(folder):
     return set((ROOT / folder).rglob("*.py"))
 
 
+def _of_an_op(path):
+    """Whether a file is of a family of ops or kernels: of some ops, and not of others."""
+    return len(path.parts) > 2 and path.parents[2] == PACKAGE and path.parts[-3] in FAMILIES
+
+
 @functools.cache
 def sources(file, of_op):
-    """The Python files that a test file depends on; of_op: without what an op's digest is for."""
+    """The Python files that a test file depends on; of_op: beside those of the op itself."""
     todo, found = [ROOT / file, ROOT / "tests/conftest.py"], set()
     while todo:
         path = todo.pop()
-        if path in found:
+        if path in found or (of_op and _of_an_op(path)):
             continue
         found.add(path)
         if not of_op:
             todo += _imports(path) | _beside(path)
-        elif PACKAGE / "ops" not in path.parents and path.parts[-3] != "kernels":  # a family's
+        elif PACKAGE / "ops" not in path.parents:  # whose own imports are families'
             todo += _imports(path)
     return found
 
@@ -141,7 +155,16 @@ def files(group):
     """All that a group depends on, but for what the digest of its op is for."""
     file, _, op = group.partition(" ")
     csrc = (CSRC / "cpu/portable.cpp",) if op else CSRC.rglob("*.*")
-    return {*sources(file, bool(op)), *PACKAGE.rglob("*.json"), *csrc, ROOT / "setup.py"}
+    found = {*sources(file, bool(op)), *PACKAGE.rglob("*.json"), *csrc, ROOT / "setup.py"}
+    if not op and any(map(_starts, sources(file, False))):
+        found.update(path for name in ELSEWHERE for path in _files_in(name))
+    return found
+
+
+@functools.cache
+def _files_in(folder):
+    paths = [ROOT / folder, *(ROOT / folder).rglob("*")]
+    return [p for p in paths if p.is_file() and not MADE & {*p.relative_to(ROOT).parts}]
 
 
 def digest(group, read=()):
@@ -206,7 +229,7 @@ def further(file):
 def written():
     """When each source was."""
     paths = {p for folder in (*PYTHON, "csrc") for p in (ROOT / folder).rglob("*.*")}
-    built = {"__pycache__", "results", "ptx"}
+    built = {"__pycache__", "results"}
     sources = (p for p in paths if not built & {*p.relative_to(ROOT).parts} and p != FILE)
     return {p: p.stat().st_mtime_ns for p in sources if p.is_file()}
 
