@@ -26,7 +26,7 @@ def pytest_configure(config):
     config.pluginmanager.register(recorded.Recorded(config))
 """
 TESTS = """
-import pathlib, pytest
+import os, pathlib, pytest
 
 HERE = pathlib.Path(__file__).parents[1]
 
@@ -39,7 +39,7 @@ def test_drawn(i):
         pytest.skip("what it needs is not here")
 
 def test_always():
-    pass
+    assert "TILEWRIGHT_TESTS" not in os.environ
 """
 
 
@@ -69,7 +69,8 @@ def test_what_has_changed_runs_whole_and_the_rest_is_drawn(project):
     everything, known = {*range(40)}, {"tests/test_one.py": ["v1 ", "fails"]}
     assert project()[:2] == (everything, known), "nothing is recorded"
     ran, found, result = project("-n", "2", "-rs")
-    assert len(ran) == 2 and found == known, "all workers draw the same"
+    assert len(ran) == 2 and found == known
+    assert project()[0] == ran, "all workers draw the same"
     assert "2 of 40 recorded tests were run (TILEWRIGHT_SEED=5)" in result.said
     assert re.search(rf"SKIPPED \[38\] .*recorded.py:\d+: {re.escape(recorded.WHY)}", result.said)
     assert project("-n", "2", mode="all")[:2] == (everything, known)
@@ -82,8 +83,9 @@ def test_what_has_changed_runs_whole_and_the_rest_is_drawn(project):
 
 
 def test_what_fails_or_runs_in_part_is_not_recorded(project):
-    for arguments in (("-k", "not 3"), ("tests/test_one.py::test_drawn",), ("-x", "--maxfail=1")):
-        (project.path / "fails").write_text("9" if "-x" in arguments else "")
+    for arguments in (("-k", "not 3"), ("tests/test_one.py::test_drawn",), ("--maxfail=1",), ()):
+        fails = not arguments or "maxfail" in arguments[0]
+        (project.path / "fails").write_text("9" if fails else "")
         assert project(*arguments)[1] == {}
     (project.path / "fails").write_text("")
     assert project("-n", "2")[1]
@@ -127,7 +129,7 @@ PROCESSES = "tests/tools/test_gpu_plan.py"
         (
             PROCESSES,
             "tilewright/trainer/train.py bench/suite.py lab/tilewright_lab/gate/command.py "
-            "bench/page/op.py tilewright/integrations/hub.py csrc/cpu/rope.cpp tests/forked.py",
+            "bench/page/op.py tilewright/integrations/hub.py csrc/cpu/rope.cpp tests/forked.py examples/demo.yaml",
             "tests/ops/test_rope.py",
         ),
     ],
