@@ -102,11 +102,12 @@ def weights(model, ranks):
     return whole(ranks, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def several_steps(config, ranks, bins, steps=None, calls=1):
+def several_steps(config, ranks, bins, steps=None, calls=1, evaluates=True):
     """Losses, norms before clipping, the routers' statistics, all-to-alls and clipped gradients of
     the first step, the loss of the second step's batches before it, and the weights.
 
-    calls: by which each step's micro-batches are accumulated.
+    calls: by which each step's micro-batches are accumulated.   evaluates: or has no loss of the
+    second step's batches.
     """
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
@@ -120,7 +121,9 @@ def several_steps(config, ranks, bins, steps=None, calls=1):
             parts = [batches[k : k + size] for k in range(0, len(batches), size)]
             sums = [engine.forward_backward(part, language_modeling) for part in parts]
         found.setdefault("all_to_alls", count.calls)
-        if i == 1:  # between gradients and the step, both of which it must leave alone
+        if (
+            i == 1 and evaluates
+        ):  # between gradients and the step, both of which it must leave alone
             found["evaluated"] = engine.evaluate(batches, language_modeling)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
         hook.remove()
@@ -344,7 +347,13 @@ def main(folder):
         elif name.startswith("overflow"):
             found = overflow(config, ranks, bins)
         elif name.startswith("train"):
-            engine, found = several_steps(config, ranks, bins, calls=1 + name.endswith("_calls"))
+            engine, found = several_steps(
+                config,
+                ranks,
+                bins,
+                calls=1 + name.endswith("_calls"),
+                evaluates=not name.endswith("_compiled"),  # which would compile again
+            )
             if name == "train_and_save":
                 written = save(folder, engine, STATE)
                 engine.export(folder / "hf")

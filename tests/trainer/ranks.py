@@ -25,9 +25,6 @@ from tilewright.trainer.config import load
 from tilewright.trainer.parallel.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Freed memory stays a process's: faults of pages that it gets again for each large tensor, and for
-# each small one at the end of the heap, take a third of a rank's time.
-KEEP = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"}
 
 
 def torchrun(number, *script):
@@ -50,7 +47,9 @@ def torchrun(number, *script):
 
 
 def _keep_memory():
-    """What KEEP says, in a process that is forked."""
+    """Freed memory stays this process's: faults of pages that it gets again for each large tensor,
+    and for each small one at the end of the heap, take a third of a rank's time.
+    """
     with contextlib.suppress(AttributeError):  # without glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX

@@ -71,11 +71,6 @@ MODES = {
     "fused/train_hsdp": [*FSDP2, "--train.data_parallel_replicate_size=2"],
     "fused/train_recompute": [*FSDP2, "--train.enable_gradient_checkpointing=true"],
     "apart/train_tp": [*FSDP2, "--train.tensor_parallel_size=2"],
-    "apart/train_tp_compiled": [
-        *FSDP2,
-        "--train.tensor_parallel_size=2",
-        "--train.enable_compile=true",
-    ],
     "apart/train_tp_pp": [
         *FSDP2,
         "--train.tensor_parallel_size=2",
@@ -86,12 +81,20 @@ MODES = {
     "quantized/train_ddp": ["--train.data_parallel_mode=ddp"],
     "quantized/train_fsdp2": FSDP2,
 }
+# In two processes: each compiles, which takes as long as all else.
+COMPILED = {
+    "apart/train_tp_compiled": [
+        *FSDP2,
+        "--train.tensor_parallel_size=2",
+        "--train.enable_compile=true",
+    ]
+}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, settings):
-    """Three steps in four processes in each mode; and a run against a reference."""
-    root, paths, modes = tmp_path_factory.mktemp("dora"), {}, {}
+    """Three steps in four processes in each mode, or two; and a run against a reference."""
+    root, paths, modes = tmp_path_factory.mktemp("dora"), {}, {2: {}, 4: {}}
     for kind in KINDS:
         paths[kind] = write_config(
             root / kind,
@@ -105,14 +108,16 @@ def trained(tmp_path_factory, settings):
             **DORA,
         )
         torch.save(make_bins(), root / kind / "bins.pt")
-    for mode, layout in MODES.items():
-        ranks = 4 // math.prod(int(a.partition("=")[2]) for a in layout if "parallel_size" in a)
+    for mode, layout in (MODES | COMPILED).items():
+        number = 2 if mode in COMPILED else 4
+        sizes = (int(a.partition("=")[2]) for a in layout if "parallel_size" in a)
+        ranks = number // math.prod(sizes)
         accumulated = 4 if any("pipeline" in a for a in layout) else 1
         size = 8 // ranks // accumulated
         cut = [f"--train.micro_batch_size={size}"]
         cut += [f"--train.gradient_accumulation_steps={accumulated}"]
-        modes[mode] = [*layout, *cut, *KINDS[mode.partition("/")[0]]]
-    modes["preference/run"] = [
+        modes[number][mode] = [*layout, *cut, *KINDS[mode.partition("/")[0]]]
+    modes[4]["preference/run"] = [
         settings[1],
         *FSDP2,
         *ON,
@@ -122,8 +127,9 @@ def trained(tmp_path_factory, settings):
         "--train.gradient_accumulation_steps=4",
         f"--train.output_dir={root / 'preference'}",
     ]
-    run_modes(4, root, modes)
-    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in MODES}
+    for number, chosen in modes.items():
+        run_modes(number, root, chosen)
+    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in MODES | COMPILED}
 
 
 @functools.cache
@@ -132,7 +138,7 @@ def in_one_process(path, options):
     return distributed_worker.several_steps(config, Mesh(), make_bins())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES | COMPILED)
 def test_every_layout_trains_as_one_process(mode, trained):
     kind = mode.partition("/")[0]
     _, want = in_one_process(trained[1][kind], tuple(KINDS[kind]))

@@ -399,8 +399,8 @@ def test_optimizers_have_the_settings_that_are_documented(tmp_path):
         engine_of(load(path, [f"--train.optimizer={name}"])).optimizer for name in ("adamw", "sgd")
     )
     settings = {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True, "amsgrad": False}
-    assert type(adam) is torch.optim.AdamW and settings.items() <= adam.defaults.items()
-    assert type(sgd) is torch.optim.SGD and sgd.defaults["momentum"] == 0
+    assert isinstance(adam, torch.optim.AdamW) and settings.items() <= adam.defaults.items()
+    assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["momentum"] == 0
 
 
 @pytest.mark.parametrize("what", ["gradient", "loss"])

@@ -15,7 +15,10 @@ pytest.importorskip("datasets")
 import distributed_worker
 from ranks import run_modes, same_training
 from test_architectures import SHAPES
-from test_trainer import MOE, QWEN3, make_bins, run, tensors, write_config
+from test_trainer import MOE, QWEN3, fake_group, make_bins, run, tensors, write_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.nn.adapt import add_lora
 from tilewright.trainer import memory_plan
@@ -227,6 +230,36 @@ def test_other_groups_are_refused_where_a_run_resumes(tmp_path):
         said = rf"another optimizer: {{'{name.partition('.')[2]}': \(1\.0, 0\.5\)}}"
         with pytest.raises(ValueError, match=said):
             run(path, f"--{name}=0.5", "--train.load_checkpoint_path=auto", "--train.max_steps=3")
+
+
+@pytest.mark.parametrize("name, kind", [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_a_step_on_shards_has_the_bits_of_one_on_dtensors_and_compares_no_placements(name, kind):
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if DTensor in types:
+                seen.add(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    results = []
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        start, gradient = torch.randn(5, 3), torch.randn(5, 3)
+        for on_shards in (False, True):
+            p = DTensor.from_local(start.clone(), mesh, [Shard(0)])
+            model = torch.nn.Module()
+            model.weight = torch.nn.Parameter(p)
+            made = build_optimizer(model, load(None, [*LEAST, f"--train.optimizer={name}"]).train)
+            settings = {k: v for k, v in made.defaults.items() if k != "decoupled_weight_decay"}
+            optimizer = made if on_shards else kind(made.param_groups, **settings)
+            model.weight.grad = DTensor.from_local(gradient, mesh, [Shard(0)])
+            seen = set()
+            with Seen():
+                optimizer.step()
+            results.append(model.weight.to_local().detach())
+            states = optimizer.state[model.weight]
+            assert all(isinstance(t, DTensor) for key, t in states.items() if key != "step")
+            assert any(op.endswith(("add_", "adamw_")) for op in seen) == (not on_shards)
+    assert torch.equal(*results) and not torch.equal(results[0], start)
 
 
 # ---- two ranks

@@ -1,4 +1,4 @@
-"""SmolLM2-135M fine-tuned on conversations: the commands of a user, on real weights and text."""
+"""SmolLM2-135M fine-tuned on conversations: a user's configuration, on real weights and text."""
 
 import contextlib
 import json
@@ -8,8 +8,6 @@ import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,8 @@ pytest.importorskip("transformers")
 
 import transformers
 from distributed_worker import engine_of
-from ranks import KEEP, ROOT, agents, run_modes
+from helpers import until
+from ranks import ROOT, agents, run_modes
 from safetensors.torch import load_file, save_file
 from test_trainer import rows
 
@@ -32,6 +31,7 @@ from tilewright.trainer.parallel.mesh import Mesh
 MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"
 HELD_OUT = ROOT / "examples/data/chat/heldout.jsonl"
 STEPS, SAVED, KILLED = 2, 1, 2
+BIN = 128  # of 256 tokens
 LAYERS = 4  # of 30, where layouts are compared
 if not (MODEL / "config.json").is_file():
     pytest.skip(
@@ -46,10 +46,12 @@ def options(folder, **train):
         "max_steps": STEPS,
         "save_steps": SAVED,
         "gc_steps": 0,
+        "ignore_memory_plan": "true",  # two more processes
         **train,
     }
     return [
         f"--data.dataset_prepared_path={folder.parent / 'prepared'}",
+        f"--data.sample_packing_sequence_len={BIN}",
         *(f"--train.{name}={value}" for name, value in changed.items()),
     ]
 
@@ -63,50 +65,23 @@ def children(pid):
     return sorted(child for child, parent in parents if parent == pid)
 
 
-def killed(folder):
-    """The command at the top of the example, whose second rank is killed after a step that no
-    checkpoint has; returns what was printed.
-    """
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    said = []
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", *torchrun, "tilewright.trainer.train"),
-            *(CONFIG, *options(folder)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **KEEP},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as run:
-        try:
-            for line in run.stdout:
-                said.append(line)
-                if line.startswith(f"step={KILLED} "):
-                    os.kill(children(run.pid)[-1], signal.SIGKILL)
-            assert run.wait()
-        finally:
-            if run.poll() is None:  # ranks have sessions of their own
-                for pid in (*children(run.pid), run.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-    return "".join(said)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a run in two FSDP2 ranks that was killed and resumed, and what both printed.
-    The first is a user's command; the ranks of the second are forked.
+    The second rank of the first is killed after a step that no checkpoint has.
     """
     folder = tmp_path_factory.mktemp("real") / "fsdp2"
-    first = killed(folder)
-    again = options(folder, ignore_memory_plan="true")  # the first has made one
-    with agents(1, 2, folder, [str(CONFIG), *again]) as [agent]:
-        agent.join()
-    second = (folder / "said_0.txt").read_text()
-    assert not (folder / "cause.txt").exists(), second
-    yield folder, first, second
+    places = [folder.parent / name for name in ("first", "second")]
+    first, second = (place / "said_0.txt" for place in places)
+    for place in places:
+        place.mkdir()
+        with agents(1, 2, place, [str(CONFIG), *options(folder)]) as [agent]:
+            if place is places[0]:
+                until(lambda: first.exists() and f"step={KILLED} " in first.read_text())
+                os.kill(children(agent.pid)[-1], signal.SIGKILL)
+            agent.join()
+        assert (place / "cause.txt").exists() == (place is places[0])
+    yield folder, first.read_text(), second.read_text()
     shutil.rmtree(folder.parent)
 
 

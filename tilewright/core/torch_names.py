@@ -246,6 +246,27 @@ def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def on_shards(
+    kind: type[torch.optim.Optimizer], shard: Callable[[torch.Tensor], torch.Tensor]
+) -> type[Any]:
+    """PyTorch's optimizer `kind`, elementwise, whose steps compute on shard(t) for each parameter,
+    gradient and state t: on DTensors a first step takes seconds, since each tensor's placements are
+    compared with those of all others. SGD with momentum, which stores what a step has computed on,
+    computes on DTensors.
+    """
+
+    class OnShards(cast(Any, kind)):
+        def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+            found = super()._init_group(group, *lists)
+            if not group.get("momentum"):
+                for tensors in lists:
+                    tensors[:] = map(shard, tensors)
+            return found
+
+    OnShards.__name__ = kind.__name__
+    return OnShards
+
+
 # ---- pipelines
 
 

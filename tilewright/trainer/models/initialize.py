@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilewright.nn.quantized_layers import quantize_as
+from tilewright.nn.sharded import assign
 from tilewright.nn.weights import base_weights, fill, quantized, shape_of
 from tilewright.trainer.models.model import Transformer
 
@@ -40,10 +40,8 @@ def init_weights(
         if not isinstance(p, nn.Parameter):
             like = quantized(p)[0]
             fill(p, [quantize_as(like, full.to(like.device))])
-        elif isinstance(p, DTensor):
-            p.copy_(distribute_tensor(full.to(p.device, p.dtype), p.device_mesh, p.placements))
-        else:
-            p.copy_(full)
+        else:  # each rank has drawn all of it: nothing is sent
+            assign(p, full)
 
 
 def _initial(name: str, norm_offset: float) -> float | None:

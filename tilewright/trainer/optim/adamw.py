@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
+from tilewright.core.torch_names import on_shards
+from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.muon import DTYPES, Muon, Settings
 from tilewright.trainer.optim.optim import ADAM, Optimizer
 from tilewright.trainer.tables import OPTIMIZERS
+
+AdamW = on_shards(torch.optim.AdamW, shard)
 
 
 def adamw(
@@ -22,7 +26,7 @@ def adamw(
     adam_epsilon: float,
 ) -> torch.optim.Optimizer:
     """States in the parameters' dtype, float32; one fused kernel."""
-    return torch.optim.AdamW(groups, betas=(adam_beta1, adam_beta2), eps=adam_epsilon, fused=True)
+    return AdamW(groups, betas=(adam_beta1, adam_beta2), eps=adam_epsilon, fused=True)
 
 
 def anyprecision_adamw(

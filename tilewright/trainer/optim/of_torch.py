@@ -17,6 +17,7 @@ from pydantic import (
 )
 from torch.optim.rprop import rprop
 
+from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.optim import ADAM, Optimizer, betas_and_eps
 from tilewright.trainer.tables import OPTIMIZERS
@@ -105,7 +106,7 @@ FACTORED = (
     "ddp and none leave parameters whole"
 )
 FIRST = "rprop reads the learning rate of its first step alone"
-OPTIMIZERS.add("sgd", row(torch.optim.SGD))
+OPTIMIZERS.add("sgd", row(on_shards(torch.optim.SGD, shard)))
 OPTIMIZERS.add("adam", row(torch.optim.Adam, ADAM))
 OPTIMIZERS.add("adamax", row(torch.optim.Adamax, ADAM))
 OPTIMIZERS.add("nadam", row(torch.optim.NAdam, ADAM))
