@@ -93,6 +93,14 @@ VARIANTS = (
         "quantized_linear/few_rows",
         {"BLOCK_K": 128},
     ),
+    Variant(
+        "quantized_linear: a second launch adds the pieces of K, for a tile's last program",
+        "quantized_linear",
+        "nf4 llama-3-8b-down_1",
+        "quantized_linear/few_rows",
+        {"LAST": False},
+        whole=True,
+    ),
     Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
     Variant(
         "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"

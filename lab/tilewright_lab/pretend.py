@@ -175,6 +175,7 @@ def gpu(arch: int = 90, name: str | None = None, compiles: bool = True) -> Itera
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from tilewright.kernels import arrivals
     from tilewright.kernels.launch import no_launch_cache
     from tilewright.kernels.norm import rmsnorm_triton
 
@@ -244,6 +245,7 @@ def gpu(arch: int = 90, name: str | None = None, compiles: bool = True) -> Itera
         ):
             put(torch, name_, _on_meta_device(getattr(torch, name_)))
         put(rmsnorm_triton, "_resident", {})  # a cache that depends on the compiled kernels
+        put(arrivals, "_devices", {})  # and one of tensors
         for op in selection.operations().values():
             stack.enter_context(op.fresh_choices())
         for name_, value in tensors.items():

@@ -4,7 +4,7 @@ test_contract.py.
 
 import pytest
 import torch
-from helpers import DEVICE, skip_unless_usable, threads
+from helpers import DEVICE, launches, skip_unless_usable, threads
 
 from tilewright.ops import OPS, permute, sort_by_expert, unpermute
 
@@ -35,13 +35,26 @@ def by_hand(index, E):
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("T, E, K", [(0, 3, 2), (1, 1, 1), (50, 5, 3), (140, 7, 1), (9, 300, 4)])
+@pytest.mark.parametrize(
+    "T, E, K", [(0, 3, 2), (1, 1, 1), (50, 5, 3), (140, 7, 1), (9, 300, 4), (40, 300, 4)]
+)
 def test_order_is_the_one_by_hand(name, dtype, T, E, K):
     skip_unless_usable(PERMUTE, name, torch.float32)
     index = indices(T, E, K, dtype=dtype)
     order = sort_by_expert(index, E, implementation=name)
     assert [t.flatten().tolist() for t in order] == list(by_hand(index, E))
     assert all(t.dtype == torch.int32 for t in order) and order.position.shape == index.shape
+
+
+@pytest.mark.parametrize("T, kernels", [(16, ["_place"]), (17, ["_histogram", "_place"])])
+def test_one_tile_of_slots_takes_one_launch(T, kernels, monkeypatch):
+    pytest.importorskip("triton")
+    from tilewright.kernels.moe import permute_triton
+
+    index = torch.zeros(T, 8, dtype=torch.int64)
+    for sort in (permute_triton.sort, permute_triton.sort_and_map):
+        found = launches(monkeypatch, lambda sort=sort: sort(index, 4), {permute_triton: ""})
+        assert [name for name in found if not name.startswith("aten::")] == kernels
 
 
 @FUSED

@@ -5,6 +5,7 @@ tensors, chosen kernels, noise, rejected arguments.
 import dataclasses
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,7 @@ def test_triton_is_right_with_any_constants(format, dtype):
             "BLOCK_N": n,
             "BLOCK_K": step,
             "SPLIT": split,
+            "LAST": True,
             "num_warps": 4,
             "num_stages": 2,
         }
@@ -202,6 +204,57 @@ def test_triton_is_right_with_any_constants(format, dtype):
     for config in [*launches, {**launches[0], "fused": False}]:
         with k.FEW_ROWS.override(x.device, key, config):
             assert not broken("triton", x, q, bias, dtype), config
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("T", [1, 70])  # 70: two tiles of rows
+def test_whoever_adds_the_pieces_adds_them_in_the_same_order(format, T, monkeypatch):
+    """In one launch, whose counters are zero again, or in two, where there are none."""
+    skip_unless_usable(QUANTIZED_LINEAR, "triton", torch.float32)
+    from tilewright.kernels import arrivals
+    from tilewright.kernels.quant import quantized_linear_triton as k
+
+    x, q, bias = inputs(format, T=T, K=448)
+    key = (k.FORMATS[format.split()[0]], N, 448, 4, 128 if T == 70 else 1)
+    config = dict(zip(k._NAMES, (True, 16, 64, 4, True, 4, 2), strict=True))
+    found, names, launch = [], [], k.launch
+
+    def counted(kernel, *arguments, **constants):
+        names.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(k, "launch", counted)
+    for last in (True, False, True):
+        with k.FEW_ROWS.override(x.device, key, {**config, "LAST": last}):
+            found.append(quantized_linear(x, q, bias, implementation="triton"))
+    assert names == ["_few_rows", "_few_rows", "_sum_pieces", "_few_rows"]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not arrivals._devices[x.device].runs.any()
+
+
+def test_launches_that_may_run_together_have_counters_of_their_own(monkeypatch):
+    pytest.importorskip("triton")
+    from tilewright.kernels import arrivals
+
+    state = SimpleNamespace(capturing=True, cuda_stream=1)
+    monkeypatch.setattr(arrivals, "_devices", {})
+    monkeypatch.setattr(arrivals, "RUNS", 5)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state)
+    like = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+
+    def taken(capturing, stream=1):
+        state.capturing, state.cuda_stream = capturing, stream
+        found = arrivals.counters(like, 3)
+        return None if found is None else (found.shape, found.any().item(), found.data_ptr())
+
+    assert taken(True) is None  # nothing may be filled now
+    one, two = taken(False, 1), taken(False, 2)
+    assert one[:2] == two[:2] == ((3,), False)
+    assert one[2] != two[2] and taken(False, 1) == one and taken(False, 2) == two
+    assert len({one, two, *(taken(True, 1) for _ in range(3))}) == 5
+    assert taken(True) is None and taken(False, 3) is None and taken(False, 2) == two
+    assert arrivals.counters(like, arrivals.RUN + 1) is None
 
 
 @EVERY_NAME

@@ -239,7 +239,6 @@ UNCOALESCED = {
     "_losses": FEW,
     "_collect": FEW,
     "_spread": FEW,
-    "_histogram": "a table of eight experts",
     "_place": "a table of eight experts",
     "_nf4_dequantize": "pairs of numbers, by a byte of codes",
     "_nvfp4_dequantize": "scales, a byte for 16 elements",
@@ -1051,6 +1050,13 @@ def runs():
         ("attention-latent-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", latent),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test
+    found["planted-few_rows-counted"] = (
+        90,
+        planted,
+        r"atom\.global\.gpu\.acq_rel",
+        "atom.global.gpu.relaxed",
+        *found["sm_90-quantized_linear-long_sums"][1:],
+    )
     fp8 = found["sm_90-fp8_linear-block_fp8 aligned-bfloat16"][1:]
     found["planted-fp8-product"] = 90, planted, r"wgmma\.mma_async[^;]*;", "", *fp8
     return found
