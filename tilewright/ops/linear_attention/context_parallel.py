@@ -228,9 +228,8 @@ def context_parallel_causal_conv1d(
     parts = x.split([b - a for a, b in intervals], 1)
     for (a, b), part, tail in zip(intervals, parts, _Before.apply(x, before, cp), strict=False):
         bounds = None
-        if (
-            cu_seqlens is not None
-        ):  # what stands before the sequence is a part of its first document
+        if cu_seqlens is not None:
+            # What stands before the sequence is a part of its first document.
             bounds = (cu_seqlens - (a - before)).clamp(0, before + b - a)
             bounds = F.pad(bounds[1:], (1, 0))
         out.append(convolve(torch.cat((tail, part), 1), bounds)[:, before:])
