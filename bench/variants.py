@@ -44,9 +44,11 @@ class Variant:
 # those that need a package beside PyTorch and Triton.
 # Of attention's gradients: one kernel with specialized warps.
 _TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
-# Of FP8: two sums in turn by two warpgroups; or a sum each, of warpgroups that take turns.
+# Of FP8: two sums in turn by two warpgroups; or a sum each, of warpgroups that take turns, which
+# leaves registers for tiles of 256 columns.
 _FP8_ROWS = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True}
 _FP8_DWEIGHT = {**_FP8_ROWS, "num_warps": 4}
+_FP8_WIDE = {**_FP8_DWEIGHT, "BLOCK_N": 256, "num_stages": 4}
 VARIANTS = (
     Variant(
         "attention, keys of 192 and values of 128: one kernel for the gradients, for two",
@@ -55,6 +57,13 @@ VARIANTS = (
         "attention/backward_kv",
         _TOGETHER,
         whole=True,
+    ),
+    Variant(
+        "fp8_linear: tiles of 256 columns, for 128",
+        "fp8_linear",
+        "block_fp8 llama-3-8b-down_8192",
+        "fp8_linear/fp8",
+        _FP8_WIDE,
     ),
     Variant(
         "low_precision_linear: specialized warps for a weight's gradient in FP8, for all warps",
@@ -70,6 +79,13 @@ VARIANTS = (
         "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
         "low_precision_grouped_gemm/rows",
         _FP8_ROWS,
+    ),
+    Variant(
+        "low_precision_grouped_gemm: specialized warps and tiles of 256 columns, for all warps",
+        "low_precision_grouped_gemm",
+        "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
+        "low_precision_grouped_gemm/rows",
+        _FP8_WIDE,
     ),
     Variant(
         "low_precision_grouped_gemm: specialized warps for weights' gradients in FP8, for all",

@@ -142,6 +142,7 @@ def _attention(launch: Launch, cost: Cost) -> Products:
 # by; one is the product of a row's and a tile's.
 FP8 = {
     "_fp8": ("x", "w", 1),
+    "_fp8_wide": ("x", "w", 1),
     "_rows": ("x", "w", 1),
     "_by_rows": ("a", "b", 2),
     "_weights": ("dy", "x", 2),
@@ -169,10 +170,10 @@ def _fp8(launch: Launch, cost: Cost) -> Products:
 
 
 PRODUCTS: dict[tuple[str, str], Callable[[Launch, Cost], Products]] = {
-    **{("low_precision_linear", kernel): _fp8 for kernel in ("_fp8", "_by_rows", "_dweight")},
     **{
-        ("low_precision_grouped_gemm", kernel): _fp8
-        for kernel in ("_fp8", "_rows", "_weights", "_dweight")
+        (op, kernel): _fp8
+        for op in ("fp8_linear", "low_precision_linear", "low_precision_grouped_gemm")
+        for kernel in FP8
     },
     **{(op, "_gemm"): _grouped for op in ("grouped_gemm", "moe_mlp")},
     **{(op, "_dweight"): _dweight for op in ("grouped_gemm", "moe_mlp")},

@@ -584,13 +584,23 @@ def fp8_codes(rows, columns, g):
 
 def same_bits(driver, tunable, run):
     """Specialized warps sum in the same order as the other kernel."""
-    [there] = [c for c in tunable.candidates(**tunable.named(tunable.keys[-1])) if c["ROLES"]]
-    found = []
-    for config in (tunable.heuristic(**tunable.named(tunable.keys[-1])), there):
+    key = tunable.named(tunable.keys[-1])
+    roles, found = [c for c in tunable.candidates(**key) if c["ROLES"]], []
+    for config in (tunable.heuristic(**key), *roles):
         with mock.patch.object(tunable, "config", lambda *_, config=config: config):
             found.append(run())
         assert driver.launches[-1].kernel.specialized == config["ROLES"]
-    assert torch.equal(*found)
+    assert roles and all(torch.equal(found[0], other) for other in found[1:])
+
+
+def fp8_linear(driver, T, N, K):
+    from tilewright.kernels.quant import quantized_linear_triton as kernels
+
+    g = torch.Generator().manual_seed(0)
+    (x, x_scale), (w, w_scale) = fp8_codes(T, K, g), fp8_codes(N, K, g)
+    w_scale, bias = w_scale[: -(-N // 128)].contiguous(), torch.randn(N, generator=g).to(BF16)
+    x, w = (t.view(torch.float8_e4m3fn) for t in (x, w))
+    same_bits(driver, kernels.FP8, lambda: kernels.fp8(x, x_scale, w, w_scale, bias, BF16))
 
 
 def fp8_dweight(driver, M, N, columns, dtype):
@@ -907,8 +917,9 @@ def runs():
     for M, N, columns, dtype in ((272, 400, 1040, BF16), (144, 136, 2048, F32)):
         name = f"sm_90-low_precision_linear/by_rows ROLES-bits-{M}-{N}-{columns}-{short(dtype)}"
         found[name] = 90, fp8_dweight, M, N, columns, dtype
+    found["sm_90-fp8_linear/fp8 ROLES-bits"] = 90, fp8_linear, 300, 648, 1040
     for launch, N, K, counts, tail, dtype in (
-        ("rows", 264, 1040, (300, 0, 1, 128), 130, BF16),
+        ("rows", 328, 1040, (300, 0, 1, 128), 130, BF16),
         ("weights", 272, 136, (1100, 0, 1, 128), 130, BF16),
         ("weights", 144, 136, (300, 20), 0, F32),
     ):

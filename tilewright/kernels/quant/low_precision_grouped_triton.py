@@ -210,6 +210,7 @@ def weights(
 # ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py).
 _NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
 _ROWS_ROLES = dict(zip(_NAMES, (128, 128, 8, 6, True), strict=True))
+_ROWS_WIDE = dict(zip(_NAMES, (128, 256, 4, 4, True), strict=True))
 _WEIGHTS_ROLES = dict(zip(_NAMES, (128, 128, 4, 6, True), strict=True))
 _GROUP = 8  # tiles of rows that specialized warps share columns for, for L2
 
@@ -224,7 +225,7 @@ def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
 
 def _rows_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
     widest = [dict(zip(_NAMES, (128, 128, 8, stages, False), strict=True)) for stages in (2, 3)]
-    return _narrow() + ([*widest, _ROWS_ROLES] if large else [])
+    return _narrow() + ([*widest, _ROWS_ROLES, _ROWS_WIDE] if large else [])
 
 
 def _weights_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
@@ -252,7 +253,8 @@ def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
     if config["ROLES"]:
         from tilewright.kernels.quant import fp8_gluon as roles
 
-        return [roles.spec("fp8 rows specialized large", True, {**config, "GROUP": _GROUP})]
+        label = f"fp8 rows specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
+        return [roles.spec(label, True, {**config, "GROUP": _GROUP})]
     config = {name: value for name, value in config.items() if name != "ROLES"}
     pointers = {
         "x": "u8",
@@ -323,4 +325,5 @@ def tunables() -> tuple[Tunable, ...]:
 def gate() -> list[KernelSpec]:
     """Specialized warps, which no heuristic takes."""
     key = ROWS.named(_KEYS[-1])
-    return _rows_specs(key, _ROWS_ROLES) + _weights_specs(key, _WEIGHTS_ROLES)
+    rows = _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
+    return rows + _weights_specs(key, _WEIGHTS_ROLES)

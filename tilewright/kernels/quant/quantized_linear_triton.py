@@ -537,6 +537,7 @@ def fp8(
 # ROLES: specialized warps (fp8_gluon.py).
 _FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages", "ROLES")
 _FP8_ROLES = dict(zip(_FP8_NAMES, (128, 128, 8, 8, 6, True), strict=True))
+_FP8_WIDE = dict(zip(_FP8_NAMES, (128, 256, 8, 4, 4, True), strict=True))
 
 
 def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
@@ -569,14 +570,16 @@ def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
         for group in (4, 8)
         for stages in (2, 3)
     ]
-    return [*configs, _FP8_ROLES] if large else configs
+    return [*configs, _FP8_ROLES, _FP8_WIDE] if large else configs
 
 
 def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
     if config["ROLES"]:
         from tilewright.kernels.quant import fp8_gluon
 
-        return [fp8_gluon.spec(f"fp8 specialized {key['rows']} rows large", False, config)]
+        wide = " wide" if config["BLOCK_N"] == 256 else ""
+        label = f"fp8 specialized{wide} {key['rows']} rows large"
+        return [fp8_gluon.spec(label, False, config)]
     c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages", "ROLES")}
     factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [
@@ -609,6 +612,11 @@ FP8 = Tunable(
 
 
 # ---- for the compile gate
+
+
+def fp8_gate() -> list[KernelSpec]:
+    """Wide tiles, which no heuristic takes."""
+    return FP8.specs(FP8.named(FP8.keys[-1]), _FP8_WIDE)
 
 
 @functools.cache

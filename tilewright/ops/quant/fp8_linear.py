@@ -151,6 +151,7 @@ FP8_LINEAR = Op(
             _triton,
             missing=no_fp8,
             tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FP8")(),),
+            gate=from_kernels("quant.quantized_linear_triton", "fp8_gate"),
         ),
     ),
     (
