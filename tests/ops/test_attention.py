@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewright import ImplementationUnavailable
 from tilewright.core import explain, platform
 from tilewright.core.registry import FLOATS, short
-from tilewright.ops import attention
+from tilewright.ops import attention, products
 from tilewright.ops.attention import vendors
 from tilewright.ops.attention.attention import (
     ATTENTION,
@@ -1013,7 +1013,16 @@ def test_auto_on_a_cpu_takes_cpp_for_what_pytorch_does_not_compute():
         request = Request(head_dim=64, **{option: True})
         chosen = [ATTENTION.choose("cpu", dtype, request) for dtype in FLOATS]
         assert chosen == ["cpp", "cpp", "eager"], (option, FLOATS)
-    assert ATTENTION.choose("cpu", torch.float32, Request(head_dim=64)) == "sdpa"
+
+
+@pytest.mark.parametrize("theirs_are_slower", [True, False])
+def test_auto_on_a_cpu_takes_cpp_where_pytorchs_products_are_slower(theirs_are_slower, monkeypatch):
+    if reason := platform.no_cpp("cpu"):
+        pytest.skip(reason)
+    monkeypatch.setattr(products, "takes", lambda dtype: theirs_are_slower)
+    for request in (None, Request(head_dim=64, packed=True)):
+        chosen = [ATTENTION.choose("cpu", dtype, request) for dtype in FLOATS]
+        assert chosen == ["cpp" if theirs_are_slower else "sdpa"] * 2 + ["sdpa"]
 
 
 @pytest.mark.parametrize(

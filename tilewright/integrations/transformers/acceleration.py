@@ -33,9 +33,9 @@ from tilewright.nn.experts import why_not
 from tilewright.ops import OPS
 
 PARTS = ("norm", "rope", "mlp", "attention", "linear_attention", "experts", "loss")
-# Parts without which a CPU is not slower. Both attentions are sdpa there, and a call through
-# `ops.attention` costs more host time, which shows where one token is generated at a time.
-LEFT_ON_CPU = {"attention": "on a CPU it is PyTorch's scaled_dot_product_attention either way"}
+# A call through `ops.attention` costs more host time than PyTorch's, which shows where one token is
+# generated at a time.
+LEFT_ON_CPU = {"attention": "on a CPU it would make training faster, and generation slower"}
 REPORT = "_tilewright_report"  # of the last call, on the model that was given
 BEFORE = "_tilewright_before"  # a model's attention and experts implementations before
 # Each layer of these would be computed by what the model had before.

@@ -462,6 +462,7 @@ ATTENTION = Op(
             gate=from_kernels("attention.attention_triton", "gate"),
             tunables=from_kernels("attention.attention_triton", "TUNABLES"),
         ),
+        in_cpp(fused.cpp, batch_invariant=("cpu",), slower_than=vendors.slower_than_sdpa),
         # A CPU computes each head of a document by itself; a CUDA kernel may split by the device's
         # load.
         Implementation(
@@ -475,8 +476,6 @@ ATTENTION = Op(
             does=vendors.sdpa_does,
             aliases=("torch",),
         ),
-        # What PyTorch's does not compute on a CPU.
-        in_cpp(fused.cpp, batch_invariant=("cpu",)),
     ),
     (
         _case("gqa", 2, 4, 2, 9, 8),
