@@ -96,6 +96,13 @@ VARIANTS = (
         whole=True,
     ),
     Variant(
+        "moe_mlp, gpt-oss's gate: tiles of 128 x 128 by all warps, for specialized ones",
+        "moe_mlp",
+        "gpt-oss-20b_8192",
+        "moe_mlp/up_swiglu",
+        {"BLOCK_N": 128, "num_stages": 5, "ROLES": False},
+    ),
+    Variant(
         "linear_cross_entropy: chunks of 128 MiB on a CPU, for 64",
         "linear_cross_entropy",
         "cpu-small",

@@ -39,6 +39,7 @@ from tilewright.ops import (
     quantize_nf4,
     quantize_nvfp4,
 )
+from tilewright.ops.activation.activation import Gate
 from tilewright.selection import operations
 
 triton = pytest.importorskip("triton")
@@ -288,6 +289,23 @@ def long_sums(driver, name, dtype):
 def long_case(name):
     module, make = CASES_OF[name]
     return getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
+
+
+# Of experts with biases, with tiles of which both halves have columns.
+GATES = {
+    "halves": {},
+    "pairs": {
+        "transposed": True,
+        "gate": Gate(alpha=1.702, limit=1.06, up_limit=0.94, up_offset=1.0, interleaved=True),
+    },
+}
+
+
+def biased(name):
+    from tilewright.ops.moe import moe_cases
+
+    sizes = 40, 3, 2, 144, 208
+    return moe_cases.case(f"biased {name}", sizes, "sentinels", biases=True, **GATES[name])
 
 
 # Of attention, with several blocks of keys: sizes, and options of its own case maker.
@@ -925,6 +943,10 @@ def runs():
     ):
         name = f"sm_90-low_precision_grouped_gemm/{launch} ROLES-bits-{short(dtype)}"
         found[name] = 90, fp8_experts, launch, N, K, counts, tail, dtype
+    for launch in ("moe_mlp/up_swiglu", "grouped_gemm/forward"):
+        for gate in GATES:
+            run = 90, alternative, operations()["moe_mlp"], biased(gate), launch, "ROLES"
+            found[f"sm_90-moe_mlp of {launch} ROLES-biased {gate}"] = run
     for launch in ("attention/forward", "attention/backward_kv"):
         for name in ATTENDED:
             run = alternative, operations()["attention"], attended(name), launch, "ROLES"

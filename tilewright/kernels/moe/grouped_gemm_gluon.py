@@ -1,6 +1,22 @@
 """The grouped GEMM of grouped_gemm_triton.py with warp specialization, for sm_90: its `_gemm` with
 the epilogues PLAIN and SWIGLU, for operands that TMA reads. Tiles, epilogues and results are those
 of that module, which launches this one where a configuration says so.
+
+Half of a tile's columns at a time get their bias and are rounded, and of interleaved gates and ups
+half of h is computed before the other half is stored: of the whole tile, the biases of a thread's
+64 columns, or gates, ups and results beside sums, exceed its 208 registers.
+
+No epilogue adds rows to tokens. The down-projection of Qwen3-30B-A3B (32,768 tokens, 8 experts
+each, H = 2,048) writes 1.07 GB of rows while it multiplies, and `_collect` reads them: 1.21 GB with
+y, 0.28 ms at 4.3 TB/s after 4.1 ms of products (docs/predicted.md). A product that adds to y does
+so in float32, since 16 bits would be rounded 8 times: 268 MB of zeros, 537 M additions that read
+and write 4 bytes each (4.3 GB, 1 ms, where L2 does not hold y), and a cast that moves 403 MB:
+1.2 ms for 0.28, in an order that changes, or with experts that wait for each other. The same holds
+for dx. With one expert per token it would be a store, and save 4 R H bytes; no model here routes
+so.
+
+None adds a residual. Rows are not tokens, so that only `_collect` could; `add_rmsnorm`, which adds
+it now, would move T H elements less, 31 us of such a layer's 4.4 ms.
 """
 
 from __future__ import annotations
@@ -215,6 +231,49 @@ def _fill(
 
 
 @gluon.jit
+def _rounded(t, bias_ptr, e, E, column, end, columns, dtype: gl.constexpr, BIAS: gl.constexpr):
+    """Half a tile, which begins at a column, in the dtype of the result; with BIAS plus that of
+    expert e, which has `columns`, before column `end`. A half at a time: a thread has as many
+    columns as rows' sums of one.
+    """
+    if BIAS:
+        j = column + gl.arange(0, t.shape[1], gl.SliceLayout(0, t.type.layout))
+        bias_ptr += e.to(gl.int64) * columns
+        t += gl.load(bias_ptr + j, mask=(j < end) & (e < E), other=0.0).to(gl.float32)[None, :]
+    return t.to(dtype)
+
+
+@gluon.jit
+def _h(
+    gate,
+    up,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+):
+    a, _, v, _ = gated(
+        gate.to(gl.float32), up.to(gl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
+    )
+    return (a * v).to(gate.dtype)
+
+
+@gluon.jit
+def _h_of_pairs(
+    t,
+    ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+):
+    """Of interleaved gates and ups."""
+    gate, up = t.reshape([t.shape[0], t.shape[1] // 2, 2]).split()
+    return _h(gate, up, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+
+
+@gluon.jit
 def _multiply(
     out,
     pre,
@@ -261,46 +320,33 @@ def _multiply(
         acc, stage, phase = accumulate(
             acc, steps, a, b, full, empty, stage, phase, False, TRANSPOSED
         )
-        if BIAS:
-            j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-            if EPILOGUE == 0:
-                column, columns = n * BLOCK_N + j, N
-            elif INTERLEAVED:
-                column, columns = n * BLOCK_N + j, 2 * N
-            else:  # column j: gate n HALF + j, or up n HALF + j - HALF
-                column = n * HALF + j % HALF
-                column, columns = gl.where(column < N, column + j // HALF * N, 2 * N), 2 * N
-            bias = gl.load(
-                bias_ptr + e.to(gl.int64) * columns + column,
-                mask=(column < columns) & (e < E),
-                other=0.0,
-            )
-            acc += bias.to(gl.float32)[None, :]
+        left, right = halves(acc)
+        # Where the two are in the matrix that has both, and the ends of their columns there.
+        at, beside, end_at, columns = n * BLOCK_N, n * BLOCK_N + HALF, N, N
+        if EPILOGUE == 1 and INTERLEAVED:
+            end_at, columns = 2 * N, 2 * N
+        elif EPILOGUE == 1:
+            at, beside, columns = n * HALF, N + n * HALF, 2 * N
+        left = _rounded(left, bias_ptr, e, E, at, end_at, columns, dtype, BIAS)
+        right = _rounded(right, bias_ptr, e, E, beside, columns, columns, dtype, BIAS)
         if EPILOGUE == 0:
-            left, right = halves(acc)
-            column = n * BLOCK_N
-            store_tile(left.to(dtype), staging, out, out_ptr, row, end, column, N, N)
-            store_tile(right.to(dtype), staging, out, out_ptr, row, end, column + HALF, N, N)
+            store_tile(left, staging, out, out_ptr, row, end, at, N, N)
+            store_tile(right, staging, out, out_ptr, row, end, beside, N, N)
         else:
+            if STORE_PRE:
+                store_tile(left, staging, pre, pre_ptr, row, end, at, end_at, columns)
             if INTERLEAVED:
-                acc = acc.to(dtype)
-                if STORE_PRE:
-                    left, right = halves(acc)
-                    column = n * BLOCK_N
-                    store_tile(left, staging, pre, pre_ptr, row, end, column, 2 * N, 2 * N)
-                    store_tile(right, staging, pre, pre_ptr, row, end, column + HALF, 2 * N, 2 * N)
-                gate, up = acc.reshape([BLOCK_M, HALF, 2]).split()
+                # Of one half before the other is stored: gates and results of both at a time take
+                # more registers than there are.
+                left = _h_of_pairs(left, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+            if STORE_PRE:
+                store_tile(right, staging, pre, pre_ptr, row, end, beside, columns, columns)
+            if INTERLEAVED:
+                right = _h_of_pairs(right, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+                h = gl.join(left, right).permute((0, 2, 1)).reshape([BLOCK_M, HALF])
             else:
-                gate, up = halves(acc)
-                gate, up = gate.to(dtype), up.to(dtype)
-                if STORE_PRE:
-                    column = n * HALF
-                    store_tile(gate, staging, pre, pre_ptr, row, end, column, N, 2 * N)
-                    store_tile(up, staging, pre, pre_ptr, row, end, N + column, 2 * N, 2 * N)
-            h, _, v, _ = gated(
-                gate.to(gl.float32), up.to(gl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
-            )
-            store_tile((h * v).to(dtype), staging, out, out_ptr, row, end, n * HALF, N, N)
+                h = _h(left, right, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+            store_tile(h, staging, out, out_ptr, row, end, n * HALF, N, N)
     tma.store_wait(0)
 
 

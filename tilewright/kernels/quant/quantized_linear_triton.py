@@ -332,6 +332,7 @@ def _heuristic(format: int, N: int, K: int, itemsize: int, rows: int) -> dict:
 def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
     default = _heuristic(format, N, K, itemsize, rows)
     configs = [{**default, "fused": fused} for fused in (False, True)]
+    configs.append({**default, "LAST": False})
     if rows <= 256:
         n, k = (64, 64) if itemsize == 2 else (32, 32)  # wider tiles spill, on sm_120 or in float32
         # Of 16 rows they do not, and take a third fewer instructions an element.
