@@ -525,6 +525,7 @@ def _row_gradients(
         dk = tl.zeros((C, BK), tl.float32)
         for member in range(GROUP):
             h = head * GROUP + member
+            # First: after the sums over columns, registers spill under Triton 3.6.
             dqk = _of_heads(dqk_ptr, row, live, h, 0, HV, C, C)
             dkk = _of_heads(dkk_ptr, row, live, h, 0, HV, C, C)
             dq = tl.dot(dqk, k, dq, input_precision=PRECISION)
@@ -559,7 +560,7 @@ def _row_gradients(
             to_end = tl.sum(wide * of_k, 1)
             dbeta = tl.sum(wide * of_a, 1)
             ddecay = tl.sum(q.to(tl.float32) * of_q, 1) - to_end + beta * dbeta
-            # A column: Triton 3.6 finds no layout for a sum of a sum, for tensor memory.
+            # Of a column: Triton 3.6 finds no layout for a sum of a sum of tensor memory.
             of_last = tl.sum(to_end[:, None], 0) + tl.sum(shrunk, 0) * tl.exp(last)
             ddecay += tl.where(row == tl.minimum(first + C, end) - 1, of_last, 0.0)
             at = (block * tokens.to(tl.int64) + row) * HV + h

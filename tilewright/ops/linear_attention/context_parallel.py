@@ -229,7 +229,7 @@ def context_parallel_causal_conv1d(
     for (a, b), part, tail in zip(intervals, parts, _Before.apply(x, before, cp), strict=False):
         bounds = None
         if cu_seqlens is not None:
-            # What stands before the sequence is a part of its first document.
+            # What stands ahead of the sequence belongs to its first document: zeros.
             bounds = (cu_seqlens - (a - before)).clamp(0, before + b - a)
             bounds = F.pad(bounds[1:], (1, 0))
         out.append(convolve(torch.cat((tail, part), 1), bounds)[:, before:])
@@ -260,11 +260,14 @@ def _plan(S: int, before: int, layout: ContextParallel, device: torch.device) ->
         ahead += [t for a, _ in own for t in range(a - before, a)] + none
     mine = slice(*(2 * before * (layout.ring_rank * U + layout.ulysses_rank + i) for i in (0, 1)))
     slots = {t: n for n, t in enumerate(last) if t >= 0}
-    rows = {t: n for n, t in enumerate(t for own in layout.intervals(S) for t in range(*own))}
+    rows, begin = [], 0  # of this rank's slots
+    for a, b in layout.intervals(S):
+        rows += [begin + t - a if t >= a else -1 for t in range(b - before, b)]
+        begin += b - a
     readers = [[n for n, t in enumerate(ahead) if t == own >= 0] for own in last[mine]]
     most = max(1, *map(len, readers))
     return _Plan(
-        torch.tensor([rows.get(t, -1) for t in last[mine]], device=device),
+        torch.tensor(rows + [-1] * (2 * before - len(rows)), device=device),
         torch.tensor([slots.get(t, -1) for t in ahead[mine]], device=device),
         torch.tensor([own + [-1] * (most - len(own)) for own in readers], device=device),
     )
@@ -274,6 +277,7 @@ def _gathered(t: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
     """[n, ..] of all ranks, those of ring rank 0 first."""
     for group, size in ((cp.ulysses, cp.ulysses_size), (cp.ring, cp.ring_size)):
         if size > 1:
+            t = t.contiguous()
             parts = [torch.empty_like(t) for _ in range(size)]
             dist.all_gather(parts, t, group=group)
             t = torch.cat(parts)
@@ -300,7 +304,7 @@ class _Before(torch.autograd.Function):
     @staticmethod
     @once_across("context_parallel_causal_conv1d")
     def backward(ctx, *gradients):
-        parts = _gathered(torch.cat(gradients, 1).transpose(0, 1).contiguous(), ctx.cp)
+        parts = _gathered(torch.cat(gradients, 1).transpose(0, 1), ctx.cp)
         acc = torch.promote_types(parts.dtype, torch.float32)
         sums = _at(parts, ctx.plan.readers).sum(1, dtype=acc).to(parts.dtype)
         dx, row = parts.new_zeros(ctx.s + 1, *parts.shape[1:]), ctx.plan.row
