@@ -44,7 +44,8 @@ STARTS = re.compile(
 )
 # What another process may read, and what is in no commit.
 ELSEWHERE = ("bench", "examples", "lab", "pyproject.toml", "scripts")
-MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset"}
+MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset", ".lock"}
+MADE |= {"commit.json", "triton-cache.tar.gz"}  # of a GPU's results
 # What all tests have: its processes and preloaded modules are not a test's own.
 COMMON = ("conftest.py", "helpers.py", "forked.py", "recorded.py")
 # Variables of Triton that name places, or that tests set.
@@ -161,7 +162,6 @@ def files(group):
     return found
 
 
-@functools.cache
 def _files_in(folder):
     paths = [ROOT / folder, *(ROOT / folder).rglob("*")]
     return [p for p in paths if p.is_file() and not MADE & {*p.relative_to(ROOT).parts}]
@@ -221,17 +221,16 @@ def further(file):
         code = (parts[0] in PYTHON and path.suffix == ".py") or any(path.glob("*.py"))
         known = parts[0] == "csrc" or (parts[0] == "tilewright" and path.suffix == ".json")
         built = path.suffix in (".so", ".pyc") or "__pycache__" in parts or path == FILE
-        if not (code or known or built):
+        if path.exists() and not (code or known or built):
             found.add("/".join(parts))
     return sorted(found)
 
 
 def written():
     """When each source was."""
-    paths = {p for folder in (*PYTHON, "csrc") for p in (ROOT / folder).rglob("*.*")}
-    built = {"__pycache__", "results"}
-    sources = (p for p in paths if not built & {*p.relative_to(ROOT).parts} and p != FILE)
-    return {p: p.stat().st_mtime_ns for p in sources if p.is_file()}
+    folders = (*PYTHON, "csrc", "docs", "examples", "scripts")
+    paths = (path for folder in folders for path in _files_in(folder))
+    return {p: p.stat().st_mtime_ns for p in paths if p != FILE and p.exists()}
 
 
 # ---- the plugin
