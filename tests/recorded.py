@@ -208,22 +208,26 @@ def _listen(event, arguments):
     if reads and not writes and isinstance(arguments[0], str | os.PathLike):
         path = os.path.abspath(arguments[0])
         if path.startswith(f"{ROOT}{os.sep}"):
-            READ.setdefault(_NOW[-1], set()).add(path)
+            READ.setdefault(_NOW[-1], {})[path] = None
+
+
+@functools.cache
+def _counts(name):
+    """Whether a file or folder is none that digests have anyway."""
+    path = pathlib.Path(name)
+    parts = path.relative_to(ROOT).parts
+    if parts[0].startswith(".") or parts[0] == "build" or not path.exists():
+        return False
+    code = (parts[0] in PYTHON and path.suffix == ".py") or any(path.glob("*.py"))
+    known = parts[0] == "csrc" or (parts[0] == "tilewright" and path.suffix == ".json")
+    built = path.suffix in (".so", ".pyc") or "__pycache__" in parts or path == FILE
+    return not (code or known or built)
 
 
 def further(file):
     """What a test file read beyond what digests have anyway, relative to the repository."""
-    found = set()
-    for path in [*map(pathlib.Path, READ.get(file, ()))]:
-        parts = path.relative_to(ROOT).parts
-        if parts[0].startswith(".") or parts[0] == "build":
-            continue
-        code = (parts[0] in PYTHON and path.suffix == ".py") or any(path.glob("*.py"))
-        known = parts[0] == "csrc" or (parts[0] == "tilewright" and path.suffix == ".json")
-        built = path.suffix in (".so", ".pyc") or "__pycache__" in parts or path == FILE
-        if path.exists() and not (code or known or built):
-            found.add("/".join(parts))
-    return sorted(found)
+    found = filter(_counts, [*READ.get(file, ())])
+    return sorted(pathlib.Path(name).relative_to(ROOT).as_posix() for name in found)
 
 
 def written():
@@ -327,7 +331,7 @@ class Recorded:
         report = yield
         if item.stash.get(GROUP, None):
             file = item.path.relative_to(ROOT).as_posix()
-            read = further(file) if call.when == "teardown" else []
+            read = further(file) if call.when == "teardown" and not left_out(item) else []
             found = [*item.stash[GROUP], left_out(item), read]
             report.user_properties.append(("recorded", found))
         return report
