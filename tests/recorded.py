@@ -44,7 +44,8 @@ STARTS = re.compile(
 )
 # What another process may read, and what is in no commit.
 ELSEWHERE = ("bench", "examples", "lab", "pyproject.toml", "scripts")
-MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset"}
+MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset", ".lock"}
+MADE |= {"commit.json", "triton-cache.tar.gz"}  # of a GPU's results
 # What all tests have: its processes and preloaded modules are not a test's own.
 COMMON = ("conftest.py", "helpers.py", "forked.py", "recorded.py")
 # Variables of Triton that name places, or that tests set.
@@ -161,7 +162,6 @@ def files(group):
     return found
 
 
-@functools.cache
 def _files_in(folder):
     paths = [ROOT / folder, *(ROOT / folder).rglob("*")]
     return [p for p in paths if p.is_file() and not MADE & {*p.relative_to(ROOT).parts}]
@@ -208,30 +208,33 @@ def _listen(event, arguments):
     if reads and not writes and isinstance(arguments[0], str | os.PathLike):
         path = os.path.abspath(arguments[0])
         if path.startswith(f"{ROOT}{os.sep}"):
-            READ.setdefault(_NOW[-1], set()).add(path)
+            READ.setdefault(_NOW[-1], {})[path] = None
+
+
+@functools.cache
+def _counts(name):
+    """Whether a file or folder is none that digests have anyway."""
+    path = pathlib.Path(name)
+    parts = path.relative_to(ROOT).parts
+    if parts[0].startswith(".") or parts[0] == "build" or not path.exists():
+        return False
+    code = (parts[0] in PYTHON and path.suffix == ".py") or any(path.glob("*.py"))
+    known = parts[0] == "csrc" or (parts[0] == "tilewright" and path.suffix == ".json")
+    built = path.suffix in (".so", ".pyc") or "__pycache__" in parts or path == FILE
+    return not (code or known or built)
 
 
 def further(file):
     """What a test file read beyond what digests have anyway, relative to the repository."""
-    found = set()
-    for path in [*map(pathlib.Path, READ.get(file, ()))]:
-        parts = path.relative_to(ROOT).parts
-        if parts[0].startswith(".") or parts[0] == "build":
-            continue
-        code = (parts[0] in PYTHON and path.suffix == ".py") or any(path.glob("*.py"))
-        known = parts[0] == "csrc" or (parts[0] == "tilewright" and path.suffix == ".json")
-        built = path.suffix in (".so", ".pyc") or "__pycache__" in parts or path == FILE
-        if not (code or known or built):
-            found.add("/".join(parts))
-    return sorted(found)
+    found = filter(_counts, [*READ.get(file, ())])
+    return sorted(pathlib.Path(name).relative_to(ROOT).as_posix() for name in found)
 
 
 def written():
     """When each source was."""
-    paths = {p for folder in (*PYTHON, "csrc") for p in (ROOT / folder).rglob("*.*")}
-    built = {"__pycache__", "results"}
-    sources = (p for p in paths if not built & {*p.relative_to(ROOT).parts} and p != FILE)
-    return {p: p.stat().st_mtime_ns for p in sources if p.is_file()}
+    folders = (*PYTHON, "csrc", "docs", "examples", "scripts")
+    paths = (path for folder in folders for path in _files_in(folder))
+    return {p: p.stat().st_mtime_ns for p in paths if p != FILE and p.exists()}
 
 
 # ---- the plugin
@@ -328,7 +331,7 @@ class Recorded:
         report = yield
         if item.stash.get(GROUP, None):
             file = item.path.relative_to(ROOT).as_posix()
-            read = further(file) if call.when == "teardown" else []
+            read = further(file) if call.when == "teardown" and not left_out(item) else []
             found = [*item.stash[GROUP], left_out(item), read]
             report.user_properties.append(("recorded", found))
         return report

@@ -35,6 +35,8 @@ HERE = pathlib.Path(__file__).parents[1]
 def test_drawn(i):
     (HERE / f"{i}.ran").touch()
     assert str(i) not in (HERE / "fails").read_text().split()
+    with pytest.raises(FileNotFoundError):
+        open("absent")
     if i == 7:
         pytest.skip("what it needs is not here")
 
