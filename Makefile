@@ -34,7 +34,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest build demo quick test pytest beside lint gate gate-all ptx-all whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest build demo quick test pytest beside lint gate gate-all whole-tests whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -145,7 +145,9 @@ quick: lint
 	$(BIN)/python -m pytest -q -n 2 --dist load @tests/quick.txt
 
 # What was built must run: without it thousands of tests would be skipped.
+# Tests that are recorded as passed with the same sources are drawn (tests/recorded.py).
 pytest: export TILEWRIGHT_REQUIRE ?= cpp,triton
+pytest: export TILEWRIGHT_TESTS ?= drawn
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30
 
@@ -173,14 +175,13 @@ gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
 	$(GATE_PYTHON) -m bench gate-variants $(GATE_ARGS)
 
-# Every compiled kernel on the emulated GPU, about four minutes of a CPU; `make test` runs what has changed since it passed,
-# and a draw of one in twenty.
-ptx-all: $(STAMP)
-	TILEWRIGHT_PTX=all $(BIN)/python -m pytest -q -n 0 tests/ptx/test_triton_ptx.py tests/ptx/test_cute.py
+# All tests, those too that `make test` draws.
+whole-tests:
+	$(MAKE) pytest TILEWRIGHT_TESTS=all
 
-# All of what `make test` draws from, before a version: every kernel compiled by both Tritons and run on the emulated GPU,
-# and every fault that is planted for the tools.
-whole: ptx-all
+# All of what `make test` draws from, before a version: all tests, every kernel compiled by both Tritons, and every fault
+# that is planted for the tools.
+whole: whole-tests
 	$(MAKE) gate-all
 	$(MAKE) gate-all TRITON=$(GPU_TRITON)
 	$(BIN)/python tests/plants build/plants.jsonl

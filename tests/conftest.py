@@ -38,6 +38,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter.install()
 
 
+def pytest_configure(config):
+    import recorded
+
+    config.pluginmanager.register(recorded.Recorded(config))
+
+
 def pytest_report_header():
     """The versions of what the tests compare with, for a log that is read later."""
     names = "torch triton transformers peft trl accelerate bitsandbytes torchao compressed-tensors datasets kernels"

@@ -26,8 +26,6 @@ from tilewright_lab.gate import verdict as gate_verdict
 
 pytest.importorskip("triton")
 
-from ptx import passed
-
 if reason := platform.no_cutlass():
     pytest.skip(reason, allow_module_level=True)
 
@@ -76,25 +74,8 @@ class Emulator:
         self.calls.append((function, arguments, memory))
 
 
-@pytest.fixture(scope="module")
-def chosen(request):
-    """The names of the tests to run, and of each that has ended whether it failed."""
-    selected = [
-        item.name
-        for item in request.session.items
-        if item.path == request.path and item.name in PASSED.runs
-    ]
-    names, failures = PASSED.chosen(selected)[0], {}
-    yield names, failures
-    PASSED.settle(failures)
-
-
 @pytest.fixture(params=[90, 100], ids=["sm_90", "sm_100"])
-def emulator(request, chosen, monkeypatch):
-    name, (names, failures) = request.node.name, chosen
-    assert name in PASSED.runs
-    if name not in names:
-        pytest.skip(passed.WHY)
+def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(tw, "launch", emulator)
     loaded = {
@@ -107,9 +88,7 @@ def emulator(request, chosen, monkeypatch):
             monkeypatch.setitem(
                 operations()[op]._table, ("cute", torch.device("cpu"), dtype, None), fn
             )
-    before = request.session.testsfailed
-    yield emulator
-    failures[name] = request.session.testsfailed > before
+    return emulator
 
 
 CASES = [(op, case) for op in OPS for case in operations()[op].cases if "contract" in case.tags]
@@ -145,23 +124,9 @@ ROWS = {
     )
     if arch == 90 or V < 2**15
 }
-# What is run when it has changed, by test: the op of each.
-PASSED = passed.Passed(
-    "passed_cute.json",
-    {
-        f"{test}[{name}]": (operations()[op],)
-        for test, ops in (
-            ("test_the_contract_holds", {name: op for name, (_, op, _) in RUNS.items()}),
-            ("test_any_row_of_logits", dict.fromkeys(ROWS, "cross_entropy")),
-            ("test_wide_rows_in_clusters", dict.fromkeys(("sm_90", "sm_100"), "rmsnorm")),
-            ("test_rows_off_16_bytes", dict.fromkeys(("sm_90", "sm_100"), "rmsnorm")),
-        )
-        for name, op in ops.items()
-    },
-    "nvidia-cutlass-dsl",
-)
 
 
+@pytest.mark.recorded(op="parameter")
 @pytest.mark.parametrize("emulator, op, case", RUNS.values(), indirect=["emulator"], ids=RUNS)
 def test_the_contract_holds(op, case, emulator):
     for dtype in (BF16,) if emulator.arch == 90 else (F32, F16):
@@ -176,6 +141,7 @@ def test_the_contract_holds(op, case, emulator):
 # ---- beyond the public functions' cases
 
 
+@pytest.mark.recorded(op="rmsnorm")
 def test_wide_rows_in_clusters(emulator):
     """Both kernels for a row shared by 2 to 8 blocks, several rows per cluster, and a row that does
     not fill them.
@@ -193,6 +159,7 @@ def test_wide_rows_in_clusters(emulator):
     assert clusters == {2, 4, 8}
 
 
+@pytest.mark.recorded(op="cross_entropy")
 @pytest.mark.parametrize(
     "emulator, V, stride, offset", ROWS.values(), indirect=["emulator"], ids=ROWS
 )
@@ -397,6 +364,7 @@ def test_arguments_reach_a_compiled_function(monkeypatch):
     assert len(seen) == 2
 
 
+@pytest.mark.recorded(op="rmsnorm")
 def test_rows_off_16_bytes(emulator):
     """An unaligned view: narrower accesses, as wide as all addresses allow."""
     for dtype, offset in ((F32, 1), (BF16, 4)):

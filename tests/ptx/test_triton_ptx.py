@@ -22,14 +22,13 @@ import threading
 import traceback
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from bench.page.files import counts_of
 from tilewright.bench import contract
 from tilewright.core import platform
-from tilewright.core.registry import short
+from tilewright.core.registry import Op, short
 from tilewright.ops import (
     BlockFP8,
     adamw_,
@@ -44,8 +43,8 @@ from tilewright.selection import operations
 
 triton = pytest.importorskip("triton")
 
+import recorded  # noqa: E402
 from helpers import specialized  # noqa: E402
-from ptx import passed  # noqa: E402  (imports triton)
 
 ROOT = pathlib.Path(__file__).parents[2]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -218,6 +217,7 @@ COUNTED = {
     "attention": lambda: {"q": of(1, 2, 256, 64), "k": of(1, 1, 256, 64), "v": of(1, 1, 256, 64)},
 }
 COUNTS = counts_of(triton.__version__)
+BUDGETS = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
 
 
 def count(driver, name):
@@ -258,7 +258,7 @@ UNCOALESCED = {
 
 def counted(driver, name):
     """No more than the budget, which this file writes when run with `--counts [names]`."""
-    found, budgets = count(driver, name), json.loads(COUNTS.read_text())[name]
+    found, budgets = count(driver, name), BUDGETS[name]
     assert found.keys() == budgets.keys()
     for kernel, counts in found.items():
         now, old = flat(counts), flat(budgets[kernel])
@@ -848,7 +848,7 @@ def runs():
         found[f"sm_90-cross_entropy-capped_rows-{short(dtype)}"] = 90, capped_rows, dtype
     found["sm_90-cross_entropy-losses"] = 90, losses_of_rows
     found["sm_90-cross_entropy-scale"] = 90, scales, BF16
-    if COUNTS.exists():  # of this version of Triton
+    if BUDGETS:  # of this version of Triton
         found |= {f"sm_90-counts-{name}": (90, counted, name) for name in COUNTED}
     for arch in (90, 100, 120):
         found[f"sm_{arch}-to_e2m1"] = arch, to_e2m1, arch >= 100
@@ -1093,86 +1093,38 @@ class Verdicts:
         self.folder.cleanup()
 
 
-PASSED = passed.Passed("passed.json", runs(), "triton")
-
-
 @pytest.fixture(scope="module")
 def verdicts(request):
-    """Those of all selected tests, or, if nothing was selected, of those that are drawn."""
-    selected = [
+    """Those of all tests that are to run."""
+    names = [
         item.callspec.params["name"]
         for item in request.session.items
-        if item.path == request.path and item.originalname == test_compiled_kernels.__name__
+        if item.path == request.path
+        and item.originalname == test_compiled_kernels.__name__
+        and not recorded.left_out(item)
     ]
-    asked, draw = PASSED.chosen(selected)
     variables = {
         **os.environ,
         "TRITON_INTERPRET": "0",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
-    names = [name for name in selected if name in asked]
     found = Verdicts(names, [sys.executable, __file__], env=variables, cwd=ROOT)
-    found.asked, found.draw = asked, draw
     yield found
-    PASSED.settle(dict(found.found))
     found.end()
 
 
-@pytest.mark.parametrize("name", PASSED.runs)
+def op_of(name, arguments):
+    """The op whose kernels a run compiles, which is among its arguments or a part of its name."""
+    named = (operations().get(part) for part in re.split("[- /]", name))
+    return next((a for a in (*arguments, *named) if isinstance(a, Op)), None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.recorded(op=op_of(n, a))) for n, a in runs().items()],
+)
 def test_compiled_kernels(name, verdicts):
-    if name not in verdicts.asked:
-        pytest.skip(passed.WHY)
-    assert not verdicts[name], verdicts[name] + verdicts.draw
-
-
-def test_what_has_changed_runs_whole_and_the_rest_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.delenv("TILEWRIGHT_PTX", raising=False)
-    known, record = PASSED.runs, passed.Passed(tmp_path / "passed.json", PASSED.runs, "triton")
-    record.file.write_text("{}\n")
-    first = passed.groups(known)["rmsnorm"][1]
-    record.settle(dict.fromkeys(first[1:], ""))
-    assert json.loads(record.file.read_text()) == {}, "of a group that has not run whole"
-    failures = {name: "wrong" if name.startswith("sm_90-rope-") else "" for name in known}
-    record.settle(failures)
-    assert json.loads(record.file.read_text()).keys() == passed.groups(known).keys() - {"rope"}
-    real = record.digest
-    monkeypatch.setattr(
-        record, "digest", lambda op: real(op) + "x" * (op is not None and op.name == "route")
-    )
-    first, second = record.drawn(1), record.drawn(2)
-    for group, (_, names) in passed.groups(known).items():
-        share = len(first.intersection(names)) / len(names)
-        assert share == 1 if group in ("rope", "route") else 1 / passed.SHARE <= share <= 1
-    assert first != second and len(first) < len(known) / 4
-    # A run that fails when it is drawn removes its group, and one that has not ended removes none.
-    name = passed.groups(known)["rmsnorm"][1][0]
-    before = json.loads(record.file.read_text())
-    record.settle({name: ""})
-    assert json.loads(record.file.read_text()) == before
-    record.settle({name: "wrong"})
-    assert before.keys() - json.loads(record.file.read_text()) == {"rmsnorm"}
-
-
-def test_what_runs_depend_on_is_in_their_digest(tmp_path, monkeypatch):
-    real, digests = COUNTS.read_text() if COUNTS.exists() else "", set()
-    copy = tmp_path / "counts.json"
-    for budget, variable, version in (
-        (real, "TRITON_CACHE_DIR", np.__version__),
-        (real, "TRITON_DEBUG", np.__version__),
-        (real, "DISABLE_LLVM_OPT", np.__version__),
-        (real, "TRITON_HOME", "another"),
-        (real + " ", "TRITON_HOME", np.__version__),
-    ):
-        copy.write_text(budget)
-        with monkeypatch.context() as m:
-            m.setattr(passed, "counts_of", lambda version: copy)
-            m.setattr(np, "__version__", version)
-            m.setenv(variable, "1")
-            passed.common.cache_clear()
-            digests.add(PASSED.digest(None))
-    passed.common.cache_clear()
-    digests.add(passed.Passed("passed.json", {}, "numpy").digest(None))  # another compiler
-    assert len(digests) == 6 and PASSED.digest(None) in digests
+    assert not verdicts[name], verdicts[name]
 
 
 ACCESS = """
@@ -1220,10 +1172,10 @@ def test_an_access_is_counted_as_the_sectors_and_passes_that_it_takes(stride, se
     }
 
 
-@pytest.mark.skipif(not COUNTS.exists(), reason=f"no counts for Triton {triton.__version__}")
+@pytest.mark.skipif(not BUDGETS, reason=f"no counts for Triton {triton.__version__}")
 def test_more_than_the_budget_of_counts_is_told(monkeypatch):
     """An uncoalesced load, a bank conflict and a new kernel exceed the budget."""
-    budgets = json.loads(COUNTS.read_text())
+    budgets = BUDGETS
     for plant in (
         {"requested": {"read": 1}},
         {"conflicts": 1},

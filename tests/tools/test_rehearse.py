@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.recorded
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
