@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from helpers import STARTS, processes
+from recorded import left_out
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
 
@@ -137,6 +138,15 @@ def run_modes(number, folder, modes):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     processes(number, _rank, str(folder), store.port)
     return (folder / "said.txt").read_text()
+
+
+def drawn(request, modes, *always):
+    """Of these modes, each of which is the parameter `mode` of a test of the fixture's module:
+    those of tests that are to run (recorded.py), and `always`.
+    """
+    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    run = {i.callspec.params.get("mode") for i in items if not left_out(i)}
+    return {mode: given for mode, given in modes.items() if mode in run.union(always)}
 
 
 def together_and_alone(folder, path, bins, modes, alone):

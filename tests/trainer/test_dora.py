@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
 import test_preference  # noqa: E402
-from ranks import metrics, run_modes, same_training  # noqa: E402
+from ranks import drawn, metrics, run_modes, same_training  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_preference import trained as preferred  # noqa: E402
 from test_trainer import (  # noqa: E402
@@ -92,7 +92,7 @@ COMPILED = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, settings):
+def trained(tmp_path_factory, settings, request):
     """Three steps in four processes in each mode, or two; and a run against a reference."""
     root, paths, modes = tmp_path_factory.mktemp("dora"), {}, {2: {}, 4: {}}
     for kind in KINDS:
@@ -108,7 +108,8 @@ def trained(tmp_path_factory, settings):
             **DORA,
         )
         torch.save(make_bins(), root / kind / "bins.pt")
-    for mode, layout in (MODES | COMPILED).items():
+    wanted = drawn(request, MODES | COMPILED, "fused/train_and_save")
+    for mode, layout in wanted.items():
         number = 2 if mode in COMPILED else 4
         sizes = (int(a.partition("=")[2]) for a in layout if "parallel_size" in a)
         ranks = number // math.prod(sizes)
@@ -128,8 +129,9 @@ def trained(tmp_path_factory, settings):
         f"--train.output_dir={root / 'preference'}",
     ]
     for number, chosen in modes.items():
-        run_modes(number, root, chosen)
-    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in MODES | COMPILED}
+        if chosen:
+            run_modes(number, root, chosen)
+    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in wanted}
 
 
 @functools.cache
@@ -138,6 +140,7 @@ def in_one_process(path, options):
     return distributed_worker.several_steps(config, Mesh(), make_bins())
 
 
+@pytest.mark.recorded
 @pytest.mark.parametrize("mode", MODES | COMPILED)
 def test_every_layout_trains_as_one_process(mode, trained):
     kind = mode.partition("/")[0]

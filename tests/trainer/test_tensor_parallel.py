@@ -12,7 +12,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from ranks import nearly_same_training, run_modes, same_training
+from ranks import drawn, nearly_same_training, run_modes, same_training
 from test_trainer import (
     MOE,
     QWEN3,
@@ -99,6 +99,8 @@ MODES = {
     "odd/train_ring": arguments(2, 1, train__ringattn_parallel_size=2),
     "odd/train_adapters": arguments(4, **LORA),
 }
+# Whose checkpoints move.
+MOVED = ("tied", "experts")
 SHAPES = {
     "odd": ODD,
     "tied": TIED,
@@ -119,7 +121,7 @@ def bins():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, request):
     """Two steps in four processes in each of those modes, or three, and in one process."""
     root = tmp_path_factory.mktemp("sharded")
     paths = {
@@ -151,9 +153,11 @@ def trained(tmp_path_factory):
         data__pad_to_multiple_of=3,
     )
     runs = {"whole/run": [whole, *arguments(4, train__micro_batch_size=1)]}
-    said = run_modes(4, root, MODES | runs)
+    moved = [f"{kind}/train_{what}" for kind in MOVED for what in ("and_save", "after_loading")]
+    modes = drawn(request, MODES, *moved)
+    said = run_modes(4, root, modes | runs)
     assert "on 4 tensor-parallel ranks, micro-batches padded to a multiple of 12" in said
-    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in MODES}
+    return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in modes}
 
 
 # What a mode does not change of the training in one process.
@@ -165,6 +169,7 @@ def in_one_process(path, options):
     return distributed_worker.several_steps(load(path, list(options)), Mesh(), bins())[1]
 
 
+@pytest.mark.recorded
 @pytest.mark.parametrize("mode", MODES)
 def test_sharded_matrices_train_as_in_one_process(mode, trained):
     _, paths, found = trained
@@ -177,7 +182,7 @@ def test_sharded_matrices_train_as_in_one_process(mode, trained):
     same_training(found, want, weights=1e-3 if "--train.optimizer=adamw" in options else None)
 
 
-@pytest.mark.parametrize("shape", ["tied", "experts"])
+@pytest.mark.parametrize("shape", MOVED)
 def test_checkpoints_move_between_layouts(shape, trained):
     """Weights and moments, and Hugging Face's files, bit for bit: into another layout and into one
     process.
