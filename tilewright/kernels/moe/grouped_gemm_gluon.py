@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
-from tilewright.kernels.moe.grouped_gemm_triton import Outputs, Tokens, gated
+from tilewright.kernels.moe.gated_triton import Outputs, Tokens, gated
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     GATHERING,
