@@ -1,6 +1,6 @@
 """Rehearses a first call on a GPU without one, and estimates the clock of each of its parts.
 
-    python -m bench rehearse [--minutes 8] [--arch 90]
+    python -m bench rehearse [--minutes 9] [--arch 90]
 
 The suite's own units run on a simulated device (`tilewright_lab.pretend`): inputs are made, the
 contract's and the clock's calls take the ops' GPU paths down to Triton's `JITFunction.run`, and
@@ -221,7 +221,7 @@ class Part:
 
 
 def rehearse(
-    minutes: float = 8.0,
+    minutes: float = 9.0,
     stages: Sequence[str] = FIRST,
     arch: int = 90,
     name: str | None = None,
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--minutes", type=at_least(1, float), default=8.0)
+    p.add_argument("--minutes", type=at_least(1, float), default=9.0)
     p.add_argument("--arch", type=int, choices=list(pretend.DEVICES), default=90)
     p.add_argument("--name", help="the device's (default: as for gpu-cache)")
     args = p.parse_args(argv)

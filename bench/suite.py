@@ -53,7 +53,7 @@ from tilewright_lab import pretend
 
 # Stages in their order, each with its weight: a stage's share of a call is its weight over the sum
 # of the weights of all stages that the call was asked for. The weights of the stages up to
-# `counters` are percent of a first call. In eight minutes the goals of the products are to be known
+# `counters` are percent of a first call. In nine minutes the goals of the products are to be known
 # within four of them; `bench rehearse` estimates each stage's need.
 SHARES = {
     "smoke": 18,

@@ -101,7 +101,7 @@ class _Launch:
         return True
 
 
-def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> None:
+def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> None:
     """A product of the head, which is one launch on a GPU and several on a CPU."""
     counts = Counting.made[-1].now
     counts.add("aten::mm", [out, a, b])
@@ -121,7 +121,7 @@ def trainer(path: str, half: bool) -> Counting:
         mock.patch("tilewright.ops.loss.targets._may_read", lambda target: False),
         mock.patch("tilewright.ops.products.takes", lambda dtype: False),
         mock.patch("tilewright.ops.loss.head._multiplies_here", lambda x: True),
-        mock.patch("tilewright.ops.loss.head._gemm", _product),
+        mock.patch("tilewright.ops.products.gemm_", _product),
     ):
         memory_plan.plan(
             config, shape_of_run(config.model, loss_of_run(config).head), 1, 0, CPU, False

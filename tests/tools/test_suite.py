@@ -1412,6 +1412,7 @@ def test_every_source_belongs_to_an_op():
             "attention/ring",
             "attention/ring_plan",
             "attention/ulysses",
+            "linear_attention/context_parallel",
             "moe/expert_parallel",
             "moe/expert_transport",
         )
