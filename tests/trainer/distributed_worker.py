@@ -121,9 +121,8 @@ def several_steps(config, ranks, bins, steps=None, calls=1, evaluates=True):
             parts = [batches[k : k + size] for k in range(0, len(batches), size)]
             sums = [engine.forward_backward(part, language_modeling) for part in parts]
         found.setdefault("all_to_alls", count.calls)
-        if (
-            i == 1 and evaluates
-        ):  # between gradients and the step, both of which it must leave alone
+        if i == 1 and evaluates:
+            # Between gradients and the step, both of which it must leave alone.
             found["evaluated"] = engine.evaluate(batches, language_modeling)
         norm = engine.optim_step(max_norm=t.max_grad_norm)
         hook.remove()

@@ -35,7 +35,7 @@ from tilewright.ops import OPS
 PARTS = ("norm", "rope", "mlp", "attention", "linear_attention", "experts", "loss")
 # A call through `ops.attention` costs more host time than PyTorch's, which shows where one token is
 # generated at a time.
-LEFT_ON_CPU = {"attention": "on a CPU it would make training faster, and generation slower"}
+LEFT_ON_CPU = {"attention": "on a CPU generation would be slower, though training may be faster"}
 REPORT = "_tilewright_report"  # of the last call, on the model that was given
 BEFORE = "_tilewright_before"  # a model's attention and experts implementations before
 # Each layer of these would be computed by what the model had before.

@@ -462,8 +462,9 @@ def slower_than_triton(device_type: str, request: Request | None) -> str | None:
 
 
 def slower_than_sdpa(device_type: str, request: Request | None) -> str | None:
-    """Of the C++ kernels: where ATen's products use what the processor has, which are not measured.
-    On an AMD EPYC 9005, whose AVX-512 they do not use, PyTorch's took 1.8 to 4.2 times as long.
+    """The C++ kernels have been measured on an AMD EPYC 9005 alone, whose AVX-512 ATen's products
+    do not use: PyTorch's took 3.2 times as long in float32 (docs/performance.md). Where ATen's
+    products are the faster ones, PyTorch's is taken.
     """
     return None if products.takes(torch.float32) else "sdpa"
 
