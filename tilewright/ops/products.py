@@ -27,6 +27,11 @@ def takes(dtype: torch.dtype) -> bool:
     return platform.no_cpp("cpu") is None and torch.ops.tilewright.product_cpp_takes(dtype)
 
 
+def multiplies(t: torch.Tensor) -> bool:
+    """Whether `gemm_` multiplies a factor like t into float32 by `product_`."""
+    return t.is_cpu and takes(t.dtype)
+
+
 def product_(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, add: bool = False, scale: float = 1.0
 ) -> None:
@@ -46,9 +51,9 @@ def gemm_(
 ) -> None:
     """out (+)= scale * a b, by `product_` or by ATen, without autograd.
 
-    out: in the factors' dtype, or float32 where `takes` is true of theirs, on a CPU.
+    out: in the factors' dtype, or float32 where `multiplies` is true of them.
     """
-    if out.dtype == torch.float32 and a.is_cpu and takes(a.dtype):
+    if out.dtype == torch.float32 and multiplies(a):
         product_(out, a, b, add=add, scale=scale)
     elif not add and scale == 1.0:
         torch.mm(a, b, out=out)

@@ -221,11 +221,6 @@ def chunk_rows(x: torch.Tensor, weight: torch.Tensor, plan: Plan = Plan()) -> in
     return max(min(chunk_size, T), 1)
 
 
-def _multiplies_here(t: torch.Tensor) -> bool:
-    """Whether `products` multiplies factors like t into float32."""
-    return t.is_cpu and products.takes(t.dtype)
-
-
 class Sums:
     """The gradients of the factors of scale * x weight^T + bias, accumulated chunk by chunk."""
 
@@ -257,7 +252,7 @@ class Sums:
             need_w
             and acc != x.dtype
             and not (x.is_cuda and HAS_OUT_DTYPE)
-            and not _multiplies_here(x)
+            and not products.multiplies(x)
         ):
             columns = min(max(BLOCK_BYTES // (4 * chunk), 64), V)
             self.wide = x.new_empty((chunk, columns), dtype=acc), x.new_empty((chunk, H), dtype=acc)
@@ -271,7 +266,7 @@ class Sums:
             db += dlogits.sum(0, dtype=db.dtype) * self.scale
         if dw is None:
             return
-        if dw.dtype == x.dtype or _multiplies_here(x):
+        if dw.dtype == x.dtype or products.multiplies(x):
             products.gemm_(dw, dlogits.t(), x, add=not first, scale=self.scale)
         elif self.wide is None:
             # Nothing is computed on fake tensors, and PyTorch 2.11's addmm fails on them with an
@@ -307,7 +302,7 @@ def _wide_logits(logits, x, weight, bias, scale):
     """logits = scale * (x weight^T + bias) in float32, from 16-bit operands."""
     if x.is_cuda and HAS_OUT_DTYPE:
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=logits)
-    elif _multiplies_here(x):
+    elif products.multiplies(x):
         products.gemm_(logits, x, weight.t())
     else:  # a block of the weight at a time
         x, step = x.float(), max(BLOCK_BYTES // (4 * max(weight.shape[1], 1)), 64)
@@ -353,7 +348,7 @@ class Chunks:
                 products.gemm_(logits, x[rows], weight.t(), scale=scale)
             if low is not None and up is not None:
                 here, by = low[rows], up.t()
-                if wide and not _multiplies_here(here):
+                if wide and not products.multiplies(here):
                     here, by = here.float(), by.float()
                 products.gemm_(logits, here, by, add=True, scale=scale)
             yield rows, logits
