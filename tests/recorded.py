@@ -4,8 +4,9 @@ A test with the marker `recorded` is deterministic and depends on nothing but so
 Its group is its file, or with `recorded(op=...)` its file and an op. recorded.json has the digest
 of each group of which all tests have passed, and the other files that they read. `make test` runs a
 group that has changed whole, which adds it if all pass; of the others, it draws one test in twenty,
-and one that fails removes its group. `make whole-tests` runs all. Any other call of pytest runs
-what it names, and records nothing.
+and one that fails removes its group. `recorded(whole=True)`, of tests that share a fixture that
+takes long, such as a run in ranks, draws one such file in twenty, with all of its tests.
+`make whole-tests` runs all. Any other call of pytest runs what it names, and records nothing.
 
 A digest is of the environment, the test's file and conftest.py, all that these import (but for this
 module), wherever an import stands, and modules that tests name in strings. Of a folder of
@@ -309,17 +310,25 @@ class Recorded:
         """Before tests are deselected: a group of which some are does not run whole."""
         if not self.mode:
             return
-        groups = {}
+        groups, whole = {}, set()
         for item in items:
             if marker := item.get_closest_marker("recorded"):
-                groups.setdefault(group_of(item, marker), []).append(item)
+                group = group_of(item, marker)
+                groups.setdefault(group, []).append(item)
+                if marker.kwargs.get("whole"):
+                    whole.add(item)
         for group, members in groups.items():
             for item in members:
                 item.stash[GROUP] = [group, len(members)]
-        same = [item for group in sorted(self.given["same"]) for item in groups.get(group, ())]
-        draw = random.Random(self.seed).sample(same, -(-len(same) // SHARE))
-        for item in set(same).difference(draw):
-            item.stash[LEFT_OUT] = True
+        same = [groups.get(group, ()) for group in sorted(self.given["same"])]
+        alone = [[item] for members in same for item in members if item not in whole]
+        shared = [[item for item in members if item in whole] for members in same]
+        draw = random.Random(self.seed)
+        for units in (alone, [unit for unit in shared if unit]):
+            drawn = draw.sample(range(len(units)), -(-len(units) // SHARE))
+            for i in {*range(len(units))}.difference(drawn):
+                for item in units[i]:
+                    item.stash[LEFT_OUT] = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):

@@ -25,7 +25,7 @@ from tilewright.integrations.transformers import (
     restore,
 )
 
-pytestmark = pytest.mark.packages
+pytestmark = [pytest.mark.packages, pytest.mark.recorded]
 
 COMMON = {
     "vocab_size": 48,

@@ -84,6 +84,29 @@ def test_what_has_changed_runs_whole_and_the_rest_is_drawn(project):
         known = found
 
 
+SHARED = """
+import pathlib, pytest
+
+pytestmark = pytest.mark.recorded(whole=True)
+
+@pytest.mark.parametrize("i", range(3))
+def test_of_ranks(i):
+    (pathlib.Path(__file__).parents[1] / f"{int(pathlib.Path(__file__).stem[5:]) + i}.ran").touch()
+"""
+
+
+def test_what_shares_a_fixture_is_drawn_by_files(project):
+    """One in twenty, beside one in twenty of the tests that are drawn alone."""
+    for number in range(21):
+        (project.path / f"tests/test_{100 * (number + 1)}.py").write_text(SHARED)
+    assert len(project()[0]) == 40 + 63
+    ran, _, result = project("-n", "2", "--dist", "loadfile")
+    assert len({i for i in ran if i < 100}) == 2
+    files = {i // 100 for i in ran if i >= 100}
+    assert len(files) == 2 and ran > {100 * n + i for n in files for i in range(3)}
+    assert "8 of 103 recorded tests were run" in result.said
+
+
 def test_what_fails_or_runs_in_part_is_not_recorded(project):
     for arguments in (("-k", "not 3"), ("tests/test_one.py::test_drawn",), ("--maxfail=1",), ()):
         fails = not arguments or "maxfail" in arguments[0]

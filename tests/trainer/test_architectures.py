@@ -31,7 +31,7 @@ from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins.flops import flops_per_token
 
-pytestmark = pytest.mark.packages
+pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
 
 SMALL = {**QWEN3, "vocab_size": 100, "num_hidden_layers": 4, "head_dim": 16}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2

@@ -1,5 +1,6 @@
 """Distillation of a teacher's most probable tokens: whole runs beside transformers' logits."""
 
+import functools
 import json
 import math
 import random
@@ -20,7 +21,7 @@ from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.models.listed import How, listed  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
-pytestmark = pytest.mark.packages
+pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
 
 VOCAB, ROWS = 48, 24
 SHAPE = {
@@ -225,13 +226,23 @@ def spread(settings):
     return {name: metrics(folder / name) for name in modes}
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_ranks_train_as_one_process(name, spread, settings):
-    further = LORA if name == "lora" else []
-    for case in spread_cases(name):
+@pytest.fixture(scope="module")
+def alone(settings):
+    """The rows of a run in one process: of a case, with further arguments."""
+
+    @functools.cache
+    def run(case, *further):
         arguments = [*settings[2](case), *further, "--model.merge_qkv=false"]
-        alone = trained(settings, f"{case} alone {name}", *arguments)
-        for a, b in zip(spread[f"{case} {name}"], alone, strict=True):
+        return trained(settings, f"{case} alone {len(further)}", *arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_train_as_one_process(name, spread, alone):
+    for case in spread_cases(name):
+        own = alone(case, *(LORA if name == "lora" else ()))
+        for a, b in zip(spread[f"{case} {name}"], own, strict=True):
             for key in ("loss", "grad_norm", *REPORTED):
                 assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), (case, key)
 

@@ -40,7 +40,7 @@ from tilewright.trainer.parallel.tensor_parallel import (  # noqa: E402
     RowParallelLinear,
 )
 
-pytestmark = pytest.mark.packages
+pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
 settings = test_preference.settings
 
 DORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__use_dora": True}

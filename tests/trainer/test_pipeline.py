@@ -35,6 +35,8 @@ from tilewright.trainer.parallel.mesh import Layout, Mesh
 from tilewright.trainer.parallel.pipeline import Pipeline
 from tilewright.trainer.parallel.stages import length_of_hidden, split_layers
 
+pytestmark = pytest.mark.recorded(whole=True)
+
 # Before torch 2.13 zero-bubble schedules are refused.
 ZERO, ZERO_V = "InterleavedZeroBubble", "ZBVZeroBubble"
 if no_zero_bubble():

@@ -38,6 +38,8 @@ from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.context_parallel import spread_sequence
 from tilewright.trainer.parallel.mesh import Mesh, padding
 
+pytestmark = pytest.mark.recorded(whole=True)
+
 SHARDED = {
     "vocab_size": 100,
     "num_attention_heads": 8,
