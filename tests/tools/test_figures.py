@@ -229,7 +229,20 @@ SOURCES = {
         "0.52 GB": lambda: size("cute"),
         "0.26 GB": lambda: size("formats"),
     },
-    "docs/trainer/preference.md": {
+    "docs/trainer/preference.md": {"45 %": lambda: shared("8:1", "saved")},
+    "docs/trainer/data.md": {
+        "98 %": ("tests/trainer/test_data.py", "0.98"),
+        "1 MiB": ("tilewright/trainer/data/types/text.py", "PIECE = 1 << 20"),
+        "64 MiB": LARGE,
+    },
+    "docs/trainer/memory.md": {
+        "10 %": ("tests/trainer/test_memory.py", "0.1"),
+        "2 GiB": "what a GPU needs beside the plan: an estimate, and named as one",
+    },
+    "docs/trainer/context_parallel.md": {"2 x": CUSTOM},
+    "docs/trainer/failures.md": {"30 seconds": "torchrun's own limit"},
+    "docs/trainer/fields.md": {"64 MiB": LARGE, "2 x": CUSTOM, "10%": CUSTOM},
+    "docs/trainer/measured.md": {
         "11.9 s": lambda: dpo("trainer", "median_s"),
         "19.2 s": lambda: dpo("trl", "median_s"),
         "1.62 times": lambda: beside_trl("layers", "times_as_fast"),
@@ -253,20 +266,6 @@ SOURCES = {
             "bench/results/training-preference-amd-epyc-2026-11-26/README.md",
             "It took 3.6 minutes in all",
         ),
-    },
-    "docs/trainer/data.md": {
-        "98 %": ("tests/trainer/test_data.py", "0.98"),
-        "1 MiB": ("tilewright/trainer/data/types/text.py", "PIECE = 1 << 20"),
-        "64 MiB": LARGE,
-    },
-    "docs/trainer/memory.md": {
-        "10 %": ("tests/trainer/test_memory.py", "0.1"),
-        "2 GiB": "what a GPU needs beside the plan: an estimate, and named as one",
-    },
-    "docs/trainer/context_parallel.md": {"2 x": CUSTOM},
-    "docs/trainer/failures.md": {"30 seconds": "torchrun's own limit"},
-    "docs/trainer/fields.md": {"64 MiB": LARGE, "2 x": CUSTOM, "10%": CUSTOM},
-    "docs/trainer/measured.md": {
         "1,024 MiB": lambda: of_data("data_memory", lambda r: r["bytes"]) / 2**20,
         "531 MiB": lambda: of_data("data_memory", lambda r: r["prepare"]["peak_mib"]["anonymous"]),
         "470 MiB": lambda: of_data("data_memory", lambda r: r["read"]["peak_mib"]["anonymous"]),

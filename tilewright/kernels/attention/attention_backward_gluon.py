@@ -64,7 +64,9 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a step
-LATE = 2  # heads that are launched together at the end
+# Heads that are launched together at the end: of 8,192 tokens 128 tiles, one round on 132 SMs.
+# Others were not measured.
+LATE = 2
 _STAGES = gl.constexpr(2)  # of queries and gradients, and of parts of dq
 _WARPS = gl.constexpr(8)  # that differentiate
 

@@ -53,8 +53,11 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
-LATE = 8  # heads that are launched together at the end
-ATTENDING_NARROW = gl.constexpr(208)  # registers of a thread of a warpgroup, of narrow rows
+# Heads that are launched together at the end: of 8,192 tokens 512 tiles, four rounds on 132 SMs.
+# Others were not measured.
+LATE = 8
+# Registers of a thread of a warpgroup, of narrow rows: what GATHERING_WIDE leaves.
+ATTENDING_NARROW = gl.constexpr(208)
 
 
 @gluon.jit

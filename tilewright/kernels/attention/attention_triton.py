@@ -876,6 +876,8 @@ def _backward_kv(
 
 # ---- around the backward by specialized warps
 
+# Of a program of `_delta` and `_round`: in rows of 128, with four warps, 16 elements per thread,
+# two 128-bit loads of 16 bits. Others were not measured.
 _FEW_ROWS = 16
 
 
@@ -1220,6 +1222,7 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
 
 # ROLES: specialized warps (attention_gluon.py), where TMA reads the operands.
 _FORWARD_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
+# 160 KiB of queries, keys and values in rows of 128.
 _FORWARD_ROLES = dict(zip(_FORWARD_NAMES, (128, 128, 4, 2, True), strict=True))
 
 
@@ -1253,6 +1256,12 @@ def _forward_hopper(width: int, itemsize: int, large: bool, capped: bool) -> dic
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
+    """Tiles that do not spill: beside dq, logits and their gradients are in registers. In rows of
+    128, twice the keys, a third stage or half the warps spill; of 192, 64 keys; of 256 with a cap,
+    32; on smaller GPUs twice the keys or, in rows of 192, the queries. In float32 FMAs have their
+    operands in registers, too: larger tiles spill, and in rows of 256 these. 64 queries fit in
+    16-bit rows of 256, and are not measured.
+    """
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
     if width == 256 or (width == 192 and not large):
@@ -1310,6 +1319,8 @@ def _backward_kv_space(width: int, itemsize: int, large: bool, capped: bool) -> 
 
 
 def _space(heuristic, tiled, walked):
+    """Tiles that fit shared memory, with at most 64 registers per thread of each sum."""
+
     def space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
         if itemsize == 4:
             return [heuristic(width, itemsize, large, capped)]

@@ -583,7 +583,11 @@ def _gradient(
 
 # ---- losses
 
-# Rows at a time: 32 warps, since there is one program, which waits for memory; 128 bits per thread.
+# One program, since the derivatives of each row need the divisor, a count of all targets, and sums
+# keep one order: 10 us of 595 by counts (docs/predicted.md, Qwen3-8B). On an H100 the forward has
+# 99 to 100 % of the bandwidth. If the last program of the statistics did this, it would save a
+# launch, 3 us, for an atomic addition in each.
+# Rows at a time: 32 warps, since the program waits for memory; 128 bits per thread.
 LOSS_BLOCK, LOSS_WARPS = tl.constexpr(4096), 32
 # Targets that are counted at a time: a step takes about a microsecond, however many it loads.
 COUNT_BLOCK = tl.constexpr(16384)
@@ -784,6 +788,7 @@ def losses(
 
 # ---- scaling a gradient computed in forward by the upstream gradient
 
+# With eight warps, two 128-bit loads of 16 bits per thread.
 SCALE_BLOCK = tl.constexpr(4096)
 # Four programs of eight warps saturate an SM's bandwidth; 64 registers per thread let it hold them.
 SCALE_PER_SM = 4

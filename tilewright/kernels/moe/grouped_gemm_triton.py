@@ -49,8 +49,10 @@ from tilewright.kernels.tuning import Tunable
 
 # What _gemm computes from a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
-TILE_BLOCK = 128  # tiles that `write_tiles` writes at a time
-_SLOTS, _COLUMNS = 8, 256  # per program of _router_gradient that reads dy and a bias
+TILE_BLOCK = 128  # tiles that `write_tiles` writes at a time: one per thread
+# Per program of _router_gradient that reads dy and a bias: 16 elements per thread, two 128-bit
+# loads of 16 bits.
+_SLOTS, _COLUMNS = 8, 256
 # Per program of _dswiglu: 8 elements per thread, a 128-bit load of 16 bits each.
 _DSWIGLU = {"ROWS": 4, "COLUMNS": 256}
 
@@ -1288,6 +1290,7 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
 
 
 _WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP", "ROLES")
+# 192 KiB of operands, as for the other products.
 _WEIGHT_ROLES = dict(zip(_WEIGHT_NAMES, (128, 256, 64, 8, 4, 8, True), strict=True))
 
 

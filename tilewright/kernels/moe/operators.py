@@ -89,7 +89,8 @@ def product_backward_weight(
     return dy.new_empty((offsets.shape[0], dy.shape[1], x.shape[1]))
 
 
-MAP_ROWS = 128  # rows of a tile of `map_size`
+# Rows of a tile of `map_size`: those of most products' tiles, all specialized ones included.
+MAP_ROWS = 128
 
 
 def map_size(rows: int, E: int, block: int = MAP_ROWS) -> int:

@@ -27,7 +27,7 @@ from tilewright.kernels.tuning import Tunable
 
 LOWEST = tl.constexpr(-0x80000000)  # below the key of -inf
 HIGHEST = tl.constexpr(0x7FFFFFFF)
-TINY = tl.constexpr(1e-20)
+TINY = tl.constexpr(1e-20)  # beside a sum of weights that may be 0, as in DeepSeek-V3
 PER_SM = 2  # programs of forward that run at once on an SM
 # At most this many programs in forward, as many as 128 SMs hold: rows of partial sums that one
 # program adds in a few microseconds.

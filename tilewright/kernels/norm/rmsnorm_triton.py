@@ -381,11 +381,9 @@ def _sum_programs(
     tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_SUM = {
-    "BLOCK_P": 32,
-    "BLOCK": 32,
-    # A warp reads 128 bytes of each row; 128 programs for 4,096 columns.
-}
+# A warp reads 128 bytes of each row, and a thread has eight elements in flight; 128 programs for
+# 4,096 columns.
+_SUM = {"BLOCK_P": 32, "BLOCK": 32}
 
 
 def summed(
@@ -498,7 +496,7 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
             num_warps=warps,
         )
         kernel, warps, block_t = _weight_walk, 4, 1
-        columns = cdiv(D, 1024)
+        columns = cdiv(D, 1024)  # 8 elements per thread: a 128-bit load of 16 bits
         constants = {
             "H": H,
             "D": D,

@@ -224,10 +224,10 @@ def newton_schulz(x, coefficients, eps):
     return iterate(x, coefficients, eps, _product, _general, _start)
 
 
-# ROLES: specialized warps (newton_schulz_gluon.py).
+# ROLES: specialized warps (newton_schulz_gluon.py), with 192 KiB of operands.
 _NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg", "ROLES")
 _ROLES = dict(zip(_NAMES, (128, 64, 8, 6, None, True), strict=True))
-LARGE = 1024  # rows from which on tiles are of 128 x 128
+LARGE = 1024  # rows from which on tiles are of 128 x 128: see `_as_if`
 LIMIT = 128  # registers per thread with which an SM holds two blocks of eight warps
 
 

@@ -15,7 +15,9 @@ from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.quant.operators import draw_noise
 from tilewright.kernels.spec import KernelSpec
 
-TILE = 1024  # elements per program of the kernel that stores noise
+# Elements per program of the kernel that stores noise: 8 per thread of four warps, two calls of the
+# generator, which gives four, and a 128-bit store of 16 bits.
+TILE = 1024
 # Arguments of kernels with noise that are not specialized: Triton would recompile for a step of 1,
 # and for multiples of 16.
 NUMBERS = ("seed", "step", "layer")

@@ -207,7 +207,7 @@ def weights(
 
 # ---- launch configurations
 
-# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py).
+# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py), with 192 KiB of operands.
 _NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
 _ROWS_ROLES = dict(zip(_NAMES, (128, 128, 8, 6, True), strict=True))
 _ROWS_WIDE = dict(zip(_NAMES, (128, 256, 4, 4, True), strict=True))

@@ -259,7 +259,7 @@ def rounded(tokens: int) -> int:
 # ---- launch configurations
 
 _NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
-# ROLES: specialized warps (fp8_dweight_gluon.py).
+# ROLES: specialized warps (fp8_dweight_gluon.py), with 192 KiB of operands.
 _BY_ROWS_NAMES = (*_NAMES, "ROLES")
 _BY_ROWS_ROLES = dict(zip(_BY_ROWS_NAMES, (128, 128, 8, 4, 6, True), strict=True))
 

@@ -34,9 +34,10 @@ from tilewright.kernels.quant.hadamard_triton import butterflies, sign_mask, sig
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-TILE = 2048  # elements per program that quantizes
+TILE = 2048  # elements per program that quantizes: in four warps, 16 per thread
 OUT = 512  # elements that a dequantizing program stores at a time: eight per thread of two warps
-PARTS = 4  # number of such stores; their loads are all issued first
+# Number of such stores. Their loads, of four bytes per thread, are all issued first.
+PARTS = 4
 
 
 # ---- rounding
