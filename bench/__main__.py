@@ -76,6 +76,7 @@ COMMANDS = {
         "bench.evaluation_speed",
         "time evaluations of the demo's model and bare forward passes, on a CPU",
     ),
+    "ops": ("bench.page.ops", "write the table of docs/ops.md from the ops' docstrings"),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }
 BUDGETED = ("suite", "search")  # their minutes count from the start of the process

@@ -22,6 +22,7 @@ SCRIPT = """
 import doctest, json, sys
 import forked, pytest, torch
 from tools.test_docstrings import missing
+from bench import __main__ as checkout
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
 from tilewright_lab.gate import compile_gate
@@ -38,6 +39,9 @@ print(json.dumps({
     "gate": list(compile_gate.collect([OPS["scale"]])),
     "bench": bench.main(["run", "--op", "scale", "--provider", "eager", "--device", "cpu",
                          "--dtype", "float32", "--rounds", "1", "--out", sys.argv[1]]),
+    "table": checkout.main(["ops"]),
+    "new family": cli.main(["check", "shrink", "--implementation", "triton", "--device", "cpu",
+                            "--dtype", "float32"]),
     "twice": torch.autograd.gradgradcheck(
         lambda x: OPS["scale"].public(x, 3.0, implementation="eager"),
         torch.ones(2, dtype=torch.float64, requires_grad=True)),
@@ -68,6 +72,19 @@ def printed(script, argument, tree, **environment):
     return lines, result
 
 
+def imports_of(tree):
+    """What import-linter says of the package in a folder, beside the laboratory and the bench."""
+    command = pathlib.Path(sys.executable).with_name("lint-imports")
+    return subprocess.run(
+        [command, "--no-cache", "--config", ROOT / "pyproject.toml"],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": f"{tree}:{ROOT}:{ROOT / 'lab'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+
+
 def test_the_template_makes_an_op(tmp_path):
     pytest.importorskip("triton")
     package = tmp_path / "tilewright"
@@ -81,6 +98,15 @@ def test_the_template_makes_an_op(tmp_path):
     (tmp_path / "tests/ops").mkdir(parents=True)
     for name, code in blocks:
         (tmp_path / name).write_text(code)
+        # The same by another name, in a family that is new.
+        for old, new in (("activation", "signal"), ("scale", "shrink"), ("SCALE", "SHRINK")):
+            name, code = name.replace(old, new), code.replace(old, new)
+        if name.startswith("tilewright"):
+            (tmp_path / name).parent.mkdir()
+            (tmp_path / name).with_name("__init__.py").touch()
+        (tmp_path / name).write_text(code)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/ops.md", tmp_path / "docs")
     lint = [
         sys.executable,
         "-m",
@@ -99,11 +125,21 @@ def test_the_template_makes_an_op(tmp_path):
         "contract": 0,
         "gate": ["scale/bf16", "scale/fp32"],
         "bench": 0,
+        "table": 0,
+        "new family": 0,
         "twice": True,
         "tested": 0,
     }
     assert any(re.match(r"scale\s+triton\s+usable", line) for line in lines)
-    assert "6 hold, 0 break the contract, 0 are unsupported" in lines
+    assert lines.count("6 hold, 0 break the contract, 0 are unsupported") == 2
+    page = (tmp_path / "docs/ops.md").read_text()
+    for name in ("scale", "shrink"):
+        assert f"\n| `{name}` | Multiplies a tensor by a number | triton, eager |\n" in page
+    assert page.count("\n| `") == len(OPS) + 2
+    assert "0 broken" in imports_of(tmp_path)
+    kernels = package / "kernels/signal/shrink_triton.py"
+    kernels.write_text("from tilewright.ops.signal import shrink\n" + kernels.read_text())
+    assert "arrows point one way BROKEN" in imports_of(tmp_path)
     [tutorial] = re.findall(r"<!-- template -->\n```console\n(.*?)```", TUTORIAL, re.S)
     said = [line for line in tutorial.splitlines() if not line.startswith("$ ")]
     assert len(said) == 3 and {*said} <= {*lines}

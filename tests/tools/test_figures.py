@@ -300,7 +300,6 @@ SOURCES = {
         "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
     },
     "CONTRIBUTING.md": {"2 %": ("tilewright/core/cases.py", "DETECTED = 0.02")},
-    "docs/ops.md": {"16 x": CUSTOM},
     "docs/benchmarking.md": {
         "256 MiB": ("tilewright/bench/timing.py", "else 2**28)"),
         "2 GiB": ("tilewright/bench/timing.py", "LARGEST_COPY = 2**31"),

@@ -45,7 +45,7 @@ GATE_UP = {"gate": "float [..., I]", "up": "gate [gate]"}
 def silu_mul(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, implementation: str = "auto"
 ) -> torch.Tensor:
-    """silu(gate) * up, where silu(g) = g / (1 + exp(-g)).
+    """SwiGLU: silu(gate) * up, where silu(g) = g / (1 + exp(-g)); gate and up separate or packed.
 
     Computed in float32, rounded once, on store. Differentiable once in both. Saved for backward:
     the inputs alone, from which the backward recomputes the activation; for a packed input it
@@ -83,7 +83,7 @@ def gelu_mul(
     approximate: str = "tanh",
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """gelu(gate) * up, the GeGLU of Gemma.
+    """GeGLU, as in Gemma: gelu(gate) * up; gate and up separate or packed.
 
     Precision and differentiability as in `silu_mul`.
 

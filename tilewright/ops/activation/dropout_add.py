@@ -48,7 +48,7 @@ def dropout_add(
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Adds x to the residual stream, with each element dropped with probability p and the others
-    divided by 1 - p.
+    divided by 1 - p; backward draws the mask again.
 
     Element i (row-major) has the 32 bits of word i % 4 of Philox4x32-10 (Salmon et al., SC 2011)
     with key seed and counter words (i // 4, i // 4 >> 32, offset, 2^30 + (offset >> 32)). It is

@@ -89,7 +89,8 @@ def attention(
     prefixes: Sequence[Prefix] = (),
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Attention with grouped queries.
+    """Attention with grouped queries: isolated packed documents, sliding windows, softcap, sinks,
+    dropout, fewer queries than keys, documents that share a prefix.
 
     The softmax is computed in float32. Only eager allocates an S x Sk tensor (sdpa a mask of a
     document by its keys, where it has a prefix). Differentiable in q, k, v and sinks. Under

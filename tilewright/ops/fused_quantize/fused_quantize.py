@@ -56,7 +56,7 @@ def silu_mul_quantize(
     transpose: bool = False,
     implementation: str = "auto",
 ) -> BlockFP8 | MXFP8 | tuple[MXFP8, MXFP8]:
-    """silu(gate) * up in FP8, the input of a down projection in FP8.
+    """SwiGLU in FP8: silu(gate) * up, the input of a down projection in FP8.
 
     Computed in float32; the product is rounded to gate's dtype, then quantized as by
     `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same
@@ -125,7 +125,7 @@ def rmsnorm_quantize(
     format: str = "block_fp8",
     implementation: str = "auto",
 ) -> BlockFP8 | MXFP8 | tuple[BlockFP8 | MXFP8, torch.Tensor]:
-    """rmsnorm(x, weight) in FP8, the input of a projection in FP8.
+    """RMSNorm in FP8: rmsnorm(x, weight), the input of a projection in FP8.
 
     Sums in float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
     `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same

@@ -41,7 +41,8 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Convolves each channel with its own taps, over the tokens of its own sequence up to each.
+    """Convolves each channel with its own 2 to 8 taps, over the tokens of its own sequence up to
+    each, with SiLU and isolated packed documents.
 
     Sums are in float32, those of gradients of weight and bias on a CPU over 64 tokens and in
     float64 beyond; the result is rounded once. Differentiable in x, weight and bias: with eager any

@@ -94,7 +94,8 @@ def gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Linear attention by the gated delta rule, as in Qwen3-Next.
+    """Linear attention by the gated delta rule, as in Qwen3-Next, with grouped value heads, initial
+    and last states, isolated packed documents.
 
     Products accumulate in float32, and states are float32. Differentiable in q, k, v, g, beta and
     initial_state: with eager any number of times, else once. Under torch.autocast q, k and v are

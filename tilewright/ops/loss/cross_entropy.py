@@ -112,7 +112,9 @@ def cross_entropy(
     group: ProcessGroup | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | CrossEntropyOutput:
-    """Cross-entropy between logits and target, per token or reduced; natural logarithm.
+    """Cross-entropy between logits and target, per token or reduced (natural logarithm), with label
+    smoothing, z-loss, softcap, class and token weights, entropy, argmax, in-place gradient,
+    vocabulary-parallel.
 
     See the module's docstring for the formula. Statistics and loss are computed in float32,
     relative to the largest logit of a row, so a constant added to all logits costs no precision.

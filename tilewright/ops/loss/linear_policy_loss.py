@@ -139,7 +139,8 @@ def linear_policy_loss(
     chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> PolicyLoss:
-    """Policy-gradient and on-policy distillation losses of sampled tokens.
+    """Policy-gradient and on-policy distillation losses of sampled tokens, of single ones or of
+    documents, from hidden states without all logits.
 
     With lp a target's log-probability, r = exp(lp - old_logprob), A the advantage, sg() a constant,
     and clip(r) between the two thresholds, the loss of a token is

@@ -82,7 +82,8 @@ def linear_preference_loss(
     chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> PreferenceLoss:
-    """Preference losses of pairs of answers, chosen and rejected in one pass.
+    """Preference losses of pairs of answers (DPO and its relatives, SimPO, ORPO), chosen and
+    rejected in one pass, from hidden states without all logits.
 
     Documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i, prompts with targets
     that are ignored. Log-probabilities are float32, their sums over documents and the arithmetic on

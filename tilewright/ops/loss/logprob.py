@@ -62,7 +62,8 @@ def logprob_entropy(
     group: ProcessGroup | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each target and the entropy of its distribution, from given logits.
+    """Log-probability of each target and the entropy of its distribution, and the argmax, in one
+    read of given logits; temperature, softcap, vocabulary-parallel.
 
     Statistics are computed in float32, relative to the largest logit of a row; the gradient is
     rounded once, on store. Both results are differentiable once in logits. What backward saves
@@ -136,8 +137,9 @@ def linear_logprob(
     chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each target, and the entropy of its distribution, for reinforcement
-    learning, preference and distillation losses.
+    """Log-probability of each target, and the entropy of its distribution, from hidden states
+    without all logits, for reinforcement learning, preference and distillation losses; with a
+    low-rank adapter on the head.
 
     Both results are differentiable once in x, weight, bias, lora_A and lora_B; backward recomputes
     the logits. The gradients of weight, bias and lora_B are summed over chunks in float32. Autocast

@@ -36,7 +36,8 @@ from tilewright.ops.moe.grouped_gemm_cases import CASES
 def grouped_gemm(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *, implementation: str = "auto"
 ) -> torch.Tensor:
-    """y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
+    """Multiplies each expert's rows by its weight:
+    y[r] = weight[e] @ x[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on.
 
     Accumulated in float32, rounded once. float32 is multiplied in full precision. Under
     torch.autocast x and weight are cast to its dtype, as by F.linear (not by grouped_mm).

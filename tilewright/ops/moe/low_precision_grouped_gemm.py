@@ -69,8 +69,9 @@ def low_precision_grouped_gemm(
     seed: int = 0,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """y[r] = Q(weight[e]) @ Q(x)[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1]
-    on; the gradients of x and weight are products in FP8 or FP4 too.
+    """`grouped_gemm` for training in FP8 or FP4:
+    y[r] = Q(weight[e]) @ Q(x)[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on;
+    the gradients of x and weight are products in FP8 or FP4 too.
 
     Q rounds as in `low_precision_linear` with the same recipe, each expert's rows and each expert's
     weight in blocks of their own. With nvfp4 the scale of a tensor is one for all experts.

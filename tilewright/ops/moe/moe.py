@@ -71,7 +71,8 @@ def moe_mlp(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """y[t] = sum_k expert_weight[t, k] * (down_proj[e] (silu(gate) * up) + down_bias[e]),
+    """The experts of an MoE layer:
+    y[t] = sum_k expert_weight[t, k] * (down_proj[e] (silu(gate) * up) + down_bias[e]),
     [gate; up] = gate_up_proj[e] x[t] + gate_up_bias[e], e = expert_index[t, k].
 
     Products accumulate in float32; gate, up, silu(gate) * up and the rows of the down-projection

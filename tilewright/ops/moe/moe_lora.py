@@ -80,8 +80,9 @@ def moe_lora(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """`moe_mlp` with W + scale * B A in place of each W: of gate and up (the halves of
-    gate_up_proj) and of down_proj.
+    """`moe_mlp` over frozen weights, dense or quantized, with W + scale * B A in place of each W,
+    of gate and up (the halves of gate_up_proj) and of down_proj; adapters of each expert, or
+    shared.
 
     Products accumulate in float32 and are rounded to x's dtype, and so are sums of base and
     adapter, gate, up, and silu(gate) * up; the sum over k is in float32, rounded once. Under

@@ -119,9 +119,7 @@ def unpermute(
     *,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Sums each token's rows with weights:
-
-        y[t] = sum_k expert_weight[t, k] * rows[position[t, k]]
+    """Sums each token's rows with weights: y[t] = sum_k expert_weight[t, k] * rows[position[t, k]].
 
     Differentiable in rows (0 for rows without a slot) and expert_weight (<dy[t],
     rows[position[t, k]]> in float32, 0 for a sentinel). Saved for backward: expert_weight and

@@ -66,8 +66,8 @@ def route(
     expert_index: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> Routing:
-    """Chooses the k best experts of each token, with their weights and two losses; or replays a
-    recorded choice with today's weights.
+    """Chooses the k best experts of each token, by softmax or sigmoid scores, groups and a bias,
+    with their weights and two losses; or replays a recorded choice with today's weights.
 
     Differentiable once in logits, through expert_weight, load_balance_loss (through P; f is a
     count) and z_loss; all sums in float32. Saved for backward: logits, expert_index and the counts.

@@ -36,7 +36,8 @@ def layernorm(
     *,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Normalizes each row of x to mean 0 and variance 1, scales and shifts it.
+    """Normalizes each row of x to mean 0 and variance 1, scales and shifts it; precise beside a
+    large mean.
 
     Differentiable once in x, weight and bias (eager and torch: any number of times). Saved for
     backward: x, and each row's mean and reciprocal standard deviation in float32. Gradients of

@@ -53,7 +53,8 @@ def rmsnorm(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Normalizes each row of x by its root mean square and scales it.
+    """Normalizes each row of x by its root mean square and scales it, with weight offset, cast
+    policies, bias, and a weight for each head.
 
     Differentiable once in x, weight and bias (eager and torch: any number of times, and in forward
     mode). Gradients of weight and bias accumulate in float32, on a CPU over 64 rows and in float64

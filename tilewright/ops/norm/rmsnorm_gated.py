@@ -39,7 +39,8 @@ def rmsnorm_gated(
     *,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Normalizes each row of x by its root mean square, scales it, and multiplies it by silu(gate).
+    """Normalizes each row of x by its root mean square, scales it, and multiplies it by silu(gate),
+    as in Qwen3-Next.
 
     Computed in float32, with the roundings of transformers' Qwen3NextRMSNormGated: the normalized
     row to x's dtype, and its product with the weight to the wider one of weight's and x's.

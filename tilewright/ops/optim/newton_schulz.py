@@ -50,7 +50,7 @@ def newton_schulz(
     eps: float = 1e-7,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Orthogonalizes matrices: approximates U V^T of x = U S V^T.
+    """Orthogonalizes matrices, as a step of Muon does: approximates U V^T of x = U S V^T.
 
     Products have factors in x's dtype and accumulate in float32; the iterates are rounded to x's
     dtype (the eager twin: float32 throughout). Singular values far below the largest stay small.

@@ -61,7 +61,8 @@ def aqn_noise(
     dtype: torch.dtype | None = torch.float32,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Draws the noise, mean 0 and variance 1, before it is multiplied by alpha.
+    """Draws adaptive quantization noise, which `noise=` of other ops adds: mean 0 and variance 1,
+    before it is multiplied by alpha.
 
     Element i (row-major) belongs to block i // 4 of Philox4x32-10 (Salmon et al., SC 2011) with key
     seed and counter words (block, block >> 32, layer, 2^31 + step). Its words w give

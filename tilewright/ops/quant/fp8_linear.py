@@ -38,8 +38,8 @@ BLOCK = (128, 128)
 def fp8_linear(
     x: torch.Tensor, q: BlockFP8, bias: torch.Tensor | None = None, *, implementation: str = "auto"
 ) -> torch.Tensor:
-    """y = dequant(fp8(x)) @ dequant(q)^T + bias: x is rounded to FP8 too, and the product is in
-    FP8.
+    """The product with a weight in FP8, in FP8: y = dequant(fp8(x)) @ dequant(q)^T + bias, where x
+    is rounded to FP8 too.
 
     Autocast as in `quantized_linear`. A separate op that `quantized_linear` never chooses, because
     rounding x changes the result: half a unit in the last of three mantissa bits, 3 % of a product

@@ -70,8 +70,8 @@ def low_precision_linear(
     seed: int = 0,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """y = Q(x) Q(w)^T + bias, for training: the gradients of x and w are products in FP8 or FP4
-    too, dx = Q(dy) Q(w^T)^T and dw = Q(dy^T) Q(x^T)^T.
+    """A linear layer for training in block-scaled FP8, MXFP8 or NVFP4: y = Q(x) Q(w)^T + bias, dx =
+    Q(dy) Q(w^T)^T and dw = Q(dy^T) Q(x^T)^T.
 
     Each Q has its scales along the dimension that the product sums over:
 

@@ -55,7 +55,7 @@ def quantized_linear(
     noise: AQN | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """y = x @ dequant(q)^T + bias.
+    """The product with a quantized weight: y = x @ dequant(q)^T + bias.
 
     The weight is dequantized in float32 and rounded to x's dtype; products accumulate in float32
     and are rounded once, with bias (in float32, PyTorch's GEMM follows

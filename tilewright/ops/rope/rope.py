@@ -52,7 +52,8 @@ def rope(
     inplace: bool = False,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Applies rotary position embedding to q and k, in one launch.
+    """Applies rotary position embedding to q and k, in one launch: half-split or interleaved,
+    partial, position ids, packed documents, in place.
 
     Computed in float32, rounded once. Differentiable in q and k: the backward is the rotation by
     the opposite angle.
