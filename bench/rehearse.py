@@ -30,8 +30,8 @@ from tilewright.bench import contract, pieces, run, runner, store, timing
 from tilewright.bench import units as timed
 from tilewright.bench.options import at_least
 from tilewright.bench.plan import Chosen
-from tilewright.bench.runner import Unit
-from tilewright.bench.units import DTYPES, failures
+from tilewright.bench.runner import Unit, failures
+from tilewright.bench.units import DTYPES
 from tilewright.core import registry
 from tilewright_lab import pretend
 

@@ -26,8 +26,8 @@ from tilewright import selection
 from tilewright.bench import report, run, runner, store
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.bench.providers import BASELINES
-from tilewright.bench.runner import Unit
-from tilewright.bench.units import BY_NAME, DTYPES, failures
+from tilewright.bench.runner import Unit, failures
+from tilewright.bench.units import BY_NAME, DTYPES
 from tilewright.core import platform
 from tilewright.core.registry import Case, Op, short
 
