@@ -399,19 +399,10 @@ def _read(path: pathlib.Path) -> Any:
         return None
 
 
-def has_failed(path: pathlib.Path) -> bool:
-    """Whether a unit's file records an error."""
-    try:
-        return bool(json.loads(path.read_text()).get("error"))
-    except OSError:
-        return False
-    except ValueError:
-        return True
-
-
 def has_succeeded(path: pathlib.Path) -> bool:
     """Whether a unit's file is there and records no error."""
-    return path.exists() and not has_failed(path)
+    document = _read(path)
+    return bool(document) and not document.get("error")
 
 
 def done() -> None:
@@ -431,11 +422,6 @@ def started(proc: pathlib.Path = pathlib.Path("/proc")) -> float:
         return time.time() - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return time.time()
-
-
-def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
-    """The units of one of several workers."""
-    return (u for i, u in enumerate(units) if i % of == worker)
 
 
 def worker_command(arguments: Sequence[str], **task: Any) -> list[str]:
