@@ -342,11 +342,8 @@ class Call:
 
     def supervise(self) -> int:
         """Runs workers, packs what they found, and returns the command's exit code."""
-        folder, meta, roof = (
-            self.chosen.args.out,
-            self.chosen.meta,
-            self.chosen.out / "roofline.json",
-        )
+        folder, meta = self.chosen.args.out, self.chosen.meta
+        roof = self.chosen.out / "roofline.json"
         if (owner := _owner(folder)) not in (None, self.plan.command[1]):
             raise runner.Unusable(f"{folder} has the results of `{owner}`; take another folder")
         store.unpack(folder)
