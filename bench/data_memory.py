@@ -12,7 +12,6 @@ counts what it cannot take back. `begun` is what had been there before the first
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import pathlib
@@ -22,12 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from tilewright.bench import report, run, store
+from bench import commands
 from tilewright.bench.options import at_least
-from tilewright.core import platform
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NAMES = {"Pss": "pss", "Pss_Anon": "anonymous"}
@@ -164,11 +161,7 @@ def watched(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench data-memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("data-memory", __doc__)
     parser.add_argument(
         "--megabytes", type=at_least(1, int), nargs="+", default=[64, 256, 1024], metavar="N"
     )
@@ -177,13 +170,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", metavar="DIR", help="for the data; default: the system's")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write data_memory.json")
     args = parser.parse_args(argv)
-    for module in platform.EXTRAS["trainer"]:
-        if reason := platform.no_module(module):
-            parser.error(reason)
-    settings: Any = SimpleNamespace(
-        megabytes=args.megabytes, tokenizer=args.tokenizer, files=args.files
+    commands.need(parser)
+    meta = commands.metadata(
+        "data-memory", argv, {n: getattr(args, n) for n in ("megabytes", "tokenizer", "files")}
     )
-    meta = run.metadata("cpu", settings, ["data-memory", *argv], trainer=True)
     rows = []
     for size in args.megabytes:
         with tempfile.TemporaryDirectory(prefix="tilewright-", dir=args.folder) as folder:
@@ -201,7 +191,5 @@ def main(argv: Sequence[str]) -> int:
         )
         print(f"{row['bytes'] / 2**20:.0f} MiB of text: {peaks}", flush=True)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
-        store.write_json(args.out / "data_memory.json", document)
+        commands.write(args.out / "data_memory.json", meta, rows)
     return 0

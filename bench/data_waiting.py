@@ -9,7 +9,6 @@ whose seconds are those of the run's first computation, is left out of both.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -20,12 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from tilewright.bench import report, run, store
+from bench import commands
 from tilewright.bench.options import at_least
-from tilewright.core import platform
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -88,20 +85,14 @@ def figures(ranks: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench data-waiting",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("data-waiting", __doc__)
     parser.add_argument("--steps", type=at_least(2, int), default=60, metavar="N")
     parser.add_argument("--workers", type=at_least(0, int), default=0, metavar="N")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write data_waiting.json")
     args = parser.parse_args(argv)
-    for module in platform.EXTRAS["trainer"]:
-        if reason := platform.no_module(module):
-            parser.error(reason)
-    settings: Any = SimpleNamespace(steps=args.steps, workers=args.workers, ranks=RANKS)
-    meta = run.metadata("cpu", settings, ["data-waiting", *argv], trainer=True)
+    commands.need(parser)
+    settings = {"steps": args.steps, "workers": args.workers, "ranks": RANKS}
+    meta = commands.metadata("data-waiting", argv, settings)
     with tempfile.TemporaryDirectory(prefix="tilewright-") as made:
         folder = pathlib.Path(made)
         options = {
@@ -125,7 +116,5 @@ def main(argv: Sequence[str]) -> int:
         f"{row['share']:.3%}; of a step {row['share_of_a_step']['most']:.2%} at most"
     )
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        document = {"schema": report.SCHEMA, "meta": meta, "rows": [row]}
-        store.write_json(args.out / "data_waiting.json", document)
+        commands.write(args.out / "data_waiting.json", meta, [row])
     return 0

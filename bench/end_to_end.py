@@ -14,7 +14,6 @@ With --device, whole optimizer steps of training runs instead (`bench/end_to_end
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -22,17 +21,15 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench import end_to_end_steps
+from bench import commands, end_to_end_steps
 from bench.host_memory import peak_mib
 from bench.llama import DTYPES, SEED, Shape, of_transformers, tokens_of
-from tilewright.bench import report, run, store, timing
+from tilewright.bench import timing
 from tilewright.bench.options import at_least, chosen, names
-from tilewright.core import platform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -233,11 +230,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str]) -> int:
     if any(a.partition("=")[0] == "--device" for a in argv):
         return end_to_end_steps.main(argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m bench end-to-end",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("end-to-end", __doc__)
     parser.add_argument(
         "--dtype", type=names(), metavar="DTYPE,..", help="default: float32,bfloat16 (autocast)"
     )
@@ -254,21 +247,16 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     dtypes = chosen(parser, "--dtype", args.dtype, list(DTYPES))
-    for module in ("transformers", "pydantic"):
-        if reason := platform.no_module(module):
-            parser.error(reason)
+    commands.need(parser, ("transformers", "pydantic"))
     if args.threads:
         torch.set_num_threads(args.threads)
     shape = Shape(tokens=args.tokens, layers=args.layers)
-    # `run.metadata` records the fields of any object.
-    settings: Any = SimpleNamespace(rounds=args.rounds, **dataclasses.asdict(shape))
-    meta = run.metadata("cpu", settings, ["end-to-end", *argv], trainer=True)
+    settings = {"rounds": args.rounds, **dataclasses.asdict(shape)}
+    meta = commands.metadata("end-to-end", argv, settings)
     rows = measure(shape, dtypes, args.rounds)
     print(table(rows))
     if args.out:
-        store.write_json(
-            args.out / "end_to_end.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
-        )
+        commands.write(args.out / "end_to_end.json", meta, rows)
     return 0
 
 

@@ -36,15 +36,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench import step_kernels
+from bench import commands, step_kernels
 from bench.llama import DTYPES, SEED, Shape, of_transformers
-from tilewright.bench import report, run, store, timing
+from tilewright.bench import run, store, timing
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.core import platform
 
@@ -469,11 +468,7 @@ def _measured(args: argparse.Namespace, meta: dict[str, Any]) -> Iterator[dict[s
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench end-to-end",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("end-to-end", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, or smollm2-135m")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; float32 on a CPU")
@@ -524,9 +519,7 @@ def main(argv: Sequence[str]) -> int:
     if args.tokens and args.tokens % 128:  # else the trainer would pad
         parser.error("argument --tokens: must be a multiple of 128")
     has_device(parser, args.device)
-    for module in platform.EXTRAS["trainer"]:
-        if reason := platform.no_module(module):
-            parser.error(reason)
+    commands.need(parser)
     args.shape = args.shape or ("smollm2-135m" if args.curve else "llama-3.2-1b")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     if args.profile and args.curve:
@@ -538,16 +531,12 @@ def main(argv: Sequence[str]) -> int:
     )
     name = "curve" if args.curve else "step_kernels" if args.profile else "end_to_end"
     fields = {k: v for k, v in vars(args).items() if k not in ("out", "commit")}
-    settings: Any = SimpleNamespace(**fields)
-    meta = run.metadata(args.device, settings, ["end-to-end", *argv], args.commit, trainer=True)
+    meta = commands.metadata("end-to-end", argv, fields, args.device, args.commit)
     rows: list[dict[str, Any]] = []
     for row in _measured(args, meta):
         rows.append(row)
         if args.out:
-            store.write_json(
-                args.out / f"{name}.json",
-                {"schema": report.SCHEMA, "meta": meta, "rows": rows},
-            )
+            commands.write(args.out / f"{name}.json", meta, rows)
     return int(any(row["status"] not in ("ok", "unavailable") for row in rows))
 
 

@@ -12,21 +12,18 @@ over the other's, in each round.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from bench import commands
 from bench.data_waiting import demo
-from tilewright.bench import report, run, store
 from tilewright.bench.options import at_least
-from tilewright.core import platform
 from tilewright.trainer.columns import IGNORE
 
 AGREEMENT = 1e-6  # relative, of sums of float32 numbers
@@ -103,22 +100,16 @@ def row_of(name: str, labels: int, both: Sequence[Callable], rounds: int) -> dic
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1: the sums of an evaluation and of its bare loop differ."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench evaluation-speed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("evaluation-speed", __doc__)
     for name, default in (("batches", 12), ("rounds", 6)):
         parser.add_argument(f"--{name}", type=at_least(1, int), default=default, metavar="N")
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", help="write evaluation_speed.json"
     )
     args = parser.parse_args(argv)
-    for module in platform.EXTRAS["trainer"]:
-        if reason := platform.no_module(module):
-            parser.error(reason)
-    settings: Any = SimpleNamespace(batches=args.batches, rounds=args.rounds)
-    meta = run.metadata("cpu", settings, ["evaluation-speed", *argv], trainer=True)
+    commands.need(parser)
+    settings = {"batches": args.batches, "rounds": args.rounds}
+    meta = commands.metadata("evaluation-speed", argv, settings)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tilewright-") as made:
@@ -132,7 +123,5 @@ def main(argv: Sequence[str]) -> int:
             f"({row['shares'][0]:.1%} to {row['shares'][-1]:.1%})"
         )
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
-        store.write_json(args.out / "evaluation_speed.json", document)
+        commands.write(args.out / "evaluation_speed.json", meta, rows)
     return int(max(row["sums_differ"] for row in rows) > AGREEMENT)

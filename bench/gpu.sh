@@ -157,7 +157,7 @@ while [ "${#stages[@]}" -gt 0 ]; do
     echo "== $name, $(((SECONDS - began) / 60)) min in"
     case $name in
     search) "$PYTHON" -m bench search --goals "$results" --dtype bfloat16 --minutes "$time" \
-        --work "$results/tune" "${commit[@]}" ;;
+        --out "$results/tune" "${commit[@]}" ;;
     again) suite --stage roofline,products,goals --minutes "$time" ;;
     rest) suite --skip smoke --minutes "$time" ;;
     parity) suite --stage parity,graph,big --dtype bfloat16 --minutes "$time" ;;

@@ -15,7 +15,6 @@ high-water mark of each process in its whole life; what was resident after impor
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -25,15 +24,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from bench import commands
 from bench.host_memory import status_mib
 from bench.llama import SEED, Shape, of_transformers
-from tilewright.bench import report, run, store, timing
+from tilewright.bench import store, timing
 from tilewright.bench.options import at_least, chosen, names
 from tilewright.core import platform
 
@@ -304,11 +303,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 # Long: a list of options and their use.
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench layouts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("layouts", __doc__)
     parser.add_argument(
         "--layout", type=names(), metavar="LAYOUT,..", help=f"default: {','.join(LAYOUTS)}"
     )
@@ -342,13 +337,9 @@ def main(argv: Sequence[str]) -> int:
         name: chosen(parser, f"--{name}", getattr(args, name), known)
         for name, known in (("layout", LAYOUTS), ("provider", PROVIDERS), ("dtype", DTYPES))
     }
-    for module in ("transformers", "accelerate", "pydantic"):
-        if reason := platform.no_module(module):
-            parser.error(reason)
+    commands.need(parser, ("transformers", "accelerate", "pydantic"))
     shape = Shape(tokens=args.tokens, layers=args.layers)
-    # `run.metadata` records the fields of any object.
-    settings: Any = SimpleNamespace(**{**vars(args), "out": None})
-    meta = run.metadata("cpu", settings, ["layouts", *argv], trainer=True)
+    meta = commands.metadata("layouts", argv, {**vars(args), "out": None})
     with tempfile.TemporaryDirectory() as folder:
         inputs = write_inputs(pathlib.Path(folder), shape, args.steps, args.model)
         jobs = [
@@ -364,9 +355,7 @@ def main(argv: Sequence[str]) -> int:
         rows = measure(shape, jobs, args.rounds)
     print(table(rows))
     if args.out:
-        store.write_json(
-            args.out / "layouts.json", {"schema": report.SCHEMA, "meta": meta, "rows": rows}
-        )
+        commands.write(args.out / "layouts.json", meta, rows)
     return 0
 
 

@@ -8,7 +8,6 @@ takes them to be. A call with the same --out runs what has no row there.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import gc
@@ -21,15 +20,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tilewright.bench import report, run, store
+from bench import commands
+from tilewright.bench import report, store
 from tilewright.bench.options import chosen, names
-from tilewright.core import platform
 
 FILE, ROOT = "memory.json", pathlib.Path(__file__).parents[1]
 SHAPE: dict[str, Any] = {
@@ -258,11 +256,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("memory", __doc__)
     for option, known in (("layout", LAYOUTS), ("schedule", SCHEDULES)):
         text = f"default: {','.join(known)}"
         parser.add_argument(f"--{option}", type=names(), metavar=f"{option.upper()},..", help=text)
@@ -271,11 +265,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     layouts = chosen(parser, "--layout", args.layout, LAYOUTS)
     schedules = chosen(parser, "--schedule", args.schedule, SCHEDULES)
-    if reason := platform.no_module("pydantic"):
-        parser.error(reason)
-    # `run.metadata` records the fields of any object.
-    settings: Any = SimpleNamespace(**{**vars(args), "out": None})
-    meta, path = run.metadata("cpu", settings, ["memory", *argv], trainer=True), args.out / FILE
+    commands.need(parser, ["pydantic"])
+    meta = commands.metadata("memory", argv, {**vars(args), "out": None})
+    path = args.out / FILE
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for layout in layouts:
         there = {r["schedule"] for r in rows if r["layout"] == layout}

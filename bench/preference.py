@@ -23,7 +23,6 @@ its tensors (`bench/predicted/step.py`).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -35,13 +34,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
+from bench import commands
 from bench.end_to_end_steps import largest_difference
 from bench.host_memory import level_mib, status_mib
 from bench.llama import SEED, Shape, of_transformers
-from tilewright.bench import report, run, store, timing
+from tilewright.bench import store, timing
 from tilewright.bench.options import at_least
 from tilewright.core import platform
 
@@ -315,11 +314,7 @@ def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1: the losses differ."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench preference",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("preference", __doc__)
     for name, default in (("layers", 30), ("tokens", 1024), ("steps", 4), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=at_least(1, int), default=default, metavar="N")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write preference.json")
@@ -327,23 +322,19 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.count and args.out is None:
         parser.error("--count writes counted.json, and needs --out DIR")
-    for module in (*platform.EXTRAS["trainer"], "trl"):
-        if reason := platform.no_module(module):
-            parser.error(reason)
-    settings: Any = SimpleNamespace(**{k: v for k, v in vars(args).items() if k != "out"})
-    meta = run.metadata("cpu", settings, ["preference", *argv], trainer=True)
+    commands.need(parser, (*platform.EXTRAS["trainer"], "trl"))
+    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    meta = commands.metadata("preference", argv, settings)
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         job = Job(folder, args.layers, args.tokens, args.steps)
         weights = write_inputs(job)
         if args.count:
-            args.out.mkdir(parents=True, exist_ok=True)
-            about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
-            store.write_json(args.out / "counted.json", about | {"rows": list(count(job))})
+            rows = list(count(job))
+            commands.write(args.out / "counted.json", meta, rows, weights_bytes=weights)
             return 0
         brief = dataclasses.replace(job, steps=min(job.steps, 2))
         held = [run_once(brief, *provider, "memory", MALLOC) for provider in PROVIDERS]
         found: list[list] = [[] for _ in PROVIDERS]
-        about = {"schema": report.SCHEMA, "meta": meta, "weights_bytes": weights}
         for number in range(args.rounds):
             for i, provider in enumerate(PROVIDERS):
                 found[i].append(run_once(job, *provider, number, {}))
@@ -356,9 +347,8 @@ def main(argv: Sequence[str]) -> int:
                 both = [(a, b) for a, b in COMPARED if rows.keys() >= {a, b}]
                 comparisons = [compared(rows[a], rows[b]) for a, b in both]
                 if args.out:
-                    more = {"rows": list(rows.values()), "comparisons": comparisons}
-                    args.out.mkdir(parents=True, exist_ok=True)
-                    store.write_json(args.out / "preference.json", about | more)
+                    more = {"weights_bytes": weights, "comparisons": comparisons}
+                    commands.write(args.out / "preference.json", meta, [*rows.values()], **more)
     for ratios in comparisons:
         values = (v if isinstance(v, str) else f"{v:.3g}" for v in ratios.values())
         print("  ".join(f"{k} {v}" for k, v in zip(ratios, values, strict=True)))

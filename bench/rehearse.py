@@ -12,7 +12,6 @@ shows that the plan fits, and not how fast a kernel is.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import pathlib
 import tempfile
@@ -22,16 +21,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from bench import gpu_cache
+from bench import commands, gpu_cache
 from bench.stages import questions
-from bench.suite import FIRST, GROUPS, SUITE, units
+from bench.suite import FIRST, GROUPS, SUITE, processes, units
 from tilewright import selection
 from tilewright.bench import contract, pieces, run, runner, store, timing
 from tilewright.bench import units as timed
 from tilewright.bench.options import at_least
 from tilewright.bench.plan import Chosen
-from tilewright.bench.runner import Unit
-from tilewright.bench.units import DTYPES, failures
+from tilewright.bench.runner import Unit, failures
+from tilewright.bench.units import DTYPES
 from tilewright.core import registry
 from tilewright_lab import pretend
 
@@ -246,11 +245,11 @@ def rehearse(
         limits = SUITE.ends(stages, SCRIPT + COLD, until)
         now, parts = SCRIPT + COLD, []
         for group in GROUPS:
-            mine = [s for s in group.stages if s in stages]
+            mine = [s for s in group if s in stages]
             if not mine:
                 continue
             with mock.patch("os.cpu_count", lambda: cores):
-                workers = group.processes("cuda", None)
+                workers = processes(group, "cuda", None)
             clocks = [now + (START if workers == 1 else TOGETHER)] * workers
             for stage in mine:
                 parts.append(_part(stage, plan[stage], ledger, clocks, (limits[stage], until)))
@@ -274,7 +273,7 @@ def _part(
     for k in range(len(clocks)):
         if len(clocks) > 1:
             ledger.new_process()
-        for unit in runner.split(units_, k, len(clocks)):
+        for unit in units_[k :: len(clocks)]:
             if clocks[k] >= limits[0]:
                 break
             ledger.begin(_case_of(unit))
@@ -318,11 +317,7 @@ def table(parts: Sequence[Part]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1: a unit failed or compiles; 2: nothing can be rehearsed here, with the reason."""
-    p = argparse.ArgumentParser(
-        prog="python -m bench rehearse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = commands.parser("rehearse", __doc__)
     p.add_argument("--minutes", type=at_least(1, float), default=9.0)
     p.add_argument("--arch", type=int, choices=list(pretend.DEVICES), default=90)
     p.add_argument("--name", help="the device's (default: as for gpu-cache)")

@@ -15,13 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from bench.stages import goals
 from tilewright import selection
-from tilewright.bench import runner, store, tune
+from tilewright.bench import plan, runner, store
 from tilewright.bench.options import has_device
+from tilewright.bench.tune import TUNE
 from tilewright.core import platform
 from tilewright.core.registry import short
 from tilewright_lab import pretend
@@ -68,16 +70,21 @@ def compile_beforehand(ops: Sequence[str], goals: pathlib.Path, until: float) ->
         runner.kill(process)
 
 
-def main(argv: Sequence[str], start_time: float | None = None) -> int:
-    start_time = start_time or time.time()
-    p = tune.parser("python -m bench search", __doc__)
-    p.add_argument(
+def _options(parser: argparse.ArgumentParser) -> None:
+    TUNE.options(parser)
+    parser.add_argument(
         "--goals",
         type=pathlib.Path,
         required=True,
         metavar="DIR",
         help="the suite's results; goals that were not measured are not searched",
     )
+    parser.allow_abbrev = False  # below, --goals is taken out of the arguments by its name
+
+
+def main(argv: Sequence[str], start_time: float | None = None) -> int:
+    start_time = start_time or time.time()
+    p = plan.parser(replace(TUNE, command=("bench", "search"), about=__doc__, options=_options))
     args = p.parse_args(argv)
     has_device(p, args.device)
     if args.only is not None:
@@ -97,7 +104,7 @@ def main(argv: Sequence[str], start_time: float | None = None) -> int:
     of_goals.add_argument("--goals")
     rest = [*of_goals.parse_known_args(argv)[1], "--only", ",".join(behind)]
     if args.device == "cuda":
-        plan, out, meta = tune.searches(tune.parser().parse_args(rest), rest)
-        if not all(runner.current(u, out, meta) for u in plan):
+        call = plan.asked(TUNE, plan.parser(TUNE).parse_args(rest), rest)
+        if call.unmade():
             compile_beforehand(args.op, args.goals, start_time + 60 * args.minutes - runner.FINISH)
-    return tune.main(rest, start_time)
+    return plan.main(TUNE, rest, start_time)

@@ -12,7 +12,6 @@ answers must agree: the losses are ln 2 without a step of the optimizer.
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import random
@@ -20,16 +19,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from bench import commands
 from bench.end_to_end import SEED, Shape, of_transformers
 from bench.end_to_end_steps import largest_difference
-from tilewright.bench import report, run, store
+from tilewright.bench import store
 from tilewright.bench.options import at_least
-from tilewright.core import platform
 
 PARTS = (1, 3, 8)  # of a prompt, to one of an answer
 AGREEMENT = 1e-4  # relative, of sums in float32
@@ -111,20 +109,14 @@ def figures(part: int, found: dict[bool, list[tuple[int, float, float]]]) -> dic
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 1: log-probabilities differ."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench shared-prefix",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("shared-prefix", __doc__)
     for name, default in (("layers", 8), ("tokens", 1024), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=at_least(1, int), default=default, metavar="N")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write shared_prefix.json")
     args = parser.parse_args(argv)
-    for module in platform.EXTRAS["trainer"]:
-        if reason := platform.no_module(module):
-            parser.error(reason)
-    settings: Any = SimpleNamespace(**{k: v for k, v in vars(args).items() if k != "out"})
-    meta = run.metadata("cpu", settings, ["shared-prefix", *argv], trainer=True)
+    commands.need(parser)
+    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    meta = commands.metadata("shared-prefix", argv, settings)
     shape, rows, threads = Shape(layers=args.layers), [], torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tilewright-") as made:
@@ -147,7 +139,5 @@ def main(argv: Sequence[str]) -> int:
             )
     torch.set_num_threads(threads)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
-        store.write_json(args.out / "shared_prefix.json", document)
+        commands.write(args.out / "shared_prefix.json", meta, rows)
     return int(max(row["logprobs_differ"] for row in rows) > AGREEMENT)

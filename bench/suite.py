@@ -31,6 +31,7 @@ rules of a call: what resumes, and the exit codes; 4 means that more than three 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ from bench.stages.smoke import FAILURES_AT_MOST, smoke_units
 from bench.stages.tools import counter_units, sanitize_units
 from tilewright.bench import contract, plan, run
 from tilewright.bench import units as timed
-from tilewright.bench.plan import Chosen, Group, Plan, supported, tagged
+from tilewright.bench.options import at_least
+from tilewright.bench.plan import Chosen, Plan, supported, tagged
 from tilewright.bench.runner import Unit
 from tilewright.bench.timed import RUN
 from tilewright.bench.units import TIMED, smallest
@@ -78,12 +80,20 @@ HOST = ("rmsnorm", "silu_mul", "rope", "cross_entropy", "moe_mlp", "adamw_")
 
 
 GROUPS = (
-    Group(("smoke",), most=8, per_core=0.5),
-    Group(("roofline", "products", "ab", "goals", "host", "sanitize", "counters")),
-    # Half of the cores: each process starts compilers.
-    Group(("parity", "graph"), most=8, per_core=0.5),
-    Group(("big", "time", "overhead")),
+    ("smoke",),
+    ("roofline", "products", "ab", "goals", "host", "sanitize", "counters"),
+    ("parity", "graph"),
+    ("big", "time", "overhead"),
 )
+
+
+def processes(group: tuple[str, ...], device: str, jobs: int | None) -> int:
+    """How many processes run a group.   jobs: how many where nothing is timed; None: half of the
+    cores, at most 8, since each starts compilers.
+    """
+    if group not in (GROUPS[0], GROUPS[2]):
+        return 1
+    return jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device == "cuda" else 1)
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -207,11 +217,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="measure the host time of Triton implementations on CPU tensors: kernels are "
         "compiled and specialized for compute capability 9.0, but not launched",
     )
-
-
-def _refuse(args: argparse.Namespace) -> str | None:
-    reason = pretend.no_compiling() if args.not_launched else None
-    return reason and f"--not-launched: {reason}"
+    parser.add_argument(
+        "--jobs",
+        type=at_least(1, int),
+        help="worker processes of stages without timing (default: by the number of cores; 1 on a "
+        "CPU)",
+    )
 
 
 SUITE = Plan(
@@ -223,12 +234,14 @@ SUITE = Plan(
     describe=describe,
     on_roof=("products", "goals", "time"),
     decides={"smoke": FAILURES_AT_MOST},
-    results="bench/results",
+    results="bench/results/{device}-{date}",
     settings=run.Settings(rounds=9, max_seconds=6.0, baseline_slack=8.0),
     options=_options,
-    refuse=_refuse,
+    processes=lambda group, args: processes(group, args.device, args.jobs),
 )
 
 
 def main(argv: Sequence[str], start_time: float | None = None) -> int:
+    if "--not-launched" in argv and (reason := pretend.no_compiling()):
+        plan.parser(SUITE).error(f"--not-launched: {reason}")
     return plan.main(SUITE, argv, start_time)

@@ -11,7 +11,6 @@ of the numerics contract. A call with the same --out runs what has no rows there
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -20,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from bench import commands
 from bench.page.text import table
 from bench.truth_losses import (
     BIN,
@@ -40,10 +39,9 @@ from bench.truth_losses import (
     Kind,
     Step,
 )
-from tilewright.bench import bounds, report, run, store
+from tilewright.bench import bounds, report, store
 from tilewright.bench.options import chosen, names
 from tilewright.bench.tensors import error
-from tilewright.core import platform
 from tilewright.ops.loss.preference import FORMULAS
 
 FILE, ROOT = "truth.json", pathlib.Path(__file__).parents[1]
@@ -445,11 +443,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench truth",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("truth", __doc__)
     for option, known in (("layout", LAYOUTS), ("loss", LOSSES)):
         text = f"default: {', '.join(known)}"
         parser.add_argument(f"--{option}", type=names(), metavar=f"{option.upper()},..", help=text)
@@ -459,12 +453,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     layouts = chosen(parser, "--layout", args.layout, LAYOUTS)
     losses = chosen(parser, "--loss", args.loss, LOSSES)
-    for module in ("pydantic", "transformers", "peft"):
-        if reason := platform.no_module(module):
-            parser.error(reason)
-    # `run.metadata` records the fields of any object.
-    settings: Any = SimpleNamespace(**{**vars(args), "out": None, "page": None})
-    meta, path = run.metadata("cpu", settings, ["truth", *argv], trainer=True), args.out / FILE
+    commands.need(parser, ("pydantic", "transformers", "peft"))
+    meta = commands.metadata("truth", argv, {**vars(args), "out": None, "page": None})
+    path = args.out / FILE
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for layout in layouts:
         there = {r["loss"] for r in rows if r["layout"] == layout}

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.bench import contract, run, sources, timing
 from tilewright.bench.runner import Unit
-from tilewright.bench.units import constants, raised
+from tilewright.bench.units import constants
 from tilewright.core import registry
 from tilewright.core.registry import Op, short
 
@@ -31,7 +31,6 @@ def checks(
         {"op": op.name, "case": case.name, "results": []},
         limit,
         {"dtypes": [short(d) for d in dtypes], "constants": constants(op, device)},
-        raised,
         sources.digest(op),
     )
 

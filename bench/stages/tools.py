@@ -19,7 +19,7 @@ from bench.stages.checks import result
 from tilewright import selection
 from tilewright.bench import contract, sources, timing
 from tilewright.bench.runner import Unit
-from tilewright.bench.units import raised, smallest
+from tilewright.bench.units import smallest
 from tilewright.core import registry
 from tilewright.core.registry import Op
 
@@ -132,7 +132,7 @@ def sanitize_units(ops: Sequence[Op]) -> list[Unit]:
 
     blank = {"op": ", ".join(names), "case": "launches", "results": []}
     options = {"processes": parts}
-    return [Unit("sanitize/launches", make, blank, 60.0, options, raised, _digest(asked))]
+    return [Unit("sanitize/launches", make, blank, 60.0, options, _digest(asked))]
 
 
 def _sanitized(tool: str, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -241,7 +241,6 @@ def _counter_unit(ops: Sequence[Op], asked: Sequence[tuple[str, str, str, str]])
         document(results=[], counters=[]),
         60.0,
         {"asked": asked, "sections": SECTIONS},
-        raised,
         _digest(ops),
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.stages import tools
-from tilewright.bench.units import failures
+from tilewright.bench.runner import failures
 from tilewright.ops import OPS
 
 HEAD = "========= COMPUTE-SANITIZER\n"

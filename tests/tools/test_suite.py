@@ -44,8 +44,8 @@ from tilewright.bench.__main__ import main as bench
 from tilewright.bench.plan import Chosen
 from tilewright.bench.providers import Provider
 from tilewright.bench.report import PASSES
-from tilewright.bench.runner import Unit
-from tilewright.bench.units import DTYPES, TIMED, failures, roofline_unit
+from tilewright.bench.runner import Unit, failures
+from tilewright.bench.units import DTYPES, TIMED, roofline_unit
 from tilewright.core.registry import (
     Case,
     Cost,
@@ -154,7 +154,7 @@ def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
 
 def test_what_there_was_no_time_for_goes_last(tmp_path):
     log = []
-    (tmp_path / runner.POSTPONED).write_text('{"a": 1}')
+    store.write_json(tmp_path / "a.json", {"late": True})
     failed = counting("b", log, ValueError("no"))
     runner.work([failed], tmp_path, FOREVER, META)
     runner.work(
@@ -215,7 +215,7 @@ from tilewright.bench import runner, timing
 out, until, slot = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 {CLOCK}
 def unit(name, make, limit=60.0):
-    return runner.Unit(name, make, {"rows": []}, limit)
+    return runner.Unit(name, make, {"found": []}, limit)
 def stuck():
     time.sleep(600)
 def later(seconds):
@@ -236,17 +236,17 @@ def breed():
 def write_parts():
     for i in range(1, 4):
         now, new = {START} + 2000 * i, out / "new"
-        runner.write_json(new, {"unfinished": True, "rows": list(range(1, i + 1))})
+        runner.write_json(new, {"unfinished": True, "found": list(range(1, i + 1))})
         os.utime(new, (now, now))
         new.rename(out / "parts.json")
         later(2000 * (i + 1))
-    return {"rows": [1, 2, 3]}
+    return {"found": [1, 2, 3]}
 def me():
-    return {"rows": [os.getpid()]}
+    return {"found": [os.getpid()]}
 def turn():
     with (out / "turns").open("a") as file:
         file.write("x")
-        return {"rows": [file.tell()]}
+        return {"found": [file.tell()]}
 units = {UNITS}
 runner.work(units, out, until, {"device": "a cpu", "source": "1", "versions": {}}, slot=slot)
 """
@@ -343,12 +343,12 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
     out, said, _ = watch(
         tmp_path,
         """[
-        unit("first", lambda: {"rows": [1]}), unit("crash", lambda: os.abort()),
-        unit("hang", stuck, 1.0), unit("last", lambda: {"rows": [2]})]""",
+        unit("first", lambda: {"found": [1]}), unit("crash", lambda: os.abort()),
+        unit("hang", stuck, 1.0), unit("last", lambda: {"found": [2]})]""",
         real=True,
     )
-    assert value(out, "first")["rows"] == [1] and value(out, "last")["rows"] == [2]
-    assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["rows"] == []
+    assert value(out, "first")["found"] == [1] and value(out, "last")["found"] == [2]
+    assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["found"] == []
     assert (
         "within 1 s" in value(out, "hang")["error"]
         and value(out, "hang")["meta"]["device"] == "a cpu"
@@ -360,23 +360,22 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
 
 
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
-    units = """[unit("quick", lambda: {"rows": [1]}), unit("slow", stuck), unit("never", turn)]"""
+    units = """[unit("quick", lambda: {"found": [1]}), unit("slow", stuck), unit("never", turn)]"""
     out, said, up = watch(tmp_path, units, late=at("slow"))
     assert up and (out / "quick.json").exists()
     assert not list(out.glob("running*"))
-    assert not (out / "slow.json").exists() and "slow: out of time" in said, (
-        "it may need just the time that was left"
-    )
-    assert list(value(out, "postponed")) == ["slow"]
+    late = value(out, "slow")
+    assert "slow: out of time" in said and late["late"] and late["unfinished"]
+    assert "error" not in late, "it may need just the time that was left"
     out, _, _ = watch(tmp_path, units.replace("stuck", "turn"))
-    assert [value(out, n)["rows"] for n in ("never", "slow")] == [[1], [2]], "slow goes last"
-    assert not (out / "postponed.json").exists()
+    assert [value(out, n)["found"] for n in ("never", "slow")] == [[1], [2]], "slow goes last"
+    assert "late" not in value(out, "slow")
 
 
 def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_process(tmp_path):
     out, _, _ = watch(tmp_path, """[unit("before", me), unit("lost", lose), unit("after", me)]""")
     assert value(out, "lost")["error"] == "triton bfloat16: an illegal memory access"
-    assert value(out, "before")["rows"] != value(out, "after")["rows"]
+    assert value(out, "before")["found"] != value(out, "after")["found"]
 
 
 def test_the_device_is_asked_after_an_exception(monkeypatch):
@@ -463,20 +462,21 @@ def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
     """A unit that failed in an earlier call, or has written a part: the next call does not begin
     with it again.
     """
-    units = """[unit("first", {FIRST}), unit("second", lambda: {"rows": [2]})]"""
+    units = """[unit("first", {FIRST}), unit("second", lambda: {"found": [2]})]"""
     out = tmp_path / "out"
-    part = {"meta": META, "unfinished": True, "rows": [1]}
+    part = {"meta": META, "unfinished": True, "found": [1]}
     store.write_json(out / "first.json", part)
     watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
-    assert not (out / "second.json").exists() and list(value(out, "postponed")) == ["first"]
+    assert not (out / "second.json").exists()
+    assert value(out, "first") == {**part, "late": True}
     watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
-    assert value(out, "second")["rows"] == [2]
+    assert value(out, "second")["found"] == [2]
 
 
 def test_a_limit_counts_from_what_was_last_written(tmp_path):
     script = """[unit("parts", write_parts, 3000.0), unit("stuck", out_of_time, 3000.0)]"""
     out, _, _ = watch(tmp_path, script)
-    assert value(out, "parts")["rows"] == [1, 2, 3] and "error" not in value(out, "parts")
+    assert value(out, "parts")["found"] == [1, 2, 3] and "error" not in value(out, "parts")
     assert "within 3000 s" in value(out, "stuck")["error"]
 
 
@@ -510,10 +510,10 @@ def test_the_time_that_imports_took_is_in_the_budget(tmp_path, monkeypatch):
     assert runner.started(tmp_path / "another system") == START
     assert runner.started() < START, "the format is that of this system"
     given = []
-    for module, command, name in ((suite, main, "suite"), (tune, bench, "tune")):
-        monkeypatch.setattr(module, "main", lambda argv, start_time: given.append(start_time))
+    monkeypatch.setattr(plan, "main", lambda of, argv, start_time: given.append(start_time))
+    for command, name in ((main, "suite"), (bench, "run"), (bench, "tune")):
         command([name], start_time=5.0)
-    assert given == [5.0, 5.0]
+    assert given == [5.0] * 3
 
 
 def test_an_interrupt_leaves_no_worker(tmp_path):
@@ -542,12 +542,6 @@ def test_an_interrupt_leaves_no_worker_that_is_being_started(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         runner.supervise([[sys.executable, str(tmp_path / "stuck.py")]] * 2, tmp_path, FOREVER)
     assert len(started) == 1 and not alive(started[0])
-
-
-def test_the_share_of_each_worker():
-    units = [counting(str(i), []) for i in range(5)]
-    shares = [[u.name for u in runner.split(units, k, 2)] for k in range(2)]
-    assert shares == [["0", "2", "4"], ["1", "3"]]
 
 
 def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
@@ -604,7 +598,7 @@ def test_parity_tells_what_holds_what_is_broken_and_what_raised():
     }
     assert [t["name"] for t in found["right"]["tensors"]] == ["out 0", "grad x", "grad weight"]
     assert all(t["error"] <= t["budget"] for t in found["right"]["tensors"])
-    assert unit.failed(document) and not unit.failed(
+    assert runner.raised(document) and not runner.raised(
         {**document, "results": [found["right"], found["wrong"]]}
     )
     assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
@@ -1182,7 +1176,7 @@ def test_the_share_of_each_stage():
     assert list(first) == list(suite.FIRST) and first["counters"] == 480.0
     assert first["products"] < 250.0 and first["smoke"] < 90.0
     assert sum(suite.SHARES[s] for s in suite.FIRST) == 100
-    assert sorted(suite.STAGES) == sorted(s for g in suite.GROUPS for s in g.stages)
+    assert sorted(suite.STAGES) == sorted(s for g in suite.GROUPS for s in g)
 
 
 @pytest.mark.parametrize(
@@ -1190,7 +1184,7 @@ def test_the_share_of_each_stage():
     [
         [main, "suite", "--op", "rope", "--out"],
         [bench, "run", "--op", "rope", "--out"],
-        [bench, "tune", "--op", "linear_cross_entropy", "--work"],
+        [bench, "tune", "--op", "linear_cross_entropy", "--out"],
     ],
 )
 def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
@@ -1203,7 +1197,7 @@ def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
     "command",
     [
         ["bench", "suite", "--op", "rope", "--stage", "parity", "--out"],
-        ["tilewright.bench", "tune", "--op", "linear_cross_entropy", "--work"],
+        ["tilewright.bench", "tune", "--op", "linear_cross_entropy", "--out"],
     ],
 )
 def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):

@@ -246,15 +246,14 @@ def parsed(program, arguments):
     if arguments[:1] == ["-m"] and arguments[1] in ("bench", "tilewright.bench"):
         from bench import __main__ as root
         from bench.suite import SUITE
-        from tilewright.bench import plan, tune
+        from tilewright.bench import plan
         from tilewright.bench.timed import RUN
+        from tilewright.bench.tune import TUNE
 
         (module, command), rest = arguments[1:3], arguments[3:]
-        for of in (SUITE, RUN):
+        for of in (SUITE, RUN, TUNE):
             if of.command == (module, command):
                 return plan.parser(of).parse_args(rest)
-        if command == "tune":
-            return tune.parser().parse_args(rest)
         assert command in (root.COMMANDS if module == "bench" else ("list", "compare"))
         return None
     script = arguments[0] if program == "python" else program

@@ -76,9 +76,10 @@ def main(argv: list[str] | None = None, start_time: float | None = None) -> int:
         print("tune --goals is `python -m bench search --goals` now", file=sys.stderr)
         return 2
     if argv[:1] == ["tune"]:
-        from tilewright.bench import tune
+        from tilewright.bench import plan
+        from tilewright.bench.tune import TUNE
 
-        return tune.main(argv[1:], start_time)
+        return plan.main(TUNE, argv[1:], start_time)
     if argv and argv[0] in ELSEWHERE:
         print(f"{argv[0]} is `{ELSEWHERE[argv[0]]}` now", file=sys.stderr)
         return 2

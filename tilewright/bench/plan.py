@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import pathlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,8 +25,8 @@ from tilewright import selection
 from tilewright.bench import report, run, runner, store
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.bench.providers import BASELINES
-from tilewright.bench.runner import Unit
-from tilewright.bench.units import BY_NAME, DTYPES, failures
+from tilewright.bench.runner import Unit, failures
+from tilewright.bench.units import BY_NAME, DTYPES
 from tilewright.core import platform
 from tilewright.core.registry import Case, Op, short
 
@@ -38,29 +37,6 @@ WORTHWHILE = 15.0
 
 
 @dataclass(frozen=True)
-class Group:
-    """Stages that run in the same processes, one after the other.
-
-    most: the largest number of processes, each with a part of every stage's units; 1 if times are
-        measured.
-    per_core: processes per processor core.
-    """
-
-    stages: tuple[str, ...]
-    most: int = 1
-    per_core: float = 1.0
-
-    def processes(self, device: str, jobs: int | None) -> int:
-        """jobs: number of processes where nothing is timed; None: by the number of cores."""
-        if self.most == 1:
-            return 1
-        if jobs:
-            return jobs
-        cores = int((os.cpu_count() or 1) * self.per_core)
-        return min(self.most, max(1, cores)) if device == "cuda" else 1
-
-
-@dataclass(frozen=True)
 class Chosen:
     """What a call was asked for; see the command's options.
 
@@ -68,6 +44,7 @@ class Chosen:
     only: providers of timed cases; default: all.
     say: see `run.measure`.
     args: all of the command's options, for those of a plan's own.
+    meta: of the call (see `run.metadata`).
     """
 
     device: str
@@ -76,6 +53,7 @@ class Chosen:
     only: Sequence[str] | None = None
     say: Callable[[str], object] | None = None
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
+    meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,31 +64,37 @@ class Plan:
     about: the command's description.
     shares: the stages in their order, each with its weight: a stage's share of a call is its
         weight over the sum of the weights of all stages that the call was asked for.
-    groups: which stages share processes.
-    units: (stage, ops, dtypes, chosen, cases) -> the units of a stage, most decisive first.
+    groups: stages that run in the same processes, one after the other.
+    units: (stage, ops, dtypes, chosen, cases) -> the units of a stage, most decisive first. Raises
+        ValueError for what was asked for and cannot be done.
     describe: a finished document, for the terminal.
+    settings: of timed cases, for which the command has options; None: it has no such cases.
     on_roof: stages that judge by the roofline, and need the stage `roofline`.
     decides: stages more than so many of whose units may not fail: what is timed after them would
         be thrown away.
-    results: the folder in which a call without --out makes one.
-    dtypes, settings, minutes: what a call has that does not say; None: it must.
-    options: adds options of the plan's own.   refuse: parser and arguments -> an error, or None.
+    results: the folder of a call without --out, by its device and date.
+    dtypes, minutes: what a call has that does not say; None: it must.
+    options: adds options of the plan's own.
+    processes: (group, options) -> how many of them run its stages, each with a part of every
+        stage's units; 1 if times are measured.
+    finish: called at the end, when the units' files are there.
     """
 
     command: tuple[str, str]
     about: str | None
     shares: Mapping[str, float]
-    groups: Sequence[Group]
+    groups: Sequence[tuple[str, ...]]
     units: Callable[..., list[Unit]]
     describe: Callable[[dict[str, Any]], str]
-    on_roof: Collection[str]
-    settings: run.Settings
+    settings: run.Settings | None = None
+    on_roof: Collection[str] = ()
     decides: Mapping[str, int] = field(default_factory=dict)
-    results: str = "bench_results"
+    results: str = "bench_results/{device}-{date}"
     dtypes: Sequence[torch.dtype] = DTYPES
     minutes: float | None = None
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    refuse: Callable[[argparse.Namespace], str | None] = lambda args: None
+    processes: Callable[[tuple[str, ...], argparse.Namespace], int] = lambda group, args: 1
+    finish: Callable[[Chosen], None] = lambda chosen: None
 
     def ends(self, stages: Sequence[str], begin: float, until: float) -> dict[str, float]:
         """When each of these stages starts no further unit, by the shares. What a stage leaves over
@@ -170,7 +154,7 @@ def conclude(
 
 # Long: a list of options.
 def parser(plan: Plan) -> argparse.ArgumentParser:
-    ops, stages, settings = selection.operations(), list(plan.shares), plan.settings
+    ops, stages = selection.operations(), list(plan.shares)
     p = argparse.ArgumentParser(
         prog=f"python -m {' '.join(plan.command)}",
         description=plan.about,
@@ -188,24 +172,11 @@ def parser(plan: Plan) -> argparse.ArgumentParser:
         "--out",
         type=pathlib.Path,
         metavar="DIR",
-        help=f"folder of the results, read and written (default: {plan.results}/<device>-<date>)",
+        help="folder of the results, read and written (default: "
+        f"{plan.results.format(device='<device>', date='<date>')})",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
-    add(
-        "--stage",
-        type=names(stages),
-        default=stages,
-        metavar="STAGE,..",
-        help="default: every stage",
-    )
-    add("--skip", type=names(stages), default=[], metavar="STAGE,..", help="stages to leave out")
-    add(
-        "--stream",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="append each finished document to FILE, one per line",
-    )
     add(
         "--case",
         type=names({c.name for op in ops.values() for c in op.cases}),
@@ -219,104 +190,95 @@ def parser(plan: Plan) -> argparse.ArgumentParser:
         metavar="DTYPE,..",
         help="default: %(default)s",
     )
-    if any(group.most > 1 for group in plan.groups):
-        add(
-            "--jobs",
-            type=at_least(1, int),
-            help="worker processes of stages without timing (default: by the number of cores; 1 on "
-            "a CPU)",
-        )
-    add("--provider", type=names(), metavar="NAME,..", help="of timed cases (default: all)")
-    add("--threads", type=at_least(1, int), metavar="N", help="CPU threads (default: torch's)")
     add(
-        "--rounds",
-        type=at_least(1, int),
-        default=settings.rounds,
-        help="per timed case (default %(default)s)",
-    )
-    add(
-        "--case-seconds",
-        type=at_least(0, float),
-        default=settings.max_seconds,
-        help="start no further round of a timed case after this time (default %(default)s)",
-    )
-    add(
-        "--baseline-slack",
-        type=at_least(1, float),
-        default=settings.baseline_slack,
-        help="time and mark a baseline whose error is at most this multiple of the contract's "
-        "budget (default %(default)s; 1 is the contract itself)",
-    )
-    add("--keep", action="store_true", help="accept results of other sources and versions")
-    add(
-        "--sample-ms",
-        type=at_least(0, float),
-        default=1e3 * settings.sample_seconds,
-        help="on a CPU, the duration of one sample of repeated calls (default %(default)s)",
+        "--stream",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="append each finished document to FILE, one per line",
     )
     add(
         "--commit",
         metavar="COMMIT|FILE",
         help="the commit of these sources, or gpu-cache's commit.json, if git does not know it",
     )
+    p.set_defaults(stage=stages, skip=[], provider=None, threads=None, keep=False)
+    if plan.settings is not None:
+        add("--stage", type=names(stages), metavar="STAGE,..", help="default: every stage")
+        add("--skip", type=names(stages), metavar="STAGE,..", help="stages to leave out")
+        add("--provider", type=names(), metavar="NAME,..", help="of timed cases (default: all)")
+        add("--threads", type=at_least(1, int), metavar="N", help="CPU threads (default: torch's)")
+        add(
+            "--rounds",
+            type=at_least(1, int),
+            default=plan.settings.rounds,
+            help="per timed case (default %(default)s)",
+        )
+        add(
+            "--case-seconds",
+            type=at_least(0, float),
+            default=plan.settings.max_seconds,
+            help="start no further round of a timed case after this time (default %(default)s)",
+        )
+        add(
+            "--baseline-slack",
+            type=at_least(1, float),
+            default=plan.settings.baseline_slack,
+            help="time and mark a baseline whose error is at most this multiple of the contract's "
+            "budget (default %(default)s; 1 is the contract itself)",
+        )
+        add("--keep", action="store_true", help="accept results of other sources and versions")
+        add(
+            "--sample-ms",
+            type=at_least(0, float),
+            default=1e3 * plan.settings.sample_seconds,
+            help="on a CPU, the duration of one sample of repeated calls (default %(default)s)",
+        )
     plan.options(p)
     return p
 
 
 def main(plan: Plan, argv: Sequence[str], start_time: float | None = None) -> int:
     """start_time: when the process started, from which the minutes count (default: now)."""
-    start_time = start_time or time.time()
     argv, task = runner.parse_task(argv)
     p = parser(plan)
     args = p.parse_args(argv)
     has_device(p, args.device)
-    if reason := plan.refuse(args):
-        p.error(reason)
-    table = selection.operations()
-    known = list(dict.fromkeys((*BASELINES, *(n for op in table.values() for n in op.names()))))
+    ops = selection.operations().values()
+    known = list(dict.fromkeys((*BASELINES, *(n for op in ops for n in op.names()))))
     args.provider = chosen(p, "--provider", args.provider, known) if args.provider else None
     if args.threads:
         torch.set_num_threads(args.threads)
-    settings = run.Settings(
-        args.rounds, args.case_seconds, args.sample_ms / 1e3, args.baseline_slack
-    )
-    meta = run.metadata(args.device, settings, [plan.command[1], *argv], commit=args.commit)
-    folder = f"{platform.slug(meta['device'])}-{meta['date'][:10]}"
-    if args.out is None:
-        args.out = pathlib.Path(plan.results) / folder
-        argv += ["--out", str(args.out)]  # for the workers too
-    # Of one case the first numbers, and how long the rest takes; of many, each when it is done.
-    say = functools.partial(print, flush=True) if len(args.op) == 1 and args.case else None
-    units = functools.partial(
-        plan.units,
-        chosen=Chosen(args.device, settings, args.out / store.UNITS, args.provider, say, args),
-    )
-    groups = _groups(plan, args, units)
-    if not any(
-        units_
-        for g in groups
-        for s, units_ in g.items()
-        if s != "roofline" or args.stage == ["roofline"]
-    ):
-        p.error(
-            f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on "
-            f"{args.device}"
-        )
+    try:
+        call = asked(plan, args, argv, start_time)
+    except ValueError as error:
+        p.error(str(error))
     if task is not None:
-        _work(plan, args, groups, task, meta)
-    # The document of the whole covers the device's whole plan, whichever part this call runs.
-    whole = [u for stage in plan.shares for u in units(stage, table.values(), DTYPES)]
+        call.work(task)
     try:
         with runner.locked(args.out):
-            return _supervise(_Call(plan, args, argv, groups, meta, start_time), whole)
+            return call.supervise()
     except (runner.Unusable, OSError) as error:
         p.error(f"argument --out: {error}")
 
 
-def _groups(
-    plan: Plan, args: argparse.Namespace, units: Callable[..., list[Unit]]
-) -> list[dict[str, list[Unit]]]:
-    """The units that a call was asked for, by the plan's groups and by stage."""
+def asked(
+    plan: Plan, args: argparse.Namespace, argv: Sequence[str], start_time: float | None = None
+) -> Call:
+    """What a command's options ask for. Raises ValueError if that is nothing, or cannot be done."""
+    settings = run.Settings()
+    if plan.settings is not None:
+        settings = run.Settings(
+            args.rounds, args.case_seconds, args.sample_ms / 1e3, args.baseline_slack
+        )
+    meta = run.metadata(args.device, settings, [plan.command[1], *argv], commit=args.commit)
+    if args.out is None:
+        device, date = platform.slug(meta["device"]), meta["date"][:10]
+        args.out = pathlib.Path(plan.results.format(device=device, date=date))
+        argv = [*argv, "--out", str(args.out)]  # for the workers too
+    # Of one case the first numbers, and how long the rest takes; of many, each when it is done.
+    say = functools.partial(print, flush=True) if len(args.op) == 1 and args.case else None
+    out = args.out / store.UNITS
+    of = Chosen(args.device, settings, out, args.provider, say, args, meta)
     table = selection.operations()
     ops = [table[n] for n in args.op]
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
@@ -324,57 +286,99 @@ def _groups(
     timed = set(plan.on_roof) & set(args.stage)
     wanted = set(args.stage) - set(args.skip)
     stages = [s for s in plan.shares if s in wanted or (s == "roofline" and timed)]
-    return [
-        {s: units(s, ops, dtypes, cases=args.case) for s in group.stages if s in stages}
+    groups = [
+        {s: plan.units(s, ops, dtypes, of, args.case) for s in group if s in stages}
         for group in plan.groups
     ]
-
-
-def _work(
-    plan: Plan, args: argparse.Namespace, groups, task: Mapping[str, Any], meta: dict[str, Any]
-) -> None:
-    """Runs a worker's units and ends the process."""
-    runner.begin_worker(task["parent"])
-    out = args.out / store.UNITS
-    for stage, units_ in groups[task["group"]].items():
-        if stage in plan.on_roof and not runner.has_succeeded(out / "roofline.json"):
-            print(f"no roofline: {stage} is not timed")
-            continue
-        runner.work(
-            runner.split(units_, task["worker"], task["of"]),
-            out,
-            task["ends"][stage],
-            meta,
-            keep=args.keep,
-            since=task["since"],
-            slot=str(task["worker"]),
-            describe=plan.describe,
-            now=functools.partial(run.moment, args.device),
-            stream=args.stream,
+    some = {s for group in groups for s, units in group.items() if units}
+    if not (some if args.stage == ["roofline"] else some - {"roofline"}):
+        raise ValueError(
+            f"nothing to do: no op of --op has a case of --case that takes --dtype in --stage on "
+            f"{args.device}"
         )
-    runner.done()
+    return Call(plan, of, argv, groups, start_time or time.time())
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One call: what it runs, in which order, until when."""
 
     plan: Plan
-    args: argparse.Namespace
+    chosen: Chosen
     argv: Sequence[str]
     groups: Sequence[Mapping[str, Sequence[Unit]]]
-    meta: dict[str, Any]
     began: float
 
     @property
-    def out(self) -> pathlib.Path:
-        return self.args.out / store.UNITS
-
-    @property
     def until(self) -> float:
-        return self.began + 60 * self.args.minutes - runner.FINISH
+        return self.began + 60 * self.chosen.args.minutes - runner.FINISH
 
-    def run(self) -> tuple[bool, bool]:
+    def unmade(self) -> bool:
+        """Whether a unit has no document yet; the folder is unpacked."""
+        store.unpack(self.chosen.args.out)
+        return not all(map(self._current, self._asked()))
+
+    def work(self, task: Mapping[str, Any]) -> None:
+        """Runs a worker's units and ends the process."""
+        runner.begin_worker(task["parent"])
+        of = self.chosen
+        for stage, units in self.groups[task["group"]].items():
+            if stage in self.plan.on_roof and not runner.has_succeeded(of.out / "roofline.json"):
+                print(f"no roofline: {stage} is not timed")
+                continue
+            runner.work(
+                units[task["worker"] :: task["of"]],
+                of.out,
+                task["ends"][stage],
+                of.meta,
+                keep=of.args.keep,
+                since=task["since"],
+                slot=str(task["worker"]),
+                describe=self.plan.describe,
+                now=functools.partial(run.moment, of.device),
+                stream=of.args.stream,
+            )
+        runner.done()
+
+    def supervise(self) -> int:
+        """Runs workers, packs what they found, and returns the command's exit code."""
+        folder, meta = self.chosen.args.out, self.chosen.meta
+        roof = self.chosen.out / "roofline.json"
+        if (owner := _owner(folder)) not in (None, self.plan.command[1]):
+            raise runner.Unusable(f"{folder} has the results of `{owner}`; take another folder")
+        store.unpack(folder)
+        # Nothing is timed without the roofline, so it is tried again however often it failed.
+        if any("roofline" in g for g in self.groups) and not runner.has_succeeded(roof):
+            roof.unlink(missing_ok=True)
+        print(
+            f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, "
+            f"commit {report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}",
+            flush=True,
+        )
+        # The document of the whole covers the device's whole plan, whichever part this call runs.
+        ops = selection.operations().values()
+        whole = [u for s in self.plan.shares for u in self.plan.units(s, ops, DTYPES, self.chosen)]
+        going, stopped = True, False
+        try:
+            going, stopped = self._run()
+        except KeyboardInterrupt:
+            print("interrupted: what was found is kept")
+        self.plan.finish(self.chosen)
+        document, broken = self._conclude(self._asked())
+        store.pack(folder, self._conclude(whole)[0])
+        reached = [u["status"] != "not reached" for u in document["units"].values()]
+        print(
+            f"\n{sum(reached)} of {len(reached)} units in {folder}, {time.time() - self.began:.0f} s"
+        )
+        if not going:
+            broken.append("workers ended twice between units; what they said is above")
+        for line in broken:
+            print(f"FAILED {line}")
+        if stopped:
+            return STOPPED
+        return 1 if broken else 0 if document["complete"] else 3
+
+    def _run(self) -> tuple[bool, bool]:
         """Whether all workers could start, and whether a stage that decides ended the call."""
         stages, going = [s for group in self.groups for s in group], True
         shares = self.plan.ends(stages, time.time(), self.until)
@@ -391,26 +395,35 @@ class _Call:
         return going, False
 
     def _run_group(self, i: int, limits: Mapping[str, float]) -> bool:
-        units_ = [u for s, of in self.groups[i].items() if time.time() < limits[s] for u in of]
-        current = functools.partial(
-            runner.current, out=self.out, meta=self.meta, keep=self.args.keep, since=self.began
-        )
-        if all(current(u) for u in units_):
+        units = [u for s, of in self.groups[i].items() if time.time() < limits[s] for u in of]
+        if all(self._current(u, self.began) for u in units):
             return True
-        of = self.plan.groups[i].processes(self.args.device, getattr(self.args, "jobs", None))
-        task = {"ends": limits, "since": self.began, "group": i, "of": min(of, len(units_))}
+        args = self.chosen.args
+        of = min(self.plan.processes(self.plan.groups[i], args), len(units))
+        task = {"ends": limits, "since": self.began, "group": i, "of": of}
         commands = [
             runner.worker_command([*self.plan.command, *self.argv], worker=k, **task)
-            for k in range(task["of"])
+            for k in range(of)
         ]
-        return runner.supervise(commands, self.out, self.until, stream=self.args.stream)
+        return runner.supervise(commands, self.chosen.out, self.until, stream=args.stream)
 
-    def _failed(self, stage: str, units_: Sequence[Unit]) -> bool:
+    def _failed(self, stage: str, units: Sequence[Unit]) -> bool:
         """Prints what failed before anything else is run."""
-        _, broken = conclude(units_, self.out, self.meta, self.args.keep)
+        _, broken = self._conclude(units)
         for line in broken:
             print(f"FAILED {line}", flush=True)
         return len(broken) > self.plan.decides[stage]
+
+    def _asked(self) -> Sequence[Unit]:
+        """Each unit once: the stages `host` and `overhead` share some."""
+        return [*{u.name: u for group in self.groups for of in group.values() for u in of}.values()]
+
+    def _current(self, unit: Unit, since: float = float("inf")) -> dict[str, Any] | None:
+        of = self.chosen
+        return runner.current(unit, of.out, of.meta, of.args.keep, since)
+
+    def _conclude(self, units: Sequence[Unit]) -> tuple[dict, list[str]]:
+        return conclude(units, self.chosen.out, self.chosen.meta, self.chosen.args.keep)
 
 
 def _owner(out: pathlib.Path) -> str | None:
@@ -421,36 +434,3 @@ def _owner(out: pathlib.Path) -> str | None:
         return summary["meta"]["argv"][0]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _supervise(call: _Call, whole: Sequence[Unit]) -> int:
-    args, meta = call.args, call.meta
-    if (owner := _owner(args.out)) not in (None, call.plan.command[1]):
-        raise runner.Unusable(f"{args.out} has the results of `{owner}`; take another folder")
-    store.unpack(args.out)
-    # Nothing is timed without the roofline, so it is tried again however often it failed.
-    if any("roofline" in g for g in call.groups) and runner.has_failed(call.out / "roofline.json"):
-        (call.out / "roofline.json").unlink()
-    print(
-        f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, commit "
-        f"{report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}",
-        flush=True,
-    )
-    going, stopped = True, False
-    try:
-        going, stopped = call.run()
-    except KeyboardInterrupt:
-        print("interrupted: what was found is kept")
-    # The stages `host` and `overhead` share units.
-    asked = {u.name: u for group in call.groups for of in group.values() for u in of}
-    document, broken = conclude(list(asked.values()), call.out, meta, args.keep)
-    store.pack(args.out, conclude(whole, call.out, meta, args.keep)[0])
-    reached = sum(u["status"] != "not reached" for u in document["units"].values())
-    print(f"\n{reached} of {len(asked)} units in {args.out}, {time.time() - call.began:.0f} s")
-    if not going:
-        broken.append("workers ended twice between units; what they said is above")
-    for line in broken:
-        print(f"FAILED {line}")
-    if stopped:
-        return STOPPED
-    return 1 if broken else 0 if document["complete"] else 3

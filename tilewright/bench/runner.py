@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.bench import timing
+from tilewright.bench.providers import BASELINES
 from tilewright.bench.store import append, write_json
 
 SCHEMA = 1
@@ -35,11 +36,6 @@ SILENT = 120.0
 DYING = 10.0  # seconds to wait for a killed process; one stuck in a driver never ends
 ATTEMPTS = 3  # per failing unit: another process may have used up the GPU's memory
 LOST = 70  # exit code of a process that lost its CUDA context
-POSTPONED = "postponed.json"
-
-
-def _has_error(document: dict[str, Any]) -> bool:
-    return bool(document.get("error"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,6 @@ class Unit:
     blank: the document to write, with an "error", if `make` fails; a unit that writes its own file
         during `make`, marked "unfinished", keeps what it wrote.
     options: what the result depends on besides sources, versions and device.
-    failed: whether a document records an exception and is worth another attempt.
     source: digest of the result's sources; None: that of the call's "meta".
     """
 
@@ -61,7 +56,6 @@ class Unit:
     blank: dict[str, Any]
     limit: float = 180.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    failed: Callable[[dict[str, Any]], bool] = _has_error
     source: str | None = None
 
     def about(self, meta: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +64,29 @@ class Unit:
 
     def path(self, out: pathlib.Path) -> pathlib.Path:
         return out / f"{self.name}.json"
+
+
+def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
+    """Outcomes of this library's implementations: failures of peers and unavailable
+    implementations are left out.
+    """
+    for r in document.get("results", ()):
+        if r["status"] in kinds and r["implementation"] not in BASELINES:
+            yield f"{r['implementation']} {r['dtype']}: {r['reason']}"
+    for r in document.get("rows", ()):
+        if r.get("status") in kinds and r["provider"] not in BASELINES:
+            yield f"{r['provider']}: {r['reason']}"
+
+
+def failures(document: dict[str, Any]) -> list[str]:
+    """Failures of this library's implementations."""
+    error = document.get("error")
+    return [error] if error else list(_ours(document, ("broken", "failed", "error")))
+
+
+def raised(document: dict[str, Any]) -> bool:
+    """Whether a document records an exception and is worth another attempt."""
+    return bool(document.get("error")) or any(_ours(document, ("error",)))
 
 
 def same(document: dict[str, Any], meta: dict[str, Any], keep: bool = False) -> bool:
@@ -101,7 +118,7 @@ def current(
             "unfinished"
         ):
             return None
-        again = since != float("inf") and unit.failed(document) and document.get("at", 0.0) < since
+        again = since != float("inf") and raised(document) and document.get("at", 0.0) < since
         return None if again and document.get("attempts", 1) < ATTEMPTS else document
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -110,7 +127,7 @@ def current(
 def _attempts(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool) -> int:
     """The number of this attempt with these sources and options."""
     before = current(unit, out, meta, keep)
-    return before.get("attempts", 1) + 1 if before is not None and unit.failed(before) else 1
+    return before.get("attempts", 1) + 1 if before is not None and raised(before) else 1
 
 
 # Long: a unit's life in its order, since what a crash leaves follows from where it came.
@@ -135,11 +152,11 @@ def work(
     now: returns fields of "meta" that are read after each unit, such as the date and the clocks.
     """
     state = out / f"running-{slot}.json"
-    postponed = _read(out / POSTPONED) or {}
 
     def last(unit):  # units that were never tried come first
         previous = current(unit, out, meta, keep)
-        return unit.name in postponed, previous is not None and unit.failed(previous)
+        late = (_read(unit.path(out)) or {}).get("late", False)
+        return late, previous is not None and raised(previous)
 
     try:
         for unit in sorted(units, key=last):
@@ -156,7 +173,6 @@ def work(
                 "unit": unit.name,
                 "since": time.time(),
                 "limit": unit.limit,
-                "parts": list(unit.blank),
                 "blank": {**common, **unit.blank, "meta": unit.about(meta)},
             }
             write_json(state, running)
@@ -164,15 +180,11 @@ def work(
             try:
                 try:
                     document = unit.make()
-                    problem = None
                 except Exception as error:  # one unit's failure must not lose the others
-                    document = {
-                        **_partial_document(unit.path(out), unit.blank, list(unit.blank)),
-                        "error": timing.first_line(error),
-                    }
-                    problem = error
-                if problem is not None:
-                    timing.raise_if_lost(problem)
+                    timing.raise_if_lost(error)
+                    before = _partial(unit.path(out))
+                    document = {n: before.get(n, blank) for n, blank in unit.blank.items()}
+                    document["error"] = timing.first_line(error)
             except timing.DeviceLost as lost:
                 # The supervisor records it and starts another process.
                 write_json(state, {**running, "lost": str(lost)})
@@ -201,16 +213,10 @@ def work(
         state.unlink(missing_ok=True)
 
 
-def _partial_document(
-    path: pathlib.Path, blank: dict[str, Any], parts: Sequence[str]
-) -> dict[str, Any]:
-    """`blank`, updated with these parts of a document that an interrupted unit has written."""
-    before = _read(path)
-    return (
-        {**blank, **{n: before[n] for n in parts if n in before}}
-        if before and before.get("unfinished")
-        else blank
-    )
+def _partial(path: pathlib.Path) -> dict[str, Any]:
+    """What an interrupted unit has written of its document."""
+    before = _read(path) or {}
+    return before if before.pop("unfinished", False) else {}
 
 
 def begin_worker(parent: int) -> None:
@@ -311,58 +317,34 @@ def supervise(
             time.sleep(poll)
             late = time.time() >= until
             for i, process in list(running.items()):
-                code = process.poll()
-                state = _read(out / f"running-{i}.json")
+                code, state = process.poll(), _read(out / f"running-{i}.json")
                 heard[i] = time.time() if state else heard[i]
-                reason = None
-                if code is not None:
-                    stop(i)  # compilers that it started may still run
-                    if code == 0 or late:
-                        continue
+                if late:
+                    reason = "out of time, left for the next call"
+                elif code is not None:
                     reason = (state or {}).get("lost") or f"its process died: {_exit_text(code)}"
-                elif late:
-                    stop(i)
-                    if state:
-                        write_json(
-                            out / POSTPONED,
-                            {**(_read(out / POSTPONED) or {}), state["unit"]: time.time()},
-                        )
-                        say(f"{state['unit']}: out of time, left for the next call")
-                    continue
                 elif state and time.time() - _unit_start(state, out) > state["limit"]:
-                    stop(i)
                     reason = f"did not end within {state['limit']:g} s"
                 elif not state and time.time() - heard[i] > silent:
-                    stop(i)
                     reason = f"was at no unit for {silent:g} s"
                 else:
                     continue
+                stop(i)  # and compilers that it started
+                if code == 0:
+                    continue
                 if state:
-                    path, now = out / f"{state['unit']}.json", time.time()
-                    document = {
-                        **_partial_document(path, state["blank"], state["parts"]),
-                        "at": now,
-                        "seconds": now - state["since"],
-                        "error": reason,
-                    }
-                    write_json(path, document)
-                    append(stream, state["unit"], document)
+                    _record(state, out, reason, late, stream)
                     say(f"{state['unit']}: {reason}")
-                else:  # died between units, perhaps unable to start: restarts are limited
+                elif not late:  # died between units, perhaps unable to start
                     failures[i] += 1
                     say(f"worker {i}: {reason}")
-                if failures[i] < 2:
+                if not late and failures[i] < 2:
                     start(i)
         return max(failures.values()) < 2
     finally:
         stop(*running)
         for i in range(len(commands)):
             (out / f"running-{i}.json").unlink(missing_ok=True)
-        late_units = (_read(out / POSTPONED) or {}).items()
-        if waiting := {n: t for n, t in late_units if not _finished_since(out / f"{n}.json", t)}:
-            write_json(out / POSTPONED, waiting)
-        else:
-            (out / POSTPONED).unlink(missing_ok=True)
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, before)
 
@@ -375,14 +357,26 @@ def _unit_start(state: dict[str, Any], out: pathlib.Path) -> float:
         return state["since"]
 
 
-def _finished_since(path: pathlib.Path, when: float) -> bool:
-    document = _read(path)
-    return (
-        bool(document)
-        and not document.get("unfinished")
-        and not document.get("error")
-        and document.get("at", 0.0) > when
-    )
+def _record(
+    state: dict[str, Any], out: pathlib.Path, reason: str, late: bool, stream: pathlib.Path | None
+) -> None:
+    """Writes why a unit did not end.   late: it may need just the time that was left, which is no
+    failure: what is there of it stays, and `work` takes it last.
+    """
+    path, now = out / f"{state['unit']}.json", time.time()
+    if late:
+        before = _read(path) or {**state["blank"], "unfinished": True}
+        write_json(path, {**before, "late": True})
+        return
+    document = {
+        **state["blank"],
+        **_partial(path),
+        "at": now,
+        "seconds": now - state["since"],
+        "error": reason,
+    }
+    write_json(path, document)
+    append(stream, state["unit"], document)
 
 
 def _exit_text(code: int) -> str:
@@ -405,19 +399,10 @@ def _read(path: pathlib.Path) -> Any:
         return None
 
 
-def has_failed(path: pathlib.Path) -> bool:
-    """Whether a unit's file records an error."""
-    try:
-        return bool(json.loads(path.read_text()).get("error"))
-    except OSError:
-        return False
-    except ValueError:
-        return True
-
-
 def has_succeeded(path: pathlib.Path) -> bool:
     """Whether a unit's file is there and records no error."""
-    return path.exists() and not has_failed(path)
+    document = _read(path)
+    return bool(document) and not document.get("error")
 
 
 def done() -> None:
@@ -437,11 +422,6 @@ def started(proc: pathlib.Path = pathlib.Path("/proc")) -> float:
         return time.time() - max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return time.time()
-
-
-def split(units: Sequence[Unit], worker: int, of: int) -> Iterator[Unit]:
-    """The units of one of several workers."""
-    return (u for i, u in enumerate(units) if i % of == worker)
 
 
 def worker_command(arguments: Sequence[str], **task: Any) -> list[str]:

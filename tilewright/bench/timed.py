@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tilewright.bench import run
-from tilewright.bench.plan import Chosen, Group, Plan, supported, tagged
+from tilewright.bench.plan import Chosen, Plan, supported, tagged
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import TIMED, describe, roofline_unit, time_unit
 from tilewright.core.registry import Op
@@ -45,7 +45,7 @@ RUN = Plan(
     command=("tilewright.bench", "run"),
     about=__doc__,
     shares={"roofline": 4, "time": 60},
-    groups=[Group(("roofline", "time"))],
+    groups=[("roofline", "time")],
     units=units,
     describe=describe,
     on_roof=("time",),

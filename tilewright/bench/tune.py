@@ -16,17 +16,14 @@ resumes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import pathlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
 import torch
 
-from tilewright import selection
 from tilewright.bench import (
     contract,
     launches,
@@ -38,15 +35,14 @@ from tilewright.bench import (
     timing,
     tune_tables,
 )
-from tilewright.bench.options import at_least, has_device, names
+from tilewright.bench.options import names
+from tilewright.bench.plan import Chosen, Plan
 from tilewright.bench.providers import Provider
 from tilewright.bench.runner import Unit
-from tilewright.core import platform
+from tilewright.bench.units import TIMED
 from tilewright.core.registry import Case, Implementation, Op, instead_of, short
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
-
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 # Long: a search's steps in their order, each of which reads what came before.
@@ -154,18 +150,19 @@ def unit(
 ) -> Unit:
     """The searches of one case. Each one's result is written before the next starts."""
     name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
+    path = out / STAGE / f"{name}.json"
 
     def make():
-        previous = tune_tables.entries_in(out, meta)
+        previous = tune_tables.entries_in(path.parent, meta)
         entries = [{n: e[n] for n in e["own"]} for e in previous if e["unit"] == name]
         done = {tune_tables.key_of(e) for e in previous}
         about = {**meta, "source": sources.digest(op)}
-        crashed = tune_tables.crashed(out / f"{name}.json", about)
+        crashed = tune_tables.crashed(path, about)
 
         def write(trying=None):
             stamped = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
             store.write_json(
-                out / f"{name}.json",
+                path,
                 {
                     "schema": runner.SCHEMA,
                     "meta": stamped,
@@ -179,188 +176,102 @@ def unit(
         for tunable, key in launches.requested_keys(op, impl, case.make(device, dtype, run.SEED)):
             of = tune_tables.key_of({"launch": tunable.name, "key": tunable.named(key)})
             if of not in done:
-                entries.append(
-                    {
-                        "launch": tunable.name,
-                        **search(
-                            op,
-                            impl,
-                            case,
-                            dtype,
-                            tunable,
-                            key,
-                            device,
-                            attempts=(
-                                [c for *o, c in crashed if tuple(o) == of],
-                                lambda config, of=of: write([*of, config]),
-                            ),
-                        ),
-                    }
+                attempts = (
+                    [c for *o, c in crashed if tuple(o) == of],
+                    lambda config, of=of: write([*of, config]),
                 )
+                found = search(op, impl, case, dtype, tunable, key, device, attempts=attempts)
+                entries.append({"launch": tunable.name, **found})
                 write()
             run.free(device, compiled=False)
         return {"entries": entries, "trying": None, "crashed": crashed}
 
     # The limit counts from candidate to candidate: compiling each may take seconds.
-    return Unit(
-        name, make, {"entries": [], "trying": None, "crashed": []}, 150.0, source=sources.digest(op)
-    )
+    blank = {"entries": [], "trying": None, "crashed": []}
+    return Unit(f"{STAGE}/{name}", make, blank, 150.0, source=sources.digest(op))
 
 
 def units(
-    ops: Sequence[Op],
-    device: str,
+    stage: str,
+    ops: Iterable[Op],
     dtypes: Sequence[torch.dtype],
-    out: pathlib.Path,
-    meta: dict[str, Any],
+    chosen: Chosen,
     cases: Sequence[str] | None = None,
 ) -> list[Unit]:
-    return [
-        unit(op, impl, case, device, dtype, out, meta)
-        for dtype in dtypes
+    """The searches of each timed case. Raises ValueError if there is none, and for an unknown name
+    of --only.
+    """
+    device, only = chosen.device, chosen.args.only
+    found = [
+        (
+            f"{op.name}.{case.name}.{short(dtype)}",
+            unit(op, impl, case, device, dtype, chosen.out, chosen.meta),
+        )
+        for dtype in TIMED
+        if dtype in dtypes
         for op in ops
         for impl in launches.usable(op, device, dtype)
         for case in run.timed(op, device, cases)
     ]
+    if not found:
+        raise ValueError(
+            f"nothing to do: no op of --op has a launch to search on {device} for a case of --case "
+            "in --dtype"
+        )
+    known = dict(found)
+    for name in only or ():
+        if name not in known:
+            raise ValueError(f"--only: unknown {name!r}{instead_of(name, known)}")
+    return [u for name, u in found if only is None or name in only]
 
 
-def parser(prog: str = "python -m tilewright.bench tune", about: str | None = __doc__):
-    ops = selection.operations()
-    p = argparse.ArgumentParser(
-        prog=prog,
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = p.add_argument
-    add("--minutes", type=at_least(0.05, float), required=True, help="time budget of this call")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: every op")
-    add(
-        "--case",
-        type=names({c.name for op in ops.values() for c in op.cases}),
-        metavar="CASE,..",
-        help="default: every timed case",
-    )
-    add(
-        "--dtype",
-        type=names([short(d) for d in DTYPES]),
-        default=[short(d) for d in DTYPES],
-        metavar="DTYPE,..",
-        help="default: %(default)s",
-    )
-    add(
+def _folder(text: str) -> pathlib.Path:
+    """An argparse type: a folder, which is made now rather than after the search."""
+    try:
+        pathlib.Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return pathlib.Path(text)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--only",
         type=names(),
         metavar="NAME,..",
         help="only these of the cases, as op.case.dtype (default: every timed case)",
     )
-    add(
+    parser.add_argument(
         "--tables",
-        type=pathlib.Path,
+        type=_folder,
         default=tuning.TABLES,
         metavar="DIR",
         help="folder of the tables (default: the one that launchers read)",
     )
-    add(
-        "--work",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="folder of the searches' state (default: build/tune/<device>)",
-    )
-    add(
-        "--commit",
-        metavar="COMMIT|FILE",
-        help="the commit of these sources, or gpu-cache's commit.json, if git cannot tell",
-    )
-    return p
+    parser.add_argument("--work", dest="out", type=pathlib.Path, help=argparse.SUPPRESS)  # once
 
 
-def searches(
-    args: argparse.Namespace, argv: Sequence[str]
-) -> tuple[list[Unit], pathlib.Path, dict[str, Any]]:
-    """What a call was asked to search, the folder of its state, and its metadata.
-
-    Raises ValueError if that is nothing, or a case that is none.
-    """
-    ops = selection.operations()
-    meta = run.metadata(args.device, run.Settings(), ["tune", *argv], commit=args.commit)
-    out = args.work or pathlib.Path("build/tune") / platform.slug(meta["device"])
-    plan = units(
-        [ops[n] for n in args.op],
-        args.device,
-        [d for d in DTYPES if short(d) in args.dtype],
-        out,
-        meta,
-        args.case,
-    )
-    # A unit's name is op.implementation.case.dtype.
-    by_case = [".".join(u.name.split(".", 1)[:1] + u.name.split(".", 2)[2:]) for u in plan]
-    if args.only is not None:
-        for name in args.only:
-            if name not in by_case:
-                raise ValueError(f"--only: unknown {name!r}{instead_of(name, by_case)}")
-        plan = [u for u, case in zip(plan, by_case, strict=True) if case in args.only]
-    if not plan:
-        raise ValueError(
-            f"nothing to do: no op of --op has a launch to search on {args.device} for a case of "
-            "--case in --dtype"
-        )
-    return plan, out, meta
+def _describe(document: dict[str, Any]) -> str:
+    if not document["entries"]:
+        return "nothing new to search"
+    return "\n" + tune_tables.table(document["entries"])
 
 
-def main(argv: Sequence[str], start_time: float | None = None) -> int:
-    start_time = start_time or time.time()
-    argv, task = runner.parse_task(argv)
-    p = parser()
-    args = p.parse_args(argv)
-    has_device(p, args.device)
-    try:
-        plan, out, meta = searches(args, argv)
-    except ValueError as error:
-        p.error(str(error))
-    if task is not None:
-        runner.begin_worker(task["parent"])
-        runner.work(
-            plan,
-            out,
-            task["until"],
-            meta,
-            since=task["since"],
-            describe=lambda d: (
-                "\n" + tune_tables.table(d["entries"]) if d["entries"] else "nothing new to search"
-            ),
-            now=functools.partial(run.moment, args.device),
-        )
-        runner.done()
-    until = start_time + 60 * args.minutes - runner.FINISH
-    going = True
-    try:
-        args.tables.mkdir(parents=True, exist_ok=True)  # fails now rather than after the search
-    except OSError as error:
-        p.error(f"argument --tables: {error}")
-    try:
-        with runner.locked(out):
-            # After an interrupt, the results so far are still written.
-            with contextlib.suppress(KeyboardInterrupt):
-                command = ["tilewright.bench", "tune", *argv]
-                going = runner.supervise(
-                    [runner.worker_command(command, until=until, since=start_time)], out, until
-                )
-            for path in tune_tables.write_tables(out, args.tables, meta):
-                print(f"wrote {path}")
-    except (runner.Unusable, OSError) as error:
-        p.error(f"argument --work: {error}")
-    done = [runner.current(u, out, meta) for u in plan]
-    failed = [
-        f"{u.name}: {d['error']}" for u, d in zip(plan, done, strict=True) if d and d.get("error")
-    ]
-    print(
-        f"{sum(d is not None for d in done)} of {len(plan)} searches done, "
-        f"{time.time() - start_time:.0f} s"
-    )
-    if not going:
-        failed.append("the worker ended twice between units; what it said is above")
-    for line in failed:
-        print(f"FAILED {line}")
-    return 1 if failed else 0 if all(done) else 3
+def _write(chosen: Chosen) -> None:
+    for path in tune_tables.write_tables(chosen.out / STAGE, chosen.args.tables, chosen.meta):
+        print(f"wrote {path}")
+
+
+STAGE = "search"
+TUNE = Plan(
+    command=("tilewright.bench", "tune"),
+    about=__doc__,
+    shares={STAGE: 1},
+    groups=[(STAGE,)],
+    units=units,
+    describe=_describe,
+    results="build/tune/{device}",
+    dtypes=TIMED,
+    options=_options,
+    finish=_write,
+)

@@ -44,7 +44,7 @@ def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
             ours = runner.same(
                 document, meta if op is None else {**meta, "source": sources.digest(op)}
             )
-        except (OSError, ValueError, KeyError, TypeError):  # postponed.json, or half a file
+        except (OSError, ValueError, KeyError, TypeError):  # half a file
             continue
         if ours:
             meta_of_file = document["meta"]

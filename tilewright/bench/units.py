@@ -1,18 +1,17 @@
 """Units that time the roofline and cases, and what all units share: dtypes, clocks, the options
-that a result depends on, and how a document is judged and described.
+that a result depends on, and how a document is described.
 """
 
 from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tilewright.bench import report, run, sources, store, timing
-from tilewright.bench.providers import BASELINES
 from tilewright.bench.runner import Unit
 from tilewright.core import platform
 from tilewright.core.registry import Case, Op, short
@@ -105,34 +104,8 @@ def time_unit(
         {"roofline": None, "rows": []},
         300.0,
         options,
-        raised,
         sources.digest(op),
     )
-
-
-def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
-    """Outcomes of this library's implementations: failures of peers and unavailable
-    implementations are left out.
-    """
-    for r in document.get("results", ()):
-        if r["status"] in kinds and r["implementation"] not in BASELINES:
-            yield f"{r['implementation']} {r['dtype']}: {r['reason']}"
-    for r in document.get("rows", ()):
-        if r.get("status") in kinds and r["provider"] not in BASELINES:
-            yield f"{r['provider']}: {r['reason']}"
-
-
-def failures(document: dict[str, Any]) -> list[str]:
-    """Failures of this library's implementations."""
-    return (
-        [document["error"]]
-        if document.get("error")
-        else list(_ours(document, ("broken", "failed", "error")))
-    )
-
-
-def raised(document: dict[str, Any]) -> bool:
-    return bool(document.get("error")) or any(_ours(document, ("error",)))
 
 
 def describe(document: dict[str, Any]) -> str:
