@@ -30,7 +30,7 @@ import pathlib
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 from unittest import mock
@@ -95,7 +95,7 @@ class Call:
                 )
 
 
-# Long: the parts of a plan, one after the other.
+# Long: each part of the plan adds its calls to one table, in the order in which they are compiled.
 def calls(
     parts: Sequence[str],
     ops: Iterable[registry.Op],
@@ -329,17 +329,12 @@ def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
 # ---- the command
 
 
-# Long: a list of options and their use.
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code. 0: everything that compiles is cached; 3: time ran out first; 2: nothing can be
-    compiled here, with the reason.
-    """
+def _parser(ops: Collection[str]) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m bench gpu-cache",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ops = selection.operations()
     add = p.add_argument
     add(
         "--arch",
@@ -349,12 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compute capability (default %(default)s)",
     )
     add("--name", help=f"the device's name (default: by compute capability, {pretend.NAMES})")
-    add(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="pack the requested kernels into this archive",
-    )
+    add("--out", type=pathlib.Path, metavar="FILE", help="pack the kernels into this archive")
     add(
         "--triton",
         type=pathlib.Path,
@@ -394,6 +384,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also print the errors, such as configurations that exceed resources",
     )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code. 0: everything that compiles is cached; 3: time ran out first; 2: nothing can be
+    compiled here, with the reason.
+    """
+    ops = selection.operations()
+    p = _parser(ops)
     args = p.parse_args(argv)
     began = time.time()
     if reason := pretend.no_compiling():

@@ -15,6 +15,7 @@ high-water mark of each process in its whole life; what was resident after impor
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -301,8 +302,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-# Long: a list of options and their use.
-def main(argv: Sequence[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = commands.parser("layouts", __doc__)
     parser.add_argument(
         "--layout", type=names(), metavar="LAYOUT,..", help=f"default: {','.join(LAYOUTS)}"
@@ -332,6 +332,11 @@ def main(argv: Sequence[str]) -> int:
         "--model", metavar="DIR", help="weights; default: random ones of SmolLM2-135M's shape"
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write layouts.json there")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
     args = parser.parse_args(argv)
     asked = {
         name: chosen(parser, f"--{name}", getattr(args, name), known)

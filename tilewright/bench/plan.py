@@ -152,7 +152,7 @@ def conclude(
     }, broken
 
 
-# Long: a list of options.
+# Long: an option of the command a statement, most with values of the plan.
 def parser(plan: Plan) -> argparse.ArgumentParser:
     ops, stages = selection.operations(), list(plan.shares)
     p = argparse.ArgumentParser(

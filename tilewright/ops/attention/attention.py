@@ -46,7 +46,7 @@ __all__ = ["ATTENTION", "Request", "attention", "attention_part", "attention_par
 
 
 # Wide: all that models ask of attention, under the names that PyTorch and flash-attn have.
-# Long: a third of it is its signature.
+# Long: a third of it is its signature; the rest makes the request and variant of it.
 @checks.autocast("products", "q", "k", "v")
 @checks.torch_names(
     query="q",

@@ -27,7 +27,7 @@ def atol(dtype, kwargs, name):
     return (2 if kwargs.get("fp32_logits") else 0.5) * torch.finfo(dtype).eps
 
 
-# Long: a case of each option.
+# Long: a table, a case of each option.
 def case(
     name,
     sizes,

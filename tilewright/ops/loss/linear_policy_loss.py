@@ -86,7 +86,7 @@ class PolicyLoss(NamedTuple):
     statistics: dict[str, torch.Tensor] | None = None
 
 
-# Long: its arguments.
+# Long: 35 arguments, in the signature and again in the group that checks or computes them.
 # Wide: what nine formulas read of a token, and what the head's other losses take.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @takes(

@@ -195,7 +195,31 @@ def _first_other(source: Rows, column: str) -> str:
     return source.place(source.first)
 
 
-# Long: an entry's samples from its checks to what is said of those that were left out.
+def _say_left_out(
+    path: str, most: int, made: int, cut: int, unlabeled: int, short: int, kept: bool
+) -> None:
+    """Of an entry's samples. most: tokens of one.   kept: whether those without labels are."""
+    total = made + short + (0 if kept else unlabeled)
+    if cut:
+        log.warning(
+            "%s: %d of %d samples were longer than %d tokens and were cut",
+            path, cut, total, most,
+        )  # fmt: skip
+    if unlabeled and not kept:
+        log.warning(
+            "%s: %d of %d samples have no answer within %d tokens and were left out",
+            path, unlabeled, total, most,
+        )  # fmt: skip
+    elif 2 * unlabeled > total:
+        log.warning(
+            "%s: %d of %d samples have no label after their first token, so that nothing is "
+            "learned from them",
+            path, unlabeled, total,
+        )  # fmt: skip
+    if short:
+        log.warning("%s: %d samples of fewer than two tokens were left out", path, short)
+
+
 def prepare_entry(
     source: Source,
     entry: Dataset,
@@ -258,25 +282,7 @@ def prepare_entry(
     for sentence, times in told.items():
         log.warning("%s: %d %s", entry.path, times, sentence)
     made, kept = writer.samples - before, kind.keeps_unlabeled
-    total = made + short + (0 if kept else unlabeled)
-    if cut:
-        log.warning(
-            "%s: %d of %d samples were longer than %d tokens and were cut",
-            entry.path, cut, total, most,
-        )  # fmt: skip
-    if unlabeled and not kept:
-        log.warning(
-            "%s: %d of %d samples have no answer within %d tokens and were left out",
-            entry.path, unlabeled, total, most,
-        )  # fmt: skip
-    elif 2 * unlabeled > total:
-        log.warning(
-            "%s: %d of %d samples have no label after their first token, so that nothing is "
-            "learned from them",
-            entry.path, unlabeled, total,
-        )  # fmt: skip
-    if short:
-        log.warning("%s: %d samples of fewer than two tokens were left out", entry.path, short)
+    _say_left_out(entry.path, most, made, cut, unlabeled, short, kept)
     return Counts(made, made - unlabeled if kept else made, unlabeled, short, skipped)
 
 
