@@ -15,6 +15,7 @@ from tilewright.bench import contract
 from tilewright.ops import OPS, linear_logprob, linear_policy_loss
 from tilewright.ops.loss import head, policy
 from tilewright.ops.loss.documents import Documents
+from tilewright.ops.loss.linear_policy_loss import OPTIONS
 from tilewright.ops.loss.policy import FORMULAS, Options, Tokens
 
 OP = OPS["linear_policy_loss"]
@@ -365,3 +366,13 @@ def test_two_shards_of_the_vocabulary_equal_one(name):
 def test_bad_input_is_named(given, message):
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(X, W, Y, **{**GIVEN, **given})
+
+
+def test_every_option_reaches_the_formulas_by_its_name(monkeypatch):
+    values = {name: 1.5 + i / 8 for i, name in enumerate(OPTIONS)}
+    values |= {"use_tis": True, "kl_type": "k1", "ratio_type": "sequence"}
+    assert [*values] == [*Options._fields]
+    found = []
+    monkeypatch.setattr(policy, "settled", lambda name, given: found.append(given) or Options())
+    linear_policy_loss(X, W, Y, **GIVEN, **values)
+    assert found == [values]

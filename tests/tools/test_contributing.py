@@ -215,6 +215,80 @@ def test_the_page_makes_a_kind_of_loss_on_the_head(tmp_path):
     assert code.count("\n") < 75, "one screen and a half"
 
 
+# What the page says of more arguments: of the imports, of @takes, of the function, of HeadRows.of.
+MORE = {
+    "import HEAD, SIZES": "import ADAPTER, HEAD, HEAD_OPTIONS, RANKS, SIZES",
+    "(*SIZES, **HEAD,": "(*SIZES, *RANKS, **HEAD, **HEAD_OPTIONS, **ADAPTER,",
+    "gamma: float = 2.0,": "gamma: float = 2.0, bias: torch.Tensor | None = None, "
+    "lora_A: torch.Tensor | None = None, lora_B: torch.Tensor | None = None, "
+    "lora_scale: float = 1.0, fp32_logits: bool = False, chunk_size: int | None = None, "
+    "group=None,",
+    "HeadRows.of(x, weight, target)": "HeadRows.of(x, weight, target, bias=bias, "
+    "adapter=(lora_A, lora_B, lora_scale), fp32_logits=fp32_logits, chunk_size=chunk_size, "
+    "group=group)",
+}
+MORE_SCRIPT = """
+import json, sys
+import helpers, torch
+from tilewright import __main__ as cli
+from tilewright.ops import OPS
+
+focal, folder = OPS["linear_focal"].public, sys.argv[1]
+names = "x", "weight", "bias", "lora_A", "lora_B"
+torch.manual_seed(0)
+shapes = (5, 8), (12, 8), (12,), (3, 8), (12, 3)
+whole = {name: torch.randn(shape) for name, shape in zip(names, shapes)}
+y, upstream = torch.tensor([0, 11, -100, 5, 7]), torch.rand(5)
+
+def computed(parts, implementation, **options):
+    leaves = {name: t.clone().requires_grad_() for name, t in parts.items()}
+    loss = focal(target=y, lora_scale=0.5, implementation=implementation, **leaves, **options)
+    loss.backward(upstream)
+    return {"loss": loss.detach(), **{name: t.grad for name, t in leaves.items()}}
+
+def rank(number, folder):
+    group = helpers.join_group(number, 2, folder)
+    shards = {n: t if n in ("x", "lora_A") else t.chunk(2)[number] for n, t in whole.items()}
+    for fp32_logits in (False, True):
+        options = {"fp32_logits": fp32_logits, "chunk_size": 2, "group": group}
+        found = computed(shards, "triton", **options)
+        for name, t in computed(whole, "eager").items():
+            t = t if name in ("loss", "x", "lora_A") else t.chunk(2)[number]
+            torch.testing.assert_close(found[name], t, rtol=1e-5, atol=1e-6)
+    helpers.leave()
+
+torch.multiprocessing.start_processes(rank, (folder,), nprocs=2, start_method="fork")
+for options in ({}, {"chunk_size": 2}):
+    torch.testing.assert_close(
+        computed(whole, "triton", **options), computed(whole, "eager"), rtol=1e-5, atol=1e-6)
+try:
+    focal(**{**whole, "lora_B": torch.ones(12, 4)}, target=y)
+except ValueError as error:
+    refused = str(error)
+print(json.dumps({
+    "package": sys.modules["tilewright"].__file__,
+    "refused": refused,
+    "contract": cli.main(["check", "linear_focal", "--implementation", "triton", "--device", "cpu",
+                          "--dtype", "float32"]),
+}))
+"""
+
+
+def test_the_pages_kind_takes_the_arguments_of_other_losses_in_triton(tmp_path):
+    """An adapter, chunks, and the shards of two ranks, against the whole head by the eager twin."""
+    pytest.importorskip("triton")
+    package = tmp_path / "tilewright"
+    shutil.copytree(ROOT / "tilewright", package, ignore=shutil.ignore_patterns("*.so", "__pyc*"))
+    code = (ROOT / "examples/linear_focal.py").read_text()
+    for old, new in MORE.items():
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    (package / "ops/loss/linear_focal.py").write_text(code)
+    _, result = printed(MORE_SCRIPT, tmp_path, tree=tmp_path, TRITON_INTERPRET="1")
+    assert "lora_B must have shape [V, r]" in result.pop("refused")
+    assert result == {"contract": 0}
+
+
 def test_an_op_or_a_function_of_a_name_that_is_taken_is_refused(tmp_path):
     """A copied module would silently replace the op."""
     package = tmp_path / "tilewright"

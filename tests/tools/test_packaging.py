@@ -244,6 +244,12 @@ def installed(wheel, folder):
     return folder
 
 
+@pytest.fixture(scope="module")
+def site(built, tmp_path_factory):
+    """The wheel, installed."""
+    return installed(built[1], tmp_path_factory.mktemp("site"))
+
+
 def test_the_sdist_holds_the_repository_and_its_tests_are_found(
     built, source, with_torch, tmp_path
 ):
@@ -330,15 +336,36 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_an_installed_wheel_works_away_from_the_repository(built, with_torch, tmp_path):
-    target = installed(built[1], tmp_path)
-    command = (target / "bin" / "tilewright", "explain", "--all")
-    said = run("-c", SMOKE + COMMAND, *command, cwd=target, python=with_torch)
+def test_an_installed_wheel_works_away_from_the_repository(site, with_torch):
+    command = (site / "bin" / "tilewright", "explain", "--all")
+    said = run("-c", SMOKE + COMMAND, *command, cwd=site, python=with_torch)
     smoke, _, out = said.partition("\n")
     file, reasons, finite = json.loads(smoke)
-    assert pathlib.Path(file).is_relative_to(target), "another copy was imported"
+    assert pathlib.Path(file).is_relative_to(site), "another copy was imported"
     assert set(reasons.values()) == {None} and finite
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
+
+
+# Of this process and of the workers that it starts.
+ALONE = """
+import sys
+sys.modules.update(dict.fromkeys(("bench", "tilewright_lab", "triton")))
+"""
+# The op whose timed cases are the smallest.
+ROUTE = ("--op", "route", "--case", "mixtral-8x7b", "--provider", "cpp", "--dtype", "float32")
+
+
+def test_an_installed_wheel_times_an_op_without_the_checkouts_bench(site, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(ALONE)
+    path, least = f"{tmp_path}:{site}", ("--device", "cpu", "--rounds", "1", "--sample-ms", "0")
+    command = ("-m", "tilewright.bench", "run", *ROUTE, *least)
+    said = run(*command, "--out", tmp_path / "out", cwd=tmp_path, PYTHONPATH=path)
+    lines = (tmp_path / "out/suite.jsonl").read_text().splitlines()
+    [timed] = [unit for unit in map(json.loads, lines) if unit["unit"].startswith("time/")]
+    assert "2 of 2 units" in said and timed["meta"]["commit"] is None
+    [row] = timed["rows"]
+    assert (row["provider"], row["contract"]) == ("cpp", "holds")
+    assert len(row["forward_backward"]["samples_ms"]) == 1
 
 
 def test_the_laboratorys_wheel_adds_its_commands(built, source, with_torch, tmp_path):

@@ -204,7 +204,7 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
 )
 def test_which_ranks_shard_parameters(mode, table, tmp_path):
     config = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode))
-    assert layout_of(config.train, 8).parameter_ranks().tolist() == table
+    assert layout_of(config.train, 8).stages()[0, 0, ..., 0].tolist() == table
     replicas = layout_of(
         load(
             write_config(tmp_path),
@@ -212,7 +212,7 @@ def test_which_ranks_shard_parameters(mode, table, tmp_path):
         ).train,
         8,
     )
-    found = replicas.parameter_ranks()
+    found = replicas.stages()[0, 0, ..., 0]
     assert found.shape == replicas.parameters and sorted(found.flatten().tolist()) == list(range(8))
     assert all(
         {r // 4 for r in group} == {group[0] // 4} for group in found.tolist()
@@ -239,7 +239,7 @@ def test_ranks_of_one_sequence_are_neighbors(tmp_path):
 )
 def test_which_ranks_share_experts(outside, table):
     layout = Layout(replicate=2, shard=4, expert=2, ep_outside=outside)
-    assert layout.expert_ranks().tolist() == table
+    assert layout.stages_of_experts()[0, 0].tolist() == table
 
 
 def test_the_axes_count_in_their_order():
@@ -252,7 +252,7 @@ def test_the_axes_count_in_their_order():
         "ulysses": 0,
     }
     # Each rank's stage and slice: half of the ranks are in the other stage.
-    assert layout.parameter_ranks(47).flatten().tolist() == list(range(25, 48, 2))
+    assert layout.stages()[0, 1, ..., 1].flatten().tolist() == list(range(25, 48, 2))
     assert layout.batch_rank(47) == 5 and layout.batch_rank(44) == layout.batch_rank(45) == 5
 
 
@@ -327,7 +327,7 @@ def test_copies_are_along_an_axis_of_another_row(order, apart, shards, copy, bat
         assert ranks_of(found.params.group) == copy and found.params.size == 8
         assert ranks_of(found.loss.group) == [*range(0, 16, 2)]
         assert ranks_of(found.everyone.group) == [*range(16)] and found.stage.size == 8
-        assert found.shards.mesh.tolist() == layout.parameter_ranks()[0].tolist() == shards
+        assert found.shards.mesh.tolist() == layout.stages()[0, 0, 0, :, 0].tolist() == shards
         assert ranks_of(found.tensor.get_group()) == [0, 1]
         assert [layout.batch_rank(r) for r in range(0, 16, 2)] == batches
     with pytest.raises(ConfigError, match=r"far\.copies = 2, .*: 6 processes do not divide by 8"):

@@ -881,8 +881,8 @@ def plan(world, changes):
     return (
         pipeline_plan(config),
         layout.sizes,
-        layout.parameter_ranks().tolist(),
-        layout.expert_ranks().tolist(),
+        layout.stages().tolist(),
+        layout.stages_of_experts().tolist(),
         [layout.batch_rank(r) for r in range(8)],
     )
 

@@ -154,11 +154,6 @@ class Layout:
         ranks = self.along("pp", *_PARAMETER_ORDER[self.cp_fsdp_mode], "tp")
         return ranks.reshape(-1, self.pp, *self.parameters, self.tp)
 
-    def parameter_ranks(self, rank: int = 0) -> torch.Tensor:
-        """[replicas, shards]: the ranks that hold the same parameters as this one."""
-        copy, stage, _, _, part = (self.stages() == rank).nonzero()[0].tolist()
-        return self.stages()[copy, stage, ..., part]
-
     def stages_of_experts(self) -> torch.Tensor:
         """[copies, pp, replicas, shards of an expert, ranks that share a layer's experts]: all
         ranks.
@@ -170,11 +165,6 @@ class Layout:
         if self.ep_outside:
             return ranks.unflatten(3, (n, -1)).transpose(3, 4)
         return ranks.unflatten(3, (-1, n))
-
-    def expert_ranks(self, rank: int = 0) -> torch.Tensor:
-        """[replicas, shards of an expert, ranks that share a layer's experts] of a rank's stage."""
-        copy, stage, *_ = (self.stages() == rank).nonzero()[0].tolist()
-        return self.stages_of_experts()[copy, stage]
 
 
 def layout_of(train: Train, world_size: int) -> Layout:
