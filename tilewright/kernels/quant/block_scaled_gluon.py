@@ -7,8 +7,8 @@ add. So a block has partitions that speak by mbarriers, in addition to those of 
     loads:       one warp, TMA: codes of each step, and 16 bytes of scales of each row, which are
                  those of PER steps
     places:      a warpgroup: waits `arrived`, copies scales to the tensor cores' memory, `placed`
-    multiplies:  one warp: waits `placed` and `full`; products announce `empty`, `freed` and `summed`
-    stores:      a warpgroup for 128 columns: waits `summed`, reads its sums, `read`, stores them
+    multiplies:  one warp: waits `placed` and `full`; products arrive `empty`, `freed` and `summed`
+    stores:      a warpgroup for 128 columns: waits `summed`, reads the sums, `read`, stores them
 
 The tensor cores want a lane to have the scales of rows l, l + 32, l + 64 and l + 96, four bytes of
 each, in adjacent columns. TMA cannot place four bytes, so a thread reads 16 of each of these rows:
@@ -58,33 +58,33 @@ _reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _ROWS = gl.constexpr(128)  # of a tile, as many as the tensor cores' memory has
 _STEP = 128  # summed bytes of codes of a tile: those of a swizzle
-_SCALES = gl.constexpr(16)  # bytes of a row's scales that TMA loads at a time, the fewest that it can
+_SCALES = gl.constexpr(
+    16
+)  # bytes of a row's scales that TMA loads at a time, the fewest that it can
 _SCALES_LAYOUT = gl.constexpr(TensorMemoryScalesLayout())
 # Registers per thread of the warpgroup that places scales: those of 256 + 128 rows.
 _PLACING = gl.constexpr(88)
 
 
-# ---- layouts of a warpgroup's registers, as the tensor cores' memory has them
-
-_LANES = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]  # lane l: row l, of each 32
+# ---- layouts of registers, as the tensor cores' memory has rows: lane l has row l of each 32
 
 
 @gluon.constexpr_function
 def _a_row_each(columns, warps):
-    """float32 [128, columns]: a thread has a row; with eight warps, half of it."""
+    """Float32 [128, columns]: a thread has a row; with eight warps, half of it."""
+    lanes = [[1 << i, 0] for i in range(5)]
     across = [[0, 1 << i] for i in range(columns.bit_length() - 1)]
     own, others = (across, []) if warps == 4 else (across[:-1], across[-1:])
-    return gl.DistributedLinearLayout(
-        own, _LANES, [[32, 0], [64, 0], *others], [], [128, columns]
-    )
+    return gl.DistributedLinearLayout(own, lanes, [[32, 0], [64, 0], *others], [], [128, columns])
 
 
 @gluon.constexpr_function
 def _all_rows_each(rows):
     """Bytes [rows, 16]: each warp has all; a register four of a row, then come other rows."""
+    lanes = [[1 << i, 0] for i in range(5)]
     others = [[32 << i, 0] for i in range(rows.bit_length() - 6)]
     registers = [[0, 1], [0, 2], *others, [0, 4], [0, 8]]
-    return gl.DistributedLinearLayout(registers, _LANES, [[0, 0], [0, 0]], [], [rows, 16])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [rows, 16])
 
 
 # ---- the kernel
@@ -206,7 +206,7 @@ def _store(given, accs, staging, barriers, sizes, GROUP: gl.constexpr):
         mbarrier.wait(summed.index(which), whose)
         acc, parts = accs.index(which), ()
         for p in gl.static_range(BLOCK_N // COLUMNS):
-            parts = parts + (acc.slice(p * COLUMNS, COLUMNS).load(LAYOUT),)
+            parts += (acc.slice(p * COLUMNS, COLUMNS).load(LAYOUT),)
         mbarrier.arrive(read.index(which))
         which, whose = advance(which, whose, accs.shape[0])
         for p in gl.static_range(BLOCK_N // COLUMNS):
