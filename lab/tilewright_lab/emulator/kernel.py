@@ -99,6 +99,11 @@ class Kernel:
         """Whether warps run code of their own."""
         return any(op[0] == "setmaxnreg" for _, _, op, _ in self.code)
 
+    @functools.cached_property
+    def tensor_memory(self) -> bool:
+        """Whether it uses the tensor cores of sm_100."""
+        return any(op[0] == "tcgen05" for _, _, op, _ in self.code)
+
     def where(self, pc: int) -> str:
         """The line of the source that an instruction comes from; empty if the PTX names none."""
         file, line = self.lines[pc]
