@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
     mbarrier,
+    tcgen05_commit,
     tcgen05_mma_scaled,
     tma,
 )
@@ -96,28 +97,26 @@ def _load(given, memory, barriers, sizes, PER: gl.constexpr, GROUP: gl.constexpr
     a_from, b_from, a_scale_from, b_scale_from = given
     a, b, a_scale, b_scale = memory
     full, empty, arrived, _, freed, _, _ = barriers
-    m_tiles, n_tiles, steps = sizes
+    m_tiles, n_tiles, rounds = sizes
     stage, phase, slot, turn = 0, 0, 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m, n = grouped(t, m_tiles, n_tiles, GROUP)
         row, column = m * a.shape[1], n * b.shape[1]
-        for step in range(steps):
-            if step % PER == 0:
-                here = arrived.index(slot)
-                mbarrier.wait(freed.index(slot), turn ^ 1)
-                mbarrier.expect(
-                    here, a_scale_from.block_type.nbytes + b_scale_from.block_type.nbytes
-                )
-                at = step // PER * _SCALES
-                tma_load(a_scale_from, [row, at], here, a_scale.index(slot))
-                tma_load(b_scale_from, [column, at], here, b_scale.index(slot))
-                slot, turn = advance(slot, turn, a_scale.shape[0])
-            here = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(here, a_from.block_type.nbytes + b_from.block_type.nbytes)
-            tma_load(a_from, [row, step * a.shape[2]], here, a.index(stage))
-            tma_load(b_from, [column, step * a.shape[2]], here, b.index(stage))
-            stage, phase = advance(stage, phase, a.shape[0])
+        for k in range(rounds):
+            here = arrived.index(slot)
+            mbarrier.wait(freed.index(slot), turn ^ 1)
+            mbarrier.expect(here, a_scale_from.block_type.nbytes + b_scale_from.block_type.nbytes)
+            tma_load(a_scale_from, [row, k * _SCALES], here, a_scale.index(slot))
+            tma_load(b_scale_from, [column, k * _SCALES], here, b_scale.index(slot))
+            slot, turn = advance(slot, turn, a_scale.shape[0])
+            for step in range(PER):
+                here = full.index(stage)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                mbarrier.expect(here, a_from.block_type.nbytes + b_from.block_type.nbytes)
+                at = (k * PER + step) * a.shape[2]
+                tma_load(a_from, [row, at], here, a.index(stage))
+                tma_load(b_from, [column, at], here, b.index(stage))
+                stage, phase = advance(stage, phase, a.shape[0])
 
 
 @gluon.jit
@@ -129,15 +128,15 @@ def _place_rows(tile, to):
 
 
 @gluon.jit
-def _place(memory, placed_at, barriers, sizes, PER: gl.constexpr):
+def _place(memory, placed_at, barriers, sizes):
     """A warpgroup."""
     _, _, a_scale, b_scale = memory
     a_to, b_to = placed_at
     _, _, arrived, placed, _, _, _ = barriers
-    m_tiles, n_tiles, steps = sizes
+    m_tiles, n_tiles, rounds = sizes
     slot, turn = 0, 0
     for _ in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        for _ in range(0, steps, PER):
+        for _ in range(rounds):
             mbarrier.wait(arrived.index(slot), turn)
             _place_rows(a_scale.index(slot), a_to.index(slot))
             _place_rows(b_scale.index(slot), b_to.index(slot))
@@ -146,14 +145,13 @@ def _place(memory, placed_at, barriers, sizes, PER: gl.constexpr):
 
 
 @gluon.jit
-def _of_step(placed_at, slot, step, dtype: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr):
+def _of_step(placed_at, step, dtype: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr):
     """A step's scales [ROWS, 16 / PER]."""
     SLOTS: gl.constexpr = placed_at.shape[0]
     COLUMNS: gl.constexpr = placed_at.shape[2] // PER
     LAYOUT: gl.constexpr = TensorMemoryLayout([_ROWS, COLUMNS], col_stride=1)
     parts = _reinterpret(placed_at, gl.int32, [SLOTS * PER, _ROWS, COLUMNS], LAYOUT)
-    here = parts.index(slot * PER + step % PER)
-    return _reinterpret(here, dtype, [ROWS, _SCALES // PER], _SCALES_LAYOUT)
+    return _reinterpret(parts.index(step), dtype, [ROWS, _SCALES // PER], _SCALES_LAYOUT)
 
 
 @gluon.jit
@@ -162,31 +160,30 @@ def _multiply(memory, placed_at, accs, barriers, sizes, PER: gl.constexpr):
     a, b, a_scale, b_scale = memory
     a_at, b_at = placed_at
     full, empty, _, placed, freed, summed, read = barriers
-    m_tiles, n_tiles, steps = sizes
+    m_tiles, n_tiles, rounds = sizes
     FORMAT: gl.constexpr = "e2m1" if PER == 1 else "e4m3"
     stage, phase, slot, turn, which, whose = 0, 0, 0, 0, 0, 0
     for _ in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         mbarrier.wait(read.index(which), whose ^ 1)
-        for step in range(steps):
+        for k in range(rounds):
             mbarrier.wait(placed.index(slot), turn)
-            mbarrier.wait(full.index(stage), phase)
-            last = step == steps - 1
-            used = (step % PER == PER - 1) | last
-            tcgen05_mma_scaled(
-                a.index(stage),
-                b.index(stage).permute((1, 0)),
-                accs.index(which),
-                _of_step(a_at, slot, step, a_scale.dtype, a.shape[1], PER),
-                _of_step(b_at, slot, step, b_scale.dtype, b.shape[1], PER),
-                FORMAT,
-                FORMAT,
-                use_acc=step > 0,
-                mbarriers=[empty.index(stage), freed.index(slot), summed.index(which)],
-                mbarrier_preds=[True, used, last],
-            )
-            stage, phase = advance(stage, phase, a.shape[0])
-            if used:
-                slot, turn = advance(slot, turn, a_scale.shape[0])
+            for step in range(PER):
+                mbarrier.wait(full.index(stage), phase)
+                tcgen05_mma_scaled(
+                    a.index(stage),
+                    b.index(stage).permute((1, 0)),
+                    accs.index(which),
+                    _of_step(a_at, slot * PER + step, a_scale.dtype, a.shape[1], PER),
+                    _of_step(b_at, slot * PER + step, b_scale.dtype, b.shape[1], PER),
+                    FORMAT,
+                    FORMAT,
+                    use_acc=(k > 0) | (step > 0),
+                    mbarriers=[empty.index(stage)],
+                )
+                stage, phase = advance(stage, phase, a.shape[0])
+            tcgen05_commit(freed.index(slot))
+            slot, turn = advance(slot, turn, a_scale.shape[0])
+        tcgen05_commit(summed.index(which))
         which, whose = advance(which, whose, accs.shape[0])
 
 
@@ -268,13 +265,13 @@ def _scaled(
     placed, summed = barriers(SLOTS, 1), barriers(SUMS, 1)
     read = barriers(SUMS, 1)
     found = (full, empty, arrived, placed, freed, summed, read)
-    sizes = gl.cdiv(M, _ROWS), gl.cdiv(N, BLOCK_N), gl.cdiv(width, BYTES)
+    sizes = gl.cdiv(M, _ROWS), gl.cdiv(N, BLOCK_N), gl.cdiv(width, BYTES * PER)
     given = (out, a_total_ptr, b_total_ptr, bias_ptr, N)
     factors = (a_from, b_from, a_scale_from, b_scale_from)
     gl.warp_specialize(
         [
             (_store, (given, accs, staging, found, sizes, GROUP)),
-            (_place, (memory, placed_at, found, sizes, PER)),
+            (_place, (memory, placed_at, found, sizes)),
             (_load, (factors, memory, found, sizes, PER, GROUP)),
             (_multiply, (memory, placed_at, accs, found, sizes, PER)),
         ],
