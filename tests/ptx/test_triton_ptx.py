@@ -1117,6 +1117,23 @@ def runs():
         ("attention-latent-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", latent),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test
+    # In patterns that the other kernel, which runs first, does not have.
+    scaled = found["sm_100-low_precision_linear/scaled ROLES-bits-mxfp8"][1:]
+    for name, old, new in (
+        ("written", r"tcgen05\.wait::st\.sync\.aligned;(\s*bar\.sync\s+[1-9])", r"\1"),
+        ("read", r"tcgen05\.wait::ld\.sync\.aligned;(\s*bar\.sync\s+0, )", r"\1"),
+        ("together", r"bar\.sync\s+[1-9], 128;", ""),
+        ("slot", r"(tcgen05\.st\S+x16\.b32 \[%r\d+ \+ )0\]", r"\g<1>4]"),
+        ("freed", r"(?s)(setmaxnreg.*?tcgen05\.commit.*?)@\S+ tcgen05\.commit[^;]*;", r"\1"),
+        (
+            "phase",
+            r"(?s)\A.*setmaxnreg.*\Z",
+            lambda m: re.sub(
+                waits, r"mbarrier.try_wait.parity.shared::cta.b64 complete, [\1], 1;", m[0]
+            ),
+        ),
+    ):
+        found[f"planted-roles-scaled-{name}"] = 100, planted, old, new, *scaled
     found["planted-few_rows-counted"] = (
         90,
         planted,
