@@ -332,8 +332,6 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, TensorMemory, Uncommo
     def step(self, op, args, who, pc):
         name, kind = op[0], op[-1]
         text, bits = text_and_bits(tuple(op))
-        if self.coming:
-            self.too_soon(op, args, who)
         if self.uncommon(op, args, who, text, bits):
             pass
         elif name == "ret":

@@ -14,8 +14,13 @@ from tilewright_lab.emulator.memory import Memory
 
 
 def of_one_line(assembly: re.Match) -> str:
-    """Inline assembly without its lines of the source: LLVM counts them on from line to line."""
-    return re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
+    """Inline assembly without its lines of the source: LLVM counts them on from line to line. Its
+    labels become others than those of the same assembly elsewhere.
+    """
+    text = re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
+    for label in re.findall(r"^\s*([A-Za-z]\w*):\s", text, flags=re.MULTILINE):
+        text = re.sub(rf"(?<![\w$%.]){label}\b", f"${label}_{assembly.start()}", text)
+    return text
 
 
 def _instruction(s: str, local: dict[str, str]) -> tuple:

@@ -43,7 +43,6 @@ class Part:
     pc: np.ndarray
     waits: np.ndarray
     tensor: Any  # TensorState, of a kernel that uses tcgen05
-    coming: dict[str, np.ndarray]
     at_bar: np.ndarray
     bar_size: np.ndarray
     registers: np.ndarray

@@ -8,7 +8,6 @@ tcgen05.commit arrives at. cta_group::2, tcgen05.shift, sparse matrices and .ws 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +22,6 @@ GROUP = 16  # lanes: what is accessed is tracked by 16 lanes of a column, a cell
 CELLS = LANES // GROUP * COLUMNS
 PRODUCT, COPY = 1, 2  # what is on its way into a cell
 SPANS = {0: 0, 2: 128, 4: 64, 6: 32}  # bytes of a swizzle, by its number in a descriptor
-
-# Instructions through which the contents of registers get out.
-EFFECTS = {"st", "red", "atom", "cp", "stmatrix", "mbarrier", "tcgen05"}
 
 # By kind: formats by their number in the instruction descriptor, and elements of a step (K).
 FORMATS = {
@@ -129,7 +125,7 @@ class TensorMemory(Part):
             self.whole_warps(who, text)
             warps = np.unique(np.flatnonzero(who) // 32)
             if name in ("wait::ld", "wait::st"):
-                self.tensor_wait(name[-2:], warps, who)
+                self.tensor_wait(name[-2:], warps)
             elif name in ("ld", "st"):
                 self.tensor_access(op, args, who, text)
             elif name in ("alloc", "dealloc", "relinquish_alloc_permit"):
@@ -229,39 +225,16 @@ class TensorMemory(Part):
                     "race", f"{where} {other} {did}, with no barrier between that both have passed"
                 )
 
-    def tensor_wait(self, what, warps, who):
-        """tcgen05.wait::ld and ::st."""
+    def tensor_wait(self, what, warps):
+        """tcgen05.wait::ld and ::st. A load's registers may be used before (compilers do), which
+        says nothing of its memory: what it reads may be overwritten only after the wait.
+        """
         t = self.tensor
         for warp in warps:
             pending, log = (t.storing, t.wrote) if what == "st" else (t.loading, t.read)
             at = pending == warp + 1
             log[warp, at] = self.clocks.now[warp, warp]
             pending[at] = 0
-        if what == "ld":
-            left = {r: there & ~who for r, there in self.coming.items()}
-            self.coming = {r: there for r, there in left.items() if there.any()}
-
-    def too_soon(self, op, args, who):
-        """Fails if these threads let out of their registers what a tcgen05.ld may still be writing.
-        Compilers move arithmetic to before the wait, as if its results were there: what they
-        compute is followed from register to register.
-        """
-        out = op[0] in EFFECTS and (op[0] != "tcgen05" or op[1] in ("st", "mma", "cp"))
-        used = [r for a in args[not out :] for r in re.findall(r"%\w+", a) if r in self.coming]
-        late = np.zeros(self.n, bool)
-        for register in used:
-            late |= self.coming[register] & who
-        if out:
-            if late.any():
-                self.memory.fail(
-                    "race",
-                    f"uses {used[0]}, from what tcgen05.ld may still be writing, without a "
-                    "tcgen05.wait::ld between",
-                )
-            return
-        for register in re.findall(r"%\w+", args[0]) if args else ():
-            if used or register in self.coming:
-                self.coming[register] = self.coming.get(register, False) & ~who | late
 
     # ---- between registers and tensor memory
 
@@ -304,8 +277,7 @@ class TensorMemory(Part):
 
     def move_tensor(self, loads, names, places, packed, who):
         t = self.tensor
-        if loads:
-            self.initialized(places)
+        if loads:  # NaN where nothing has been written: compilers read that, too, and drop it
             found = t.bits[places]
             if packed:
                 found = found[..., 0] & np.uint32(0xFFFF) | found[..., 1] << np.uint32(16)
@@ -313,7 +285,6 @@ class TensorMemory(Part):
                 value = np.zeros(self.n, np.uint32)
                 value[who] = found[:, i]
                 self.put(name, value, who)
-                self.coming[name] = self.coming.get(name, False) | who
             return
         given = np.stack([self.get(p, 32)[who] for p in names], 1)
         if packed:
