@@ -659,6 +659,12 @@ def block_scaled(driver, recipe, M, N, K, dtype):
     assert (found - truth).norm() <= torch.finfo(dtype).eps * truth.norm()
 
 
+def scaled_case(recipe, *sizes):
+    from tilewright.ops.quant import low_precision_linear as of_op
+
+    return of_op._case(recipe, "specialized", *sizes, bias=True, seed=3 * (recipe == "nvfp4"))
+
+
 def fp8_experts(driver, launch, N, K, counts, tail, dtype):
     """Rows of each expert, and of the tail: forward or gradients of weights."""
     from tilewright.kernels.quant import low_precision_grouped_triton as kernels
@@ -969,6 +975,11 @@ def runs():
     for recipe, K, dtype in (("mxfp8", 1008, BF16), ("nvfp4", 1792, F32)):
         run = 100, block_scaled, recipe, 144, 520, K, dtype
         found[f"sm_100-low_precision_linear/scaled ROLES-bits-{recipe}"] = run
+    # Forward and both gradients of a layer, whose sizes are those that TMA loads scales of.
+    for recipe, sizes in (("mxfp8", (496, 512, 496)), ("nvfp4", (256, 256, 256))):
+        case, launch = scaled_case(recipe, *sizes), "low_precision_linear/scaled"
+        run = 100, alternative, operations()["low_precision_linear"], case, launch, "ROLES"
+        found[f"sm_100-{launch} ROLES-{recipe}"] = run
     found["sm_90-fp8_linear/fp8 ROLES-bits"] = 90, fp8_linear, 300, 648, 1040
     for launch, N, K, counts, tail, dtype in (
         ("rows", 328, 1040, (300, 0, 1, 128), 130, BF16),

@@ -1,24 +1,27 @@
 """a b^T of MXFP8 or NVFP4 with warp specialization, for compute capability 10.0: the `scaled` of
 low_precision_triton.py, which launches it where a configuration says so.
 
-The tensor cores read codes from shared memory, and scales from their own memory, to which they also
-add. So a block has partitions that speak by mbarriers, in addition to those of warp_specialized.py:
+The tensor cores read codes from shared memory, and scales from tensor memory, where their sums are.
+A block has four partitions, which wait for each other at mbarriers as those of warp_specialized.py:
 
-    loads:       one warp, TMA: codes of each step, and 16 bytes of scales of each row, which are
-                 those of PER steps
-    places:      a warpgroup: waits `arrived`, copies scales to the tensor cores' memory, `placed`
-    multiplies:  one warp: waits `placed` and `full`; products arrive `empty`, `freed` and `summed`
-    stores:      a warpgroup for 128 columns: waits `summed`, reads the sums, `read`, stores them
+    loads (a warp):            wait empty[s], copy a step's codes to stage s: full[s]; every PER
+                               steps wait freed[i], copy 16 bytes of each row's scales: arrived[i]
+    places (a warpgroup):      wait arrived[i], copy scales to tensor memory: placed[i]
+    multiplies (a warp):       wait read[j], placed[i], full[s]; products that end complete
+                               empty[s], freed[i] and, with a tile's last, summed[j]
+    stores (one or two         wait summed[j], load the sums: read[j], and store them while the
+    warpgroups):               next tile is multiplied
 
-The tensor cores want a lane to have the scales of rows l, l + 32, l + 64 and l + 96, four bytes of
-each, in adjacent columns. TMA cannot place four bytes, so a thread reads 16 of each of these rows:
-then nothing moves between threads, and scales are read as quantizers write them.
+Lane l of tensor memory has four bytes of scales of each of rows l, l + 32, l + 64 and l + 96, and
+then the next four of each. TMA does not move less than 16 bytes, so thread l loads 16 of each of
+these rows, and stores them without an exchange. Scales stay as quantizers write them, by rows.
 
-Tiles of 128 columns have two sums in turn. Two of 256 would leave no memory for scales; there, the
-warpgroups that store read all of a sum before the first store, and products wait only for that.
+Tiles of 128 columns have two sums in turn. Two of 256 would leave no tensor memory for scales;
+there, all of a sum is in registers before the first columns are stored.
 
-No clusters, as in warp_specialized.py; and Gluon has scaled products of two blocks from Triton 3.9
-on only. Sums are in the order of `_scaled`. Not measured on a GPU.
+No clusters: 3.6's Gluon has no scaled product of two blocks. A tile of 128 x 256 reads 170 FLOPs a
+byte in MXFP8, one of 128 x 128, as `_scaled` has, 128. float32 sums, in the order of `_scaled`.
+Deterministic. Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -284,7 +287,9 @@ def _scaled(
 
 
 def fits(a: torch.Tensor, a_scale: torch.Tensor, N: int, itemsize: int) -> bool:
-    """Whether TMA reads rows of codes and of scales, and stores rows of N."""
+    """Whether TMA reads rows of codes and of scales, and stores rows of N. Then steps are a multiple
+    of PER.
+    """
     return a.shape[1] % 16 == 0 and a_scale.shape[1] % 16 == 0 and N * itemsize % 16 == 0
 
 
