@@ -58,7 +58,7 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _memory = blackwell.tensor_memory_descriptor
-_reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _ROWS = gl.constexpr(128)  # of a tile, as many as the tensor cores' memory has
 _STEP = 128  # summed bytes of codes of a tile: those of a swizzle
@@ -126,7 +126,7 @@ def _load(given, memory, barriers, sizes, PER: gl.constexpr, GROUP: gl.constexpr
 def _place_rows(tile, to):
     """tile: shared memory [ROWS, 16] of scales.   to: 32-bit columns."""
     ROWS: gl.constexpr = tile.shape[0]
-    there = _reinterpret(to, tile.dtype, [ROWS, _SCALES], _SCALES_LAYOUT)
+    there = reinterpret(to, tile.dtype, [ROWS, _SCALES], _SCALES_LAYOUT)
     there.store(tile.load(_all_rows_each(ROWS)))
 
 
@@ -153,8 +153,8 @@ def _of_step(placed_at, step, dtype: gl.constexpr, ROWS: gl.constexpr, PER: gl.c
     SLOTS: gl.constexpr = placed_at.shape[0]
     COLUMNS: gl.constexpr = placed_at.shape[2] // PER
     LAYOUT: gl.constexpr = TensorMemoryLayout([_ROWS, COLUMNS], col_stride=1)
-    parts = _reinterpret(placed_at, gl.int32, [SLOTS * PER, _ROWS, COLUMNS], LAYOUT)
-    return _reinterpret(parts.index(step), dtype, [ROWS, _SCALES // PER], _SCALES_LAYOUT)
+    parts = reinterpret(placed_at, gl.int32, [SLOTS * PER, _ROWS, COLUMNS], LAYOUT)
+    return reinterpret(parts.index(step), dtype, [ROWS, _SCALES // PER], _SCALES_LAYOUT)
 
 
 @gluon.jit
@@ -287,8 +287,8 @@ def _scaled(
 
 
 def fits(a: torch.Tensor, a_scale: torch.Tensor, N: int, itemsize: int) -> bool:
-    """Whether TMA reads rows of codes and of scales, and stores rows of N. Then steps are a multiple
-    of PER.
+    """Whether TMA reads rows of codes and of scales, and stores rows of N. Then steps are a
+    multiple of PER.
     """
     return a.shape[1] % 16 == 0 and a_scale.shape[1] % 16 == 0 and N * itemsize % 16 == 0
 
