@@ -62,9 +62,7 @@ reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _ROWS = gl.constexpr(128)  # of a tile, as many as the tensor cores' memory has
 _STEP = 128  # summed bytes of codes of a tile: those of a swizzle
-_SCALES = gl.constexpr(
-    16
-)  # bytes of a row's scales that TMA loads at a time, the fewest that it can
+_SCALES = gl.constexpr(16)  # bytes of a row's scales, the fewest that TMA moves
 _SCALES_LAYOUT = gl.constexpr(TensorMemoryScalesLayout())
 # Registers per thread of the warpgroup that places scales: those of 256 + 128 rows.
 _PLACING = gl.constexpr(88)
