@@ -1,5 +1,5 @@
 """Compiles both alternatives of every open question (`variants.VARIANTS`) whose alternatives are
-launch configurations, for the deciding case's launch on a simulated GPU.
+launch configurations, for the deciding case's launch on the oldest simulated GPU that has both.
 
     python -m bench gate-variants [options of `tilewright gate --registry`]
 """
@@ -23,15 +23,26 @@ from tilewright_lab.gate import compile_gate
 from tilewright_lab.gate.compilers import labeled
 
 PROG = "python -m bench gate-variants"
-ARCH = 90  # a GPU that the questions are asked on
+ARCHS = (90, 100)  # GPUs that the questions are asked on
 
 
 def collect(ops: Iterable[Op]) -> dict[str, Any]:
     """Specs by name, as `compilers.collect` names those of tables."""
-    by_name = {op.name: op for op in ops}
+    by_name, specs = {op.name: op for op in ops}, {}
+    older: tuple[variants.Variant, ...] = ()
+    for arch in ARCHS:
+        asked = variants.asked(arch)
+        specs |= _collect(by_name, [v for v in asked if v not in older], arch)
+        older = asked
+    return specs
+
+
+def _collect(
+    by_name: dict[str, Op], asked: Iterable[variants.Variant], arch: int
+) -> dict[str, Any]:
     specs: dict[str, Any] = {}
-    with pretend.gpu(ARCH, compiles=False):
-        for variant in variants.VARIANTS:
+    with pretend.gpu(arch, compiles=False):
+        for variant in asked:
             op = by_name.get(variant.op)
             if op is None or not variant.launch:
                 continue
@@ -48,14 +59,15 @@ def collect(ops: Iterable[Op]) -> dict[str, Any]:
                 named = tunable.named(key)
                 for way in filter(None, variant.ways.values()):
                     assert not isinstance(way, str), "alternatives of a launch are configurations"
-                    config = {**tunable.choice(ARCH, **named), **way}
+                    config = {**tunable.choice(arch, **named), **way}
                     for spec in labeled(tunable, named, config, f"{variant.name}: "):
-                        # Nothing counts on its blocks: it is measured.
-                        specs[f"{op.name}/{spec.label}"] = replace(spec, per_sm=1)
+                        # Nothing counts on its blocks: it is measured. Of this GPU alone.
+                        only = {"min_arch": arch, "max_arch": arch}
+                        specs[f"{op.name}/{spec.label}"] = replace(spec, per_sm=1, **only)
     return specs
 
 
 def main(argv: Sequence[str]) -> int:
     """See `tilewright gate --registry --help` for the options."""
     ops = operations().values()
-    return compile_gate.main(list(argv), functools.partial(collect, ops), [ARCH], PROG)
+    return compile_gate.main(list(argv), functools.partial(collect, ops), [*ARCHS], PROG)

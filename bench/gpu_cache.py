@@ -147,7 +147,7 @@ def calls(
                                 (Call(op.name, impl.name, name, "cuda", short), t, key),
                             )
     if "ab" in parts:
-        for v in variants.VARIANTS:
+        for v in variants.asked(tuning.arch_of_device()):
             for op, case in (
                 [(by_name[v.op], c) for c in by_name[v.op].cases] if v.op in by_name else ()
             ):

@@ -33,6 +33,7 @@ from bench.stages.questions import implementation
 from tilewright import selection
 from tilewright.bench.options import names
 from tilewright.core.registry import Case, Goal, ImplementationUnavailable, Op, short
+from tilewright.kernels import tuning
 from tilewright_lab import pretend
 
 COMMAND = "python -m bench predict"
@@ -87,7 +88,7 @@ def rows(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -
 def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, dict]]:
     """(question, launch, constants): the heuristics', and those that the suite is to time."""
     yield HEURISTIC, "", {}
-    for v in variants.VARIANTS:
+    for v in variants.asked(tuning.arch_of_device()):
         if (v.op, v.case) == (op.name, case.name) and v.launch and not isinstance(v.other, str):
             impl = implementation(v, op, v.other, "cuda")
             if impl is not None and impl.name == name:
@@ -177,7 +178,7 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
     predicted times now and of the other alternative, and the other's limit.
     """
     with launches.simulated(on.device) as found:
-        for v in variants.VARIANTS:
+        for v in variants.asked(tuning.arch_of_device()):
             if not v.launch or isinstance(v.other, str):
                 continue
             op = selection.operations()[v.op]

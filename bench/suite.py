@@ -51,6 +51,7 @@ from tilewright.bench.runner import Unit
 from tilewright.bench.timed import RUN
 from tilewright.bench.units import TIMED, smallest
 from tilewright.core.registry import Op
+from tilewright.kernels import tuning
 from tilewright_lab import pretend
 
 # Stages in their order, each with its weight: a stage's share of a call is its weight over the sum
@@ -174,7 +175,7 @@ def _questions(here, device: str, settings: run.Settings) -> list[Unit]:
     """
     cases = {(op.name, case.name): (op, case) for op, case in here}
     about: dict[tuple[str, str], list[variants.Variant]] = {}
-    for v in variants.VARIANTS:
+    for v in variants.asked(tuning.arch_of_device()):
         if (at := (v.op, v.case)) not in cases:
             continue
         impl = implementation(v, cases[at][0], v.now, device)

@@ -25,6 +25,7 @@ class Variant:
     other: the alternative.
     whole: whether the op's passes are timed rather than the launch, since one alternative launches
         what another launch does with the other.
+    arch: the lowest compute capability that has both alternatives, as 90.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Variant:
     other: Mapping[str, Any] | str
     now: Mapping[str, Any] | str = field(default_factory=dict)
     whole: bool = False
+    arch: int = 0
 
     @property
     def ways(self) -> dict[str, Mapping[str, Any] | str]:
@@ -49,6 +51,7 @@ _TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "RO
 _FP8_ROWS = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True}
 _FP8_DWEIGHT = {**_FP8_ROWS, "num_warps": 4}
 _FP8_WIDE = {**_FP8_DWEIGHT, "BLOCK_N": 256, "num_stages": 4}
+_SCALED = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "ROLES": True}
 VARIANTS = (
     Variant(
         "attention, keys of 192 and values of 128: one kernel for the gradients, for two",
@@ -72,6 +75,17 @@ VARIANTS = (
         "low_precision_linear/by_rows",
         _FP8_DWEIGHT,
         whole=True,  # with the transposes of scales
+    ),
+    *(
+        Variant(
+            f"low_precision_linear: specialized warps for products in {name}, for all warps",
+            "low_precision_linear",
+            f"{recipe} llama-3-8b-out_8192",
+            "low_precision_linear/scaled",
+            _SCALED,
+            arch=100,
+        )
+        for recipe, name in (("mxfp8", "MXFP8"), ("nvfp4", "NVFP4"))
     ),
     Variant(
         "low_precision_grouped_gemm: specialized warps for rows in FP8, for all warps",
@@ -129,3 +143,8 @@ VARIANTS = (
         "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"
     ),
 )
+
+
+def asked(arch: int | None) -> tuple[Variant, ...]:
+    """The questions of a compute capability; None: of a CPU, and of every GPU."""
+    return tuple(v for v in VARIANTS if v.arch <= (arch or 0))

@@ -278,15 +278,21 @@ CASES = {
     "grouped_gemm": lambda: grouped_gemm_cases.case("specialized", 8, 20_011, 1536, 2048),
     "attention": lambda: of_attention._case("specialized", 1, 8, 2, 2048, 128),
 }
-# Small cases, where an op's first one does not launch it: nothing learns there.
-SMALL = {"low_precision_linear": ("block_fp8 aligned",)}
+# The recipe, and a small case, where an op's first one does not launch it.
+RECIPES = {
+    "low_precision_linear/by_rows": ("block_fp8", "aligned"),
+    "low_precision_linear/scaled": ("mxfp8", "two_scales"),
+}
+BLACKWELL = ("low_precision_linear/scaled",)
 
 
 def _specialized(launch, large):
     """Holds the contract, twice with the same bits."""
     op, config = SPECIALIZED[launch]
-    own = CASES.get(op.name, lambda: next(c for c in op.cases if "cuda" in c.tags))
-    case = own() if large else smallest(op, SMALL.get(op.name))
+    recipe, small = RECIPES.get(launch, ("", ""))
+    timed = (c for c in op.cases if "cuda" in c.tags and c.name.startswith(recipe))
+    own = CASES.get(op.name, lambda: next(timed))
+    case = own() if large else smallest(op, (f"{recipe} {small}",) if small else None)
     kwargs = case.make(DEVICE, DTYPE, 0)
     with taken(launch, config if large else {}) as keys:
         assert not contract.compare(op, "triton", kwargs, DTYPE)
@@ -303,8 +309,10 @@ def test_specialized_warps_hold_the_contract_and_end(launch, large):
     """Warps that load wait for those that multiply, and those for them."""
     # The interpreter has no warps, and runs what heuristics choose.
     skip_unless_usable(SPECIALIZED[launch][0], "triton", DTYPE)
-    if large and not hopper(torch.device(DEVICE)):
-        pytest.skip("specialized warps are for compute capability 9.0")
+    needed = 10 if launch in BLACKWELL else 9
+    # In block-scaled formats even a small case is of 10.0.
+    if GPU and (large or needed > 9) and torch.cuda.get_device_capability()[0] != needed:
+        pytest.skip(f"specialized warps are for compute capability {needed}.0")
     within(_specialized, launch, large)
 
 

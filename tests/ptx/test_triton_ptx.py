@@ -600,15 +600,16 @@ def fp8_codes(rows, columns, g):
     return data.view(torch.uint8), scale
 
 
-def same_bits(driver, tunable, run):
-    """Specialized warps sum in the same order as the other kernel."""
-    key = tunable.named(tunable.keys[-1])
+def same_bits(driver, tunable, run, key=None):
+    """Specialized warps sum in the same order as the other kernel. Returns what it found."""
+    key = tunable.named(key or tunable.keys[-1])
     roles, found = [c for c in tunable.candidates(**key) if c["ROLES"]], []
     for config in (tunable.heuristic(**key), *roles):
         with mock.patch.object(tunable, "config", lambda *_, config=config: config):
             found.append(run())
         assert driver.launches[-1].kernel.specialized == config["ROLES"]
     assert roles and all(torch.equal(found[0], other) for other in found[1:])
+    return found[0]
 
 
 def fp8_linear(driver, T, N, K):
@@ -627,6 +628,41 @@ def fp8_dweight(driver, M, N, columns, dtype):
     g = torch.Generator().manual_seed(0)
     factors = (*fp8_codes(M, columns, g), *fp8_codes(N, columns, g))
     same_bits(driver, kernels.BY_ROWS, lambda: kernels.by_rows(*factors, dtype))
+
+
+def block_scaled(driver, recipe, M, N, K, dtype):
+    """MXFP8 with a bias, or NVFP4: beside the other kernel, float64."""
+    from tilewright.kernels.quant import low_precision_triton as kernels
+    from tilewright.ops.quant.low_precision_linear import Factor, values
+
+    g, e2m1 = torch.Generator().manual_seed(0), recipe == "nvfp4"
+
+    def factor(rows):
+        if not e2m1:
+            codes, _ = fp8_codes(rows, K, g)
+            scale = torch.randint(120, 133, (rows, -(-K // 32)), generator=g, dtype=torch.uint8)
+            return Factor(codes, scale, None, 1, K)
+        codes = torch.randint(0, 256, (rows, K // 2), generator=g, dtype=torch.uint8)
+        scale = (torch.rand(rows, K // 16, generator=g) + 0.5).to(torch.float8_e4m3fn)
+        return Factor(codes, scale.view(torch.uint8), torch.rand((), generator=g) + 0.5, 1, K)
+
+    a, b = factor(M), factor(N)
+    bias = None if e2m1 else torch.randn(N, generator=g).to(dtype)
+    found = same_bits(
+        driver,
+        kernels.SCALED,
+        lambda: kernels.scaled(*a[:3], *b[:3], bias, dtype),
+        (e2m1, N, a.data.shape[1], M, True),
+    )
+    a, b = (values(t, recipe, "eager", torch.float64) for t in (a, b))
+    truth = a @ b.mT if bias is None else a @ b.mT + bias.double()
+    assert (found - truth).norm() <= torch.finfo(dtype).eps * truth.norm()
+
+
+def scaled_case(recipe, *sizes):
+    from tilewright.ops.quant import low_precision_linear as of_op
+
+    return of_op._case(recipe, "specialized", *sizes, bias=True, seed=3 * (recipe == "nvfp4"))
 
 
 def fp8_experts(driver, launch, N, K, counts, tail, dtype):
@@ -935,6 +971,15 @@ def runs():
     for M, N, columns, dtype in ((272, 400, 1040, BF16), (144, 136, 2048, F32)):
         name = f"sm_90-low_precision_linear/by_rows ROLES-bits-{M}-{N}-{columns}-{short(dtype)}"
         found[name] = 90, fp8_dweight, M, N, columns, dtype
+    # The last scale of 32 is of 16 columns; of 128, a step is past a turn of the ring.
+    for recipe, K, dtype in (("mxfp8", 1008, BF16), ("nvfp4", 1792, F32)):
+        run = 100, block_scaled, recipe, 144, 520, K, dtype
+        found[f"sm_100-low_precision_linear/scaled ROLES-bits-{recipe}"] = run
+    # Forward and both gradients of a layer, whose sizes are those that TMA loads scales of.
+    for recipe, sizes in (("mxfp8", (496, 512, 496)), ("nvfp4", (256, 256, 256))):
+        case, launch = scaled_case(recipe, *sizes), "low_precision_linear/scaled"
+        run = 100, alternative, operations()["low_precision_linear"], case, launch, "ROLES"
+        found[f"sm_100-{launch} ROLES-{recipe}"] = run
     found["sm_90-fp8_linear/fp8 ROLES-bits"] = 90, fp8_linear, 300, 648, 1040
     for launch, N, K, counts, tail, dtype in (
         ("rows", 328, 1040, (300, 0, 1, 128), 130, BF16),
@@ -1083,6 +1128,23 @@ def runs():
         ("attention-latent-free", r"@\S+ mbarrier\.arrive\.shared::cta\.b64[^;]*;", "", latent),
     ):
         found[f"planted-roles-{name}"] = 90, planted, old, new, *test
+    # In patterns that the other kernel, which runs first, does not have.
+    scaled = found["sm_100-low_precision_linear/scaled ROLES-bits-mxfp8"][1:]
+    for name, old, new in (
+        ("written", r"tcgen05\.wait::st\.sync\.aligned;(\s*bar\.sync\s+[1-9])", r"\1"),
+        ("read", r"tcgen05\.wait::ld\.sync\.aligned;(\s*bar\.sync\s+0, )", r"\1"),
+        ("together", r"bar\.sync\s+[1-9], 128;", ""),
+        ("slot", r"(tcgen05\.st\S+x16\.b32 \[%r\d+ \+ )0\]", r"\g<1>4]"),
+        ("freed", r"(?s)(setmaxnreg.*?tcgen05\.commit.*?)@\S+ tcgen05\.commit[^;]*;", r"\1"),
+        (
+            "phase",
+            r"(?s)\A.*setmaxnreg.*\Z",
+            lambda m: re.sub(
+                waits, r"mbarrier.try_wait.parity.shared::cta.b64 complete, [\1], 1;", m[0]
+            ),
+        ),
+    ):
+        found[f"planted-roles-scaled-{name}"] = 100, planted, old, new, *scaled
     found["planted-few_rows-counted"] = (
         90,
         planted,

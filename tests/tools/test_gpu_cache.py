@@ -78,7 +78,7 @@ def measured(folder):
     with pretend.gpu(COMPUTE_CAPABILITY, compiles=False):
         plan = {what: gpu_cache.calls([what], OPS.values()) for what in gpu_cache.WHAT}
         asked = {}
-        for v in variants.VARIANTS:
+        for v in variants.asked(COMPUTE_CAPABILITY):
             case = next(c for c in OPS[v.op].cases if c.name == v.case)
             if "cuda" in case.tags and v.launch:
                 kwargs = case.make("cuda", torch.bfloat16, 0)
@@ -190,9 +190,9 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
 
 
 def test_every_variant_changes_the_launch_that_its_case_makes(ran):
-    from bench.variants import VARIANTS
+    from bench.variants import asked
 
-    cuda = [v for v in VARIANTS if v.launch and "CPU" not in v.name]
+    cuda = [v for v in asked(COMPUTE_CAPABILITY) if v.launch and "CPU" not in v.name]
     assert set(ran["variants"]) == {v.name for v in cuda}
     for v in cuda:
         found = ran["variants"][v.name]
@@ -204,12 +204,16 @@ def test_every_variant_changes_the_launch_that_its_case_makes(ran):
 
 def test_the_gate_compiles_the_alternatives_of_launches(ran):
     """Of kernels; linear_cross_entropy's chunks are none."""
+    from bench.variants import asked
     from tilewright_lab.gate.verdict import budgeted
 
     for name, found in ran["variants"].items():
         constants = "; " + " ".join(f"{n}={value}" for n, value in found["other"].items()) + "]"
         mine = [g for g in ran["gate"] if f"[{name}: " in g and g.endswith(constants)]
         assert bool(mine) != name.startswith("linear_cross_entropy"), (name, constants)
+    # Those of a later GPU, too.
+    later = [v for v in asked(100) if v not in asked(COMPUTE_CAPABILITY)]
+    assert later and all(any(f"[{v.name}: " in g for g in ran["gate"]) for v in later)
     assert not any(map(budgeted, ran["gate"]))
 
 

@@ -74,6 +74,7 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16"), gl.float16),
     **dict.fromkeys(("fp8e4nv", "float8_e4m3fn"), gl.float8e4nv),
     **dict.fromkeys(("fp32", "float32"), gl.float32),
+    **dict.fromkeys(("u8", "uint8"), gl.uint8),
 }
 
 
@@ -89,7 +90,7 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def descriptor_type(dtype: str, *block: int) -> str:
-    """What a compilation takes for a `descriptor` of "bf16", "fp16", "fp8e4nv" or "fp32"."""
+    """What a compilation takes for a `descriptor` of this dtype, by Triton's name."""
     return f"tensordesc<{dtype}{list(block)},{_layout(list(block), _DTYPES[dtype])!r}>"
 
 

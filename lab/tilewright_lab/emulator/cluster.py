@@ -11,12 +11,13 @@ from tilewright_lab.emulator.formats import f32
 from tilewright_lab.emulator.memory import WINDOW, U
 from tilewright_lab.emulator.partitions import Partitions
 from tilewright_lab.emulator.tensor_cores import TensorCores
+from tilewright_lab.emulator.tensor_memory import TensorMemory
 from tilewright_lab.emulator.text import LEAVES, base_and_offset, text_and_bits
 from tilewright_lab.emulator.transfers import Transfers
 from tilewright_lab.emulator.uncommon import Uncommon
 
 
-class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic):
+class Cluster(Partitions, Transfers, Atomics, TensorCores, TensorMemory, Uncommon, Arithmetic):
     def __init__(self, kernel, memory, values, at, cluster, grid, counts, most=None):
         """most: instructions that it may execute."""
         self.executed, self.most = 0, most
@@ -56,8 +57,8 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
         # those indices.
         self.copies, self.groups = [], np.zeros(n, np.int64)
         self.flying = np.zeros((cluster, kernel.shared_size), bool)
-        # Shared memory not yet visible to the async proxy (TMA, wgmma), and still being read by
-        # wgmma.
+        # Shared memory not yet visible to the async proxy (TMA, wgmma, tcgen05), and still being
+        # read by tensor cores.
         self.unfenced = np.zeros((cluster, kernel.shared_size), bool)
         self.pinned = np.zeros((cluster, kernel.shared_size), bool)
         self.barriers = {}  # (block, address) -> an mbarrier
@@ -209,7 +210,7 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
                 self.meet(b)
             moved = True
         for thread, (barrier, parity) in list(self.awaited.items()):
-            self.land(barrier)
+            self.land(barrier, parity)
             if barrier["phase"] % 2 != parity:
                 self.waits[thread] = 0
                 self.passed(barrier, thread)
@@ -340,6 +341,8 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
                     "ret: wrote to another block, which may have ended: no barrier.cluster.arrive "
                     "since",
                 )
+            if (self.pc >= len(self.k.code))[~who].all():
+                self.ended()
             if any(self.stores.get(thread) for thread in np.flatnonzero(who).tolist()):
                 raise Fault("barrier", "ret: a bulk store may still read shared memory")
             self.pc[who] = len(self.k.code)
@@ -376,6 +379,8 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, Uncommon, Arithmetic)
             self.mbarrier(op, args, who, text, pc)
         elif name == "wgmma":
             self.wgmma(op, args, who, text)
+        elif name == "tcgen05":
+            self.tcgen05(op, args, who, text)
         elif text == "fence.proxy.async.shared::cta":  # for the writes that these threads see
             self.unfenced &= ~self.visible(np.flatnonzero(who))
         elif name == "elect":

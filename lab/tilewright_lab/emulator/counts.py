@@ -15,7 +15,7 @@ def instruction_class(op):
     name = op[0]
     if name in ("ld", "st", "cp", "ldmatrix", "stmatrix"):
         return "parameter" if "param" in op else "memory"
-    if name in ("mma", "wgmma"):
+    if name in ("mma", "wgmma", "tcgen05"):
         return "tensor"
     if name in SPECIAL:
         return "special"

@@ -166,7 +166,6 @@ class Driver:
                 metadata.global_scratch_size or metadata.profile_scratch_size,
                 "scratch memory, which descriptors made in a kernel take",
             ),
-            ("tcgen05." in text, "instructions tcgen05: run it for another --arch"),
         ):
             if found:
                 raise _of(Unsupported(what), metadata.name)

@@ -14,8 +14,13 @@ from tilewright_lab.emulator.memory import Memory
 
 
 def of_one_line(assembly: re.Match) -> str:
-    """Inline assembly without its lines of the source: LLVM counts them on from line to line."""
-    return re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
+    """Inline assembly without its lines of the source: LLVM counts them on from line to line. Its
+    labels become others than those of the same assembly elsewhere.
+    """
+    text = re.sub(r"^\s*\.loc\s[^\n]*", "", assembly[0], flags=re.MULTILINE)
+    for label in re.findall(r"^\s*([A-Za-z]\w*):\s", text, flags=re.MULTILINE):
+        text = re.sub(rf"(?<![\w$%.]){label}\b", f"${label}_{assembly.start()}", text)
+    return text
 
 
 def _instruction(s: str, local: dict[str, str]) -> tuple:
@@ -98,6 +103,11 @@ class Kernel:
     def specialized(self) -> bool:
         """Whether warps run code of their own."""
         return any(op[0] == "setmaxnreg" for _, _, op, _ in self.code)
+
+    @functools.cached_property
+    def tensor_memory(self) -> bool:
+        """Whether it uses the tensor cores of sm_100."""
+        return any(op[0] == "tcgen05" for _, _, op, _ in self.code)
 
     def where(self, pc: int) -> str:
         """The line of the source that an instruction comes from; empty if the PTX names none."""

@@ -42,6 +42,7 @@ class Part:
     products: list[list[dict[str, Any]]]
     pc: np.ndarray
     waits: np.ndarray
+    tensor: Any  # TensorState, of a kernel that uses tcgen05
     at_bar: np.ndarray
     bar_size: np.ndarray
     registers: np.ndarray
@@ -71,6 +72,11 @@ class Part:
     clocks: Any
     ordered: Callable[[str, np.ndarray, np.ndarray], None]
     ordered_for: Callable[..., None]
-    land: Callable[[dict], None]
-    arrive: Callable[[dict, int], None]
+    land: Callable[[dict, int], None]
+    turn: Callable[[dict], None]
+    barrier: Callable[[str, int, str], dict]
+    finish: Callable[[dict], None]
+    told: Callable[[int], np.ndarray | None]
+    arrive: Callable[[dict, np.ndarray | None], None]
+    checked_matrix: Callable[..., Any]
     passed: Callable[[dict, int], None]

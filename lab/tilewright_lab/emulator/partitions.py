@@ -12,20 +12,23 @@ import numpy as np
 
 from tilewright_lab.emulator.faults import Fault
 from tilewright_lab.emulator.part import Part
+from tilewright_lab.emulator.tensor_memory import TensorState
 
 REGISTERS = 4  # in `waits`: at a setmaxnreg.inc that other warps must give registers for
 
 
 class Clocks:
-    """now: [warps, warps + 1], what each warp knows of each, and of the unit that copies (TMA).
-    wrote, read: [warps + 1, bytes of shared memory], when each last did.
+    """now: [warps, units], what each warp knows of each: the warps, their queues (tcgen05), if
+    there are any, and the unit that copies (TMA).
+    wrote, read: [units, bytes of shared memory], when each last did.
     """
 
-    def __init__(self, warps: int, size: int):
-        self.now = np.zeros((warps, warps + 1), np.int32)
+    def __init__(self, warps: int, size: int, queues: bool = False):
+        self.units = warps * (1 + queues) + 1
+        self.now = np.zeros((warps, self.units), np.int32)
         np.fill_diagonal(self.now, 1)
-        self.wrote = np.zeros((warps + 1, size), np.int32)
-        self.read = np.zeros((warps + 1, size), np.int32)
+        self.wrote = np.zeros((self.units, size), np.int32)
+        self.read = np.zeros((self.units, size), np.int32)
         self.copies = 0  # that have landed
 
     def unknown(self, log: np.ndarray, warp: int, at: np.ndarray) -> bool:
@@ -47,6 +50,10 @@ class Clocks:
     def learn(self, warp: int, known: np.ndarray) -> None:
         self.now[warp] = np.maximum(self.now[warp], known)
 
+    def queue(self, warp: int) -> int:
+        """The row of a warp's queue."""
+        return len(self.now) + warp
+
     def landed(self, at: np.ndarray) -> np.ndarray:
         """A copy has written these bytes. Returns what those know who waited for it."""
         self.copies += 1
@@ -66,8 +73,13 @@ class Partitions(Part):
         # Per warp: registers of a thread, and those that it waits for; all of the block.
         self.registers = np.full(self.n // 32, self.k.registers)
         self.wanted, self.pool = self.registers.copy(), int(self.registers.sum())
-        own = self.k.specialized and self.cluster == 1
-        self.clocks = Clocks(self.n // 32, self.k.shared_size) if own else None
+        queues, warps = self.k.tensor_memory, self.n // 32
+        own = (self.k.specialized or queues) and self.cluster == 1
+        self.clocks = Clocks(warps, self.k.shared_size, queues) if own else None
+        self.tensor = TensorState(warps, self.clocks.units) if self.clocks and queues else None
+        self.coming: dict[
+            str, np.ndarray
+        ] = {}  # registers that tcgen05.ld writes, of which threads
 
     def ordered(self, does: str, who: np.ndarray, at: np.ndarray) -> None:
         """Fails if these threads access bytes (a row each) that another warp accessed, with
@@ -107,15 +119,21 @@ class Partitions(Part):
             known = (self.written == 0) | np.isin(self.written, threads + 1)
             return known | (self.written == -1) if len(threads) == self.n else known
         known = self.clocks.now[np.unique(threads // 32)].max(0)
-        return (self.clocks.wrote <= known[:, None]).all(0)[None]
+        found, at = ~self.unfenced, np.flatnonzero(self.unfenced[0])  # the rest is not asked for
+        found[0, at] = (self.clocks.wrote[:, at] <= known[:, None]).all(0)
+        return found
 
-    def arrive(self, barrier: dict, thread: int) -> None:
-        """One arrival of an mbarrier's phase."""
+    def told(self, thread: int) -> np.ndarray | None:
+        """What a thread's arrival tells."""
+        return None if self.clocks is None else self.clocks.told(thread // 32)
+
+    def arrive(self, barrier: dict, known: np.ndarray | None) -> None:
+        """One arrival of an mbarrier's phase, of one who knows this."""
         barrier["missing"] -= 1
         if barrier["missing"] < 0:
             raise Fault("barrier", "more arrive than were said to")
-        if self.clocks is not None:
-            barrier["known"] = np.maximum(barrier["known"], self.clocks.told(thread // 32))
+        if known is not None:
+            barrier["known"] = np.maximum(barrier["known"], known)
 
     def passed(self, barrier: dict, thread: int) -> None:
         """A thread has waited for a phase of an mbarrier."""

@@ -24,17 +24,13 @@ class TensorCores(Part):
         span = {0: 0, 1: 128, 2: 64, 3: 32}[described >> 62]
         if span == 0 or described >> 49 & 7:
             raise KeyError(f"{text}: without a swizzle, or with an offset")
-        row, k = np.arange(rows)[:, None], np.arange(32 // size)[None, :]
-        if transposed:
-            at = (
-                row // (span // 2) * leading
-                + row % (span // 2) * 2
-                + k % 8 * span
-                + k // 8 * stride
-            )
-        else:
-            at = row // 8 * stride + row % 8 * span + k * size
-        at = swizzled(start + at[:, :, None] + np.arange(size), span)
+        at = matrix_places(start, leading, stride, span, rows, size, transposed, 32)
+        return self.checked_matrix(at, block)
+
+    def checked_matrix(self, at, block, warp=None):
+        """Places of an operand's bytes, which tensor cores may read now.   warp: the one whose
+        thread says so, if it is one.
+        """
         if at.max() >= self.k.shared_size or at.min() < 1024:
             raise Fault("bounds", "outside shared memory")
         places = np.full(at.shape, block), at
@@ -44,6 +40,8 @@ class TensorCores(Part):
             self.memory.fail("race", "reads what threads wrote, without a fence between")
         if self.clocks is None and (self.written[places] != 0).any():
             self.memory.fail("race", "reads what threads wrote, without a barrier between")
+        if warp is not None:
+            self.ordered_for("reads", warp, at.reshape(-1), False)
         return places
 
     def warpgroups(self, who, text):
@@ -158,6 +156,9 @@ class TensorCores(Part):
             for p in products:
                 for places in p["read"]:
                     self.pinned[places] = True
+        for queued in self.tensor.queue if self.tensor is not None else ():
+            for places in queued.shared:
+                self.pinned[places] = True
 
     def whole_warps(self, who, text):
         lanes = who.reshape(-1, 32)
@@ -230,6 +231,24 @@ class TensorCores(Part):
             whole = np.zeros(self.n, np.uint32)
             whole[who] = value
             self.put(part, whole, who)
+
+
+# Wide: a matrix descriptor has as many fields.
+def matrix_places(start, leading, stride, span, rows, size, transposed, width):
+    """[rows, elements, size] addresses of a matrix in shared memory, whose rows have `width` bytes:
+    a canonical layout of the PTX ISA, with a swizzle of `span` bytes, or 0 for none. transposed:
+    adjacent elements in memory belong to adjacent rows.
+    """
+    row, k = np.arange(rows)[:, None], np.arange(width // size)[None, :]
+    across = (span or 16) // size  # elements of a line
+    if transposed:
+        outer, inner = (leading, stride) if span else (stride, leading)
+        at = row // across * outer + row % across * size + k % 8 * (span or 16) + k // 8 * inner
+    elif span:
+        at = row // 8 * stride + row % 8 * span + k * size
+    else:
+        at = row // 8 * stride + row % 8 * 16 + k // across * leading + k % across * size
+    return swizzled(start + at[:, :, None] + np.arange(size), span)
 
 
 # Elements in a register of 32 bits.

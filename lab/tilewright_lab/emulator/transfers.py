@@ -105,7 +105,7 @@ class Transfers(Part):
             self.memory.fail("race", "writes where cp.async may still be writing")
         if self.pinned[places].any():
             self.memory.fail(
-                "race", "writes what wgmma may still be reading, without a wait_group between"
+                "race", "writes what tensor cores may still be reading, without a wait between"
             )
         self.unfenced[places] = True
         for before in (self.written[places], self.read[places]):
@@ -192,8 +192,10 @@ class Transfers(Part):
             barrier["missing"] = barrier["count"]
             barrier["told"] = barrier["known"]
 
-    def land(self, barrier):
-        """Copies in flight land as late as possible: when somebody waits for them."""
+    def land(self, barrier, parity):
+        """Copies in flight land as late as possible: when somebody waits for them. So does what
+        tensor cores do, if it is this phase that is waited for.
+        """
         copies, barrier["copies"] = barrier["copies"], []
         for places, raw in copies:
             self.shared[places] = raw
@@ -204,10 +206,13 @@ class Transfers(Part):
                 barrier["known"] = np.maximum(barrier["known"], known)
         if copies:
             self.turn(barrier)
+        while barrier["commits"] and barrier["phase"] % 2 == parity:
+            self.finish(barrier)
 
     def mbarrier(self, op, args, who, text, pc):
         threads = np.flatnonzero(who).tolist()
         if op[1] == "init":
+            units = self.clocks.units if self.clocks is not None else 0
             for thread in threads:
                 at = np.array([self.address(args[0])[thread]])
                 only = np.arange(self.n) == thread
@@ -220,32 +225,34 @@ class Transfers(Part):
                     "bytes": 0,
                     "phase": 0,
                     "copies": [],
+                    "commits": [],  # of tcgen05
                     # What those knew who arrived, until now and in the phases that are complete.
-                    "known": np.zeros(self.n // 32 + 1, np.int32),
-                    "told": np.zeros(self.n // 32 + 1, np.int32),
+                    "known": np.zeros(units, np.int32),
+                    "told": np.zeros(units, np.int32),
                 }
         elif op[1] == "inval":
             for thread in threads:
-                if self.barrier(args[0], thread, text)["copies"]:
-                    raise Fault("barrier", "copies are on their way")
+                barrier = self.barrier(args[0], thread, text)
+                if barrier["copies"] or barrier["commits"]:
+                    raise Fault("barrier", "copies or products are on their way")
                 del self.barriers[int(self.block[thread]), int(self.address(args[0])[thread])]
         elif op[1:3] == ["arrive", "expect_tx"]:
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
                 barrier["bytes"] += int(self.get(args[2], 32)[thread])
-                self.arrive(barrier, thread)
+                self.arrive(barrier, self.told(thread))
                 self.turn(barrier)
         elif op[1] == "arrive" and op[2].startswith("shared") and args[0] == "_":
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
                 for _ in range(int(args[2]) if len(args) > 2 else 1):
-                    self.arrive(barrier, thread)
+                    self.arrive(barrier, self.told(thread))
                 self.turn(barrier)
         elif op[1:3] == ["try_wait", "parity"]:
             parity = self.get(args[2], 32) & 1
             for thread in threads:
                 barrier = self.barrier(args[1], thread, text)
-                self.land(barrier)
+                self.land(barrier, parity[thread])
                 if barrier["phase"] % 2 == parity[thread]:  # retried when the others cannot proceed
                     self.waits[thread], self.pc[thread] = 3, pc
                     self.awaited[thread] = barrier, parity[thread]

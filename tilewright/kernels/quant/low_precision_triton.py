@@ -226,8 +226,16 @@ def scaled(
     """
     (M, width), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
-    large = large_shared_memory(a.device)
-    c = SCALED.config(a.device, a_total is not None, N, width, rounded(M), large)
+    key = a_total is not None, N, width, rounded(M), large_shared_memory(a.device)
+    c = SCALED.config(a.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        if roles.fits(a, a_scale, N, out.element_size()):
+            roles.scaled(a, a_scale, a_total, b, b_scale, b_total, bias, out, c)
+            return out
+        c = SCALED.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     launch(
         _scaled,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -259,7 +267,7 @@ def rounded(tokens: int) -> int:
 # ---- launch configurations
 
 _NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
-# ROLES: specialized warps (fp8_dweight_gluon.py), with 192 KiB of operands.
+# ROLES: specialized warps (fp8_dweight_gluon.py, with 192 KiB of operands; block_scaled_gluon.py).
 _BY_ROWS_NAMES = (*_NAMES, "ROLES")
 _BY_ROWS_ROLES = dict(zip(_BY_ROWS_NAMES, (128, 128, 8, 4, 6, True), strict=True))
 
@@ -316,33 +324,56 @@ BY_ROWS = Tunable(
 )
 
 
+def _step(e2m1: bool) -> dict:
+    return {"BLOCK_K": 256 if e2m1 else 128}
+
+
+def _scaled_roles(e2m1: bool) -> list[dict]:
+    return [
+        {**dict(zip(_NAMES, tile, strict=True)), **_step(e2m1), "ROLES": True}
+        for tile in ((128, 256, 8, 8, 4), (128, 128, 8, 4, 6))
+    ]
+
+
 def _scaled_heuristic(e2m1: bool, N: int, width: int, rows: int, large: bool) -> dict:
     """Not measured on a GPU. 128 rows are what one tensor core instruction of compute capability
     10.0 takes, and sums are in its own memory; on 12.0 they are in registers, 64 per thread of
     eight warps. Steps of 128 bytes.
     """
     tile = (128, 128, 8, 4, 3) if large else (128, 128, 8, 8, 2)
-    return {**dict(zip(_NAMES, tile, strict=True)), "BLOCK_K": 256 if e2m1 else 128}
+    return {**dict(zip(_NAMES, tile, strict=True)), **_step(e2m1), "ROLES": False}
 
 
 def _scaled_space(e2m1: bool, N: int, width: int, rows: int, large: bool) -> list[dict]:
-    return [
-        {**dict(zip(_NAMES, (128, n, 8, warps, stages), strict=True)), "BLOCK_K": step}
+    configs = [
+        {
+            **dict(zip(_NAMES, (128, n, 8, warps, stages), strict=True)),
+            "BLOCK_K": step,
+            "ROLES": False,
+        }
         for n in (64, 128)
         for step in ((128, 256) if e2m1 else (128,))
         for warps in ((4, 8) if large else (8,))
         for stages in ((2, 3, 4) if large else (2, 3))
     ]
+    return configs + (_scaled_roles(e2m1) if large else [])
 
 
 def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
     e2m1, large = key["e2m1"], key["large"]
+    recipe = "nvfp4" if e2m1 else "mxfp8"
+    if config["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        label = f"{recipe} specialized{' wide' if config['BLOCK_N'] == 256 else ''}"
+        return [roles.spec(f"{label} {out} large", e2m1, out, config) for out in ("bf16", "fp32")]
+    config = {name: value for name, value in config.items() if name != "ROLES"}
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
     codes = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")
     return [
         spec(
             _scaled,
-            f"{'nvfp4' if e2m1 else 'mxfp8'} {out}{' large' if large else ''}",
+            f"{recipe} {out}{' large' if large else ''}",
             {**codes, **totals, "out": out, **({"bias": out} if out == "bf16" else {})},
             {**config, "E2M1": e2m1, "BIAS": out == "bf16", "HARDWARE": True},
             divisible=("M", "N", "width", "across"),
@@ -379,4 +410,8 @@ def tunables() -> tuple[Tunable, ...]:
 
 def gate() -> list[KernelSpec]:
     """Specialized warps, which no heuristic takes."""
-    return BY_ROWS.specs(BY_ROWS.named(BY_ROWS.keys[-1]), _BY_ROWS_ROLES)
+    found = BY_ROWS.specs(BY_ROWS.named(BY_ROWS.keys[-1]), _BY_ROWS_ROLES)
+    for key in map(SCALED.named, SCALED.keys):
+        for config in _scaled_roles(key["e2m1"]) if key["large"] else ():
+            found += SCALED.specs(key, config)
+    return found
