@@ -15,7 +15,7 @@ import torch
 
 from bench import predict
 from bench.predicted import model, roofs
-from bench.predicted.launches import Launch, Pass, Tensor
+from bench.predicted.launches import Launch, Pass, Tensor, differences
 from bench.stages.goals import Aim
 from tilewright.bench import store
 from tilewright.core import platform
@@ -89,6 +89,17 @@ def test_a_program_alone_has_an_sms_share_of_the_copy():
 def test_bytes_that_no_argument_shows_are_the_largest_launchs():
     found = of(replace(STREAM, facts={}, tile=0), Cost(32_768_000))
     assert found.seconds == pytest.approx(32_768_000 / 4e12 + 3e-6)
+
+
+def test_stages_of_loops_that_gluon_does_not_pipeline_are_no_difference():
+    def differs(gluon):
+        kernel = SimpleNamespace(is_gluon=lambda: gluon)
+        spec: Any = SimpleNamespace(
+            kernel=kernel, constexprs={}, signature={}, options={}, num_warps=8, num_stages=1
+        )
+        return differences(spec, {"num_warps": 8})
+
+    assert differs(False) == ("num_stages",) and not differs(True)
 
 
 # 65,536 rows of 2,048 times 8 experts' 512 x 2,048.
