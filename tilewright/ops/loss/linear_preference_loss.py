@@ -276,6 +276,7 @@ LINEAR_PREFERENCE_LOSS = head_op(
             range(0, 8193, 1024),
             tags=cases.CUDA,
             ignored="none",
+            logprob=True,  # backward computes the logits again
         ),
     ),
     ignores=True,
