@@ -99,13 +99,15 @@ def others(
     ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
 ) -> Iterator[Row]:
     """Of each op without a goal, the case whose roof takes longest; and of each op, the cases that
-    launch a kernel that no row before does. In bfloat16. seen: as in `rows`.
+    launch a kernel that no row before does. In bfloat16; of ops that no case times, those with the
+    tag "predicted". seen: as in `rows`.
     """
     dtype = torch.bfloat16
     with launches.simulated(on.device) as found:
         for op in ops:
             name, shown, reason = op.choose("cuda", dtype), any(goals_on(op, "cuda")), None
-            for case in sorted(run.timed(op, "cuda"), key=lambda c: -_whole(c, dtype, on)):
+            listed = run.timed(op, "cuda") or run.timed(op, "predicted")
+            for case in sorted(listed, key=lambda c: -_whole(c, dtype, on)):
                 passes, refused = _passes(found, op, name, case, dtype, "", {})
                 reason = reason or refused
                 whiches = _whiches(passes)
@@ -119,7 +121,7 @@ def others(
                 seen.update(kernels)
                 shown = True
             if not shown:
-                yield Row(op.name, "", "", HEURISTIC, reason or "no case is timed on a GPU")
+                yield Row(op.name, "", "", HEURISTIC, reason or "no case is timed or predicted")
 
 
 def _whiches(passes: dict[str, launches.Pass]) -> tuple[str, ...]:

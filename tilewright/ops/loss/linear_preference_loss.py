@@ -274,7 +274,7 @@ LINEAR_PREFERENCE_LOSS = head_op(
             "llama-3-8b",
             (8192, LLAMA.hidden, LLAMA.vocab),
             range(0, 8193, 1024),
-            tags=cases.CUDA,
+            tags=frozenset({"predicted"}),
             ignored="none",
             logprob=True,  # backward computes the logits again
         ),
