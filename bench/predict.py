@@ -402,7 +402,8 @@ def page(by_device: dict[str, Found]) -> str:
             f"be met and {missed} to be missed; {len(judged) - met - missed} are not judged.",
             "",
             *table(found.goals),
-            "Kernels without a goal: of each op that has none, the timed case whose roof takes "
+            "Kernels without a goal: of each op that has none, the timed case (or that of a size that "
+            "is not timed) whose roof takes "
             "longest, and of every op, the cases that launch a kernel that is in no row above.",
             "",
             *table(found.others),
