@@ -1,4 +1,5 @@
-"""Predicts the times of the goals' cases from counts, without a GPU.
+"""Predicts the times of the goals' cases, and of kernels without a goal, from counts, without a
+GPU.
 
     python -m bench predict [--device h200|h100] [--op OP,..] [--roofs PATH] [--out FILE] [--check]
 
@@ -31,6 +32,7 @@ from bench.predicted.roofs import Roofs
 from bench.stages.goals import Aim, goals_on
 from bench.stages.questions import implementation
 from tilewright import selection
+from tilewright.bench import run
 from tilewright.bench.options import names
 from tilewright.core.registry import Case, Goal, ImplementationUnavailable, Op, short
 from tilewright.kernels import tuning
@@ -43,29 +45,36 @@ HEURISTIC = "heuristic"
 
 @dataclass(frozen=True)
 class Row:
-    """A goal of a case under one launch configuration.
+    """A pass of a case under one launch configuration.
 
     launch: HEURISTIC, or the question whose other alternative this is.
+    goal: "" without one.
     seconds: None if it cannot be predicted; `words` says why.
     roof: the share of it, in percent.
-    verdict: "met", "missed", or why it is not judged.
+    verdict: of a goal: "met", "missed", or why it is not judged.
+    unknown: what could not be derived, and why.
     """
 
     op: str
     case: str
     which: str
     launch: str
-    goal: str
-    verdict: str
     words: str
+    goal: str = ""
+    verdict: str = ""
     limit: str = ""
     seconds: float | None = None
     roof: float | None = None
+    unknown: tuple[str, ...] = ()
     measured_ms: float | None = None
 
 
-def rows(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -> Iterator[Row]:
-    """measured: documents of the suite's goals, by name."""
+def rows(
+    ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
+) -> Iterator[Row]:
+    """Of the goals. seen: gets the kernels of these launches. measured: documents of the suite, by
+    name.
+    """
     with launches.simulated(on.device) as found:
         for op in ops:
             cached: dict[tuple, tuple] = {}
@@ -79,10 +88,58 @@ def rows(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -
                     usual, _ = cached[(*key[:3], HEURISTIC)]
                     if question != HEURISTIC and passes.get(goal.which) == usual.get(goal.which):
                         continue  # the launch is of another pass
-                    row = _row(op, goal, case, dtype, question, passes, reason, on)
+                    row = _row(op, name, case, dtype, goal.which, passes, reason, on)
                     if question == HEURISTIC:
-                        row = replace(row, measured_ms=_measured(measured, op, goal, case, dtype))
-                    yield row
+                        seen.update(_kernels(passes.get(goal.which)))
+                        ms = _measured(measured, op, name, goal.which, case, dtype)
+                        row = replace(row, measured_ms=ms)
+                    yield _judged(replace(row, launch=question), op, goal, case, dtype, on)
+
+
+def others(
+    ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
+) -> Iterator[Row]:
+    """Of each op without a goal, the case whose roof takes longest; and of each op, the cases that
+    launch a kernel that no row before does. In bfloat16; of ops that no case times, those with the
+    tag "predicted". seen: as in `rows`.
+    """
+    dtype = torch.bfloat16
+    with launches.simulated(on.device) as found:
+        for op in ops:
+            name, shown, reason = op.choose("cuda", dtype), any(goals_on(op, "cuda")), None
+            listed = run.timed(op, "cuda") or run.timed(op, "predicted")
+            for case in sorted(listed, key=lambda c: -_whole(c, dtype, on)):
+                passes, refused = _passes(found, op, name, case, dtype, "", {})
+                reason = reason or refused
+                whiches = _whiches(passes)
+                kernels = {k for which in whiches for k in _kernels(passes[which])}
+                if not passes or (shown and kernels <= seen):
+                    continue
+                for which in whiches:
+                    row = _row(op, name, case, dtype, which, passes, None, on)
+                    ms = _measured(measured, op, name, which, case, dtype)
+                    yield replace(row, measured_ms=ms)
+                seen.update(kernels)
+                shown = True
+            if not shown:
+                yield Row(op.name, "", "", HEURISTIC, reason or "no case is timed or predicted")
+
+
+def _whiches(passes: dict[str, launches.Pass]) -> tuple[str, ...]:
+    """Passes that are shown. A forward that records a graph may compute the gradients."""
+    if "backward" not in passes:
+        return tuple(passes)
+    both = passes["forward_backward"]
+    apart = (*passes["forward"].launches, *passes["backward"].launches) == both.launches
+    return ("forward", "backward" if apart else "forward_backward")
+
+
+def _whole(case: Case, dtype: torch.dtype, on: Roofs) -> float:
+    return model.floor(case.cost(dtype.itemsize), "forward_backward", on)
+
+
+def _kernels(of: launches.Pass | None) -> set[str]:
+    return {launch.source for launch in of.launches} if of else set()
 
 
 def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, dict]]:
@@ -108,32 +165,50 @@ def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: st
         return {}, f"{name} cannot be simulated: {str(error).splitlines()[0]}"
 
 
-def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs) -> Row:
-    which, cost = goal.which, case.cost(dtype.itemsize)
-    base = Row(op.name, case.name, which, question, judging.goal_text(_alone(goal)), "", "")
+def _row(op: Op, name: str, case: Case, dtype, which: str, passes, reason, on: Roofs) -> Row:
+    """Without a goal. name: the implementation. reason: why there are no passes."""
+    cost = case.cost(dtype.itemsize)
+    base = Row(op.name, case.name, which, HEURISTIC, "")
     if reason is None and which not in passes:
         reason = "has no such pass"
     if reason is None:
         try:
             predicted = model.predict(op.name, which, passes[which], cost, on)
         except ValueError as error:
-            reason = f"{goal.by or op.choose('cuda', dtype)} {error}"
+            reason = f"{name} {error}"
     if reason is not None:
-        return replace(base, verdict="not derived", words=reason)
-    seconds = predicted.seconds
-    _, flops = model.traffic(cost, which)
-    roof = model.floor(cost, which, on) / seconds
+        return replace(base, words=reason)
+    roof = model.floor(cost, which, on, predicted.dtype) / predicted.seconds
+    words = predicted.words
+    if predicted.unknown:
+        words += ". Not derived: " + ", ".join(predicted.unknown)
+    return replace(
+        base,
+        words=words,
+        limit=predicted.limit,
+        seconds=predicted.seconds,
+        roof=100 * roof,
+        unknown=predicted.unknown,
+    )
+
+
+def _judged(row: Row, op: Op, goal: Goal, case: Case, dtype: torch.dtype, on: Roofs) -> Row:
+    """With what its goal says of it."""
+    row = replace(row, goal=judging.goal_text(_alone(goal)))
+    if row.seconds is None or row.roof is None:
+        return replace(row, verdict="not derived")
+    _, flops = model.traffic(case.cost(dtype.itemsize), goal.which)
     timed = {
-        "median_ms": 1e3 * seconds,
-        "tflop_per_s": flops / seconds / 1e12,
-        "roofline_percent": 100 * roof,
+        "median_ms": 1e3 * row.seconds,
+        "tflop_per_s": flops / row.seconds / 1e12,
+        "roofline_percent": row.roof,
     }
     judged = None
     if not goal.other and goal.metric != "peak_mib":
         # Memory is not predicted, so that a bound of time alone is judged.
         judged = judging.judge(
             replace(goal, within_mib=None, otherwise=None, by=""),
-            {"predicted": {"auto": True, which: timed}},
+            {"predicted": {"auto": True, goal.which: timed}},
             on.flops.get(short(dtype)),
         )
     verdict = (
@@ -145,19 +220,9 @@ def _row(op, goal: Goal, case: Case, dtype, question, passes, reason, on: Roofs)
     )
     if judged is not None and goal.within_mib is not None:
         verdict += "; memory not derived"
-    if judged is not None and judged.met and predicted.unknown:
+    if judged is not None and judged.met and row.unknown:
         verdict += "; in part"
-    words = predicted.words
-    if predicted.unknown:
-        words += ". Not derived: " + ", ".join(predicted.unknown)
-    return replace(
-        base,
-        verdict=verdict,
-        words=words,
-        limit=predicted.limit,
-        seconds=seconds,
-        roof=100 * roof,
-    )
+    return replace(row, verdict=verdict)
 
 
 def _alone(goal: Goal) -> Goal:
@@ -165,11 +230,15 @@ def _alone(goal: Goal) -> Goal:
     return replace(goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise))
 
 
-def _measured(documents, op: Op, goal: Goal, case: Case, dtype: torch.dtype) -> float | None:
-    document = (documents or {}).get(Aim(op, case, dtype).name) or {}
-    for row in document.get("rows") or ():
-        if row["provider"] == goal.by or (not goal.by and row.get("auto")):
-            return (row.get(goal.which) or {}).get("median_ms")
+def _measured(
+    documents, op: Op, name: str, which: str, case: Case, dtype: torch.dtype
+) -> float | None:
+    """Of an implementation, by the suite's goals, else by its times."""
+    aim = Aim(op, case, dtype).name
+    for unit in (aim, f"time/{aim.partition('/')[2]}"):
+        for row in ((documents or {}).get(unit) or {}).get("rows") or ():
+            if row["provider"] == name:
+                return (row.get(which) or {}).get("median_ms")
     return None
 
 
@@ -212,26 +281,29 @@ def _time(row: Row) -> str:
 
 
 HEAD = ("op", "case", "pass", "launch", "limit", "predicted", "% of roof", "goal", "predicted goal")
+OF_GOALS = ("launch", "goal", "predicted goal")
 
 
 def table(found: Sequence[Row], measured: bool = False) -> list[str]:
-    head = [*HEAD, *(["measured"] if measured else [])]
+    """Without the columns of goals where no row has one."""
+    goals = any(row.goal for row in found)
+    head = [name for name in HEAD if goals or name not in OF_GOALS]
+    head += ["measured"] if measured else []
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found:
-        cells = [
-            f"`{row.op}`",
-            row.case,
-            TITLES.get(row.which, row.which),
-            row.launch,
-            row.limit,
-            _time(row),
-            "" if row.roof is None else number(row.roof),
-            row.goal,
-            row.verdict,
-        ]
-        if measured:
-            cells.append("" if row.measured_ms is None else f"{number(row.measured_ms)} ms")
-        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+        cells = {
+            "op": f"`{row.op}`",
+            "case": row.case,
+            "pass": TITLES.get(row.which, row.which),
+            "launch": row.launch,
+            "limit": row.limit,
+            "predicted": _time(row),
+            "% of roof": "" if row.roof is None else number(row.roof),
+            "goal": row.goal,
+            "predicted goal": row.verdict,
+            "measured": "" if row.measured_ms is None else f"{number(row.measured_ms)} ms",
+        }
+        lines.append("| " + " | ".join(cell(cells[name]) for name in head) + " |")
     return [*lines, ""]
 
 
@@ -257,7 +329,8 @@ longest of
 
 - bytes: its tensors, each once, at the rate of a copy, by as many SMs as it has programs for;
 - issue: its instructions for an element, each of a loop once, times the elements of its tiles;
-- latency: rounds of the tiles that registers, shared memory and warps allow at a time;
+- latency: rounds of the tiles, and of the steps that a program takes one after another, that
+  registers, shared memory and warps allow at a time;
 - tensor cores, and L2 to SM: its products at the rate of a large product, or at that which the
   tile's FLOPs for a byte and L2 allow.
 
@@ -270,7 +343,8 @@ within a tile, no clock under load, no order of blocks, no host, and no operator
 products. All of that takes time, so that a goal that it meets may be missed. One that it misses
 depends on its limit's rate, and four rates are estimates until they are measured. It shows which
 limit a kernel has, which goals that limit excludes, and, beside a measurement, what is not
-understood. Where counts do not tell, it says so. "Launch" is the heuristic's configuration, or the
+understood. Where counts do not tell, it says so: "at most" is by all code of a kernel for each tile,
+of which a loop, a branch or an epilogue is a part. "Launch" is the heuristic's configuration, or the
 question of the suite whose other alternative it is. In parentheses: the value by the goal's metric;
 "in part": a limit of the pass could not be derived.
 
@@ -289,7 +363,27 @@ def rates(on: Sequence[Roofs]) -> list[str]:
     return [*lines, ""]
 
 
-def page(by_device: dict[str, list[Row]]) -> str:
+@dataclass(frozen=True)
+class Found:
+    """Of a device. absent: kernels that have a budget, and that no row launches."""
+
+    goals: list[Row]
+    others: list[Row]
+    absent: list[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*self.goals, *self.others]
+
+
+def find(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -> Found:
+    seen: set[str] = set()
+    goals = list(rows(ops, on, seen, measured))
+    more = list(others(ops, on, seen, measured))
+    return Found(goals, more, sorted(launches.kernels() - seen))
+
+
+def page(by_device: dict[str, Found]) -> str:
     import triton
 
     lines = [EXPLAINED, *rates([roofs.DEVICES[d] for d in by_device])]
@@ -299,7 +393,7 @@ def page(by_device: dict[str, list[Row]]) -> str:
         "",
     ]
     for device, found in by_device.items():
-        judged = [r for r in found if r.launch == HEURISTIC]
+        judged = [r for r in found.goals if r.launch == HEURISTIC]
         met = sum(r.verdict.startswith("met") for r in judged)
         missed = sum(r.verdict.startswith("missed") for r in judged)
         lines += [
@@ -308,7 +402,12 @@ def page(by_device: dict[str, list[Row]]) -> str:
             f"With the heuristics' launches, {met} of {len(judged)} goals of a case are predicted to "
             f"be met and {missed} to be missed; {len(judged) - met - missed} are not judged.",
             "",
-            *table(found),
+            *table(found.goals),
+            "Kernels without a goal: of each op that has none, the timed case (or that of a size that "
+            "is not timed) whose roof takes "
+            "longest, and of every op, the cases that launch a kernel that is in no row above.",
+            "",
+            *table(found.others),
         ]
     first = next(iter(by_device))
     head = ("open question", "pass", "now", "other", "the other's limit")
@@ -328,9 +427,15 @@ def page(by_device: dict[str, list[Row]]) -> str:
         "",
         f"Of the {roofs.DEVICES[first].device}; `{COMMAND} --device` prints another's.",
         "",
-        *arithmetic(by_device[first]),
+        *arithmetic(by_device[first].rows),
+        f"No timed case launches {_listed(by_device[first].absent)}.",
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _listed(kernels: Sequence[str]) -> str:
+    """By module, without the path to it."""
+    return ", ".join(f"`{k.split('.', 2)[2]}`" for k in kernels)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -339,7 +444,7 @@ def main(argv: Sequence[str]) -> int:
     )
     every = selection.operations()
     parser.add_argument("--device", choices=list(roofs.DEVICES), help="default: both")
-    parser.add_argument("--op", type=names(every), help="default: those with goals")
+    parser.add_argument("--op", type=names(every), help="default: all")
     parser.add_argument(
         "--roofs", type=pathlib.Path, metavar="FILE", help="a suite's roofline.json"
     )
@@ -360,14 +465,15 @@ def main(argv: Sequence[str]) -> int:
             if args.roofs:
                 on = roofs.read(on, args.roofs)
                 measured = roofs.documents(args.roofs)
-            by_device[device] = list(rows(ops, on, measured))
+            by_device[device] = find(ops, on, measured)
     except ValueError as error:
         print(f"predict: {error}", file=sys.stderr)
         return 2
     if partly:
         for device, found in by_device.items():
-            lines = [*table(found, measured is not None), *arithmetic(found)]
-            print(f"## {roofs.DEVICES[device].device}\n", *lines, sep="\n")
+            parts = (table(r, measured is not None) for r in (found.goals, found.others) if r)
+            lines = [line for part in parts for line in part]
+            print(f"## {roofs.DEVICES[device].device}\n", *lines, *arithmetic(found.rows), sep="\n")
         return 0
     text = page(by_device)
     if args.check:

@@ -78,6 +78,7 @@ class Launch:
     tile: elements of a program's tile, of which `facts` has instructions; 0 if it is no streaming
         kernel.
     specialized: whether loads, products and epilogue are of different warps, which overlap.
+    source: the kernel with its module.
     """
 
     kernel: str
@@ -90,6 +91,7 @@ class Launch:
     facts: dict[str, Any] = field(default_factory=dict)
     tile: int = 0
     specialized: bool = False
+    source: str = ""
 
     @property
     def covered(self) -> int:
@@ -149,7 +151,8 @@ def differences(spec: KernelSpec, values: dict[str, Any]) -> tuple[str, ...]:
             value = values[name]
             same = isinstance(value, torch.Tensor) and TRITON_TYPES.get(value.dtype) == kind[1:]
             found += [] if same else [name]
-    for name, default in (("num_warps", 4), ("num_stages", 3)):
+    defaults = {"num_warps": 4} if spec.kernel.is_gluon() else {"num_warps": 4, "num_stages": 3}
+    for name, default in defaults.items():  # Gluon pipelines nothing itself
         if getattr(spec, name) != values.get(name, default):
             found.append(name)
     if spec.options.get("maxnreg") != values.get("maxnreg"):
@@ -181,6 +184,11 @@ def _facts(kernel: Any, values: dict[str, Any]) -> dict[str, Any]:
     _, name, spec, off = ranked[0]
     facts = budgets()[compilers.key_of(name, 90)]
     return {"budget": name, "differs": off, "facts": facts, "tile": spec.elements}
+
+
+def kernels() -> set[str]:
+    """Those that have a budget, as `Launch.source` names them."""
+    return set(_specs())
 
 
 def _nearest(kernel: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +230,7 @@ def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> L
         tensors,
         plain,
         specialized=kernel.is_gluon(),
+        source=_identity(kernel),
         **_facts(kernel, values),
     )
 

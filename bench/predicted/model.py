@@ -35,15 +35,27 @@ PER_PTX = 1.2
 # Counted instructions a byte above which a kernel's cost is that of its few programs, such as those
 # that sort, and does not grow with the bytes.
 FIXED = 25.0
+LOSSES = (
+    "cross_entropy",
+    "linear_cross_entropy",
+    "logprob_entropy",
+    "linear_logprob",
+    "linear_policy_loss",
+    "linear_preference_loss",
+)
+# Kernels of whose code each tile runs one of several branches.
+BRANCHED = {(op, "_backward") for op in LOSSES}
 # The tensors whose elements are those of a launch's tiles, where these are not its largest; and the
 # copies of the loop's code, of which each element runs one: heads of queries and of keys.
 ELEMENTS: dict[tuple[str, str], tuple[tuple[str, ...], int]] = {
-    **{(op, "_collect"): (("y_ptr",), 1) for op in ("permute", "unpermute", "moe_mlp")},
+    **{(op, "_collect"): (("y_ptr",), 1) for op in ("permute", "unpermute", "moe_mlp", "moe_lora")},
     ("permute", "_spread"): (("x_ptr",), 1),
     ("unpermute", "_backward"): (("dy_ptr",), 1),
     ("rope", "_rotate"): (("q_ptr", "k_ptr"), 2),
     ("qk_norm_rope", "_forward"): (("q_ptr", "k_ptr"), 2),
     ("qk_norm_rope", "_backward"): (("dq_ptr", "dk_ptr"), 2),
+    # A row's whole blocks, and its last one.
+    **{(op, "_forward"): ((), 2) for op in LOSSES},
 }
 
 
@@ -78,6 +90,20 @@ class Products:
     step: int = 0
     what: str = "softmax"
     dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A launch whose products are short beside what they wait for: each program takes steps, one
+    after another, of a tile each.
+
+    flops: of matrix products of the inputs' type.
+    ahead: steps whose loads are in flight.
+    """
+
+    flops: float
+    steps: int = 1
+    ahead: int = 1
 
 
 # ---- products by kernel
@@ -175,10 +201,49 @@ PRODUCTS: dict[tuple[str, str], Callable[[Launch, Cost], Products]] = {
         for op in ("fp8_linear", "low_precision_linear", "low_precision_grouped_gemm")
         for kernel in FP8
     },
-    **{(op, "_gemm"): _grouped for op in ("grouped_gemm", "moe_mlp")},
-    **{(op, "_dweight"): _dweight for op in ("grouped_gemm", "moe_mlp")},
+    **{(op, "_gemm"): _grouped for op in ("grouped_gemm", "moe_mlp", "moe_lora")},
+    **{(op, "_dweight"): _dweight for op in ("grouped_gemm", "moe_mlp", "moe_lora")},
     ("newton_schulz", "_symmetric"): _symmetric,
     **{("attention", kernel): _attention for kernel in ATTENTION},
+}
+
+
+# Of a chunk and a value head, in each kernel of the gated delta rule: products of a chunk's rows
+# with the state, and of rows with each other, by the width that both have.
+DELTA = {
+    "_states": (2, 1, "BV"),
+    "_outputs": (1, 1, "BV"),
+    "_state_gradients": (3, 2, "BV"),
+    "_row_gradients": (3, 4, "BK"),
+}
+
+
+def _delta(launch: Launch) -> Steps:
+    v = launch.values
+    C, DK, DV = v["C"], v["DK"], v.get("DV", 0)
+    if launch.kernel == "_scores":
+        # The inverse: two products for each doubling of its blocks, of float32, at half the rate.
+        solved = 2 * (C.bit_length() - 2) * 2 * 2 * C**3 if v["SOLVE"] else 0
+        return Steps(launch.programs * ((1 + v["SOLVE"]) * 2 * C * C * DK + solved))
+    if launch.kernel == "_pair_gradients":
+        return Steps(launch.programs * 2 * 2 * C * C * (DK + DV))
+    states, rows, block = DELTA[launch.kernel]
+    width = v[block]
+    steps = v["GROUP"] if block == "BK" else math.ceil(v["S"] / C) if "STAGES" in v else 1
+    each = 2 * C * width * (states * (DV if block == "BK" else DK) + rows * C)
+    return Steps(launch.programs * steps * each, steps, max(1, v.get("STAGES", 1) - 1))
+
+
+def _few_rows(launch: Launch) -> Steps:
+    v = launch.values
+    steps = math.ceil(v["piece"] / v["BLOCK_K"])
+    each = 2 * v["BLOCK_T"] * v["BLOCK_N"] * v["BLOCK_K"]
+    return Steps(launch.programs * steps * each, steps, max(1, v.get("num_stages", 3) - 1))
+
+
+STEPS: dict[tuple[str, str], Callable[[Launch], Steps]] = {
+    **{("gated_delta_rule", kernel): _delta for kernel in ("_scores", "_pair_gradients", *DELTA)},
+    ("quantized_linear", "_few_rows"): _few_rows,
 }
 
 
@@ -193,14 +258,14 @@ class Timed:
     roof: seconds of a copy of its bytes, or of its products at the device's rate.
     exposed: what comes on top of the longest.
     words: the arithmetic.
-    unknown: what could not be derived.
+    unknown: what could not be derived, and why.
     """
 
     limits: dict[str, float]
     roof: float
     exposed: float = 0.0
     words: str = ""
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[tuple[str, str], ...] = ()
 
     @property
     def limit(self) -> str:
@@ -242,24 +307,30 @@ def moved(op: str, launch: Launch) -> int:
     )
 
 
-def elements(op: str, launch: Launch) -> int:
-    """Of all tiles of a streaming launch, masked ones too."""
+def elements(op: str, launch: Launch, work: Steps | None = None) -> int:
+    """Of all tiles of a streaming launch, masked ones too; or of all steps."""
+    if work is not None:
+        return launch.covered * work.steps
     names, _ = ELEMENTS.get((op, launch.kernel), ((), 1))
     found = sum(launch.tensors[n].elements for n in names if n in launch.tensors)
     return max(launch.covered, found or launch.largest)
 
 
-def issued(op: str, launch: Launch, bytes_: int) -> tuple[float | None, bool, str]:
+def issued(
+    op: str, launch: Launch, bytes_: int, work: Steps | None = None
+) -> tuple[float | None, bool, str]:
     """(warp instructions of a streaming launch, whether they may be fewer, how they were found)."""
     ways: list[tuple[float, str]] = []
     per_element = launch.facts.get("per_element")
-    n = elements(op, launch)
-    loops = n > launch.covered
+    n = elements(op, launch, work)
+    loops = n > launch.covered or (op, launch.kernel) in BRANCHED
     _, copies = ELEMENTS.get((op, launch.kernel), ((), 1))
     if per_element and n:
         of = per_element / copies
         ways.append((n * of / 32, f"{of:.3g} instructions x {number(n / 1e6)} M elements"))
-    per_byte = None if launch.facts and not per_element else _issued_per_byte(op, launch.kernel)
+    # The counted launches have no softcap.
+    uncounted = (launch.facts and not per_element) or launch.values.get("CAPPED")
+    per_byte = None if uncounted else _issued_per_byte(op, launch.kernel)
     if (loops or not ways) and per_byte and 32 * per_byte < FIXED:
         words = f"{number(32 * PER_PTX * per_byte)} instructions a byte by counts"
         ways.append((PER_PTX * per_byte * bytes_, words))
@@ -270,40 +341,49 @@ def issued(op: str, launch: Launch, bytes_: int) -> tuple[float | None, bool, st
     return least, loops and len(ways) == 1 and bool(per_element), words
 
 
-def streamed(op: str, launch: Launch, roofs: Roofs, bytes_: int) -> Timed:
-    """A launch without products. bytes_: what it reads and writes."""
+def streamed(
+    op: str, launch: Launch, roofs: Roofs, bytes_: int, work: Steps | None = None
+) -> Timed:
+    """A launch that no product limits. bytes_: what it reads and writes."""
     share = min(1.0, launch.programs / roofs.sms)  # of the SMs
     limits = {"bytes": bytes_ / (roofs.copy * share)}
     words = [
         f"{_bytes(bytes_)} / {number(roofs.copy * share / 1e12)} TB/s = {_us(limits['bytes'])}"
     ]
+    roof = bytes_ / roofs.copy
+    if work is not None:
+        limits["tensor cores"] = work.flops / (roofs.flops["bfloat16"] * share)
+        roof = max(roof, work.flops / roofs.flops["bfloat16"])
+        words.append(f"{number(work.flops / 1e9)} GFLOP = {_us(limits['tensor cores'])}")
     unknown = []
-    instructions, at_most, how = issued(op, launch, bytes_)
+    instructions, at_most, how = issued(op, launch, bytes_, work)
+    blocks, text = blocks_per_sm(launch), ""
+    if blocks is None or not launch.tile:
+        unknown.append(("residency", "no budget" if blocks is None else "its tile is not known"))
+    else:
+        limits["latency"], text = _latency(op, launch, roofs, blocks, work)
     if instructions is None:
-        unknown.append("issue slots")
+        unknown.append(("issue slots", "no count"))
     else:
         seconds = instructions / (roofs.issue * share)
-        if at_most and seconds > limits["bytes"]:
-            unknown.append(f"issue slots (at most {_us(seconds)})")
+        if at_most and seconds > max(limits.values()):
+            unknown.append(("issue slots", f"at most {_us(seconds)}, by all of its code"))
         else:
             limits["issue"] = seconds
         words.append(f"{how} = {'at most ' if at_most else ''}{_us(seconds)}")
-    blocks = blocks_per_sm(launch)
-    if blocks is None or not launch.tile:
-        unknown.append("residency")
-    else:
-        limits["latency"], text = _latency(op, launch, roofs, blocks)
-        words.append(text)
-    return Timed(limits, bytes_ / roofs.copy, 0.0, "; ".join(words), tuple(unknown))
+    words += [text] if text else []
+    return Timed(limits, roof, 0.0, "; ".join(words), tuple(unknown))
 
 
-def _latency(op: str, launch: Launch, roofs: Roofs, blocks: int) -> tuple[float, str]:
+def _latency(
+    op: str, launch: Launch, roofs: Roofs, blocks: int, work: Steps | None
+) -> tuple[float, str]:
     """Seconds if each tile took the latency, and as many were in flight as fit."""
     # A loop with asynchronous copies loads its next tiles while it computes.
-    ahead = max(1, int(launch.values.get("STAGES", 2)) - 1)
+    ahead = work.ahead if work else max(1, int(launch.values.get("STAGES", 2)) - 1)
     depth = ahead if "cp.async" in launch.facts.get("uses", ()) else 1
     in_flight = min(blocks * roofs.sms, launch.programs) * depth
-    rounds = math.ceil(max(1.0, elements(op, launch) / launch.tile) / in_flight)
+    rounds = math.ceil(max(1.0, elements(op, launch, work) / launch.tile) / in_flight)
     seconds = rounds * roofs.latency
     return seconds, f"{blocks} blocks/SM, {rounds} rounds of tiles = {_us(seconds)}"
 
@@ -322,7 +402,7 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
         f"x {number(roofs.l2 / 1e12)} TB/s = {number(fed / 1e12)}) TFLOP/s = "
         f"{_us(max(limits['tensor cores'], limits['L2 to SM']))}"
     ]
-    exposed, unknown = 0.0, []
+    exposed, unknown, epilogue = 0.0, [], None
     if work.between:
         issue = work.between / roofs.issue
         words.append(
@@ -333,8 +413,10 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
         else:
             exposed += issue
             words[-1] += ", not overlapped"
+    elif per_element := launch.facts.get("per_element"):
+        epilogue = per_element * launch.tile / 32 * work.tiles / roofs.issue
     else:
-        unknown.append("the epilogue's arithmetic")
+        unknown.append(("the epilogue's arithmetic", "no count"))
     blocks, of_stages = blocks_per_sm(launch), work.step * launch.values.get("num_stages", 3)
     # Without a budget: the stages of operands alone may leave room for one block.
     if blocks is None and of_stages and resident(0, of_stages, launch.warps, SMS[90]) == 1:
@@ -342,7 +424,7 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
     if launch.specialized:
         words.append("specialized warps overlap loads and epilogue")
     elif blocks is None:
-        unknown.append("residency")
+        unknown.append(("residency", "no budget"))
     elif blocks > 1:
         words.append(f"{blocks} blocks/SM overlap each other's epilogues")
     else:
@@ -353,6 +435,11 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
             f"1 block/SM exposes {work.tiles} tiles' first loads {_us(fill)} and "
             f"their stores {_us(store)}"
         )
+    if epilogue is not None:
+        # All instructions once, of which the epilogue is a part.
+        words.append(f"epilogue at most {_us(epilogue)}")
+        if exposed or epilogue > max(limits.values()):
+            unknown.append(("the epilogue's arithmetic", "not apart from its loop's"))
     roof = max(limits["tensor cores"], limits["bytes"])
     return Timed(limits, roof, exposed, "; ".join(words), tuple(unknown))
 
@@ -362,12 +449,15 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A pass. limit: that of the longest launch. words: the arithmetic, launch by launch."""
+    """A pass. limit: that of the longest launch. words: the arithmetic, launch by launch. dtype:
+    that of the products whose rate its roof is.
+    """
 
     seconds: float
     limit: str
     words: str
     unknown: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
 
 
 def traffic(cost: Cost, which: str) -> tuple[int, int]:
@@ -391,13 +481,19 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
     if of.vendor:  # its operands are no launch's arguments, and are part of its FLOP/s
         rest = 0
     timed: list[tuple[str, Timed]] = []
+    dtype = "bfloat16"
     for i, launch in enumerate(of.launches):
+        streams = moved(op, launch) + (rest if i == main else 0)
         if work := PRODUCTS.get((op, launch.kernel)):
-            found = multiplied(launch, work(launch, cost), roofs)
+            products = work(launch, cost)
+            dtype = products.dtype
+            found = multiplied(launch, products, roofs)
+        elif steps := STEPS.get((op, launch.kernel)):
+            found = streamed(op, launch, roofs, streams, steps(launch))
         elif {"wgmma", "mma"} & set(launch.facts.get("uses", ())):
             raise ValueError(f"the products of {launch.kernel} are not derived")
         else:
-            found = streamed(op, launch, roofs, moved(op, launch) + (rest if i == main else 0))
+            found = streamed(op, launch, roofs, streams)
         timed.append((_name(launch), found))
     gaps = len(of.launches) * roofs.launch
     total = sum(t.seconds for _, t in timed) + gaps
@@ -420,12 +516,12 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
         limit = "launches"
     # Of launches that matter.
     unknown = dict.fromkeys(
-        f"{what} of {name.partition(' ')[0]}"
+        f"{what} of {name.partition(' ')[0]} ({why})"
         for name, t in timed
-        for what in t.unknown
+        for what, why in t.unknown
         if t.seconds > 0.05 * total
     )
-    return Predicted(total, limit, ". ".join(parts), tuple(unknown))
+    return Predicted(total, limit, ". ".join(parts), tuple(unknown), dtype)
 
 
 def _name(launch: Launch) -> str:
@@ -446,14 +542,16 @@ def _merged(timed: Sequence[tuple[str, Timed]]) -> Iterable[str]:
         yield f"{f'{n} x ' if n > 1 else ''}{name}: {words}"
 
 
-def floor(cost: Cost, which: str, roofs: Roofs) -> float:
-    """Seconds of the roof: a copy of the same bytes, which is a launch too, or the products."""
+def floor(cost: Cost, which: str, roofs: Roofs, dtype: str = "bfloat16") -> float:
+    """Seconds of the roof: a copy of the same bytes, which is a launch too, or the products of a
+    type.
+    """
     halves = ("forward", "backward") if which == "forward_backward" else (which,)
     total = 0.0
     for half in halves:
         bytes_, flops = traffic(cost, half)
         copy = bytes_ / roofs.copy + roofs.launch if bytes_ else 0.0
-        total += max(copy, flops / roofs.flops["bfloat16"])
+        total += max(copy, flops / roofs.flops[dtype])
     return total
 
 

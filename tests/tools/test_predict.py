@@ -3,20 +3,26 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bench import predict
 from bench.predicted import model, roofs
-from bench.predicted.launches import Launch, Pass, Tensor
+from bench.predicted.launches import Launch, Pass, Tensor, differences
 from bench.stages.goals import Aim
 from tilewright.bench import store
 from tilewright.core import platform
-from tilewright.core.registry import Cost
+from tilewright.core.registry import Case, Cost
 from tilewright.ops import OPS
+from tilewright_lab.gate import alike
+from tilewright_lab.gate.compilers import BUDGETS, key_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Rates that divide well.
@@ -77,12 +83,23 @@ def test_a_program_alone_has_an_sms_share_of_the_copy():
     found = of(replace(STREAM, programs=1, facts={}, tile=0))
     assert found.limit == "bytes"
     assert found.seconds == pytest.approx(16_384_000 / (4e12 / 100) + 3e-6)
-    assert "residency of _forward" in found.unknown
+    assert "residency of _forward (no budget)" in found.unknown
 
 
 def test_bytes_that_no_argument_shows_are_the_largest_launchs():
     found = of(replace(STREAM, facts={}, tile=0), Cost(32_768_000))
     assert found.seconds == pytest.approx(32_768_000 / 4e12 + 3e-6)
+
+
+def test_stages_of_loops_that_gluon_does_not_pipeline_are_no_difference():
+    def differs(gluon):
+        kernel = SimpleNamespace(is_gluon=lambda: gluon)
+        spec: Any = SimpleNamespace(
+            kernel=kernel, constexprs={}, signature={}, options={}, num_warps=8, num_stages=1
+        )
+        return differences(spec, {"num_warps": 8})
+
+    assert differs(False) == ("num_stages",) and not differs(True)
 
 
 # 65,536 rows of 2,048 times 8 experts' 512 x 2,048.
@@ -136,6 +153,121 @@ def test_an_fp8_product_has_the_rate_of_fp8_and_scales_between_its_steps():
     scaled = 2 * flops / 256 / 32 / 5e11
     found = of(alone, Cost(0, 0, flops), "low_precision_linear")
     assert found.seconds == pytest.approx(flops / (128 * 7e12) + scaled + 3e-6)
+
+
+def test_all_code_of_a_product_is_the_most_that_its_epilogue_takes():
+    counted = replace(PRODUCT, facts={**PRODUCT.facts, "per_element": 8.0}, tile=128 * 128)
+    found = of(counted, Cost(0, 0, FLOPS), "grouped_gemm")
+    most = 8 * 2**16 * 512 / 32 / 5e11
+    assert f"epilogue at most {1e6 * most:.1f} us" in found.words and not found.unknown
+    assert found.seconds == of(PRODUCT, Cost(0, 0, FLOPS), "grouped_gemm").seconds
+    counted = replace(counted, facts={**counted.facts, "per_element": 800.0})
+    found = of(counted, Cost(0, 0, FLOPS), "grouped_gemm")
+    assert found.unknown == ("the epilogue's arithmetic of _gemm (not apart from its loop's)",)
+
+
+# 64 programs, each of which takes the 256 chunks of a sequence one after another.
+DELTA = Launch(
+    "_states",
+    64,
+    4,
+    {"k_ptr": tensor(2**14, 32, 128)},
+    {"C": 64, "DK": 128, "DV": 128, "BV": 32, "S": 2**14, "GROUP": 2, "STAGES": 3},
+    facts={"registers": 128, "shared": 66_000, "uses": ["wgmma", "cp.async"], "per_element": 9.0},
+    tile=64 * 32,
+)
+
+
+def test_steps_that_follow_each_other_take_the_latency_of_a_tile_each():
+    found = of(DELTA, op="gated_delta_rule")
+    # Loads of two of them are in flight.
+    assert found.limit == "latency" and found.seconds == pytest.approx(128e-6 + 3e-6)
+    # For each chunk 64 x 32 x 128 twice, and 64 x 64 x 32.
+    flops = 64 * 256 * 2 * (2 * 64 * 32 * 128 + 64 * 64 * 32)
+    us = 1e6 * flops / (800e12 * 64 / 100)
+    assert f"{flops / 1e9:.1f} GFLOP = {us:.1f} us" in found.words
+    at_most = of(replace(DELTA, facts={**DELTA.facts, "per_element": 900.0}), op="gated_delta_rule")
+    assert at_most.limit == "latency"
+    assert at_most.unknown[0].startswith("issue slots of _states (at most ")
+
+
+def test_the_code_of_several_branches_is_no_limit():
+    of_losses = replace(STREAM, kernel="_backward")
+    assert of(of_losses).limit == "issue"
+    found = of(of_losses, op="logprob_entropy")
+    assert found.limit == "bytes" and "by all of its code" in found.unknown[0]
+
+
+def test_the_roof_of_fp8_products_is_their_rate():
+    factors = {n: tensor(4096, 2**15, itemsize=1) for n in ("a_from", "b_from")}
+    values = {"BLOCK_M": 128, "BLOCK_N": 128}
+    launch = Launch("_dweight", 100, 4, {**factors, "out": tensor(1, 4096, 4096)}, values)
+    cost = Cost(0, 0, 2 * 4096**2 * 2**15)
+    predicted = of(launch, cost, "low_precision_linear")
+    assert predicted.dtype == "float8_e4m3fn"
+    assert model.floor(cost, "forward", ON, predicted.dtype) == cost.forward_flops / 1600e12
+
+
+def fake_case(name, bytes_):
+    return Case(name, lambda *_: {}, lambda itemsize: Cost(bytes_), frozenset({"cuda"}))
+
+
+def test_kernels_without_a_goal_are_those_of_the_largest_case_and_what_no_row_launches(monkeypatch):
+    launched = {"small": "a", "large": "a", "other": "b", "again": "b"}
+    listed = [fake_case(n, 10**6 * (1 + (n == "large"))) for n in launched]
+    op: Any = SimpleNamespace(name="rmsnorm", cases=listed, goals=(), choose=lambda *_: "triton")
+
+    def passes(found, op, name, case, *_):
+        if case.name == "refused":
+            return {}, "values on the host"
+        return {"forward": Pass((replace(STREAM, source=launched[case.name]),))}, None
+
+    monkeypatch.setattr(predict, "_passes", passes)
+    monkeypatch.setattr(predict, "goals_on", lambda op, device: iter(()))
+    monkeypatch.setattr(predict.launches, "simulated", lambda device: nullcontext([]))
+    seen: set[str] = set()
+    assert [r.case for r in predict.others([op], ON, seen)] == ["large", "other"]
+    assert seen == {"a", "b"} and not list(predict.rows([op], ON, seen))
+    # Of an op that has goals, kernels alone; and why an op has no line.
+    monkeypatch.setattr(predict, "goals_on", lambda op, device: iter(["a goal"]))
+    assert [r.case for r in predict.others([op], ON, {"a"})] == ["other"]
+    monkeypatch.setattr(predict, "goals_on", lambda op, device: iter(()))
+    op.cases = [fake_case("refused", 1)]
+    (row,) = predict.others([op], ON, seen)
+    assert (row.op, row.seconds, row.words) == ("rmsnorm", None, "values on the host")
+
+
+def test_a_forward_that_computes_gradients_is_shown_with_its_backward():
+    apart = {"forward": Pass((STREAM,)), "backward": Pass((PRODUCT,))}
+    both = Pass((STREAM, PRODUCT))
+    assert predict._whiches({**apart, "forward_backward": both}) == ("forward", "backward")
+    both = Pass((STREAM, STREAM, PRODUCT))
+    assert predict._whiches({**apart, "forward_backward": both}) == ("forward", "forward_backward")
+    assert predict._whiches({"forward": apart["forward"]}) == ("forward",)
+
+
+def test_every_op_with_a_triton_kernel_has_a_line_on_each_device_and_its_arithmetic():
+    text = (ROOT / predict.PAGE).read_text()
+    arithmetic = text[text.index("## Arithmetic") :]
+    for op in OPS.values():
+        if not any(i.name == "triton" for i in op.implementations):
+            continue
+        for device in roofs.DEVICES.values():
+            part = text[text.index(f"## {device.device}\n") :].split("\n## ")[0]
+            of_op = [x for x in part.splitlines() if x.startswith(f"| `{op.name}` |")]
+            assert any(re.search(r" (ms|us) \| [\d.]+ \|", x) for x in of_op), (op.name, device)
+        assert f"\n- `{op.name}` " in arithmetic, op.name
+
+
+def test_what_the_gate_compiles_and_counts_for_predictions_is_in_its_budgets():
+    for path in BUDGETS.glob("triton-*.json"):
+        held = json.loads(path.read_text())
+        for name, (end, _) in alike.CHANGED.items():
+            assert key_of(f"{name} {end}", 90) in held, path
+        for name in alike.TILES:
+            assert held[key_of(name, 90)].get("per_element"), (name, path)
+        for op, launch in alike.KEYS:
+            assert any(k.startswith(f"{op}/{launch} ") and " D=2048 sm_90" in k for k in held), path
 
 
 def test_products_that_are_not_derived_are_refused():

@@ -30,7 +30,8 @@ class Case:
     cost: bytes per element of the dtype -> Cost.
     tags: "contract" (small, for parity tests), "cpu" and "cuda" (timed there), "big" (more than
         2^31 elements), "host" (some implementations read values on the host:
-        `Implementation.reads_host`).
+        `Implementation.reads_host`), "predicted" (as large as a model's, and not timed: its check
+        would not fit).
     """
 
     name: str

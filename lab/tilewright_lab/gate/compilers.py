@@ -22,6 +22,7 @@ from tilewright.kernels.spec import CuteSpec, KernelSpec
 from tilewright.kernels.tuning import Tunable
 from tilewright_lab.gate import cute_compiler as gate_cute
 from tilewright_lab.gate import kernel_digest, machine_code, ptx_loops
+from tilewright_lab.gate.alike import KEYS, alike
 
 BUDGETS = pathlib.Path(__file__).parent / "budgets"
 # Maximum shared memory per block, in bytes (CUDA C++ programming guide, technical specifications
@@ -311,7 +312,8 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
         for impl in op.implementations:
             if impl.name in without:
                 continue
-            for spec in (*([] if space else impl.gate()), *_tunable_specs(impl.tunables(), space)):
+            of_impl = (*([] if space else impl.gate()), *_tunable_specs(impl.tunables(), space))
+            for spec in (each for one in of_impl for each in alike(op.name, one)):
                 if type(spec) not in COMPILERS:
                     raise TypeError(
                         f"{op.name}[{impl.name}]: gate() must return one of "
@@ -332,7 +334,8 @@ def collect(ops: Iterable[Op], space: bool = False, without: Iterable[str] = ())
 
 def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
     for tunable in tunables:
-        for key in map(tunable.named, tunable.keys):
+        more = () if space else KEYS.get((tunable.op, tunable.launch), ())
+        for key in map(tunable.named, (*tunable.keys, *more)):
             if space:
                 for config in tunable.candidates(**key):
                     for spec in labeled(tunable, key, config, ""):

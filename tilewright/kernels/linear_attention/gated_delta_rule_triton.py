@@ -1039,11 +1039,12 @@ def gate() -> list[KernelSpec]:
     found = [
         KernelSpec.of(
             _gate_gradients,
-            "gate_gradients",
-            {"map": "i32", "cu": "i64", "*": "fp32"},
-            {"C": 64, "HV": 32, "PARTS": 4, "PACKED": True, **_OF_GATES},
+            f"gate_gradients{'' if packed else ' one'}",
+            {**({"map": "i32", "cu": "i64"} if packed else {"map": None, "cu": None}), "*": "fp32"},
+            {"C": 64, "HV": 32, "PARTS": 4, "PACKED": packed, **_OF_GATES},
             # 16 heads of a token, each thread four of them
         )
+        for packed in (True, False)
     ]
     for data in ("bf16", "fp32"):
         for kernel, name in (

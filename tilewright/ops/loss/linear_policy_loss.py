@@ -485,6 +485,7 @@ def _logprob(kw):
     return linear_logprob(**wide, implementation="eager")[0].float()
 
 
+LLAMA = cases.MODELS["llama-3-8b"]
 CASES = (
     _case("ppo", ((3, 7), 33, 203), edges=(0.0, 0.0, 1.0)),
     _case("chunks", (11, 32, 100), chunk_size=4, reduction="mean", bias=True),
@@ -523,6 +524,12 @@ CASES = (
         lora=3,
         lora_scale=0.5,
         fp32_logits=True,
+    ),
+    _case(
+        "llama-3-8b",
+        (8192, LLAMA.hidden, LLAMA.vocab),
+        tags=frozenset({"predicted"}),
+        ignored="none",
     ),
 )
 

@@ -239,6 +239,7 @@ def _case(name, sizes, documents, *, loss="sigmoid", spread=1.0, **options):
     return dataclasses.replace(made, make=make)
 
 
+LLAMA = cases.MODELS["llama-3-8b"]
 THREE = (0, 4, 5, 5, 6, 9, 11)  # of one token, of none, and ragged
 LINEAR_PREFERENCE_LOSS = head_op(
     "linear_preference_loss",
@@ -269,6 +270,14 @@ LINEAR_PREFERENCE_LOSS = head_op(
             lora=3,
             lora_scale=0.5,
             fp32_logits=True,
+        ),
+        _case(
+            "llama-3-8b",
+            (8192, LLAMA.hidden, LLAMA.vocab),
+            range(0, 8193, 1024),
+            tags=frozenset({"predicted"}),
+            ignored="none",
+            logprob=True,  # backward computes the logits again
         ),
     ),
     ignores=True,
