@@ -860,7 +860,8 @@ def test_check_fails_where_the_page_or_a_picture_is_not_what_it_would_be(root, c
     assert run(root, "--check") == 1 and run(root) == 0 and run(root, "--check") == 0
 
     # New results and an updated page: the pictures are now outdated.
-    _broken(path, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
+    first = next(iter(store.documents(path.parent)))
+    _broken(path.parent, first, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
     for file, text in build(root).texts.items():
         file.write_text(text)
     assert run(root, "--check") == 1 and "shows other numbers" in capsys.readouterr().out

@@ -726,7 +726,10 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
     assert {r["provider"]: r["status"] for r in rows}["right"] == "ok"
     document, broken = plan.conclude(
-        [u for s in suite.STAGES for u in planned(op, s, tmp_path)], tmp_path, META, False
+        [u for s in suite.STAGES for u in planned(op, s, tmp_path)],
+        store.documents(tmp_path),
+        META,
+        False,
     )
     assert document["complete"] and not broken
     assert {u["status"] for u in document["units"].values()} == {"done"}
