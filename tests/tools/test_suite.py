@@ -471,6 +471,15 @@ def test_a_limit_counts_from_what_was_last_written(tmp_path):
     assert "within 3000 s" in value(out, "stuck")["error"]
 
 
+def test_what_a_unit_saved_before_its_call_was_killed_stays(tmp_path):
+    document = {"meta": META, "found": [1, 2]}
+    state = {"unit": "a", "limit": 1.0, "saved": True, "document": document}
+    store.write_json(tmp_path / "running-0.json", state)
+    assert runner.supervise([[sys.executable, "-c", ""]], tmp_path, FOREVER)
+    assert value(tmp_path, "a") == {**document, "unfinished": True, "late": True}
+    assert not list(tmp_path.glob("running*"))
+
+
 def test_a_worker_that_is_silent_is_given_up(tmp_path):
     script = tmp_path / "silent.py"
     script.write_text("import time; time.sleep(600)")
