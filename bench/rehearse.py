@@ -23,7 +23,7 @@ from unittest import mock
 
 from bench import commands, gpu_cache
 from bench.stages import questions
-from bench.suite import FIRST, GROUPS, SUITE, processes, units
+from bench.suite import FIRST, GROUPS, SETTINGS, SUITE, processes, units
 from tilewright import selection
 from tilewright.bench import contract, pieces, run, runner, store, timing
 from tilewright.bench import units as timed
@@ -237,9 +237,9 @@ def rehearse(
                 call.run()
         out = pathlib.Path(folder)
         roof = timing.Roofline(BYTES, {"bfloat16": FLOPS}).asdict()
-        store.write_json(out / "roofline.json", {"roofline": roof})
+        store.append(out / store.FILE, "roofline", {"roofline": roof})
         ledger.signatures.clear()
-        chosen = Chosen("cuda", SUITE.settings, out)
+        chosen = Chosen("cuda", SETTINGS, out)
         plan = {s: units(s, ops, DTYPES, chosen) for s in stages}
         until = 60 * minutes - 30.0 - runner.FINISH
         limits = SUITE.ends(stages, SCRIPT + COLD, until)

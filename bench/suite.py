@@ -226,6 +226,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+SETTINGS = run.Settings(rounds=9, max_seconds=6.0, baseline_slack=8.0)
 SUITE = Plan(
     command=("bench", "suite"),
     about=__doc__,
@@ -236,7 +237,7 @@ SUITE = Plan(
     on_roof=("products", "goals", "time"),
     decides={"smoke": FAILURES_AT_MOST},
     results="bench/results/{device}-{date}",
-    settings=run.Settings(rounds=9, max_seconds=6.0, baseline_slack=8.0),
+    settings=SETTINGS,
     options=_options,
     processes=lambda group, args: processes(group, args.device, args.jobs),
 )

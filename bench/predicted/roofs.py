@@ -69,12 +69,10 @@ def documents(path: pathlib.Path) -> dict[str, Any]:
     Raises ValueError, naming the file, if one cannot be read.
     """
     if path.is_file() and path.name != store.FILE:
-        folder = path.parent.parent if path.parent.name == store.UNITS else None
         try:
-            found = {"roofline": store.parse(path.read_text())}
+            return {"roofline": store.parse(path.read_text())}
         except ValueError as error:
             raise ValueError(f"{path}: not readable as JSON: {error}") from error
-        return {**({} if folder is None else documents(folder)), **found}
     folder = path if path.is_dir() else path.parent
     return {name: document for name, _, document in store.read(folder)}
 

@@ -320,25 +320,21 @@ def test_run_holds_baselines_to_the_contract_unless_asked():
     assert args.minutes == 1440 and args.sample_ms == 8
 
 
-def test_packed_units_are_one_line_each_and_come_back(tmp_path):
-    units = tmp_path / store.UNITS
+def test_units_are_one_line_each_and_the_last_of_a_name_counts(tmp_path):
     documents = {"time/b": {"rows": [1.5, "x"]}, "time/a": {"rows": []}, "roofline": {"r": 1e-30}}
     for name, document in documents.items():
-        store.write_json(units / f"{name}.json", document)
-    (units / "postponed.json").write_text("{}")  # not a unit: kept
-    store.pack(tmp_path, {"complete": True})
-    text = (tmp_path / store.FILE).read_text()
-    lines = [json.loads(line)["unit"] for line in text.splitlines()]
-    assert lines == ["suite", "roofline", "time/a", "time/b"]
-    assert [p.name for p in units.rglob("*")] == ["postponed.json"]
-    store.unpack(tmp_path)
-    newer = {"rows": ["newer"]}
-    store.write_json(units / "time/a.json", newer)
-    store.unpack(tmp_path)  # after a killed call: its results count
+        store.append(tmp_path / store.FILE, name, document)
+    documents["time/a"] = {"rows": ["newer"]}
+    store.append(tmp_path / store.FILE, "time/a", documents["time/a"])
+    assert store.documents(tmp_path) == documents
+    store.write(tmp_path, documents | {store.SUMMARY: {"complete": True}})
+    lines = [json.loads(line) for line in (tmp_path / store.FILE).read_text().splitlines()]
+    assert [line["unit"] for line in lines] == ["suite", "roofline", "time/a", "time/b"]
     found = {name: document for name, _, document in store.read(tmp_path)}
-    assert found == {**documents, "time/a": newer, "suite": {"complete": True}}
-    store.pack(tmp_path, {"complete": True})
-    assert json.loads((tmp_path / store.FILE).read_text().splitlines()[2])["rows"] == ["newer"]
+    assert found == {**documents, "suite": {"complete": True}}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        store.append(tmp_path / store.FILE, "time/c", {"rows": [float("nan")]})
+    assert "time/c" not in store.documents(tmp_path)
 
 
 def test_a_row_is_a_line(tmp_path):
@@ -411,8 +407,7 @@ def _timed(ours=1.0, spread=0.01, baseline=2.0):
 
 def _write(folder, run):
     meta, rows = run
-    store.write_json(folder / store.UNITS / "time/a.1.float32.json", {"rows": rows})
-    store.pack(folder, {"meta": meta})
+    store.write(folder, {store.SUMMARY: {"meta": meta}, "time/a.1.float32": {"rows": rows}})
     return folder
 
 

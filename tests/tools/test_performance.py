@@ -87,6 +87,10 @@ def write(path, document):
     return path
 
 
+def put(folder, name, document):
+    store.append(folder / store.FILE, name, {"schema": 1, **document})
+
+
 def jsonl(path, documents):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"schema": 1, **d}) + "\n" for d in documents))
@@ -615,8 +619,9 @@ def suite(root, name="suite"):
     given = {**about, "argv": ["suite", "--minutes", "9"]}
     whole = {"unit": "suite", "kind": "suite", "meta": given, "complete": False, "units": units}
     jsonl(folder / "suite.jsonl", [whole])
-    write(
-        folder / "units/roofline.json",
+    put(
+        folder,
+        "roofline",
         {"meta": {**about, "clocks": {"sm_mhz": 1980.0, "power_w": None}}, "roofline": ROOF},
     )
     about = {**about, "load_average": [1.5, 0, 0], "load_average_at_end": [3.5, 0, 0]}
@@ -633,8 +638,9 @@ def suite(root, name="suite"):
         }
 
     for case, error in (("ragged", 0.002), ("zero-rows", 0.003)):
-        write(
-            folder / f"units/parity/rmsnorm.{case}.json",
+        put(
+            folder,
+            f"parity/rmsnorm.{case}",
             {
                 "meta": about,
                 "op": "rmsnorm",
@@ -650,24 +656,28 @@ def suite(root, name="suite"):
         {k: v for k, v in result(*r).items() if k != "tensors"}
         for r in (("triton",), ("cute", "error", "no capture"))
     ]
-    write(
-        folder / "units/graph/rmsnorm.ragged.json",
+    put(
+        folder,
+        "graph/rmsnorm.ragged",
         {"meta": about, "op": "rmsnorm", "case": "ragged", "results": captured},
     )
-    write(
-        folder / "units/time/rmsnorm.qwen3-8b.bfloat16.json",
+    put(
+        folder,
+        "time/rmsnorm.qwen3-8b.bfloat16",
         {"meta": about, "roofline": ROOF, "rows": AHEAD},
     )
-    write(
-        folder / "units/time/rope.a.bfloat16.json",
+    put(
+        folder,
+        "time/rope.a.bfloat16",
         {"meta": about, "roofline": None, "rows": [], "error": "its process died: SIGSEGV"},
     )
     us = {
         level: {"median": 1.5, "p20": 1.0, "p80": 2.0}
         for level in ("public", "resolved", "operator", "pick")
     }
-    write(
-        folder / "units/overhead/rmsnorm.json",
+    put(
+        folder,
+        "overhead/rmsnorm",
         {
             "meta": about,
             "rows": [
@@ -687,13 +697,8 @@ def suite(root, name="suite"):
     return folder
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_suite_is_read_whole(root, packed):
-    folder = suite(root)
-    if packed:
-        [(_, _, whole)] = [found for found in store.read(folder) if found[0] == "suite"]
-        store.pack(folder, whole)
-        assert [p.name for p in folder.iterdir()] == ["suite.jsonl"]
+def test_a_suite_is_read_whole(root):
+    suite(root)
     page = build(root).text
     assert "sources 0123456789, 2026-11-20" in page
     parity = section(page, "### Numerics")
@@ -713,7 +718,10 @@ def test_a_suite_is_read_whole(root, packed):
 
 
 def test_a_suite_that_was_ended_before_its_summary_counts(root):
-    (suite(root) / "suite.jsonl").unlink()
+    folder = suite(root)
+    units = store.documents(folder)
+    del units["suite"]
+    store.write(folder, units)
     page = build(root).text
     assert "#### `rmsnorm`" in page
     said = line(page, "| [suite]")
@@ -722,8 +730,9 @@ def test_a_suite_that_was_ended_before_its_summary_counts(root):
 
 def test_overhead_and_training_folders_are_listed(root):
     us = dict.fromkeys(("public", "resolved", "operator", "pick"))
-    write(
-        root / "overhead-x/units/overhead/rope.json",
+    put(
+        root / "overhead-x",
+        "overhead/rope",
         {
             "meta": meta("cpu"),
             "rows": [
@@ -755,64 +764,63 @@ def test_overhead_and_training_folders_are_listed(root):
 # ---- broken files
 
 
-def _broken(path, change):
-    """Changes a unit's document, or the first of a packed file."""
-    first, *rest = path.read_text().splitlines()
-    document = json.loads(first)
-    change(document)
-    path.write_text("\n".join([json.dumps(document), *rest]) + "\n")
+def _broken(folder, name, change):
+    """Changes a unit's document."""
+    documents = store.documents(folder)
+    change(documents[name])
+    store.write(folder, documents)
 
 
 @pytest.mark.parametrize(
-    "file, change, said",
+    "name, change, said",
     [
-        ("suite.jsonl", lambda d: d.pop("units"), "has no 'units'"),
-        ("suite.jsonl", lambda d: d.update(schema=2), "schema must be 1, got 2"),
+        ("suite", lambda d: d.pop("units"), "has no 'units'"),
+        ("suite", lambda d: d.update(schema=2), "schema must be 1, got 2"),
         (
-            "units/roofline.json",
+            "roofline",
             lambda d: d["roofline"].pop("flops_per_second"),
             "has no 'flops_per_second'",
         ),
         (
-            "units/parity/rmsnorm.ragged.json",
+            "parity/rmsnorm.ragged",
             lambda d: d["results"][0].update(status="fine"),
             "status must be one of",
         ),
         (
-            "units/parity/rmsnorm.ragged.json",
+            "parity/rmsnorm.ragged",
             lambda d: d["results"][0]["tensors"][0].pop("budget"),
             "has no 'budget'",
         ),
-        ("units/graph/rmsnorm.ragged.json", lambda d: d["meta"].pop("date"), "meta has no 'date'"),
+        ("graph/rmsnorm.ragged", lambda d: d["meta"].pop("date"), "meta has no 'date'"),
         (
-            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
+            "time/rmsnorm.qwen3-8b.bfloat16",
             lambda d: d["meta"].update(date="yesterday"),
             "yesterday",
         ),
         (
-            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
+            "time/rmsnorm.qwen3-8b.bfloat16",
             lambda d: d["rows"][0].pop("provider"),
             "row 0 has no",
         ),
         (
-            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
+            "time/rmsnorm.qwen3-8b.bfloat16",
             lambda d: d["rows"][0]["forward"].pop("p20_ms"),
             "has no 'p20_ms'",
         ),
         (
-            "units/time/rmsnorm.qwen3-8b.bfloat16.json",
+            "time/rmsnorm.qwen3-8b.bfloat16",
             lambda d: d["rows"][0]["forward"].update(median_ms=0),
             "must be positive",
         ),
-        ("units/overhead/rmsnorm.json", lambda d: d.update(rows=[3]), "not subscriptable"),
+        ("overhead/rmsnorm", lambda d: d.update(rows=[3]), "not subscriptable"),
     ],
 )
-def test_a_broken_file_is_one_clear_error_that_names_it(root, capsys, file, change, said):
+def test_a_broken_file_is_one_clear_error_that_names_it(root, capsys, name, change, said):
     folder = suite(root)
-    _broken(folder / file, change)
+    _broken(folder, name, change)
     assert run(root) == 2
     [message] = capsys.readouterr().err.strip().splitlines()
-    assert message.count(str(folder / file)) == 1 and said in message
+    assert message.count(f"{folder / store.FILE}: {name}: ") == 1 and said in message
     assert not (root.parent / "docs").exists()
 
 
@@ -852,7 +860,8 @@ def test_check_fails_where_the_page_or_a_picture_is_not_what_it_would_be(root, c
     assert run(root, "--check") == 1 and run(root) == 0 and run(root, "--check") == 0
 
     # New results and an updated page: the pictures are now outdated.
-    _broken(path, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
+    first = next(iter(store.documents(path.parent)))
+    _broken(path.parent, first, lambda d: d["rows"][2]["forward_backward"].update(median_ms=1.0))
     for file, text in build(root).texts.items():
         file.write_text(text)
     assert run(root, "--check") == 1 and "shows other numbers" in capsys.readouterr().out
@@ -990,8 +999,9 @@ def test_points_of_changed_code_are_hollow(root):
 
 def test_the_same_inputs_make_the_same_bytes(root, monkeypatch):
     single = [row("eager", 9.0, dtype="float32"), row("triton", 3.0, dtype="float32")]
-    write(
-        suite(root) / "units/time/rmsnorm.qwen3-8b.float32.json",
+    put(
+        suite(root),
+        "time/rmsnorm.qwen3-8b.float32",
         {"meta": meta(), "roofline": ROOF, "rows": single},
     )
     results(root, BEHIND, "run", meta("cpu"))

@@ -333,12 +333,13 @@ def test_the_committed_page_is_what_the_counts_make(command):
 
 def test_measured_times_stand_beside_predicted_ones(command, tmp_path):
     measured = {"copy_bytes_per_second": 2e12, "flops_per_second": {"bfloat16": 7e14}}
-    store.write_json(tmp_path / "units/roofline.json", {"roofline": measured})
+    store.append(tmp_path / store.FILE, "roofline", {"roofline": measured})
     case = next(c for c in OPS["silu_mul"].cases if c.name == "deepseek-v3")
     row = {"provider": "triton", "auto": True, "forward": {"median_ms": 0.123}}
     name = Aim(OPS["silu_mul"], case, torch.bfloat16).name
-    store.write_json(
-        tmp_path / "units" / f"{name}.json",
+    store.append(
+        tmp_path / store.FILE,
+        name,
         {"op": "silu_mul", "case": "deepseek-v3", "dtype": "bfloat16", "rows": [row]},
     )
     done = command("--device", "h200", "--op", "silu_mul", "--roofs", str(tmp_path))

@@ -91,10 +91,10 @@ def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
     for _ in range(2):
         runner.work(units, tmp_path, FOREVER, META)
     assert log == ["a/one", "a/two", "b"]
-    document = json.loads((tmp_path / "a/one.json").read_text())
+    document = value(tmp_path, "a/one")
     assert document["value"] == "a/one" and document["meta"] == META and document["seconds"] >= 0
     assert document["attempts"] == 1
-    assert json.loads((tmp_path / "a/two.json").read_text())["error"] == "ValueError: no"
+    assert value(tmp_path, "a/two")["error"] == "ValueError: no"
     assert not list(tmp_path.glob("running*"))
     for field, other in (("source", "2"), ("versions", {"torch": "9"})):
         runner.work(units[:1], tmp_path, FOREVER, {**META, field: other})
@@ -135,7 +135,7 @@ def test_what_failed_is_tried_again_by_later_calls_and_not_for_ever(tmp_path):
     for _ in range(5):
         runner.work([unit], tmp_path, FOREVER, META, since=LATER)
     assert len(log) == runner.ATTEMPTS == value(tmp_path, "a")["attempts"]
-    (tmp_path / "a.json").unlink()
+    (tmp_path / store.FILE).unlink()
     runner.work([unit], tmp_path, FOREVER, META, since=LATER)
     runner.work([counting("a", log)], tmp_path, FOREVER, META, since=LATER)
     assert value(tmp_path, "a")["value"] == "a" and "error" not in value(tmp_path, "a")
@@ -154,7 +154,7 @@ def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
 
 def test_what_there_was_no_time_for_goes_last(tmp_path):
     log = []
-    store.write_json(tmp_path / "a.json", {"late": True})
+    store.append(tmp_path / store.FILE, "a", {"late": True})
     failed = counting("b", log, ValueError("no"))
     runner.work([failed], tmp_path, FOREVER, META)
     runner.work(
@@ -200,13 +200,6 @@ def test_nothing_is_begun_when_time_is_out(tmp_path):
     assert log == [] and not list(tmp_path.iterdir())
 
 
-def test_a_half_written_file_is_made_again(tmp_path):
-    (tmp_path / "a.json").write_text('{"meta": {"dev')
-    log = []
-    runner.work([counting("a", log)], tmp_path, FOREVER, META)
-    assert log == ["a"] and runner.current(counting("a", log), tmp_path, META)["value"] == "a"
-
-
 # ---- supervised processes
 
 WORKER = """
@@ -235,10 +228,8 @@ def breed():
     out_of_time()
 def write_parts():
     for i in range(1, 4):
-        now, new = {START} + 2000 * i, out / "new"
-        runner.write_json(new, {"unfinished": True, "found": list(range(1, i + 1))})
-        os.utime(new, (now, now))
-        new.rename(out / "parts.json")
+        runner.time.time = lambda: {START} + 2000 * i
+        runner.save({"found": list(range(1, i + 1))})
         later(2000 * (i + 1))
     return {"found": [1, 2, 3]}
 def me():
@@ -335,7 +326,7 @@ def at(unit):
 
 
 def value(out, name):
-    return json.loads((out / f"{name}.json").read_text())
+    return store.documents(out)[name]
 
 
 def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
@@ -362,7 +353,7 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     units = """[unit("quick", lambda: {"found": [1]}), unit("slow", stuck), unit("never", turn)]"""
     out, said, up = watch(tmp_path, units, late=at("slow"))
-    assert up and (out / "quick.json").exists()
+    assert up and "quick" in store.documents(out)
     assert not list(out.glob("running*"))
     late = value(out, "slow")
     assert "slow: out of time" in said and late["late"] and late["unfinished"]
@@ -465,9 +456,9 @@ def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
     units = """[unit("first", {FIRST}), unit("second", lambda: {"found": [2]})]"""
     out = tmp_path / "out"
     part = {"meta": META, "unfinished": True, "found": [1]}
-    store.write_json(out / "first.json", part)
+    store.append(out / store.FILE, "first", part)
     watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
-    assert not (out / "second.json").exists()
+    assert "second" not in store.documents(out)
     assert value(out, "first") == {**part, "late": True}
     watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
     assert value(out, "second")["found"] == [2]
@@ -478,6 +469,15 @@ def test_a_limit_counts_from_what_was_last_written(tmp_path):
     out, _, _ = watch(tmp_path, script)
     assert value(out, "parts")["found"] == [1, 2, 3] and "error" not in value(out, "parts")
     assert "within 3000 s" in value(out, "stuck")["error"]
+
+
+def test_what_a_unit_saved_before_its_call_was_killed_stays(tmp_path):
+    document = {"meta": META, "found": [1, 2]}
+    state = {"unit": "a", "limit": 1.0, "saved": True, "document": document}
+    store.write_json(tmp_path / "running-0.json", state)
+    assert runner.supervise([[sys.executable, "-c", ""]], tmp_path, FOREVER)
+    assert value(tmp_path, "a") == {**document, "unfinished": True, "late": True}
+    assert not list(tmp_path.glob("running*"))
 
 
 def test_a_worker_that_is_silent_is_given_up(tmp_path):
@@ -735,7 +735,10 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
     assert {r["provider"]: r["status"] for r in rows}["right"] == "ok"
     document, broken = plan.conclude(
-        [u for s in suite.STAGES for u in planned(op, s, tmp_path)], tmp_path, META, False
+        [u for s in suite.STAGES for u in planned(op, s, tmp_path)],
+        store.documents(tmp_path),
+        META,
+        False,
     )
     assert document["complete"] and not broken
     assert {u["status"] for u in document["units"].values()} == {"done"}
@@ -828,20 +831,19 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
         suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
     )
     assert goals.unmet(op, "cpu", tmp_path) == set(), "what was not measured is not missed"
-    units = tmp_path / store.UNITS
-    (unit,) = planned(op, "goals", units)
-    store.write_json(
-        units / "roofline.json",
+    store.append(
+        tmp_path / store.FILE,
+        "roofline",
         {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
     )
     runner.work(
         [unit, counting("bad", [], ValueError("no"))],
-        units,
+        tmp_path,
         FOREVER,
         META,
         stream=tmp_path / "lines.jsonl",
     )
-    rows = {r["provider"]: r for r in value(units, unit.name)["rows"]}
+    rows = {r["provider"]: r for r in value(tmp_path, unit.name)["rows"]}
     assert (
         rows["right"]["status"] == "ok"
         and rows["right"]["auto"]
@@ -857,7 +859,7 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
         (unit.name, None),
         ("bad", "ValueError: no"),
     ]
-    assert lines[0]["rows"] == value(units, unit.name)["rows"]
+    assert lines[0]["rows"] == value(tmp_path, unit.name)["rows"]
 
 
 STUB = """#!/bin/sh
@@ -1049,7 +1051,7 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
     # A worker runs for new units; it must keep the others, also those of another commit.
     old = {**first["parity/rmsnorm.ragged"]}
     old["meta"] = {**old["meta"], "source": "of another commit"}
-    store.write_json(tmp_path / store.UNITS / "parity/rmsnorm.ragged.json", old)
+    store.append(tmp_path / store.FILE, "parity/rmsnorm.ragged", old)
     capfd.readouterr()
     assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
     second = stored(tmp_path)
@@ -1078,8 +1080,9 @@ def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
             "status": "broken",
             "reason": "grad x",
         }
-        store.write_json(
-            tmp_path / store.UNITS / f"{name}.json",
+        store.append(
+            tmp_path / store.FILE,
+            name,
             {
                 "schema": 1,
                 "meta": meta,
@@ -1142,7 +1145,7 @@ def test_a_call_ends_if_many_ops_fail_on_small_cases(
             status = "broken" if i < failing else "holds"
             results = [checks.result("cpp", torch.bfloat16, status, "out 0 exceeds")]
             document = {"meta": meta, "options": dict(unit.options), "results": results}
-            store.write_json(unit.path(out), document)
+            store.append(out / store.FILE, unit.name, document)
         return True
 
     monkeypatch.setattr(plan.runner, "supervise", supervise)
@@ -1322,6 +1325,7 @@ def test_an_edit_makes_stale_what_comes_from_it(copied):
         (("tilewright/trainer/config/config.py", "", "another = 1\n"), set()),
         (("tilewright/bench/plan.py", "", "another = 1\n"), set()),
         (("tilewright/bench/sources.py", "", "another = 1\n"), set()),
+        (("tilewright/bench/store.py", "", "another = 1\n"), set()),
         (("bench/suite.py", "", "another = 1\n"), set()),
         (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
         (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),
@@ -1420,7 +1424,7 @@ def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path, forks):
     assert suite_command(tmp_path, "--case", "ragged") == 0
     document = stored(tmp_path)["parity/rmsnorm.ragged"]
     document["results"][0].update(status="broken", reason="grad x: error 1")
-    store.write_json(tmp_path / store.UNITS / "parity/rmsnorm.ragged.json", document)
+    store.append(tmp_path / store.FILE, "parity/rmsnorm.ragged", document)
     assert suite_command(tmp_path, "--case", "ragged") == 1
     assert (
         main(
@@ -1602,7 +1606,6 @@ def test_fast_and_wrong_is_rejected(tables, monkeypatch):
 
 
 def test_found_constants_reach_the_launchers(tables, tmp_path):
-    work = tmp_path / "work"
     meta = {
         "device": "a cpu",
         "device_type": "cpu",
@@ -1622,12 +1625,12 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
         "tried": [],
         "rejected": [],
     }
-    store.write_json(work / "x.json", {"meta": meta, "entries": [entry]})
+    found = {"search/x": {"meta": meta, "entries": [entry]}}
     write_table(tables, {"WAIT": 9}, key={"D": 65, "itemsize": 4})
     tuning.table.cache_clear()
     older = {"meta": {**meta, "source": "0"}, "entries": [{**entry, "config": {"WAIT": 1}}]}
-    store.write_json(work / "old.json", older)
-    assert tune_tables.write_tables(work, tables, meta) == [tables / "a-cpu/fake.json"]
+    found["search/old"] = older
+    assert tune_tables.write_tables(found, tables, meta) == [tables / "a-cpu/fake.json"]
     t = tunable()
     assert t.config(CPU, 64, 4) == {"WAIT": 2} and t.config(CPU, 65, 4) == {"WAIT": 9}
     kept = tuning.read(tables / "a-cpu/fake.json")["launches"]["step"]
@@ -1825,14 +1828,12 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
     )
 
 
-def test_searches_of_another_device_or_with_other_versions_are_none(tmp_path):
+def test_searches_of_another_device_or_with_other_versions_are_none():
     meta = {**META, "date": "2026-01-01", "device_type": "cpu"}
-    entry = {"launch": "fake/step", "key": {"D": 1}}
+    entry, found = {"launch": "fake/step", "key": {"D": 1}}, {}
     for i, field in enumerate(("none", "device", "versions", "source")):
-        store.write_json(
-            tmp_path / f"{i}.json", {"meta": {**meta, field: "other"}, "entries": [entry]}
-        )
-    assert [e["unit"] for e in tune_tables.entries_in(tmp_path, meta)] == ["0"]
+        found[str(i)] = {"meta": {**meta, field: "other"}, "entries": [entry]}
+    assert [e["unit"] for e in tune_tables.entries_in(found, meta)] == ["0"]
 
 
 def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):
@@ -1853,13 +1854,12 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
         return override(self, device, key, config)
 
     monkeypatch.setattr(Tunable, "override", fatal)
+    saved = {"meta": unit.about(meta), "error": "an illegal memory access"}
+    monkeypatch.setattr(runner, "save", saved.update)
     with pytest.raises(timing.DeviceLost):
         unit.make()
-    document = value(tmp_path, unit.name)
-    assert document["trying"][2] == {"WAIT": 2} and document["unfinished"]
-    store.write_json(
-        tmp_path / f"{unit.name}.json", {**document, "error": "an illegal memory access"}
-    )
+    assert saved["trying"][2] == {"WAIT": 2}
+    store.append(tmp_path / store.FILE, unit.name, saved)
     (entry,) = unit.make()["entries"]
     assert entry["rejected"] == [{"config": {"WAIT": 2}, "reason": "ended its process"}]
     assert len(entry["tried"]) == 4
@@ -1879,7 +1879,7 @@ def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
                     {{"device": "a cpu"}})""")
     )
     assert forked.Forked([sys.executable, str(script)]).wait() == runner.LOST
-    assert "ZeroDivisionError" in value(tmp_path, "running-0")["lost"]
+    assert "ZeroDivisionError" in json.loads((tmp_path / "running-0.json").read_text())["lost"]
 
 
 def test_a_launch_is_timed_by_itself(monkeypatch):
@@ -2035,13 +2035,17 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
         "roofline": None,
         "error": "out of memory",
     }
-    roof = tmp_path / store.UNITS / "roofline.json"
-    store.write_json(roof, failed)
+
+    def fail(*_, **__):
+        store.append(tmp_path / store.FILE, "roofline", failed)
+        return True
+
+    fail()
     with monkeypatch.context() as patch:
         patch.setattr(
             runner,
             "supervise",
-            lambda *a, **k: store.write_json(roof, failed) or True,
+            fail,
         )
         assert main(argv) == 1
     assert set(stored(tmp_path)) == {"suite", "roofline"}
@@ -2056,7 +2060,7 @@ def test_run_times_what_is_missing(tmp_path, forks):
     roof, meta = roofline_unit("cpu"), run.metadata("cpu", run.Settings(), [])
     document = {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}}
     document |= {"schema": 1, "meta": roof.about(meta), "options": dict(roof.options)}
-    store.write_json(roof.path(tmp_path / store.UNITS), document)
+    store.append(tmp_path / store.FILE, roof.name, document)
     argv = ["run", "--op", "rmsnorm", "--case", "gemma-3-4b", "--provider", "eager,cpp"]
     argv += ["--device", "cpu", "--dtype", "float32", "--rounds", "1", "--sample-ms", "0"]
     for _ in range(2):
@@ -2080,8 +2084,8 @@ def test_a_packed_line_that_cannot_be_read_is_measured_again(tmp_path, forks):
 
 def test_a_folder_is_of_one_command(tmp_path, capsys):
     """Its document says whether that command's whole plan was reached."""
-    store.write_json(tmp_path / store.UNITS / "roofline.json", {})
-    store.pack(tmp_path, {"meta": {"argv": ["suite", "--minutes", "1"]}, "units": {}})
+    summary = {"meta": {"argv": ["suite", "--minutes", "1"]}, "units": {}}
+    store.write(tmp_path, {store.SUMMARY: summary, "roofline": {}})
     argv = ["run", "--op", "rmsnorm", "--device", "cpu", "--out", str(tmp_path)]
     with pytest.raises(SystemExit):
         bench(argv)
@@ -2105,7 +2109,7 @@ def test_what_a_command_does_not_do_is_refused(argv, message, capsys):
 
 
 def test_a_search_without_a_missed_goal_says_so(tmp_path, capsys):
-    (tmp_path / store.UNITS).mkdir()
+    (tmp_path / store.FILE).touch()
     argv = ["search", "--goals", str(tmp_path), "--minutes", "1", "--device", "cpu"]
     assert main(argv) == 0
     assert "was missed: nothing is searched" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Runs a plan: units of work by stages, within a time budget, each with one result file.
+"""Runs a plan: units of work by stages, within a time budget, each with one line of a file.
 
 A call ends within its minutes, and the next one with the same folder resumes. Results from other
 sources, versions, options, tuned launch configurations or devices are measured again (--keep
@@ -40,7 +40,7 @@ WORTHWHILE = 15.0
 class Chosen:
     """What a call was asked for; see the command's options.
 
-    out: the folder of the units' files.
+    out: the folder of the results.
     only: providers of timed cases; default: all.
     say: see `run.measure`.
     args: all of the command's options, for those of a plan's own.
@@ -77,7 +77,7 @@ class Plan:
     options: adds options of the plan's own.
     processes: (group, options) -> how many of them run its stages, each with a part of every
         stage's units; 1 if times are measured.
-    finish: called at the end, when the units' files are there.
+    finish: called at the end.
     """
 
     command: tuple[str, str]
@@ -126,12 +126,12 @@ def tagged(ops: Iterable[Op], tag: str, cases: Collection[str] | None) -> list[t
 
 
 def conclude(
-    all_units: Sequence[Unit], out: pathlib.Path, meta: dict[str, Any], keep: bool
+    all_units: Sequence[Unit], found: Mapping[str, Any], meta: dict[str, Any], keep: bool
 ) -> tuple[dict, list[str]]:
-    """The document of a whole plan, and one line per failure."""
+    """The document of a whole plan, and one line per failure.   found: documents by name."""
     unit_states, broken = {}, []
     for unit in all_units:
-        document = runner.current(unit, out, meta, keep)
+        document = runner.current(unit, found.get(unit.name), meta, keep)
         if document is None:
             unit_states[unit.name] = {"status": "not reached", "seconds": None, "reason": None}
             continue
@@ -277,8 +277,7 @@ def asked(
         argv = [*argv, "--out", str(args.out)]  # for the workers too
     # Of one case the first numbers, and how long the rest takes; of many, each when it is done.
     say = functools.partial(print, flush=True) if len(args.op) == 1 and args.case else None
-    out = args.out / store.UNITS
-    of = Chosen(args.device, settings, out, args.provider, say, args, meta)
+    of = Chosen(args.device, settings, args.out, args.provider, say, args, meta)
     table = selection.operations()
     ops = [table[n] for n in args.op]
     dtypes = [d for n, d in BY_NAME.items() if n in args.dtype]
@@ -314,16 +313,16 @@ class Call:
         return self.began + 60 * self.chosen.args.minutes - runner.FINISH
 
     def unmade(self) -> bool:
-        """Whether a unit has no document yet; the folder is unpacked."""
-        store.unpack(self.chosen.args.out)
-        return not all(map(self._current, self._asked()))
+        """Whether a unit has no document yet."""
+        return not self._are_current(self._asked())
 
     def work(self, task: Mapping[str, Any]) -> None:
         """Runs a worker's units and ends the process."""
         runner.begin_worker(task["parent"])
         of = self.chosen
         for stage, units in self.groups[task["group"]].items():
-            if stage in self.plan.on_roof and not runner.has_succeeded(of.out / "roofline.json"):
+            roof = store.documents(of.out).get("roofline")
+            if stage in self.plan.on_roof and not runner.has_succeeded(roof):
                 print(f"no roofline: {stage} is not timed")
                 continue
             runner.work(
@@ -341,15 +340,17 @@ class Call:
         runner.done()
 
     def supervise(self) -> int:
-        """Runs workers, packs what they found, and returns the command's exit code."""
-        folder, meta = self.chosen.args.out, self.chosen.meta
-        roof = self.chosen.out / "roofline.json"
-        if (owner := _owner(folder)) not in (None, self.plan.command[1]):
+        """Runs workers, and returns the command's exit code."""
+        folder, meta = self.chosen.out, self.chosen.meta
+        found = store.documents(folder)
+        if (owner := _owner(found)) not in (None, self.plan.command[1]):
             raise runner.Unusable(f"{folder} has the results of `{owner}`; take another folder")
-        store.unpack(folder)
         # Nothing is timed without the roofline, so it is tried again however often it failed.
+        roof = found.get("roofline")
         if any("roofline" in g for g in self.groups) and not runner.has_succeeded(roof):
-            roof.unlink(missing_ok=True)
+            found.pop("roofline", None)
+        if (folder / store.FILE).exists():  # also without what a killed call left of a line
+            store.write(folder, found)
         print(
             f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, "
             f"commit {report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}",
@@ -365,7 +366,7 @@ class Call:
             print("interrupted: what was found is kept")
         self.plan.finish(self.chosen)
         document, broken = self._conclude(self._asked())
-        store.pack(folder, self._conclude(whole)[0])
+        store.write(folder, store.documents(folder) | {store.SUMMARY: self._conclude(whole)[0]})
         reached = [u["status"] != "not reached" for u in document["units"].values()]
         print(
             f"\n{sum(reached)} of {len(reached)} units in {folder}, {time.time() - self.began:.0f} s"
@@ -396,7 +397,7 @@ class Call:
 
     def _run_group(self, i: int, limits: Mapping[str, float]) -> bool:
         units = [u for s, of in self.groups[i].items() if time.time() < limits[s] for u in of]
-        if all(self._current(u, self.began) for u in units):
+        if self._are_current(units, self.began):
             return True
         args = self.chosen.args
         of = min(self.plan.processes(self.plan.groups[i], args), len(units))
@@ -418,19 +419,20 @@ class Call:
         """Each unit once: the stages `host` and `overhead` share some."""
         return [*{u.name: u for group in self.groups for of in group.values() for u in of}.values()]
 
-    def _current(self, unit: Unit, since: float = float("inf")) -> dict[str, Any] | None:
-        of = self.chosen
-        return runner.current(unit, of.out, of.meta, of.args.keep, since)
+    def _are_current(self, units: Sequence[Unit], since: float = float("inf")) -> bool:
+        of, found = self.chosen, store.documents(self.chosen.out)
+        return all(
+            runner.current(u, found.get(u.name), of.meta, of.args.keep, since) for u in units
+        )
 
     def _conclude(self, units: Sequence[Unit]) -> tuple[dict, list[str]]:
-        return conclude(units, self.chosen.out, self.chosen.meta, self.chosen.args.keep)
+        of = self.chosen
+        return conclude(units, store.documents(of.out), of.meta, of.args.keep)
 
 
-def _owner(out: pathlib.Path) -> str | None:
-    """The command whose packed results a folder has; None: none, or they cannot be read."""
+def _owner(found: Mapping[str, Any]) -> str | None:
+    """The command whose results a folder has; None: none, or they cannot be read."""
     try:
-        with (out / store.FILE).open() as file:
-            summary = store.parse(file.readline())
-        return summary["meta"]["argv"][0]
-    except (OSError, ValueError, LookupError, TypeError):
+        return found[store.SUMMARY]["meta"]["argv"][0]
+    except (LookupError, TypeError):
         return None

@@ -1,8 +1,8 @@
-"""Runs many small units of work within a time budget, robust to crashes and hangs, with one result
-file per unit.
+"""Runs many small units of work within a time budget, robust to crashes and hangs, with one line
+of a file per unit.
 
 A `Unit` produces one JSON document. `work` runs the units of one process in sequence and skips
-those whose documents are on disk from the same sources, options and device. `supervise` runs such
+those whose documents are there from the same sources, options and device. `supervise` runs such
 processes: it kills one that hangs or runs out of time, records the unit it was running, and starts
 another process for the rest. So a call always ends in time, a crash costs one unit, and the next
 call resumes: first units that were not reached, then failed ones, last those out of time.
@@ -27,7 +27,7 @@ from typing import Any
 
 from tilewright.bench import timing
 from tilewright.bench.providers import BASELINES
-from tilewright.bench.store import append, write_json
+from tilewright.bench.store import FILE, append, documents, write_json
 
 SCHEMA = 1
 FINISH = 5.0  # seconds reserved at the end of a budget for writing results
@@ -42,11 +42,10 @@ LOST = 70  # exit code of a process that lost its CUDA context
 class Unit:
     """One unit of work.
 
-    name: "kind/rest", also the path of its file below the folder.
+    name: "kind/rest".
     make: returns the document, without "meta".
-    limit: seconds after which it is killed, counted from its start or its file's last write.
-    blank: the document to write, with an "error", if `make` fails; a unit that writes its own file
-        during `make`, marked "unfinished", keeps what it wrote.
+    limit: seconds after which it is killed, counted from its start or its last `save`.
+    blank: the document to write, with an "error", if `make` fails; what it saved stays.
     options: what the result depends on besides sources, versions and device.
     source: digest of the result's sources; None: that of the call's "meta".
     """
@@ -61,9 +60,6 @@ class Unit:
     def about(self, meta: dict[str, Any]) -> dict[str, Any]:
         """The call's "meta", with this unit's source."""
         return meta if self.source is None else {**meta, "source": self.source}
-
-    def path(self, out: pathlib.Path) -> pathlib.Path:
-        return out / f"{self.name}.json"
 
 
 def _ours(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
@@ -99,35 +95,39 @@ def same(document: dict[str, Any], meta: dict[str, Any], keep: bool = False) -> 
 
 def current(
     unit: Unit,
-    out: pathlib.Path,
+    document: dict[str, Any] | None,
     meta: dict[str, Any],
     keep: bool = False,
     since: float = float("inf"),
 ) -> dict[str, Any] | None:
-    """The unit's document if it is on disk, complete, and from these options and this device; else
-    None.
+    """The unit's document if it is complete, and from these options and this device; else None.
 
     keep: accept any sources and versions.
     since: when this call began; units that failed before are run again, up to ATTEMPTS times.
     """
     try:
-        document = json.loads(unit.path(out).read_text())
+        if document is None or document.get("unfinished"):
+            return None
         if not same(document, unit.about(meta), keep):
             return None
-        if json.loads(json.dumps(unit.options)) != document.get("options", {}) or document.get(
-            "unfinished"
-        ):
+        if json.loads(json.dumps(unit.options)) != document.get("options", {}):
             return None
         again = since != float("inf") and raised(document) and document.get("at", 0.0) < since
         return None if again and document.get("attempts", 1) < ATTEMPTS else document
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
 
 
-def _attempts(unit: Unit, out: pathlib.Path, meta: dict[str, Any], keep: bool) -> int:
-    """The number of this attempt with these sources and options."""
-    before = current(unit, out, meta, keep)
-    return before.get("attempts", 1) + 1 if before is not None and raised(before) else 1
+# The state of the unit that this process runs, and its file, which the supervisor reads.
+_running: list[tuple[pathlib.Path, dict[str, Any]]] = []
+
+
+def save(parts: dict[str, Any]) -> None:
+    """Keeps parts of the running unit's document, in case its process ends before it does."""
+    for path, state in _running:
+        state["document"].update(parts)
+        state.update(saved=True, ends=time.time() + state["limit"])
+        write_json(path, state)
 
 
 # Long: a unit's life in its order, since what a crash leaves follows from where it came.
@@ -151,40 +151,45 @@ def work(
         "unit", so that results survive the loss of the machine.
     now: returns fields of "meta" that are read after each unit, such as the date and the clocks.
     """
-    state = out / f"running-{slot}.json"
+    state, found = out / f"running-{slot}.json", documents(out)
 
     def last(unit):  # units that were never tried come first
-        previous = current(unit, out, meta, keep)
-        late = (_read(unit.path(out)) or {}).get("late", False)
-        return late, previous is not None and raised(previous)
+        document = found.get(unit.name)
+        previous = current(unit, document, meta, keep)
+        return bool(document and document.get("late")), bool(previous and raised(previous))
 
     try:
         for unit in sorted(units, key=last):
-            if current(unit, out, meta, keep, since) is not None:
+            document = found.get(unit.name)
+            if current(unit, document, meta, keep, since) is not None:
                 continue
             if time.time() >= until:
                 break
+            previous, begin = current(unit, document, meta, keep), time.time()
+            attempts = previous.get("attempts", 1) if previous and raised(previous) else 0
             common = {
                 "schema": SCHEMA,
                 "options": dict(unit.options),
-                "attempts": _attempts(unit, out, meta, keep),
+                "attempts": attempts + 1,
+                "meta": unit.about(meta),
             }
             running = {
                 "unit": unit.name,
-                "since": time.time(),
+                "since": begin,
+                "ends": begin + unit.limit,
                 "limit": unit.limit,
-                "blank": {**common, **unit.blank, "meta": unit.about(meta)},
+                "saved": False,
+                "document": {**common, **unit.blank},
             }
             write_json(state, running)
+            _running[:] = [(state, running)]
             start = time.perf_counter()
             try:
                 try:
                     document = unit.make()
                 except Exception as error:  # one unit's failure must not lose the others
                     timing.raise_if_lost(error)
-                    before = _partial(unit.path(out))
-                    document = {n: before.get(n, blank) for n, blank in unit.blank.items()}
-                    document["error"] = timing.first_line(error)
+                    document = {**running["document"], "error": timing.first_line(error)}
             except timing.DeviceLost as lost:
                 # The supervisor records it and starts another process.
                 write_json(state, {**running, "lost": str(lost)})
@@ -192,17 +197,18 @@ def work(
                 os._exit(LOST)
             document = {
                 **common,
-                "meta": {**unit.about(meta), **now()},
                 "seconds": time.perf_counter() - start,
                 "at": time.time(),
                 **document,
+                "meta": {**unit.about(meta), **now()},
             }
             try:
-                write_json(unit.path(out), document)
+                append(out / FILE, unit.name, document)
             except ValueError as error:  # infinity or NaN
                 document = {**document, **unit.blank, "error": timing.first_line(error)}
-                write_json(unit.path(out), document)
-            append(stream, unit.name, document)
+                append(out / FILE, unit.name, document)
+            if stream is not None:
+                append(stream, unit.name, document)
             state.unlink()  # a process that dies from here on dies between units
             print(
                 f"{unit.name} ({document['seconds']:.1f} s) "
@@ -210,13 +216,8 @@ def work(
                 flush=True,
             )
     finally:
+        _running.clear()
         state.unlink(missing_ok=True)
-
-
-def _partial(path: pathlib.Path) -> dict[str, Any]:
-    """What an interrupted unit has written of its document."""
-    before = _read(path) or {}
-    return before if before.pop("unfinished", False) else {}
 
 
 def begin_worker(parent: int) -> None:
@@ -310,6 +311,10 @@ def supervise(
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, terminated)
+    for path in out.glob("running-*.json"):  # of a call that was killed, and whose parts count
+        if (left := _read(path)) and left.get("saved"):
+            _record(left, out, "", True, stream)
+        path.unlink()
     try:
         for i in range(len(commands)):
             start(i)
@@ -323,7 +328,7 @@ def supervise(
                     reason = "out of time, left for the next call"
                 elif code is not None:
                     reason = (state or {}).get("lost") or f"its process died: {_exit_text(code)}"
-                elif state and time.time() - _unit_start(state, out) > state["limit"]:
+                elif state and time.time() > state["ends"]:
                     reason = f"did not end within {state['limit']:g} s"
                 elif not state and time.time() - heard[i] > silent:
                     reason = f"was at no unit for {silent:g} s"
@@ -349,34 +354,23 @@ def supervise(
             signal.signal(signal.SIGTERM, before)
 
 
-def _unit_start(state: dict[str, Any], out: pathlib.Path) -> float:
-    """When the unit started or last wrote a partial result, whichever is later."""
-    try:
-        return max(state["since"], (out / f"{state['unit']}.json").stat().st_mtime)
-    except OSError:
-        return state["since"]
-
-
 def _record(
     state: dict[str, Any], out: pathlib.Path, reason: str, late: bool, stream: pathlib.Path | None
 ) -> None:
     """Writes why a unit did not end.   late: it may need just the time that was left, which is no
     failure: what is there of it stays, and `work` takes it last.
     """
-    path, now = out / f"{state['unit']}.json", time.time()
+    name, document = state["unit"], state["document"]
     if late:
-        before = _read(path) or {**state["blank"], "unfinished": True}
-        write_json(path, {**before, "late": True})
+        before = None if state["saved"] else documents(out).get(name)
+        before = before or {**document, "unfinished": True}
+        append(out / FILE, name, {**before, "late": True})
         return
-    document = {
-        **state["blank"],
-        **_partial(path),
-        "at": now,
-        "seconds": now - state["since"],
-        "error": reason,
-    }
-    write_json(path, document)
-    append(stream, state["unit"], document)
+    now = time.time()
+    document = {**document, "at": now, "seconds": now - state["since"], "error": reason}
+    append(out / FILE, name, document)
+    if stream is not None:
+        append(stream, name, document)
 
 
 def _exit_text(code: int) -> str:
@@ -399,9 +393,8 @@ def _read(path: pathlib.Path) -> Any:
         return None
 
 
-def has_succeeded(path: pathlib.Path) -> bool:
-    """Whether a unit's file is there and records no error."""
-    document = _read(path)
+def has_succeeded(document: dict[str, Any] | None) -> bool:
+    """Whether a unit's document is there and records no error."""
     return bool(document) and not document.get("error")
 
 

@@ -1,8 +1,7 @@
-"""Stores a suite's documents: one file per unit under `units/` while it runs, then one line per
-unit in `suite.jsonl`.
+"""Stores a call's documents: one line per unit in `suite.jsonl`, appended when the unit ends.
 
-The first line is the suite's own document, under "unit": "suite"; the others follow by name. A
-killed call may leave both; then the files, which are newer, take precedence.
+Of a name, the last line counts. A call that ends writes the file anew: first its own document,
+under "unit": "suite", then the others by name.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 FILE = "suite.jsonl"
-UNITS = "units"
 SUMMARY = "suite"  # the name of the suite's own document
 
 
@@ -76,79 +74,53 @@ def read(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Any]]:
 
     Raises ValueError, naming the file, for one that cannot be read.
     """
-    documents: dict[str, tuple[pathlib.Path, Any]] = {}
+    found: dict[str, Any] = {}
     path = folder / FILE
-    if path.exists():
-        lines = path.read_text().splitlines()
-        for i, line in enumerate(lines, 1):
-            try:
-                document = parse(line)
-                documents[document.pop("unit")] = path, document
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = "it has no 'unit'" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}: line {i}: not readable as a unit: {reason}") from error
-    for name, each in files(folder).items():
+    for i, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
         try:
-            documents[name] = each, parse(each.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{each}: not readable as JSON: {error}") from error
-    for name in sorted(documents, key=lambda n: (n != SUMMARY, n)):
-        yield name, *documents[name]
+            document = parse(line)
+            found[document.pop("unit")] = document
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = "it has no 'unit'" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}: line {i}: not readable as a unit: {reason}") from error
+    for name in sorted(found, key=_place):
+        yield name, path, found[name]
 
 
-def files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The files of units that are not packed, by name."""
-    units = folder / UNITS
-    return {
-        p.relative_to(units).with_suffix("").as_posix(): p
-        for p in units.rglob("*.json")
-        if p.parent != units or p.name == "roofline.json"
-    }
+def _place(name: str) -> tuple[bool, str]:
+    return name != SUMMARY, name
 
 
-def unpack(folder: pathlib.Path) -> pathlib.Path:
-    """Writes packed units to files again, except those that exist. Returns their folder.
-
-    Unreadable lines are skipped; their units are run again.
-    """
-    units = folder / UNITS
-    units.mkdir(parents=True, exist_ok=True)
+def documents(folder: pathlib.Path) -> dict[str, Any]:
+    """Each document by name. Unreadable lines are skipped; their units are run again."""
+    found: dict[str, Any] = {}
     path = folder / FILE
     for line in path.read_text().splitlines() if path.exists() else ():
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(line)
-            name = document.pop("unit")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-        if name != SUMMARY and not (units / f"{name}.json").exists():
-            write_text(units / f"{name}.json", json.dumps(document) + "\n")
-    return units
+            found[document.pop("unit")] = document
+    return found
 
 
-def pack(folder: pathlib.Path, summary: Mapping[str, Any]) -> None:
-    """Writes all units and the suite's own document into one file, and removes the units' files."""
-    lines, packed = [_line(SUMMARY, summary)], []
-    for name, path in sorted(files(folder).items()):
-        with contextlib.suppress(OSError, ValueError):  # half a file: its unit is run again
-            lines.append(_line(name, json.loads(path.read_text())))
-        packed.append(path)
+def write(folder: pathlib.Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes a folder's documents anew."""
+    lines = [_line(name, documents[name]) for name in sorted(documents, key=_place)]
     write_text(folder / FILE, "".join(lines))
-    for path in packed:
-        path.unlink()
-    for left in (*{p.parent for p in packed} - {folder / UNITS}, folder / UNITS):
-        if left.exists() and not any(left.iterdir()):
-            left.rmdir()
 
 
 def _line(name: str, document: Mapping[str, Any]) -> str:
     return json.dumps({"unit": name, **document}, allow_nan=False) + "\n"
 
 
-def append(stream: pathlib.Path | None, name: str, document: Mapping[str, Any]) -> None:
-    """Appends a unit's document as one line, in one write, so that processes' lines do not mix."""
-    if stream is not None:
-        with stream.open("a") as file:
-            file.write(_line(name, document))
+def append(path: pathlib.Path, name: str, document: Mapping[str, Any]) -> None:
+    """Appends a unit's document as one line, in one write, so that processes' lines do not mix.
+
+    Raises ValueError for infinity and NaN, which JSON does not have.
+    """
+    line = _line(name, document).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(line)
 
 
 def rows(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -158,13 +130,13 @@ def rows(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises ValueError if it holds no result.
     """
     folder = path if path.is_dir() else path.parent
-    documents = {name: document for name, _, document in read(folder)}
-    if SUMMARY not in documents:
+    found = {name: document for name, _, document in read(folder)}
+    if SUMMARY not in found:
         raise ValueError(f"{path}: holds no finished suite ({FILE})")
     timed_rows: dict[tuple, dict[str, Any]] = {}
     for stage in ("time/", "goals/"):
-        for name, document in documents.items():
+        for name, document in found.items():
             if name.startswith(stage):
                 for r in document["rows"]:
                     timed_rows.setdefault((r["op"], r["case"], r["dtype"], r["provider"]), r)
-    return documents[SUMMARY]["meta"], list(timed_rows.values())
+    return found[SUMMARY]["meta"], list(timed_rows.values())

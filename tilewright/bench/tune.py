@@ -19,7 +19,6 @@ import argparse
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Any, cast
 
 import torch
@@ -43,6 +42,8 @@ from tilewright.bench.units import TIMED
 from tilewright.core.registry import Case, Implementation, Op, instead_of, short
 from tilewright.kernels import tuning
 from tilewright.kernels.tuning import Config, Tunable
+
+STAGE = "search"
 
 
 # Long: a search's steps in their order, each of which reads what came before.
@@ -138,7 +139,6 @@ def search(
     }
 
 
-# Long: the functions of one unit, which share its state file.
 def unit(
     op: Op,
     impl: Implementation,
@@ -149,29 +149,17 @@ def unit(
     meta: dict[str, Any],
 ) -> Unit:
     """The searches of one case. Each one's result is written before the next starts."""
-    name = f"{op.name}.{impl.name}.{case.name}.{short(dtype)}"
-    path = out / STAGE / f"{name}.json"
+    name = f"{STAGE}/{op.name}.{impl.name}.{case.name}.{short(dtype)}"
 
     def make():
-        previous = tune_tables.entries_in(path.parent, meta)
+        found = store.documents(out)
+        previous = tune_tables.entries_in(found, meta)
         entries = [{n: e[n] for n in e["own"]} for e in previous if e["unit"] == name]
         done = {tune_tables.key_of(e) for e in previous}
-        about = {**meta, "source": sources.digest(op)}
-        crashed = tune_tables.crashed(path, about)
+        crashed = tune_tables.crashed(found.get(name), {**meta, "source": sources.digest(op)})
 
         def write(trying=None):
-            stamped = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-            store.write_json(
-                path,
-                {
-                    "schema": runner.SCHEMA,
-                    "meta": stamped,
-                    "entries": entries,
-                    "trying": trying,
-                    "crashed": crashed,
-                    "unfinished": True,
-                },
-            )
+            runner.save({"entries": entries, "trying": trying, "crashed": crashed})
 
         for tunable, key in launches.requested_keys(op, impl, case.make(device, dtype, run.SEED)):
             of = tune_tables.key_of({"launch": tunable.name, "key": tunable.named(key)})
@@ -188,7 +176,7 @@ def unit(
 
     # The limit counts from candidate to candidate: compiling each may take seconds.
     blank = {"entries": [], "trying": None, "crashed": []}
-    return Unit(f"{STAGE}/{name}", make, blank, 150.0, source=sources.digest(op))
+    return Unit(name, make, blank, 150.0, source=sources.digest(op))
 
 
 def units(
@@ -258,11 +246,11 @@ def _describe(document: dict[str, Any]) -> str:
 
 
 def _write(chosen: Chosen) -> None:
-    for path in tune_tables.write_tables(chosen.out / STAGE, chosen.args.tables, chosen.meta):
+    found = store.documents(chosen.out)
+    for path in tune_tables.write_tables(found, chosen.args.tables, chosen.meta):
         print(f"wrote {path}")
 
 
-STAGE = "search"
 TUNE = Plan(
     command=("tilewright.bench", "tune"),
     about=__doc__,

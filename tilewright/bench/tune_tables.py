@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright import selection
@@ -13,18 +13,17 @@ from tilewright.core import platform
 from tilewright.kernels import tuning
 
 
-def crashed(path: pathlib.Path, meta: dict[str, Any]) -> list[list]:
+def crashed(before: dict[str, Any] | None, meta: dict[str, Any]) -> list[list]:
     """[launch, key, configuration] of those that ended the process in an earlier attempt with
-    these sources.
+    these sources.   before: that attempt's document.
     """
     try:
-        before = json.loads(path.read_text())
-        if not runner.same(before, meta):
+        if before is None or not runner.same(before, meta):
             return []
         return before["crashed"] + (
             [before["trying"]] if before.get("error") and before["trying"] else []
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
 
 
@@ -32,46 +31,35 @@ def key_of(entry: dict[str, Any]) -> tuple[str, str]:
     return entry["launch"], json.dumps(entry["key"], sort_keys=True)
 
 
-def entries_in(out: pathlib.Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+def entries_in(found: Mapping[str, Any], meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Every entry found on this device with these sources and versions, oldest first, with its
-    time and unit.
+    time and unit.   found: documents by the names of their units.
     """
     entries, ops = [], selection.operations()
-    for path in out.glob("*.json"):
+    for name, document in found.items():
         try:
-            document = json.loads(path.read_text())
-            op = ops.get(path.name.split(".")[0])
-            ours = runner.same(
+            op = ops.get(name.partition("/")[2].partition(".")[0])
+            about = document["meta"]
+            if runner.same(
                 document, meta if op is None else {**meta, "source": sources.digest(op)}
-            )
-        except (OSError, ValueError, KeyError, TypeError):  # half a file
+            ):
+                more = {"unit": name, "date": about["date"], "versions": about["versions"]}
+                more |= {n: about.get(n) for n in ("commit", "dirty")}
+                entries += [{**e, **more, "own": list(e)} for e in document.get("entries", ())]
+        except (KeyError, TypeError, AttributeError):  # of another call
             continue
-        if ours:
-            meta_of_file = document["meta"]
-            entries += [
-                {
-                    **e,
-                    "unit": path.stem,
-                    "own": list(e),
-                    "date": meta_of_file["date"],
-                    "commit": meta_of_file.get("commit"),
-                    "dirty": meta_of_file.get("dirty"),
-                    "versions": meta_of_file["versions"],
-                }
-                for e in document.get("entries", ())
-            ]
     return sorted(entries, key=lambda e: e["date"])
 
 
 def write_tables(
-    out: pathlib.Path, tables: pathlib.Path, meta: dict[str, Any]
+    found: Mapping[str, Any], tables: pathlib.Path, meta: dict[str, Any]
 ) -> list[pathlib.Path]:
     """Writes the entries into tables/<device>/<op>.json, and keeps existing entries for other
     keys.
     """
     device = meta["device"]
     by_op: dict[str, dict[tuple[str, str], dict]] = {}
-    for entry in entries_in(out, meta):
+    for entry in entries_in(found, meta):
         op, launch = entry["launch"].split("/")
         by_op.setdefault(op, {})[launch, key_of(entry)[1]] = entry
     written = []
