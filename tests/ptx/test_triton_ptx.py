@@ -1041,7 +1041,7 @@ def runs():
             r"(?s)wgmma\.wait_group\S+\s+1;.*?bulk\.tensor",
             lambda m: m[0].replace("bar.sync", "//"),
         ),
-        (100, "product", r"(?s)\A(.*?)tcgen05\.mma[^;]*;", r"\1"),
+        (100, "product", r"(?s)\A(.*?)@\S+ tcgen05\.mma[^;]*;", r"\1"),
         (100, "wait", r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
         (100, "fence", r"fence\.proxy\.async\S*;", ""),
         (100, "loaded", r"tcgen05\.wait::ld\S*;", ""),
