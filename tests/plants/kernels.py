@@ -21,6 +21,7 @@ HERE = "tests/tools/faulty_kernels.py"
 ROWS = "--arg 'x=tensor(f32, [3, 40])'"
 LANES = "--arg 'x=tensor(f32, [128])'"
 ROW = "--arg 'x=tensor(f32, [200])'"
+FIFTH = "--arg 'x=tensor(bf16, [128, 64])' --arg 'y=tensor(bf16, [128, 64])' --arch 100"
 TWO = f"{ROW} --arg 'y=tensor(f32, [200])'"
 
 # command: what its output has.
@@ -42,6 +43,8 @@ RIGHT = {
     "--reference plain_product": ["error out 0: "],
     "emulate product --arg 'x=tensor(bf16, [64, 64])' --arg 'y=tensor(bf16, [64, 64])' "
     "--reference plain_product": ["error out 0: "],
+    "emulate product --arg 'x=tensor(bf16, [128, 128])' --arg 'y=tensor(bf16, [128, 128])' "
+    "--reference plain_product --arch 100": ["error out 0: ", "sm_100: 1 launch, no breaks"],
     f"emulate tuned {ROW}": ["no breaks"],
     "emulate masked_afterwards --arg 'x=tensor(bf16, [2, 50])'": ["no breaks"],
     "emulate sum_of_masked --arg 'x=tensor(bf16, [2, 50])' --allow undefined": [
@@ -58,6 +61,7 @@ RIGHT = {
         "1 launch, no breaks",
     ],
     f"emulate handed {LANES} --reference twice": ["error out 0: none"],
+    f"emulate in_tensor_memory {FIFTH} --reference plain_rows_product": ["error out 0: "],
     f"emulate FOLDER/late.py:late {TWO}": ["_add  ", "1 launch, no breaks"],
     "gate fill --arch 90 --min-load 128": [
         "for sm_90  registers",
@@ -93,6 +97,10 @@ PLANTS = {
     f"emulate handed_too_soon {LANES}": [
         r"BREAK race: \w+ shared memory that another warp .* with no barrier between that both "
         r"have passed .*faulty_kernels.py:\d",
+    ],
+    f"emulate in_tensor_memory_too_soon {FIFTH}": [
+        r"BREAK race: reads tensor memory that tensor cores may still access: nobody has waited "
+        r"for a tcgen05\.commit since .*{total.load(of_row)}",
     ],
     # sums in bfloat16
     "emulate normed_in_bfloat16 --arg 'x=tensor(bf16, [1, 16384])' --reference plain_normed": [

@@ -281,6 +281,23 @@ def test_a_product_in_tf32_is_that_of_truncated_numbers():
     assert torch.equal(found, expected) and counts.products == 16 * 8 * 8
 
 
+def test_labels_of_inline_assembly_are_its_own():
+    """Two of one text, which jump forward: the first does, the second does not."""
+    assembly = """
+    // begin inline asm
+    {
+    @%p1 bra.uni skip;
+    add.s32 %r14, %r14, 1;
+    skip:
+    }
+    // end inline asm
+    """
+    body = f"mov.b32 %r14, 5; setp.eq.u32 %p1, %r14, 5; {assembly} not.pred %p1, %p1; {assembly}"
+    a = np.zeros(32, np.uint64)
+    found = executed(f"{body} st.global.b32 [%rd8], %r14;", a, a, a)
+    assert (found.astype(np.int32) == 6).all()
+
+
 def test_what_is_not_there_is_named_with_its_line():
     a = np.zeros(32, np.uint64)
     with pytest.raises(Unsupported, match=r"no instruction `wmma\.load .*kernels\.py:7"):

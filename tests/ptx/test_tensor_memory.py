@@ -89,7 +89,7 @@ LOAD = f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {{{REGISTERS}}}, [%r7];"
 CLEAR = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r7], {{{', '.join(['%r10'] * 16)}}};"
 COPIES = """
     @%p1 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r1+16], %rd7;
-    @%p1 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r1+20], %rd8;
+    @%p1 tcgen05.cp.cta_group::1.warpx4.32x128b [%r1+20], %rd8;
     add.s32 %r14, %r1, 16;
     add.s32 %r15, %r1, 20;
 """

@@ -1,7 +1,7 @@
 """The PTX of Triton kernels for sm_90 and sm_100, emulated on the CPU (tools/emulator), where it
 must satisfy the numerics contract, stay inside tensors, write every element once and have no races.
-No GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async) and sm_90
-(wgmma, TMA).
+No GPU is needed. Kernels that use tensor cores run as compiled for sm_80 (mma, cp.async), sm_90
+(wgmma, TMA) and sm_100 (tcgen05).
 
 Triton's interpreter truncates on a cast to bfloat16 and runs a kernel's Python on whole blocks. So
 bfloat16 is tested here, and so is the compiler's output: vectorization, layouts, exchanges through
@@ -52,7 +52,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def multiplies(op):
-    """Whether its kernels use tensor cores; the emulator has those of sm_80 and sm_90."""
+    """Whether its kernels use tensor cores."""
     impl = op.implementation("triton")
     searched = (
         s
@@ -68,8 +68,7 @@ def multiplies(op):
 
 
 OPS = [op for op in operations().values() if "triton" in op.names() and not multiplies(op)]
-# FP8 products, which tensor cores have from sm_89 on. (Products that scale as they multiply, from
-# sm_100 on, the emulator does not have.)
+# FP8 products, which tensor cores have from sm_89 on; those that scale as they multiply, sm_100.
 LATER = ("fp8_linear", "low_precision_linear", "low_precision_grouped_gemm")
 PRODUCTS = [
     op
@@ -77,6 +76,11 @@ PRODUCTS = [
     if "triton" in op.names() and multiplies(op) and op.name not in LATER
 ]
 
+# For sm_100, ops whose cases have other names than those that most products run there.
+WITH_TENSOR_MEMORY = {
+    "attention": ("gqa", "full", "documents", "sinks", "softcap", "latent"),
+    "newton_schulz": ("ragged", "tall aligned", "square"),
+}
 # For sm_100 and in float32, a subset that covers every kernel and most branches; the first ones in
 # float16, too. (Both dtypes are tested in the interpreter with all cases.)
 MORE = {
@@ -904,9 +908,11 @@ def runs():
                     and not op.name.startswith("moe_")  # composed of grouped_gemm's tiles
                     and F16 in op.implementation("triton").dtypes
                 )
+                newest = case.name in WITH_TENSOR_MEMORY.get(op.name, (case.name,) * more)
                 for arch, dtype in (
                     (80, BF16),
                     *(((90, BF16),) if more else ()),
+                    *(((100, BF16),) if newest else ()),
                     *(((80, F16),) if half else ()),
                 ):
                     found[f"sm_{arch}-{op.name}-{case.name}-{short(dtype)}"] = (
@@ -916,14 +922,18 @@ def runs():
                         case,
                         dtype,
                     )
-        for arch in (80, 90) if op.name in LONG else ():
+        for arch in (80, 90, 100) if op.name in LONG else ():
             found[f"sm_{arch}-{op.name}-long_sums"] = arch, long_sums, op.name, BF16
     for op in map(operations().get, LATER):
         for case in op.cases:
             if "contract" in case.tags and case.name.startswith("block_fp8"):
-                for arch in (90, 120):  # wgmma, and mma
+                for arch in (90, 100, 120):  # wgmma, tcgen05, mma
                     name = f"sm_{arch}-{op.name}-{case.name}-bfloat16"
                     found[name] = arch, contract_holds, op, case, BF16
+    for case in operations()["low_precision_linear"].cases:
+        if "contract" in case.tags and case.name.startswith(("mxfp8", "nvfp4")):
+            run = 100, contract_holds, operations()["low_precision_linear"], case, BF16
+            found[f"sm_100-low_precision_linear-{case.name}-bfloat16"] = run
     for arch, dtype, V, stride, offset in (
         (
             90,
@@ -1076,8 +1086,15 @@ def runs():
             r"(?s)wgmma\.wait_group\S+\s+1;.*?bulk\.tensor",
             lambda m: m[0].replace("bar.sync", "//"),
         ),
+        (100, "product", r"(?s)\A(.*?)@\S+ tcgen05\.mma[^;]*;", r"\1"),
+        (100, "wait", r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
+        (100, "fence", r"fence\.proxy\.async\S*;", ""),
+        (100, "loaded", r"tcgen05\.wait::ld\S*;", ""),
+        (100, "committed", r"@\S+ tcgen05\.commit[^;]*;", ""),
+        (100, "freed", r"@\S+ tcgen05\.dealloc[^;]*;", ""),
     ):
-        test = "long_sums" if name in ("wait", "barrier") else "aligned-bfloat16"
+        long = name in ("wait", "barrier") and arch < 100
+        test = "long_sums" if long else "aligned-bfloat16"
         found[f"planted-sm_{arch}-grouped_gemm-{name}"] = (
             arch,
             planted,
@@ -1085,6 +1102,14 @@ def runs():
             new,
             *found[f"sm_{arch}-grouped_gemm-{test}"][1:],
         )
+    # In a product that scales.
+    scaled = found["sm_100-low_precision_linear-nvfp4 two_scales-bfloat16"][1:]
+    for name, old, new in (
+        ("stored", r"tcgen05\.wait::st\S*;", ""),
+        ("whose", r"(block_scale[^;]*), (\[ %r\d+ \+ \d+ \]), (\[ [^;]*\]),", r"\1, \3, \2,"),
+        ("read", r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
+    ):
+        found[f"planted-sm_100-scaled-{name}"] = 100, planted, old, new, *scaled
     # What specialized warps say to each other.   gathering: where threads load, too.
     product = found["sm_90-grouped_gemm/forward ROLES-long_sums"][1:]
     summed = found["sm_90-grouped_gemm/backward_weight ROLES-long_sums"][1:]
@@ -1293,7 +1318,7 @@ def verdicts(request):
     variables = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "lab", ROOT / "tests"))),
     }
     found = Verdicts(names, [sys.executable, __file__], env=variables, cwd=ROOT)
     yield found

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 
 @triton.jit
@@ -610,3 +611,49 @@ def handed(x, waits=True):
 
 def handed_too_soon(x):
     return handed(x, False)
+
+
+# ---- tensor memory
+
+
+@gluon.jit
+def _in_tensor_memory(x_ptr, y_ptr, out_ptr, WAITS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    rows, columns = (
+        gl.arange(0, 128, gl.SliceLayout(1, layout)),
+        gl.arange(0, 64, gl.SliceLayout(0, layout)),
+    )
+    at = rows[:, None] * 64 + columns[None, :]
+    x = gl.allocate_shared_memory(gl.bfloat16, [128, 64], shared, gl.load(x_ptr + at))
+    y = gl.allocate_shared_memory(gl.bfloat16, [128, 64], shared, gl.load(y_ptr + at))
+    fence_async_shared()
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    held: gl.constexpr = blackwell.TensorMemoryLayout([128, 128], col_stride=1)
+    total = blackwell.allocate_tensor_memory(gl.float32, [128, 128], held)
+    blackwell.tcgen05_mma(x, y.permute((1, 0)), total, use_acc=False)
+    blackwell.tcgen05_commit(ready)
+    if WAITS:
+        mbarrier.wait(ready, 0)
+    of_row: gl.constexpr = gl.BlockedLayout([1, 128], [32, 1], [4, 1], [0, 1])
+    m, n = (
+        gl.arange(0, 128, gl.SliceLayout(1, of_row)),
+        gl.arange(0, 128, gl.SliceLayout(0, of_row)),
+    )
+    gl.store(out_ptr + m[:, None] * 128 + n[None, :], total.load(of_row))
+
+
+def in_tensor_memory(x, y, waits=True):
+    out = torch.empty(128, 128)
+    _in_tensor_memory[(1,)](x, y, out, WAITS=waits, num_warps=4)
+    return out
+
+
+def in_tensor_memory_too_soon(x, y):
+    return in_tensor_memory(x, y, waits=False)
+
+
+def plain_rows_product(x, y):
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(wide) @ y.to(wide).T

@@ -49,8 +49,6 @@ REFUSED = {
     "emulate unknown_instruction --arg 'x=tensor(i32, [128])'": r"the emulator has no instruction "
     r"`bfind\.u32 .*` \(_unknown_instruction, \S*faulty_kernels.py:{bfind.u32}",
     f"emulate in_clusters {ROW}": r"has no launch of clusters \(num_ctas = 2\) \(_add\)",
-    "emulate product --arg 'x=tensor(bf16, [128, 128])' --arg 'y=tensor(bf16, [128, 128])' "
-    "--arch 100": r"has no instructions tcgen05: run it for another --arch \(_too_much\)",
     f"emulate raises {ROW}": "raises fails: ValueError: what the function says",
     f"emulate exits {ROW}": "exits fails: SystemExit: 0",
     "emulate FOLDER/ends.py:f": r"ends\.py cannot be imported: SystemExit: 0",

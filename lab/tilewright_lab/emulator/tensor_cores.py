@@ -233,7 +233,6 @@ class TensorCores(Part):
             self.put(part, whole, who)
 
 
-# Wide: a matrix descriptor has as many fields.
 def matrix_places(start, leading, stride, span, rows, size, transposed, width):
     """[rows, elements, size] addresses of a matrix in shared memory, whose rows have `width` bytes:
     a canonical layout of the PTX ISA, with a swizzle of `span` bytes, or 0 for none. transposed:

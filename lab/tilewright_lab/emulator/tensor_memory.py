@@ -348,7 +348,8 @@ class TensorMemory(Part):
         """tcgen05.cp: rows of a matrix in shared memory become lanes, in one quarter of them or in
         several.
         """
-        shape = ".".join(op[3:])
+        # Triton names the warps first, which ptxas takes, too.
+        shape = ".".join(sorted(op[3:], key=lambda part: part.startswith("warp")))
         if op[2] != "cta_group::1" or shape not in COPIES:
             raise KeyError(text)
         quarters, width = COPIES[shape]
