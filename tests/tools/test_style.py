@@ -670,7 +670,8 @@ def test_the_type_checker_reads_everything():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]
     assert settings["include"] == ["tilewright", "lab/tilewright_lab", "bench"]
     assert settings["exclude"] == ["**/__pycache__"]
-    assert settings["typeCheckingMode"] == "basic" and len(settings) == 5
+    assert settings["typeCheckingMode"] == "basic"
+    assert [name for name in settings if name.startswith("report") and not settings[name]] == []
     asking = [
         line
         for path in LIBRARY
