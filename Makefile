@@ -133,7 +133,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python scripts/check_types.py
 
 # The linters, the site and the gates run beside the tests, on what they leave idle.
 test: $(STAMP)

@@ -4,11 +4,15 @@ must equal.
 
 import importlib
 import pathlib
+from typing import TYPE_CHECKING
 
 from tilewright import lab
 from tilewright._version import __version__
 from tilewright.core.registry import Implementation, ImplementationUnavailable, Op
 from tilewright.selection import register_implementation, resolve, use
+
+if TYPE_CHECKING:  # given by __getattr__
+    from tilewright.nn import quantize_
 
 __all__ = [
     "Implementation",

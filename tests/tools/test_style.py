@@ -3,7 +3,6 @@
 import ast
 import functools
 import itertools
-import json
 import pathlib
 import re
 import tomllib
@@ -664,37 +663,21 @@ def test_pre_commit_and_the_workflow_run_what_make_does():
     assert "run: make test\n" in (ROOT / ".github/workflows/test.yml").read_text()
 
 
-# Modules with errors from before everything was checked: their syntax trees identify measurements.
-UNTYPED = (
-    *("tilewright/core/", "tilewright/ops/", "tilewright/kernels/"),
-    *("tilewright/bench/", "lab/tilewright_lab/gate/"),
-    "bench/overhead.py",
-    # Names that are given when they are asked for.
-    *("tilewright/__init__.py", "tilewright/integrations/transformers/__init__.py"),
-)
-# Modules of kernels, in languages that look like Python.
-KERNELS_ALONE = [
-    f"tilewright/kernels/{name}.py"
-    for name in ("**/*_triton", "**/*_gluon", "**/*cute*", "math_triton", "warp_specialized")
-]
-
-
 def test_the_type_checker_reads_everything():
-    """Where it is told to look away, a line names the rule and the reason; and the list of errors
-    from before does not grow.
+    """Where it is told to look away, a line names the rule and the reason; there is no list of
+    accepted errors.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]
     assert settings["include"] == ["tilewright", "lab/tilewright_lab", "bench"]
-    assert settings["exclude"] == [*KERNELS_ALONE, "**/__pycache__"]
-    assert settings["typeCheckingMode"] == "basic" and len(settings) == 5
+    assert settings["exclude"] == ["**/__pycache__"]
+    assert settings["typeCheckingMode"] == "basic"
+    assert [name for name in settings if name.startswith("report") and not settings[name]] == []
     asking = [
         line
         for path in LIBRARY
         for line in path.read_text().splitlines()
         if re.search(r"# (type|pyright|basedpyright):", line)
     ]
-    assert len(asking) <= 2, asking
+    assert len(asking) <= 5, asking
     assert all(re.search(r"# pyright: ignore\[\w+\] +\(.{5,}\)$", line) for line in asking), asking
-    before = json.loads((ROOT / ".basedpyright/baseline.json").read_text())["files"]
-    assert all(name.removeprefix("./").startswith(UNTYPED) for name in before), list(before)
-    assert sum(map(len, before.values())) <= 107
+    assert not (ROOT / ".basedpyright").exists()

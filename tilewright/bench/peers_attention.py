@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,7 +49,9 @@ def _max_seqlen(cu_seqlens):
 
 
 def flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None, **more):
-    distribution, module, _ = _flash_installed()
+    installed = _flash_installed()
+    assert installed is not None  # `no_flash`
+    distribution, module, _ = installed
     only(distribution, more, window=None, softcap=None, sinks=None, max_seqlen=None)
     if k.shape[2] != q.shape[2]:
         raise Unsupported(f"{distribution} is called here with as many keys as queries only")
@@ -83,13 +86,20 @@ def flash_attention(q, k, v, *, cu_seqlens=None, causal=True, scale=None, **more
     return (out if cu_seqlens is None else out.unsqueeze(0)).transpose(1, 2)
 
 
-_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_masks: Any = WeakIdKeyDictionary()  # whose setdefault has no type
 
 
 @functools.cache
 def _flex():
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     return flex, torch.compile(flex.flex_attention, dynamic=False)
+
+
+def _capped(softcap: float):
+    def capped(score, b, h, i, j):
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def flex_attention(
@@ -114,14 +124,11 @@ def flex_attention(
 
         masks[key] = flex.create_block_mask(seen, None, None, S, Sk, device=q.device)
 
-    def capped(score, b, h, i, j):
-        return softcap * torch.tanh(score / softcap)
-
     return compiled(
         q,
         k,
         v,
-        score_mod=capped if softcap else None,
+        score_mod=_capped(softcap) if softcap else None,
         block_mask=masks[key],
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

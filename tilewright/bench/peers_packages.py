@@ -8,6 +8,7 @@ import functools
 import importlib
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,7 +51,8 @@ _states: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def bitsandbytes_quantize_nf4(x, *, double_quant=False, block_size=64):
     from bitsandbytes.functional import quantize_4bit
 
-    data, state = quantize_4bit(
+    quantize: Any = quantize_4bit  # whose state is declared to be optional
+    data, state = quantize(
         x, blocksize=block_size, quant_type="nf4", compress_statistics=double_quant
     )
     return (

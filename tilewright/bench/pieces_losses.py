@@ -21,7 +21,7 @@ def _per_row(kwargs):
 
 def _loss_rows(kwargs, argument, V, eager=None, outputs=1):
     """Blocks of rows of logits; the loss is summed over blocks unless it is not reduced."""
-    target = kwargs["target"]
+    target: torch.Tensor = kwargs["target"]
     if (
         kwargs.get("class_weight") is not None
         or target.dim() != 1

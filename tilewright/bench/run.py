@@ -60,6 +60,7 @@ def passes(provider: Provider, kwargs: dict[str, Any]) -> dict[str, Callable[[],
     plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     call = provider.call
+    assert call is not None  # it has no reason
 
     def forward():
         with torch.no_grad():
@@ -114,7 +115,8 @@ def measure(
     """
     began = time.perf_counter()
     auto = op.choose(device, dtype)
-    rows, tasks, inputs = {}, {}, {}
+    rows, inputs = {}, {}
+    tasks: dict[tuple[str, Any], Callable[[], object]] = {}  # by provider and pass, or bytes
     left = [p for p in providers(op, device, dtype) if only is None or p.name in only]
     left = [p.name for p in left if not p.reason]
     if say is not None:

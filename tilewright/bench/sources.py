@@ -236,7 +236,7 @@ class _Placeless(_Meaning):
             if isinstance(node, ast.ImportFrom) and _is_own(node):
                 for a in node.names:
                     module = _path(f"{node.module}.{a.name}")
-                    file = _path(node.module)
+                    file = _path(node.module or "")
                     if module:
                         self._modules[a.asname or a.name] = of(module)
                     else:
@@ -259,6 +259,7 @@ class _Placeless(_Meaning):
         node = super().visit_Call(node)
         if getattr(node.func, "id", "").startswith("from_kernels"):
             file = _path(f"tilewright.kernels.{ast.literal_eval(node.args[0])}")
+            assert file is not None, ast.unparse(node)
             node.args[0] = ast.Constant(self._of(file))
         return node
 

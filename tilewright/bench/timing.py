@@ -13,10 +13,13 @@ import random
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
 
 from tilewright.core.registry import Cost, short
+
+K = TypeVar("K", bound=Hashable)
 
 CALLS_AT_MOST = 20_000  # in one sample
 CUDA_CALLS = 5  # per sample, which is their median; each is flushed and timed separately
@@ -277,14 +280,14 @@ def raise_if_lost(error: BaseException, who: str = "") -> None:
 
 
 def interleave(
-    tasks: Mapping[Hashable, Callable[[], object]],
+    tasks: Mapping[K, Callable[[], object]],
     clock: CpuClock | CudaClock,
     *,
     rounds: int,
     max_seconds: float = math.inf,
     seed: int = 0,
     isolated: bool = False,
-) -> tuple[dict[Hashable, Timing], dict[Hashable, str]]:
+) -> tuple[dict[K, Timing], dict[K, str]]:
     """Times every task once per round, in a new random order each round, so that drift of the
     machine affects all alike.
 
@@ -298,9 +301,9 @@ def interleave(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    errors: dict[Hashable, str] = {}
-    calls: dict[Hashable, int] = {}
-    samples: dict[Hashable, list[float]] = {}
+    errors: dict[K, str] = {}
+    calls: dict[K, int] = {}
+    samples: dict[K, list[float]] = {}
 
     def attempt(key, step):
         try:
@@ -360,7 +363,7 @@ class Roofline:
     flops_per_second: dict[str, float]
 
     def seconds(
-        self, bytes_: float, flops: float, dtype: str, copies: Mapping[int, float] | None = None
+        self, bytes_: int, flops: float, dtype: str, copies: Mapping[int, float] | None = None
     ) -> float | None:
         """The least time for this traffic and arithmetic; None if neither is known.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from tilewright.core import checks, torch_names
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 
 def empty_dense_like(x: torch.Tensor) -> torch.Tensor:
@@ -12,7 +16,7 @@ def empty_dense_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.preserve_format)
 
 
-def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+def last_contiguous(x: MaybeTensor) -> MaybeTensor:
     """x, or a copy if its last dimension is not contiguous, as kernels require."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 

@@ -70,7 +70,7 @@ class Operator:
 
     def __init__(
         self,
-        overload: Callable,
+        overload: torch_names.OpOverload,
         launch: Callable,
         signature: Signature,
         *,
@@ -456,7 +456,8 @@ def _differentiate(
         },
     )
     # Skips Function's own apply, which prepares for torch.func.
-    op._apply = super(torch.autograd.Function, direct).apply
+    beneath: Any = super(torch.autograd.Function, direct)
+    op._apply = beneath.apply
 
     class InTransform(torch_names.SingleLevelFunction):
         """The Function that `kernel` applies, for the level of torch.func's transforms at which the

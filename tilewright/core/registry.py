@@ -503,7 +503,7 @@ def _installed_implementation(entry: Installed, op: Op) -> Implementation:
     return Implementation(name, entry.point.load, missing=lambda device_type: reason, devices=())
 
 
-def short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -13,14 +13,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import _C
 from torch._compile import _disable_dynamo
 from torch._library.autograd import Info, make_autograd_impl
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup
@@ -34,12 +37,16 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Info",
+    "OpOverload",
     "ProcessGroup",
-    "SingleLevelFunction",
     "TorchDispatchMode",
     "make_autograd_impl",
     "pytree",
 ]
+
+# PyTorch's stubs lack many of these names.
+_TORCH: Any = torch
+_C: Any = torch._C
 
 # ---- observers of operator calls
 
@@ -54,7 +61,7 @@ any_requires_grad = _C._any_requires_grad
 
 # Whether torch.autograd.grad(is_grads_batched=True) is vectorizing.
 in_legacy_vmap: Callable[[], bool] = functools.partial(
-    _C._dispatch_tls_is_dispatch_key_included, cast(Any, _C._parse_dispatch_key("VmapMode"))
+    _C._dispatch_tls_is_dispatch_key_included, _C._parse_dispatch_key("VmapMode")
 )
 
 
@@ -78,6 +85,7 @@ BelowCounters = _C._AutoDispatchBelowADInplaceOrView
 BELOW_COUNTERS = _C._after_ADInplaceOrView_keyset
 _CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
 DelayedError = _C._functions.DelayedError
+SingleLevelFunction: Any = _SingleLevelFunction  # whose apply is not declared
 is_wrapped, unwrapped = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.get_unwrapped
 # Within torch.func transforms, a single-level Function raises unless this is set.
 single_level_allowed = _C._functorch.get_single_level_autograd_function_allowed
@@ -88,7 +96,7 @@ keeps_graph: Callable[[], bool] = getattr(
 )
 
 
-def cpu_kernel(overload: torch._ops.OpOverload) -> Callable:
+def cpu_kernel(overload: OpOverload) -> Callable:
     """An operator's kernel for the CPU, called without the keys above it."""
     return functools.partial(overload._handle.redispatch_boxed, _CPU_KERNELS)
 
@@ -100,7 +108,7 @@ is_view = torch.Tensor._is_view
 
 def of_view(t: torch.Tensor) -> torch.Tensor:
     """The base of a view."""
-    return t._base
+    return cast(torch.Tensor, t._base)
 
 
 def may_be_changed(view: torch.Tensor) -> bool:
@@ -115,9 +123,10 @@ def device_asked_for(*arguments: Any, **options: Any) -> torch.device | None:
 
 def group_by_name(name: str) -> torch.distributed.ProcessGroup:
     """The process group of this name, as PyTorch's collectives resolve it under torch.compile."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(name)
+    names: Any = distributed_c10d
+    return names._resolve_process_group(name)
 
 
 def active_fake_mode() -> FakeTensorMode | None:
@@ -204,19 +213,19 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     return ops.wait_tensor(ops.all_reduce(x, "sum", group))
 
 
-def strided_shard(dim: int, parts: int) -> torch.distributed.tensor.Placement:
+def strided_shard(dim: int, parts: int) -> Placement:
     """The placement of a tensor of some parts along a dimension, each of which is sharded."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
 
 
-def parts_of_shard(placement: torch.distributed.tensor.Placement) -> int:
+def parts_of_shard(placement: Placement) -> int:
     """The parts of a `strided_shard`; 1 for other placements."""
     return getattr(placement, "split_factor", 1)
 
 
-def movable(t: torch.distributed.tensor.DTensor) -> torch.distributed.tensor.DTensor:
+def movable(t: DTensor) -> DTensor:
     """A DTensor in the form that `redistribute` and `full_tensor` take. torch 2.11 reads every
     `strided_shard` as an order of shards, as FSDP2 makes over tensor parallelism, and raises
     ValueError where it is none. Later ones see that.
@@ -243,7 +252,7 @@ def movable(t: torch.distributed.tensor.DTensor) -> torch.distributed.tensor.DTe
 
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors in place by a scalar tensor on their device, in few launches."""
-    torch._foreach_mul_(tensors, factor)
+    _TORCH._foreach_mul_(tensors, factor)
 
 
 def on_shards(

@@ -144,7 +144,8 @@ class _CachedLaunch:
         for i in self.descriptors:  # descriptors are always aligned
             d = arguments[i]
             key += (d.base.dtype, d.padding, *d.block_shape)
-        active, device = driver.active, t.get_device()
+        active: Any = driver.active  # of the backend that Triton found
+        device = t.get_device()
         if device < 0:  # a CPU tensor that stands in for a GPU's
             device = active.get_current_device()
         key = device, *key

@@ -27,6 +27,8 @@ float32 sums. Deterministic. What Triton 3.6 and 3.9 call by different names has
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -41,13 +43,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Up to 3.6, and later.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-thread_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_memory = gl.shared_memory_descriptor
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
+def _named(of: object, name: str, before: str) -> Any:
+    """What has another name up to Triton 3.6."""
+    return getattr(of, name, None) or getattr(of, before)
+
+
+tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
+thread_load = _named(async_copy, "async_load", "async_copy_global_to_shared")
+thread_barrier = _named(gl, "barrier", "thread_barrier")
+reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
 @gl._core.builtin
@@ -80,7 +86,8 @@ _DTYPES = {
 
 def _layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     """With the widest swizzle that the block's rows have."""
-    return gl.NVMMASharedLayout.get_default_for(block, dtype)
+    default_for: Any = gl.NVMMASharedLayout.get_default_for  # callable, which its type denies
+    return default_for(block, dtype)
 
 
 def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -168,8 +168,8 @@ def disassemble(cubins: Sequence[bytes], arch: int) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
-        run = subprocess.run(
-            [_nvdisasm(), "--binary", _machine(arch), "--no-dataflow", file.name],
+        run = subprocess.run(  # pyright: ignore[reportCallIssue] (`_nvdisasm` is there: see above)
+            [_nvdisasm(), "--binary", _machine(arch), "--no-dataflow", file.name],  # pyright: ignore[reportArgumentType] (the same)
             capture_output=True,
             text=True,
             check=False,

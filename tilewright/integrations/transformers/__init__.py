@@ -14,7 +14,7 @@ this module does not import transformers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.integrations.transformers import attention, experts
 from tilewright.integrations.transformers.acceleration import (
@@ -28,6 +28,9 @@ from tilewright.integrations.transformers.acceleration import (
 from tilewright.integrations.transformers.tables import register
 from tilewright.integrations.transformers.versions import require_transformers
 from tilewright.nn.experts import why_not
+
+if TYPE_CHECKING:  # given by __getattr__
+    from tilewright.integrations.transformers.quantizer import TilewrightConfig, quantized_config
 
 __all__ = [
     "PARTS",

@@ -53,7 +53,7 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.moe.grouped_gemm_triton import TILE_BLOCK, write_tiles
 from tilewright.kernels.moe.operators import MAP_ROWS, map_size
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import Config, Tunable
 
 # Arguments that are not specialized.
 NUMBERS = ["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
@@ -1223,7 +1223,7 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
 # ROLES: specialized warps (attention_gluon.py), where TMA reads the operands.
 _FORWARD_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
 # 160 KiB of queries, keys and values in rows of 128.
-_FORWARD_ROLES = dict(zip(_FORWARD_NAMES, (128, 128, 4, 2, True), strict=True))
+_FORWARD_ROLES: Config = dict(zip(_FORWARD_NAMES, (128, 128, 4, 2, True), strict=True))
 
 
 def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -1282,7 +1282,7 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
 # ROLES: one kernel for all gradients, by specialized warps (attention_backward_gluon.py), where TMA
 # reads the operands. Its tiles are 128 keys (64 in two parts) and 64 queries, in two stages.
 _BACKWARD_NAMES = ("BLOCK_N", "BLOCK_M", "num_warps", "num_stages", "ROLES")
-_BACKWARD_ROLES = dict(zip(_BACKWARD_NAMES, (128, 64, 4, 2, True), strict=True))
+_BACKWARD_ROLES: Config = dict(zip(_BACKWARD_NAMES, (128, 64, 4, 2, True), strict=True))
 
 
 def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -1391,7 +1391,7 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str, variants=
         floats, found = dict.fromkeys(("scale", "cap", "inverse"), "fp32"), []
         for label, options in variants(key).items():
             packed, sinks = options.get("PACKED"), options.get("SINKS")
-            types = dict.fromkeys(("lse", "delta"), "fp32") | {"*": data}
+            types: dict[str, str | None] = {"lse": "fp32", "delta": "fp32", "*": data}
             types["sinks"] = "fp32" if sinks else None
             types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
             chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}

@@ -97,7 +97,7 @@ def attend_backward(
     offset: int,
 ) -> Gradients:
     dsinks = None if sinks is None else lse.new_empty(q.shape[1], dtype=torch.float32)
-    return Gradients(*map(_rows_like, (q, k, v)), dsinks)
+    return Gradients(_rows_like(q), _rows_like(k), _rows_like(v), dsinks)
 
 
 def _rows_like(t: torch.Tensor, width: int | None = None) -> torch.Tensor:

@@ -807,7 +807,12 @@ def nvfp4_gate() -> list[KernelSpec]:
 
 
 def _both_spec(
-    label: str, d: str, block: tuple, row_unit: int = 16, random: bool = False, silu: bool = False
+    label: str,
+    d: str,
+    block: tuple[int, int, bool],
+    row_unit: int = 16,
+    random: bool = False,
+    silu: bool = False,
 ) -> KernelSpec:
     """block: rows, columns, and whether it is MXFP8's. row_unit: 1 for an odd number of rows, whose
     transpose is stored byte by byte; otherwise sides are multiples of 16.

@@ -100,7 +100,11 @@ def delta_rule_backward(
     """do, dstate: contiguous."""
     initial_state = saved.initial_state
     return DeltaGradients(
-        *(t.new_empty(t.shape) for t in (saved.q, saved.k, saved.v, saved.decay, saved.decay)),
+        saved.q.new_empty(saved.q.shape),
+        saved.k.new_empty(saved.k.shape),
+        saved.v.new_empty(saved.v.shape),
+        saved.decay.new_empty(saved.decay.shape),
+        saved.decay.new_empty(saved.decay.shape),
         None if initial_state is None else initial_state.new_empty(initial_state.shape),
     )
 

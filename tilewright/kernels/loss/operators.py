@@ -85,6 +85,7 @@ class Softmax(NamedTuple):
     @property
     def entropy(self) -> torch.Tensor:
         """Of softmax z, in nats; there must be a mean."""
+        assert self.mean is not None
         return self.log_sum - self.mean
 
 
@@ -119,7 +120,9 @@ def empty_rows(like: torch.Tensor, wanted: bool = True, dtype: torch.dtype = tor
 def empty_statistics(logits: torch.Tensor, wanted: Wanted) -> Stats:
     """Uninitialized statistics of the rows of a tensor."""
     return Stats(
-        *(empty_rows(logits) for _ in ("peak", "log_sum", "picked")),
+        empty_rows(logits),
+        empty_rows(logits),
+        empty_rows(logits),
         empty_rows(logits, wanted.weighted),
         empty_rows(logits, wanted.mean),
         empty_rows(logits, wanted.argmax, torch.int64),

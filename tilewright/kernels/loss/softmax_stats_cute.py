@@ -236,7 +236,7 @@ def _add(
     if o.smooth:
         z = z - origin
         if o.weights:
-            z = z * _weights(weight, column, cute.size(chunk))
+            z = z * _weights(weight, column, cute.size(chunk))  # pyright: ignore[reportArgumentType] (`weights`: it is there)
         state[SW] = state[SW] + _sum(z)
 
 

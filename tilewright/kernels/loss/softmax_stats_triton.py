@@ -947,7 +947,9 @@ backward, backward_ = into(_launch_backward)
 
 # Pointers are to float32 except these.
 _INDICES = {"target": "i64", "argmax": "i64", "every_target": "i64", "num_tokens": "i64"}
-_NUMBERS = dict.fromkeys(("softcap", "inverse", "num_tokens", "label_smoothing", "z_loss"), "fp32")
+_NUMBERS: dict[str, str] = dict.fromkeys(
+    ("softcap", "inverse", "num_tokens", "label_smoothing", "z_loss"), "fp32"
+)
 
 
 def _specs(kernel):

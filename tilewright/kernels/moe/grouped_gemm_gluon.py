@@ -21,6 +21,8 @@ it now, would move T H elements less, 31 us of such a layer's 4.4 ms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -874,13 +876,14 @@ def weight_spec(about: str, t: str, gathered: str, config: dict) -> KernelSpec:
 
 def spec(
     label: str,
-    pointers: dict[str, str | None],
+    t: str,
+    pointers: Mapping[str, str | None],
     constants: dict,
     left: tuple[int, ...],
     right: tuple[int, ...],
 ) -> KernelSpec:
-    """left, right: blocks of x and w."""
-    t, result = pointers["*"], (left[0], constants["BLOCK_N"] // 2)
+    """t: the elements of x, w and the results.   left, right: blocks of x and w."""
+    result = left[0], constants["BLOCK_N"] // 2
     described = {"w": descriptor_type(t, *right), "out": descriptor_type(t, *result)}
     if not constants["GATHER"]:
         described["x"] = descriptor_type(t, *left)

@@ -45,7 +45,7 @@ from tilewright.kernels.moe.operators import (
     product_backward_x,
 )
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import Config, Tunable
 
 # What _gemm computes from a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
@@ -1291,7 +1291,7 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
 
 _WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP", "ROLES")
 # 192 KiB of operands, as for the other products.
-_WEIGHT_ROLES = dict(zip(_WEIGHT_NAMES, (128, 256, 64, 8, 4, 8, True), strict=True))
+_WEIGHT_ROLES: Config = dict(zip(_WEIGHT_NAMES, (128, 256, 64, 8, 4, 8, True), strict=True))
 
 
 def _dweight_heuristic(
@@ -1444,7 +1444,7 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             from tilewright.kernels.moe import grouped_gemm_gluon
 
             about = f"{label}{kind} specialized {_about(key)}"
-            return grouped_gemm_gluon.spec(about, pointers, constants, (m, k), (1, *block))
+            return grouped_gemm_gluon.spec(about, t, pointers, constants, (m, k), (1, *block))
         return KernelSpec.of(
             _gemm,
             f"{label}{kind} {_about(key)}",

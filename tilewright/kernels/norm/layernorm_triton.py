@@ -328,14 +328,14 @@ def backward(dy, dtotal, x, mean, rstd, weight, has_bias):
         kernel, block_t, warps, columns = _weight_walk, 1, 4, cdiv(D, WEIGHT_BLOCK)
         constants = {"D": D, "BLOCK_D": WEIGHT_BLOCK, "BIAS": has_bias}
 
-        def arguments(partial):
+        def arguments(partial) -> tuple:
             return dy, x, mean, rstd, partial, T
     else:
         kernel = _backward
         blocks = {name: c[name] for name in ("BLOCK_T", "BLOCK_D", "STAGES")}
         constants = {"D": D, **blocks, "BIAS": has_bias}
 
-        def arguments(partial):
+        def arguments(partial) -> tuple:
             return dy, dtotal, x, mean, rstd, weight, found.dx, partial, T
 
     def partial(programs):

@@ -505,7 +505,7 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
             "ROUND_XHAT": norm.round_xhat,
         }
 
-        def arguments(dw, db):
+        def arguments(dw, db) -> tuple:
             return dy, x, rstd, dw, db, T
     else:
         kernel, block_t, columns = _backward, c["BLOCK_T"], 1
@@ -520,7 +520,7 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
             "STAGES": c["STAGES"],
         }
 
-        def arguments(dw, db):
+        def arguments(dw, db) -> tuple:
             return dy, dtotal, x, rstd, weight, dx, dw, db, T, norm.offset
 
     dtypes = (x.dtype, dy.dtype, weight.dtype, None if dtotal is None else dtotal.dtype)

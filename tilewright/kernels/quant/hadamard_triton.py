@@ -80,8 +80,10 @@ def sign_mask(seed: int | None) -> int:
     """An int32 whose bit i is set if the sign of position i in a block is negative: the lowest bit
     of word i % 4 of Philox4x32-10 with counter i // 4 and key `seed`.
     """
+    if seed is None:
+        return 0
     mask, low = 0, 0xFFFFFFFF
-    for i in range(0, 32 if seed is not None else 0, 4):
+    for i in range(0, 32, 4):
         c, k0, k1 = [i // 4, 0, 0, 0], seed & low, seed >> 32
         for _ in range(10):
             a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57

@@ -22,7 +22,7 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quant.quantize_triton import from_e2m1, from_e4m3, spec
 from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import Config, Tunable
 
 SPAN = 128  # columns that share a scale in block-scaled FP8
 
@@ -269,7 +269,7 @@ def rounded(tokens: int) -> int:
 _NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
 # ROLES: specialized warps (fp8_dweight_gluon.py, with 192 KiB of operands; block_scaled_gluon.py).
 _BY_ROWS_NAMES = (*_NAMES, "ROLES")
-_BY_ROWS_ROLES = dict(zip(_BY_ROWS_NAMES, (128, 128, 8, 4, 6, True), strict=True))
+_BY_ROWS_ROLES: Config = dict(zip(_BY_ROWS_NAMES, (128, 128, 8, 4, 6, True), strict=True))
 
 
 def _by_rows_heuristic(M: int, N: int, tokens: int, large: bool) -> dict:

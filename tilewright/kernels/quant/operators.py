@@ -156,7 +156,8 @@ def fp8_codes(like: torch.Tensor, B: int, R: int, C: int, fp8: FP8) -> Codes:
 @declare
 def fp8_quantize(x: torch.Tensor, fp8: FP8) -> Codes:
     """x [B, R, C]."""
-    return fp8_codes(x, *x.shape, fp8)
+    B, R, C = x.shape
+    return fp8_codes(x, B, R, C, fp8)
 
 
 @declare

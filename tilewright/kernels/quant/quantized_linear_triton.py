@@ -34,7 +34,7 @@ from tilewright.kernels.quant import nf4_tables, operators
 from tilewright.kernels.quant.operators import FORMATS, Matrix
 from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3, spec
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import Config, Tunable
 
 NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
 # Rows of x in a tile of `_few_rows`. The weight is dequantized again for each tile; with 64 columns
@@ -541,8 +541,8 @@ def fp8(
 
 # ROLES: specialized warps (fp8_gluon.py), with 192 KiB of operands.
 _FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages", "ROLES")
-_FP8_ROLES = dict(zip(_FP8_NAMES, (128, 128, 8, 8, 6, True), strict=True))
-_FP8_WIDE = dict(zip(_FP8_NAMES, (128, 256, 8, 4, 4, True), strict=True))
+_FP8_ROLES: Config = dict(zip(_FP8_NAMES, (128, 128, 8, 8, 6, True), strict=True))
+_FP8_WIDE: Config = dict(zip(_FP8_NAMES, (128, 256, 8, 4, 4, True), strict=True))
 
 
 def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:

@@ -645,7 +645,7 @@ def backward(dq, dk, dv, qkv, rstd, heads, norm, rotation):
             d.zero_()
         return found
     dw = _write_gradients(given, qkv, rstd, found.dqkv, heads, norm, rotation)
-    if normalized:
+    if dw is not None:
         summed(dw, found.dq_weight, found.dk_weight)
     return found
 

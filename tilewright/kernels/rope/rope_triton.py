@@ -195,7 +195,7 @@ def _write(
     if B * S == 0:
         return
     HK = 0 if k is None else k.shape[1]
-    kk, k_out = (q, to.q) if k is None else (k, to.k)
+    kk, k_out = (q, to.q) if k is None or to.k is None else (k, to.k)
     launch(
         _rotate,
         (B * S,),

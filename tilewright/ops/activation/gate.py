@@ -87,9 +87,18 @@ class Gate:
             and not self.interleaved
         )
 
+    @property
+    def caps(self) -> tuple[float, float]:
+        """limit and up_limit of "softcapped", which has both."""
+        assert self.limit is not None and self.up_limit is not None
+        return self.limit, self.up_limit
+
     def split(self, pre: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the gates and the ups of pre [..., 2 I]."""
-        return (pre[..., ::2], pre[..., 1::2]) if self.interleaved else pre.chunk(2, -1)
+        if self.interleaved:
+            return pre[..., ::2], pre[..., 1::2]
+        g, u = pre.chunk(2, -1)
+        return g, u
 
 
 def gelu_tanh(g: torch.Tensor) -> torch.Tensor:
@@ -104,8 +113,9 @@ def gate_eager(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
     """Maps [..., 2 I] to [..., I]; rounded once."""
     g, u = (t.to(torch.promote_types(pre.dtype, torch.float32)) for t in gate.split(pre))
     if gate.activation == "softcapped":
-        a = gate.limit * torch.tanh(g / gate.limit) * torch.sigmoid(gate.alpha * g)
-        u = gate.up_limit * torch.tanh(u / gate.up_limit)
+        cap, up_cap = gate.caps
+        a = cap * torch.tanh(g / cap) * torch.sigmoid(gate.alpha * g)
+        u = up_cap * torch.tanh(u / up_cap)
     else:
         g = g if gate.limit is None else g.clamp(max=gate.limit)
         u = u if gate.up_limit is None else u.clamp(-gate.up_limit, gate.up_limit)
@@ -125,8 +135,9 @@ def gate_parts(
     g, u = (t.float() for t in gate.split(pre))
     above, du = None, torch.ones((), device=pre.device)
     if gate.activation == "softcapped":
-        u = torch.tanh(u / gate.up_limit)
-        u, du = gate.up_limit * u, 1 - u.square()
+        _, up_cap = gate.caps
+        u = torch.tanh(u / up_cap)
+        u, du = up_cap * u, 1 - u.square()
     else:
         if gate.limit is not None:
             above, g = g > gate.limit, g.clamp(max=gate.limit)
@@ -146,8 +157,9 @@ def gate_parts(
         s = torch.sigmoid(g if gate.alpha == 1 else gate.alpha * g)
         da = 1 - s
         if gate.activation == "softcapped":
-            soft = torch.tanh(g / gate.limit)
-            a = gate.limit * soft * s
+            cap, _ = gate.caps
+            soft = torch.tanh(g / cap)
+            a = cap * soft * s
             s.mul_(1 - soft.square())
         else:
             a = g * s

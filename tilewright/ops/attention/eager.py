@@ -115,7 +115,7 @@ def _eager_prefixed(q, k, v, cu_seqlens, variant, sinks, max_seqlen, prefixes):
 
 def _eager_part(q, k, v, cu_seqlens, variant, offset):
     return _per_document(
-        lambda *document: _part_of_document(*document, variant, offset),
+        lambda *d: _part_of_document(*d, variant=variant, offset=offset),
         (q, k, v),
         cu_seqlens,
     )
@@ -134,7 +134,7 @@ def _probabilities(s, lse):
 
 def _eager_part_backward(dout, q, k, v, out, lse, cu_seqlens, variant, offset):
     return _per_document(
-        lambda *document: _gradients_of_document(*document, variant, offset),
+        lambda *d: _gradients_of_document(*d, variant=variant, offset=offset),
         (dout, q, k, v, out, lse),
         cu_seqlens,
     )

@@ -40,8 +40,8 @@ def variant_of(
     scale: float | None,
     dropout: Dropout = NO_DROPOUT,
 ) -> Variant:
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    return Variant(causal, window or 0, float(softcap or 0.0), scale, dropout)
+    scale_of: float = head_dim**-0.5 if scale is None else float(scale)
+    return Variant(causal, window or 0, float(softcap or 0.0), scale_of, dropout)
 
 
 def dropout_of(dropout_p: float, seed: int | None, offset: int, first_head: int) -> Dropout:

@@ -234,5 +234,6 @@ def _ring_backward(dout, q, k, v, out, lse, cu_seqlens, cp, plan, options):
             if returning is not None:
                 take(*returning)
             returning = _post_back(step, t, message, dk, dv, cp), step
+    assert returning is not None  # a ring has at least two steps
     take(*returning)
     return dq, dk, dv

@@ -182,7 +182,9 @@ def attention_sdpa(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
     if cu_seqlens is not None and _flash_on_cpu(q, k, v, variant):
         ends = tuple(dict.fromkeys(host_seqlens(cu_seqlens, q.shape[2])))  # no empty document
         return _Packed.apply(*map(last_contiguous, (q, k, v)), ends, variant)
-    return by_document(lambda *document: (_fused(*document, variant),), (q, k, v), cu_seqlens)[0]
+    return by_document(
+        lambda *document: (_fused(*document, variant=variant),), (q, k, v), cu_seqlens
+    )[0]
 
 
 def _aligned_at_the_first_key(
@@ -213,7 +215,7 @@ sdpa_refuses = _aligned_at_the_first_key(
 
 
 @functools.cache
-def varlen():
+def varlen() -> str | tuple[Callable, bool]:
     """torch.nn.attention.varlen's function and whether it supports grouped heads, or the reason why
     it is unavailable.
     """
@@ -232,7 +234,8 @@ def no_native(device_type: str) -> str | None:
         return f"cuDNN's attention and varlen_attn take CUDA tensors, not {device_type}"
     if reason := platform.no_cuda(80):
         return reason
-    return varlen() if isinstance(varlen(), str) else None
+    found = varlen()
+    return found if isinstance(found, str) else None
 
 
 _native_lacks = _aligned_at_the_first_key(
@@ -255,7 +258,9 @@ def native():
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
     ]
-    attend, grouped = varlen()
+    found = varlen()
+    assert not isinstance(found, str), found
+    attend, grouped = found
 
     def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
         if not q.numel() or (cu_seqlens is None and not variant.window):

@@ -313,6 +313,7 @@ def combine(
         loss = loss * y_weight
     if label_smoothing:
         total = V if weight_sum is None else weight_sum
+        assert stats.weighted is not None
         loss = (1 - label_smoothing) * loss + (label_smoothing / V) * (
             total * stats.log_sum - stats.weighted
         )
@@ -373,6 +374,7 @@ def losses_in_torch(
         )
     total = losses.sum()
     if inputs.divide:
+        assert outputs.divisor is not None
         row, total = row / outputs.divisor, total / outputs.divisor
     total = total if before is None else before + total
     hard = (row if y_weight is None else row * y_weight) * (1 - inputs.label_smoothing)
@@ -463,7 +465,7 @@ def losses_of_torch(rows, target, valid, class_weight, y_weight, options, group)
         # Relative to the peak: otherwise the gradient would contain the rounding of lse.
         peak = peak_of(z)
         lse = peak + (z - peak[:, None]).logsumexp(-1)
-    if options.z_loss:
+    if lse is not None and options.z_loss:
         losses = losses + options.z_loss * lse.square()
     losses = torch.where(valid == 0, 0.0, losses * valid)
     log_p = z.detach().log_softmax(-1) if options.entropy else None

@@ -89,7 +89,7 @@ def across(
             first = best + torch.distributed.get_rank(group) * columns
             best = first.where(value == largest, torch.iinfo(torch.int64).max)
             torch.distributed.all_reduce(best, op.MIN, group)
-    return Stats(*whole, best)
+    return Stats._make((*whole, best))
 
 
 def finite(peak: torch.Tensor) -> torch.Tensor:

@@ -314,7 +314,7 @@ class Composed:
                 dx = collect(dx.add_(self.backward_x(upstream, A, offsets)), None, position)
         # Copies: two results of an operator must not share memory.
         dgate_A, dup_A = (
-            part.clone(memory_format=torch.contiguous_format) if need else None
+            part.clone(memory_format=torch.contiguous_format) if need and part is not None else None
             for part, need in zip(
                 (None, None) if dA is None else dA.split(_ranks(adapters), 1), need_A, strict=True
             )

@@ -141,7 +141,8 @@ def route(
     routing = ROUTE.pick(implementation, logits)(logits, bias, expert_index, router)
     if not round_to:
         return routing
-    return Routing._make((*round_tokens(*routing[:3], round_to), *routing[3:]))
+    index, weight, tokens, *losses = routing
+    return Routing._make((*round_tokens(index, weight, tokens, round_to), *losses))
 
 
 def _recorded(expert_index: torch.Tensor, E: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def register(cls, tensors: tuple[str, ...]):
     def flatten(q):
         return [getattr(q, n) for n in tensors], tuple(getattr(q, n) for n in rest)
 
-    def flatten_with_keys(q):
+    def flatten_with_keys(q) -> tuple[list[tuple[Any, Any]], tuple]:
         return [(pytree.GetAttrKey(n), getattr(q, n)) for n in tensors], flatten(q)[1]
 
     def unflatten(children, context):

@@ -30,6 +30,7 @@ from tilewright.ops.quant import quantize
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_fp8 import BlockFP8, quantize_block_fp8
 from tilewright.ops.quant.fp8 import E8M0, MX_BLOCK
+from tilewright.ops.quant.mxfp8 import MXFP8
 from tilewright.ops.quant.nf4 import quantize_nf4
 from tilewright.ops.quant.nvfp4 import quantize_nvfp4
 from tilewright.ops.quant.quantize import Quantized
@@ -255,6 +256,7 @@ def _few_rows_cpp(kernel, x, bias, weight):
     if weight.format == "mxfp8":
         # As float32 scales, an eighth of the weight's bytes; values are unchanged.
         q, _ = unpack(weight, x.dtype)
+        assert isinstance(q, MXFP8)
         quantize.part("q.scale", q.scale, E8M0, (N, -(-K // MX_BLOCK)), q.data)
         weight = pack(BlockFP8(q.data, q.scale.float(), (rows, span), x.dtype))
     bias = None if bias is None else bias.contiguous()

@@ -99,6 +99,7 @@ def pack(weight: torch.Tensor | Quantized, noise: AQN | None = None) -> Packed:
     data = _bytes("data", q.data, quantize.E4M3)
     if isinstance(q, MXFP8):
         return _packed("mxfp8", data, [_bytes("scale", q.scale, E8M0)], q, (), noise)
+    assert isinstance(q, BlockFP8)
     return _packed("block_fp8", data, [q.scale_inv], q, q.block, noise)
 
 
@@ -119,7 +120,8 @@ def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
     elif p.format == "mxfp8":
         q = MXFP8(p.data.view(quantize.E4M3), p.scales[0].view(E8M0), dtype)
     else:
-        q = BlockFP8(p.data.view(quantize.E4M3), p.scales[0], tuple(p.block), dtype)
+        rows, columns = p.block
+        q = BlockFP8(p.data.view(quantize.E4M3), p.scales[0], (rows, columns), dtype)
     return q, AQN(p.alpha, *p.ints[1:4]) if p.alpha else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -211,8 +212,8 @@ def in_place(
 def _rotate_back_eager(d, heads, rotation):
     """The gradient of qkv before a rotation, from that of the rotated one."""
     q, k, v = pieces(d, heads)
-    parts = *rope_eager(q, k, rotation.inverse()), v
-    return torch.cat([t.transpose(1, 2) for t in parts], 2).flatten(2)
+    found: Any = rope_eager(q, k, rotation.inverse())  # k is given
+    return torch.cat([t.transpose(1, 2) for t in (*found, v)], 2).flatten(2)
 
 
 class _Overwritten(torch.autograd.Function):
