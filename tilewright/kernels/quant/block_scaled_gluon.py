@@ -58,7 +58,9 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _memory = blackwell.tensor_memory_descriptor
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+# Triton 3.6 has it by its second name.
+_found = (getattr(_memory, name, None) for name in ("reinterpret", "_reinterpret"))
+reinterpret = next(filter(None, _found))
 
 _ROWS = gl.constexpr(128)  # of a tile, as many as the tensor cores' memory has
 _STEP = 128  # summed bytes of codes of a tile: those of a swizzle
