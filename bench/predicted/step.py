@@ -120,7 +120,7 @@ def trainer(path: str, half: bool) -> Counting:
         # As for tensors of a GPU.
         mock.patch("tilewright.ops.loss.targets._may_read", lambda target: False),
         mock.patch("tilewright.ops.products.takes", lambda dtype: False),
-        mock.patch("tilewright.ops.loss.head._multiplies_here", lambda x: True),
+        mock.patch("tilewright.ops.products.multiplies", lambda factor: True),
         mock.patch("tilewright.ops.products.gemm_", _product),
     ):
         memory_plan.plan(
