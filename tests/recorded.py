@@ -47,6 +47,7 @@ STARTS = re.compile(
 ELSEWHERE = ("bench", "examples", "lab", "pyproject.toml", "requirements", "scripts")
 ELSEWHERE += ("tests/preloaded.py",)  # which what forks imports by its name
 MADE = {"__pycache__", "build", "outputs", "units", "last_prepared_dataset", ".lock"}
+MADE.add("results")  # of measurements, which no test takes but by what it opens itself
 MADE |= {"commit.json", "triton-cache.tar.gz"}  # of a GPU's results
 # What all tests have: its processes and preloaded modules are not a test's own.
 COMMON = ("conftest.py", "helpers.py", "forked.py", "recorded.py")
