@@ -37,7 +37,7 @@ from unittest import mock
 
 import torch
 
-from bench import variants
+from bench import commands, variants
 from bench.stages import goals as of_goals
 from bench.stages import questions
 from tilewright import selection
@@ -330,11 +330,7 @@ def pack(cache: pathlib.Path, hashes: Iterable[str], path: pathlib.Path) -> int:
 
 
 def _parser(ops: Collection[str]) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m bench gpu-cache",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = commands.parser("gpu-cache", __doc__)
     add = p.add_argument
     add(
         "--arch",

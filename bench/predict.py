@@ -15,7 +15,6 @@ page is out of date; 2 for invalid arguments, or where nothing can be predicted.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench import variants
+from bench import commands, variants
 from bench.page import goals as judging
 from bench.page.text import TITLES, cell, number
 from bench.predicted import launches, model, roofs
@@ -439,9 +438,7 @@ def _listed(kernels: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser("predict", __doc__)
     every = selection.operations()
     parser.add_argument("--device", choices=list(roofs.DEVICES), help="default: both")
     parser.add_argument("--op", type=names(every), help="default: all")

@@ -10,7 +10,6 @@ microseconds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench import commands
 from tilewright import selection
 from tilewright.bench import run, timing
 from tilewright.bench.options import at_least, names
@@ -83,11 +83,7 @@ def table(document: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Exit code 1: a case failed; 2: no CUDA device."""
     ops = selection.operations()
-    p = argparse.ArgumentParser(
-        prog="python -m bench profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = commands.parser("profile", __doc__)
     p.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
     p.add_argument("--op", type=names(ops), default=list(ops), metavar="OP,..", help="default: all")
     p.add_argument("--case", type=names(), metavar="CASE,..", help="default: each op's first")

@@ -13,13 +13,13 @@ behind has no reason; 2 if a file cannot be read.
 
 from __future__ import annotations
 
-import argparse
 import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench import commands
 from bench.page import detail, files, raw, summary
 from bench.page.comparisons import Device, behind
 from bench.page.goals import goals
@@ -151,9 +151,7 @@ def draw(page: Page, out: pathlib.Path) -> None:
 def main(argv: Sequence[str]) -> int:
     from tilewright.kernels.tuning import TABLES
 
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser("report", __doc__)
     parser.add_argument(
         "--results",
         type=pathlib.Path,

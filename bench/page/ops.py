@@ -6,11 +6,11 @@ docstring, and its implementations in the order in which `auto` considers them.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import pathlib
 from collections.abc import Iterable, Sequence
 
+from bench import commands
 from bench.page.text import table
 from tilewright.core.registry import Op
 from tilewright.ops import OPS
@@ -45,9 +45,7 @@ def summary(op: Op) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.parser("ops", __doc__)
     parser.add_argument("--page", type=pathlib.Path, default=pathlib.Path("docs/ops.md"))
     page = parser.parse_args(argv).page
     page.write_text(written(page.read_text()))
