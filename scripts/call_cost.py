@@ -11,10 +11,8 @@ those of `import torch`.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import os
 import pathlib
 import statistics
 import subprocess
@@ -22,7 +20,8 @@ import sys
 import time
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import two_trees
+
 ROUNDS, SAMPLES, SECONDS = 9, 5, 0.01
 IMPORTS = ("tilewright", "tilewright.ops")
 IMPORT = "import time, torch; t = time.process_time(); import {}; print(time.process_time() - t)"
@@ -36,8 +35,7 @@ def serve() -> None:
 
     from tilewright.selection import operations
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    answers = two_trees.answers()
     torch.set_num_threads(1)
     ops, calls = operations(), {}
     names = {n: [*op.names()] for n, op in ops.items() if _case(op) is not None}
@@ -81,19 +79,9 @@ def _seconds(call: Any, number: int) -> float:
 
 
 def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
-    sys.path[:0] = [str(ROOT)]
-    from tilewright.core import platform
-
-    own, known, imports = {}, {}, {name: {tree: [] for tree in trees} for name in IMPORTS}
-    environments = {
-        tree: {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-        for tree, path in trees.items()
-    }
-    for tree, path in trees.items():
-        options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, __file__, "serve"]
-        own[tree] = subprocess.Popen(command, cwd=path, env=environments[tree], **options)
-        known[tree] = json.loads(own[tree].stdout.readline())
+    own = {tree: two_trees.Served(__file__, path, path) for tree, path in trees.items()}
+    known = {tree: served.answer() for tree, served in own.items()}
+    imports = {name: {tree: [] for tree in trees} for name in IMPORTS}
     calls = []
     for name in sorted(set.intersection(*(set(found) for found in known.values()))):
         both = set.intersection(*({*found[name]} for found in known.values()))
@@ -101,25 +89,21 @@ def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
         calls += [f"{name} {implementation} {grad}" for grad in ("no_grad", "grad")]
     rows: dict[str, Any] = {call: {tree: [] for tree in trees} for call in calls}
     for number in range(-1, ROUNDS):  # the first caches
-        order = (*trees,) if number % 2 else (*reversed([*trees]),)
+        order = two_trees.in_turns(trees, number)
         for call in calls:
             for tree in order:
-                own[tree].stdin.write(call + "\n")
-                own[tree].stdin.flush()
-                us = float(own[tree].stdout.readline())
+                us = own[tree].ask(call)
                 if number >= 0:
                     rows[call][tree].append(us)
         for name in IMPORTS:
             for tree in order:
                 command = [sys.executable, "-c", IMPORT.format(name)]
-                found = subprocess.check_output(
-                    command, cwd=trees[tree], env=environments[tree], text=True
-                )
+                options: Any = {"env": two_trees.environment(trees[tree]), "text": True}
+                found = subprocess.check_output(command, cwd=trees[tree], **options)
                 if number >= 0:
                     imports[name][tree].append(float(found))
-    for process in own.values():
-        process.stdin.close()
-        process.wait()
+    for served in own.values():
+        served.end()
     for row in (*rows.values(), *imports.values()):
         row["ratio"] = min(row["after"]) / min(row["before"])
         pairs = zip(row["before"], row["after"], strict=True)
@@ -129,14 +113,8 @@ def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
         print(f"{call:<50} {least[0]:10.3f} {least[1]:10.3f} {row['ratio']:6.3f}")
     mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows.values()))
     print(f"geometric mean of {len(rows)} calls' ratios: {mean:.3f}")
-    about = {"date": str(datetime.date.today()), "load": os.getloadavg(), **platform.provenance()}
-    found = {"about": about, "calls, us": rows, "mean ratio": mean, "imports, s": imports}
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    two_trees.write(out, {"calls, us": rows, "mean ratio": mean, "imports, s": imports})
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-    else:
-        before, after, target = map(pathlib.Path, sys.argv[1:])
-        main({"before": before.resolve(), "after": after.resolve()}, target)
+    two_trees.run(serve, main)

@@ -10,20 +10,18 @@ C's in the main thread, which no other work on the machine changes.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
-import os
 import pathlib
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import two_trees
+
 ROUNDS, STEPS = 7, 40
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8}
@@ -49,8 +47,7 @@ def serve() -> None:
         return found
 
     Engine.optim_step = timed
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    answers = two_trees.answers()
     for line in sys.stdin:
         path, out, *counts = line.split()
         ends.clear()
@@ -66,9 +63,7 @@ def serve() -> None:
 
 
 def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
-    sys.path[:0] = [str(ROOT)]
     from tests.written.make import EXPERTS, SHAPE, write_model
-    from tilewright.core import platform
 
     models = {"dense": (SHAPE, {}), "lora": (SHAPE, {"lora": LORA}), "experts": (EXPERTS, {})}
     rows: dict[str, Any] = {name: {} for name in models}
@@ -81,21 +76,14 @@ def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
             for what in ("model", "tokens.jsonl", "prepared"):  # paths from everywhere
                 config = config.replace(f": {what}\n", f": {folder / what}\n")
             (folder / "config.yaml").write_text(config)
-        own = {}
-        for tree, path in trees.items():
-            environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-            options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            command = [sys.executable, __file__, "serve"]
-            own[tree] = subprocess.Popen(command, cwd=made, env=environment, **options)
+        own = {tree: two_trees.Served(__file__, path, made) for tree, path in trees.items()}
         for number in range(-1, ROUNDS + 1):  # the first compiles and caches, the last counts
             for name in models:
-                for tree in (*trees,) if number % 2 else reversed([*trees]):
+                for tree in two_trees.in_turns(trees, number):
                     folder = pathlib.Path(made, name)
                     words = [f"{folder}/config.yaml", f"{folder}/{tree}_{number}"]
                     words += ["count"] * (number == ROUNDS)
-                    own[tree].stdin.write(" ".join(words) + "\n")
-                    own[tree].stdin.flush()
-                    answer = json.loads(own[tree].stdout.readline())
+                    answer = own[tree].ask(" ".join(words))
                     assert answer.pop("code") == 0, f"{tree} did not train"
                     if number == ROUNDS:
                         rows[name][tree]["calls"] = answer["calls"]
@@ -104,9 +92,8 @@ def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
                         row["least"].append(answer["least"])
                         row["median"].append(answer["median"])
                         row["kb"] = answer["kb"]
-        for process in own.values():
-            process.stdin.close()
-            process.wait()
+        for served in own.values():
+            served.end()
     for name, row in rows.items():
         before, after = row["before"], row["after"]
         row["ratios"] = {
@@ -118,13 +105,8 @@ def main(trees: dict[str, pathlib.Path], out: pathlib.Path) -> None:
             "calls": after["calls"] / before["calls"],
         }
         print(name, {what: round(ratio, 4) for what, ratio in row["ratios"].items()})
-    about = {"date": str(datetime.date.today()), "load": os.getloadavg(), **platform.provenance()}
-    out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    two_trees.write(out, {"rows": rows})
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-    else:
-        before, after, target = map(pathlib.Path, sys.argv[1:])
-        main({"before": before.resolve(), "after": after.resolve()}, target)
+    two_trees.run(serve, main)
