@@ -55,24 +55,20 @@ def compute(factors, extra, by, options, group):
 
 @pytest.fixture
 def operator(monkeypatch):
-    """seen: what `save` and `backward` were given."""
+    """seen: what the formula was given."""
     with torch.library._scoped_library("tilewright", "FRAGMENT") as scoped:
         monkeypatch.setattr(library, "_LIBRARY", scoped)
         seen = []
 
         declared = declare(allocate)
 
-        def save(ctx, arguments, found):
-            seen.append((arguments, found))
-            factors, extra, *_ = arguments
-            ctx.save_for_backward(*factors, *(extra or (None, None)))
-            ctx.options = arguments[3]
-
-        def backward(ctx, g, needs):
+        @declared.formula(found=lambda result: seen.append(result) or result.total is not None)
+        def gradients(op, g, factors, extra, options, found, needs):
+            seen.append((factors, extra, options, found))
             assert type(g) is Found
-            a, b, c, d = ctx.saved_tensors
+            (a, b), (c, d) = factors, extra or (None, None)
             grad = g.y if g.total is None else g.total.expand_as(a) + (0 if g.y is None else g.y)
-            p, ab = ctx.options.power, a if b is None else a * b
+            p, ab = options.power, a if b is None else a * b
             inner = grad * p * ab ** (p - 1)
             seen.append({n: needs[n] for n in "abcd"})
             return {
@@ -82,7 +78,6 @@ def operator(monkeypatch):
                 "d": None if c is None else grad * c,
             }
 
-        declared.differentiate(save, backward)
         op = declared.define("structured", compute)
         op.seen = seen
         yield op
@@ -125,36 +120,59 @@ def test_formulas_get_structures_and_only_needed_gradients_are_returned(operator
         del operator.seen[:]
         _, grads = derivatives(call, args)
         assert len(grads) == 2
-        (arguments, found), needs = operator.seen
-        assert type(found) is Found and type(arguments[0]) is Factors
-        assert type(arguments[1]) is Sum and type(arguments[3]) is Options
+        found, (factors, extra, options, total), needs = operator.seen
+        assert type(found) is Found and type(factors) is Factors and total is True
+        assert type(extra) is Sum and type(options) is Options
         assert needs == {"a": False, "b": True, "c": True, "d": False}
 
 
-def test_what_is_saved_may_depend_on_what_is_needed(operator):
-    """Also under torch.func, whose Function has the dispatcher's keys as its first input."""
-    needed = []
+def test_a_formula_gets_what_it_names_as_it_was(operator):
+    """Also under torch.func, whose Function has the dispatcher's keys as its first input; and in
+    structures, of which only the tensors are saved by autograd.
+    """
+    given_back = []
+    probe = declare(allocate)
 
-    def save(ctx, arguments, found):
-        needed.append(ctx.needs_input_grad[:4])
-        ctx.save_for_backward(*arguments[0])
-
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
+    @probe.formula(parts=lambda factors, options, total: [(factors, "text"), options, total])
+    def gradients(op, g, parts, by, result, factors):
+        given_back.append(parts)
+        ((a, b), text), options, total = parts
+        assert type(parts) is list and type(parts[0]) is tuple and type(parts[0][0]) is Factors
+        assert (text, type(options), by, type(result), result.total) == (
+            "text",
+            Options,
+            2.5,
+            Found,
+            total,
+        )
         return {"a": g.y * 2 * a * b * b}
 
-    probe = declare(allocate)
-    probe.differentiate(save, backward)
-    op = probe.define("needs_of_save", compute)
-    args = given("")
+    op = probe.define("names_of_formula", compute)
+    args = given("", extra=False, by=2.5)
 
     def loss(a):
         return op(args[0]._replace(a=a), *args[1:]).y.sum()
 
     found = torch.func.grad(loss)(args[0].a)
     leaf = args[0].a.requires_grad_()
-    loss(leaf).backward()
-    assert torch.equal(found, leaf.grad) and needed == [(True, False, False, False)] * 2
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss(leaf).backward()
+    assert torch.equal(found, leaf.grad) and len(given_back) == 2
+    assert sum(t.data_ptr() == args[0].b.data_ptr() for t in saved) == 2  # by `parts`, `factors`
+
+
+def test_a_formula_that_names_nothing_is_refused_where_it_is_declared():
+    def gradients(op, g, factors, power):
+        return {}
+
+    known = r"\['factors', 'extra', 'by', 'options', 'group', 'y', 'total'\]"
+    with pytest.raises(TypeError, match=f"gradients: .* one of {known}, .* got 'power'"):
+        declare(allocate).formula()(gradients)
+    with pytest.raises(TypeError, match=r"lambda.*got 'nobody'"):
+        declare(allocate).formula(power=lambda nobody: nobody)(gradients)
+    with pytest.raises(TypeError, match="gradients: no parameter is named 'exponent'"):
+        declare(allocate).formula(power=lambda options: 1, exponent=lambda by: by)(gradients)
 
 
 def test_a_missing_gradient_is_none(operator):

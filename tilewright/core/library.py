@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tilewright.core import schema, torch_names
+from tilewright.core.formula import Formula
 from tilewright.core.installed import PACKAGE
 from tilewright.core.schema import Signature
 from tilewright.core.torch_names import in_transform
@@ -183,31 +183,23 @@ class Declaration:
     def __init__(self, allocate: Callable, annotated: Callable | None = None):
         self.allocate, self.signature = allocate, Signature(annotated or allocate)
         functools.update_wrapper(self, allocate)
-        self._derivative: tuple | None = None
+        self._formula: Formula | None = None
 
     def __call__(self, *args):
         return self.allocate(*args)
 
-    def differentiate(
-        self,
-        save: Callable,
-        backward: Callable,
-        *,
-        constants: Sequence[str] = (),
-        twice: bool = False,
-    ) -> None:
-        """Gives the operators that are defined from now on their autograd formula.
-
-        save: (ctx, arguments, result) keeps what `backward` needs.
-        backward: (ctx, *gradients of the results; one NamedTuple of them where the result is one)
-            -> a dict of the gradients of arguments by their names. Missing ones are zero, and those
-            that are not needed are dropped.
-            `ctx.backward_op` is what `define` was given. If it has a parameter `needs`,
-            `needs[name]` tells whether an argument's gradient is needed.
-        constants: floating-point results without a derivative.
-        twice: the formula consists of differentiable calls only.
+    def formula(
+        self, *, constants: Sequence[str] = (), twice: bool = False, **computed: Callable
+    ) -> Callable[[Callable], Formula]:
+        """A decorator of the autograd formula of the operators that are defined from now on; see
+        `Formula`.
         """
-        self._derivative = save, backward, constants, twice
+
+        def decorate(gradients: Callable) -> Formula:
+            self._formula = Formula(gradients, self.signature, computed, constants, twice)
+            return self._formula
+
+        return decorate
 
     def define(
         self,
@@ -277,10 +269,8 @@ class Declaration:
         return overload
 
     def _differentiated(self, op: Operator, backward_op: Any) -> Operator:
-        if self._derivative is not None:
-            save, backward, constants, twice = self._derivative
-            backward_op = op if backward_op is None else backward_op
-            _differentiate(op, save, backward, constants, twice, backward_op)
+        if self._formula is not None:
+            _differentiate(op, self._formula, op if backward_op is None else backward_op)
         return op
 
 
@@ -372,14 +362,7 @@ class _Needs:
 
 
 # Long: the functions that autograd is given, which close over the operator's.
-def _differentiate(
-    op: Operator,
-    keep: Callable,
-    backward: Callable,
-    constants: Sequence[str],
-    twice: bool,
-    backward_op: Any,
-) -> None:
+def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
     """Gives an operator the autograd formula of its declaration, and refuses derivatives that it
     does not have.
 
@@ -390,22 +373,15 @@ def _differentiate(
     Tensors in a list (`Tensor[]`) have no gradient.
     """
     name, signature = op.name().split(".")[0], op.signature
-    made, asks = signature.made, "needs" in inspect.signature(backward).parameters
-    results: tuple[str, ...] = getattr(signature.result, "_fields", ())
-    fixed = [results.index(name) for name in constants]
+    made = signature.made
 
     def formula_of(names):
         """The formula for arguments of these names."""
         places = {argument: i for i, argument in enumerate(names)}
 
         def by_name(ctx, *grads):
-            need = ctx.needs_input_grad
-            if made is not None:
-                grads = (made(grads),)
-            if asks:
-                found = backward(ctx, *grads, needs=_Needs(need, places))
-            else:
-                found = backward(ctx, *grads)
+            need, grad = ctx.needs_input_grad, grads[0] if made is None else made(grads)
+            found = declared(ctx, grad, _Needs(need, places), backward_op)
             in_order: list[torch.Tensor | None] = [None] * len(need)
             for name, grad in found.items():
                 i = places[name]
@@ -413,17 +389,17 @@ def _differentiate(
                     in_order[i] = grad
             return tuple(in_order)
 
-        return by_name if twice else once(name, by_name)
+        return by_name if declared.twice else once(name, by_name)
 
     formula = formula_of(signature.names)
 
     def prepare(ctx, args, result):
-        ctx.backward_op = backward_op
         if made is not None:
             ctx.set_materialize_grads(False)
-        if fixed:
-            ctx.mark_non_differentiable(*[t for i in fixed if (t := result[i]) is not None])
-        keep(ctx, args, result)
+        if declared.constants:
+            constants = (result[i] for i in declared.constants)
+            ctx.mark_non_differentiable(*[t for t in constants if t is not None])
+        declared.keep(ctx, args, result)
 
     def save(ctx, inputs, output):
         prepare(ctx, signature.read(inputs), signature.read_result(output))

@@ -166,6 +166,7 @@ def _single(structures: list[tuple[int, Any]]) -> tuple[int, int, Callable] | No
 class Signature:
     """An operator's arguments and results, from the annotations of a function.
 
+    arguments: as Python code has them.
     names: of the flat arguments.
     structured: whether the schema has other arguments or results than Python.
     result: the NamedTuple of the results, or None.
@@ -177,8 +178,8 @@ class Signature:
     def __init__(self, function: Callable):
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters.values()
-        self._arguments = [_argument(p.name, hints[p.name]) for p in parameters]
-        self._leaves = [leaf for a in self._arguments for leaf in a.leaves]
+        self.arguments = [_argument(p.name, hints[p.name]) for p in parameters]
+        self._leaves = [leaf for a in self.arguments for leaf in a.leaves]
         self.names = [name for name, _ in self._leaves]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"{function.__qualname__}: two arguments have one name: {self.names}")
@@ -189,7 +190,7 @@ class Signature:
             self._returned = tuple[tuple(torch.Tensor for _ in self.result._fields)]
         self.made = None if self.result is None else _maker(self.result)
         others: list[tuple[int, Any]] = [
-            (i, a) for i, a in enumerate(self._arguments) if type(a) is not _Leaf
+            (i, a) for i, a in enumerate(self.arguments) if type(a) is not _Leaf
         ]
         self._as_they_are = not others
         self.structured = self.result is not None or bool(others)
@@ -200,13 +201,13 @@ class Signature:
         # Arguments that a call may leave out: only where it passes them as they are.
         self._defaults = {} if self.structured else {p.name: p.default for p in parameters}
         self._expanded = [
-            a if isinstance(a, _Structure) and a.tensors else None for a in self._arguments
+            a if isinstance(a, _Structure) and a.tensors else None for a in self.arguments
         ]
         self.expands = any(self._expanded)
         self._spread = _single([(i, a) for i, a in enumerate(self._expanded) if a is not None])
         self.direct = [
             part
-            for argument, expanded in zip(self._arguments, self._expanded, strict=True)
+            for argument, expanded in zip(self.arguments, self._expanded, strict=True)
             for part in (expanded.fields if expanded else (argument,))
         ]
 
@@ -234,7 +235,7 @@ class Signature:
         if self._as_they_are:
             return args
         flat: list = []
-        for argument, value in zip(self._arguments, args, strict=True):
+        for argument, value in zip(self.arguments, args, strict=True):
             argument.write(value, flat)
         return flat
 
@@ -243,7 +244,7 @@ class Signature:
         if not self.structured:
             return flat
         args, at = [], 0
-        for argument in self._arguments:
+        for argument in self.arguments:
             value, at = argument.read(flat, at)
             args.append(value)
         return args

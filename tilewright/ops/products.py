@@ -74,21 +74,14 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
 
 
-def _save(ctx, arguments, out):
-    ctx.save_for_backward(*arguments)
-
-
-def _backward(ctx, dy, needs):
-    (a, b), op = ctx.saved_tensors, ctx.backward_op
+@product.formula(twice=True)
+def _backward(op, dy, a, b, needs):
     found = {}
     if needs["a"]:
         found["a"] = op(dy, b.t())
     if needs["b"]:  # in b's memory layout, that of a layer's weight
         found["b"] = op(dy.t(), a).t() if b.stride(0) == 1 else op(a.t(), dy)
     return found
-
-
-product.differentiate(_save, _backward, twice=True)
 
 
 def _launch(a, b):

@@ -135,17 +135,10 @@ def act_mul_torch(gate, up, kind):
 # ---- fused implementations
 
 
-def _save(ctx, arguments, y):
-    gate, up, ctx.kind = arguments
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(ctx, dy):
-    dgate, dup = ctx.backward_op(dy, *ctx.saved_tensors, ctx.kind)
+@act_mul.formula()
+def _backward(op, dy, gate, up, kind):
+    dgate, dup = op(dy, gate, up, kind)
     return {"gate": dgate, "up": dup}
-
-
-act_mul.differentiate(_save, _backward)
 
 
 @functools.cache

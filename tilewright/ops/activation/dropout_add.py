@@ -128,18 +128,14 @@ def dropout_add_eager(x, residual, dropout):
 # ---- fused implementations: one operator, whose gradient is the operator without a residual
 
 
-def _save(ctx, arguments, y):
-    x, residual, ctx.dropout, _ = arguments
-    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-
-
-def _backward(ctx, dy):
-    dtype, of_residual = ctx.dtypes
-    dx = ctx.backward_op(dy.contiguous(), None, ctx.dropout, dtype)
-    return {"x": dx} if of_residual is None else {"x": dx, "residual": dy}
-
-
-drop_add.differentiate(_save, _backward, twice=True)
+@drop_add.formula(
+    twice=True,
+    of_x=lambda x: x.dtype,
+    has_residual=lambda residual: residual is not None,
+)
+def _backward(op, dy, dropout, of_x, has_residual):
+    dx = op(dy.contiguous(), None, dropout, of_x)
+    return {"x": dx, "residual": dy} if has_residual else {"x": dx}
 
 
 def _fused(operator):

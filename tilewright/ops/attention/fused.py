@@ -12,21 +12,13 @@ from tilewright.kernels.moe.operators import MAP_ROWS
 from tilewright.ops.attention.options import Request, head_widths
 
 
-def _save(ctx, arguments, found):
-    q, k, v, cu_seqlens, sinks, ctx.variant, ctx.offset = arguments
-    ctx.save_for_backward(q, k, v, *found, cu_seqlens, sinks)
-
-
-def _backward(ctx, g):
+@attend.formula(constants=("lse",))
+def _backward(op, g, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
     if g.out is None:
         return {}
-    *tensors, sinks = ctx.saved_tensors
-    found = ctx.backward_op(g.out, *tensors, sinks, ctx.variant, ctx.offset)
+    found = op(g.out, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
     dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
     return {"q": found.dq, "k": found.dk, "v": found.dv, "sinks": dsinks}
-
-
-attend.differentiate(_save, _backward, constants=("lse",))
 
 
 class _Fused:

@@ -101,17 +101,10 @@ def causal_conv1d_eager(x, weight, bias, cu_seqlens, silu):
 # ---- fused implementations
 
 
-def _save(ctx, arguments, result):
-    x, weight, bias, cu_seqlens, ctx.silu = arguments
-    ctx.save_for_backward(x, weight, bias, cu_seqlens)
-
-
-def _backward(ctx, dy):
-    dx, dweight, dbias = ctx.backward_op(dy.contiguous(), *ctx.saved_tensors, ctx.silu)
+@convolve.formula()
+def _backward(op, dy, x, weight, bias, cu_seqlens, silu):
+    dx, dweight, dbias = op(dy.contiguous(), x, weight, bias, cu_seqlens, silu)
     return {"x": dx, "weight": dweight, "bias": dbias}
-
-
-convolve.differentiate(_save, _backward)
 
 
 def _fused(operator, *dtypes):

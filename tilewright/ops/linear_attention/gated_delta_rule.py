@@ -246,25 +246,17 @@ def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _C
 # ---- fused implementations
 
 
-def _save(ctx, arguments, found):
-    q, k, v, _, beta, initial_state, cu_seqlens, ctx.options = arguments
-    saved = DeltaSaved(q, k, v, beta, initial_state, cu_seqlens, found.decay, found.solved)
-    ctx.save_for_backward(*saved)
-
-
-def _backward(ctx, given):
-    if given.o is None and given.state is None:
+@delta_rule.formula(constants=("decay", "solved"))
+def _backward(op, grad, q, k, v, beta, initial_state, cu_seqlens, decay, solved, options):
+    if grad.o is None and grad.state is None:
         return {}
-    saved = DeltaSaved(*ctx.saved_tensors)
-    do = torch.zeros_like(saved.v) if given.o is None else given.o
-    dstate = None if given.state is None else given.state.contiguous()
-    found = ctx.backward_op(do.contiguous(), dstate, saved, ctx.options)
+    saved = DeltaSaved(q, k, v, beta, initial_state, cu_seqlens, decay, solved)
+    do = torch.zeros_like(v) if grad.o is None else grad.o
+    dstate = None if grad.state is None else grad.state.contiguous()
+    found = op(do.contiguous(), dstate, saved, options)
     return {
         name: getattr(found, f"d{name}") for name in ("q", "k", "v", "g", "beta", "initial_state")
     }
-
-
-delta_rule.differentiate(_save, _backward, constants=("decay", "solved"))
 
 
 def _fused(operator):

@@ -514,48 +514,31 @@ def summed(logits: torch.Tensor, labels: Labels, options: Options, overwrite: bo
     return Summed._make((one, rows(), *stats.softmax, stats.argmax, *of_stats, divisor))
 
 
-def _save(ctx, arguments, found):
-    logits, labels, options, overwrite = arguments
-    ctx.save_for_backward(
-        logits,
-        labels.target,
-        labels.class_weight if options.label_smoothing else None,
-        found.peak,
-        found.log_sum,
-        found.g_log_sum,
-        found.g_picked,
-        found.g_weighted,
-        found.losses if labels.token_weight is not None else None,
-        found.divisor,
-    )
-    ctx.options, ctx.overwrite, ctx.group = options, overwrite, labels.group
+def _of_rows(labels, options, result):
+    """What the gradient of the logits is computed from, beside them."""
+    weights = labels.class_weight if options.label_smoothing else None
+    softmax = Softmax(result.peak, result.log_sum)
+    of_stats = StatsGradients(result.g_log_sum, result.g_picked, result.g_weighted)
+    return labels.target, weights, options.scaling, softmax, of_stats, labels.group
 
 
-def _backward(ctx, g, needs):
+@summed.formula(
+    constants=Summed._fields[2:],
+    of_rows=_of_rows,
+    unweighted=lambda labels, losses: None if labels.token_weight is None else losses,
+)
+def _backward(op, g, logits, of_rows, overwrite, unweighted, divisor, needs):
     upstream = g.losses if g.total is None else g.total  # the loss is computed from one of the two
     if upstream is None:
         return {}
-    logits, target, class_weight, peak, log_sum, *of_stats, losses, divisor = ctx.saved_tensors
     grads = {}
     if needs["logits"]:
-        grads["logits"] = ctx.backward_op(
-            logits,
-            target.view(-1),
-            class_weight,
-            ctx.options.scaling,
-            Softmax(peak, log_sum),
-            StatsGradients(*of_stats),
-            ctx.group,
-            upstream,
-            ctx.overwrite,
-        )
+        target, *rest = of_rows
+        grads["logits"] = op(logits, target.view(-1), *rest, upstream, overwrite)
     if needs["token_weight"]:
-        each = upstream * losses
+        each = upstream * unweighted
         grads["token_weight"] = each if divisor is None else each / divisor
     return grads
-
-
-summed.differentiate(_save, _backward, constants=Summed._fields[2:])
 
 
 def loss_inputs(labels: Labels, V: int, options: Options, divide: bool) -> LossInputs:

@@ -409,36 +409,16 @@ def head_statistics_backward(
     )
 
 
-def _save(ctx, arguments, found):
-    head, target, class_weight, ctx.scaling, wanted, ctx.plan, ctx.group = arguments
-    class_weight = class_weight if wanted.weighted else None
-    ctx.save_for_backward(*head, target, class_weight, *found.softmax)
-
-
-def _backward(ctx, g, needs):
+@head_statistics.formula(constants=("peak", "argmax"), **softmax_stats.OF_STATISTICS)
+def _backward(op, g, head, target, weights, scaling, softmax, plan, group, needs):
     gradients = StatsGradients(
         *(None if t is None else t.contiguous() for t in (g.log_sum, g.picked, g.weighted, g.mean))
     )
     if all(t is None for t in gradients):
         return {}
-    tensors, parts = ctx.saved_tensors, len(Head._fields)
-    head, (target, class_weight, *softmax) = Head(*tensors[:parts]), tensors[parts:]
-    parts_needed = Needs(*(needs[name] for name in Head._fields))
-    found = ctx.backward_op(
-        head,
-        target,
-        class_weight,
-        ctx.scaling,
-        Softmax(*softmax),
-        gradients,
-        ctx.plan,
-        parts_needed,
-        ctx.group,
-    )
+    needed = Needs(*(needs[name] for name in Head._fields))
+    found = op(head, target, weights, scaling, softmax, gradients, plan, needed, group)
     return dict(zip(Head._fields, found, strict=True))
-
-
-head_statistics.differentiate(_save, _backward, constants=("peak", "argmax"))
 
 
 def _launch(kernels, head, target, class_weight, scaling, wanted, plan, group):

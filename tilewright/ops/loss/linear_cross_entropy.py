@@ -273,29 +273,23 @@ def divides_later(x: torch.Tensor) -> bool:
     return x.dtype == torch.float16
 
 
-def _save(ctx, arguments, found):
-    head, *_ = arguments
-    divisor = None if divides_later(head.x) else found.divisor
-    ctx.save_for_backward(found.losses, divisor, found.dx, found.dweight, found.dbias)
-    ctx.dtype = head.x.dtype
-
-
-def _backward(ctx, g, needs):
+@summed_head.formula(
+    constants=SummedHead._fields[1:],
+    dtype=lambda head: head.x.dtype,
+    by=lambda head, divisor: None if divides_later(head.x) else divisor,
+)
+def _backward(op, g, dtype, losses, by, dx, dweight, dbias, needs):
     if g.total is None:
         return {}
-    losses, divisor, *of_head = ctx.saved_tensors
     grads = {
-        name: times_upstream(t, g.total, ctx.dtype, ctx.backward_op)
-        for name, t in zip(Head._fields, of_head, strict=False)
+        name: times_upstream(t, g.total, dtype, op)
+        for name, t in (("x", dx), ("weight", dweight), ("bias", dbias))
         if needs[name]
     }
     if needs["token_weight"]:
         each = g.total * losses
-        grads["token_weight"] = each if divisor is None else each / divisor
+        grads["token_weight"] = each if by is None else each / by
     return grads
-
-
-summed_head.differentiate(_save, _backward, constants=SummedHead._fields[1:])
 
 
 def _scale(acc: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

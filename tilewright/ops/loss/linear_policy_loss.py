@@ -351,22 +351,19 @@ def policy_head(
     )
 
 
-def _save(ctx, arguments, found):
-    ctx.save_for_backward(*found[3:])
-    ctx.dtype = arguments[0].x.dtype
-
-
-def _backward(ctx, g, needs):
+@policy_head.formula(
+    constants=PolicyHead._fields[1:],
+    dtype=lambda head: head.x.dtype,
+    of_head=lambda result: result[3:],
+)
+def _backward(op, g, dtype, of_head, needs):
     if g.total is None:
         return {}
     return {
-        part: times_upstream(t, g.total, ctx.dtype, ctx.backward_op)
-        for part, t in zip(Head._fields, ctx.saved_tensors, strict=True)
+        part: times_upstream(t, g.total, dtype, op)
+        for part, t in zip(Head._fields, of_head, strict=True)
         if needs[part]
     }
-
-
-policy_head.differentiate(_save, _backward, constants=PolicyHead._fields[1:])
 
 
 def _launch(kernels, head, target, own, scaling, name, options, plan, needs, group):

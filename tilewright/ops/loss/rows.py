@@ -13,7 +13,6 @@ from tilewright.core.library import Operator, declare
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
-    Softmax,
     Stats,
     StatsGradients,
     Wanted,
@@ -38,26 +37,13 @@ def row_statistics(
     return empty_statistics(logits, wanted)
 
 
-def _save(ctx, arguments, found):
-    logits, target, class_weight, ctx.scaling, wanted, ctx.overwrite, ctx.group = arguments
-    class_weight = class_weight if wanted.weighted else None
-    ctx.save_for_backward(logits, target, class_weight, *found.softmax)
-
-
-def _backward(ctx, g):
+@row_statistics.formula(constants=("peak", "argmax"), **softmax_stats.OF_STATISTICS)
+def _backward(op, g, logits, target, weights, scaling, softmax, overwrite, group):
     gradients = StatsGradients(g.log_sum, g.picked, g.weighted, g.mean)
     if all(t is None for t in gradients):
         return {}
-    logits, target, class_weight, *softmax = ctx.saved_tensors
-    of_loss = Softmax(*softmax), gradients
-    return {
-        "logits": ctx.backward_op(
-            logits, target, class_weight, ctx.scaling, *of_loss, ctx.group, inplace=ctx.overwrite
-        )
-    }
-
-
-row_statistics.differentiate(_save, _backward, constants=("peak", "argmax"))
+    of_loss = scaling, softmax, gradients
+    return {"logits": op(logits, target, weights, *of_loss, group, inplace=overwrite)}
 
 
 @functools.cache

@@ -47,6 +47,12 @@ from tilewright.ops.loss.vocabulary import across, finite, shard
 
 Group = ProcessGroup | None
 
+# What the formula of an operator that returns statistics needs besides its arguments.
+OF_STATISTICS: dict[str, Callable] = {
+    "weights": lambda class_weight, wanted: class_weight if wanted.weighted else None,
+    "softmax": lambda result: result.softmax,
+}
+
 # ---- the definition
 
 

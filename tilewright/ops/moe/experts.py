@@ -21,7 +21,7 @@ from tilewright.ops.moe.grouped_gemm import GROUPED_GEMM
 from tilewright.ops.moe.permute import INDEX, MOST_EXPERTS, SLOTS
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantize import Quantized
-from tilewright.ops.quant.weights import Packed, dense, pack, saved, to_save
+from tilewright.ops.quant.weights import Packed, dense, pack
 
 SWIGLU = Gate()
 
@@ -73,15 +73,6 @@ class Projections(NamedTuple):
     @property
     def down(self) -> Packed:
         return Packed(*self[4:])
-
-    def to_save(self) -> tuple[list[torch.Tensor], list[tuple]]:
-        return to_save(self.gate_up, self.down)
-
-    @classmethod
-    def saved(cls, tensors: list[torch.Tensor], rest: list[tuple]) -> Projections:
-        """From what `to_save` returned."""
-        gate_up, down = saved(tensors, rest)
-        return cls(*gate_up, *down)
 
 
 def or_zeros(declared: Declaration, launch: Callable) -> Callable:

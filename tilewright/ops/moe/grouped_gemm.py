@@ -115,20 +115,13 @@ def grouped_gemm_eager(x, weight, offsets):
 # ---- fused implementations
 
 
-def _save(ctx, arguments, y):
-    ctx.save_for_backward(*arguments)
-
-
-def _backward(ctx, dy, needs):
-    backward_x, backward_weight = ctx.backward_op
-    x, weight, offsets = ctx.saved_tensors
+@product.formula()
+def _backward(ops, dy, x, weight, offsets, needs):
+    backward_x, backward_weight = ops
     return {
         "x": backward_x(dy, weight, offsets) if needs["x"] else None,
         "weight": backward_weight(dy, x, offsets) if needs["weight"] else None,
     }
-
-
-product.differentiate(_save, _backward)
 
 
 class Fused(NamedTuple):

@@ -343,19 +343,10 @@ def gradients(
     return Gradients(dx, dw)
 
 
-def _save(ctx, arguments, found):
-    _, weight, offsets, ctx.options = arguments
-    ctx.save_for_backward(weight, offsets, found.data, found.scale, found.total)
-
-
-def _backward(ctx, g, needs):
-    weight, offsets, *turned = ctx.saved_tensors
+@product.formula(constants=("scale", "total"))
+def _backward(op, g, weight, offsets, data, scale, total, options, needs):
     needed = Needs(needs["x"], needs["weight"])
-    found = ctx.backward_op(g.y, weight, offsets, Saved(*turned), ctx.options, needed)
-    return found._asdict()
-
-
-product.differentiate(_save, _backward, constants=("scale", "total"))
+    return op(g.y, weight, offsets, Saved(data, scale, total), options, needed)._asdict()
 
 
 class _Fused:

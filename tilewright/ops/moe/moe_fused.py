@@ -161,33 +161,19 @@ def mlp_backward(
     )
 
 
-def _save(ctx, arguments, found):
-    x, weights, biases, ctx.gate, _, expert_weight, _, _ = arguments
-    _, *kept = found
-    tensors, ctx.projections = weights.to_save()
-    # x is for the gradient of gate_up_proj, which a quantized one does not have.
-    x = x if weights.gate_up.is_dense else None
-    ctx.save_for_backward(x, expert_weight, biases.down_bias, *kept, *tensors)
-
-
-def _backward(ctx, g, needs):
+@mlp.formula(
+    constants=("pre",),
+    # For the gradient of gate_up_proj, which a quantized one does not have.
+    rows=lambda x, weights: x if weights.gate_up.is_dense else None,
+    down_bias=lambda biases: biases.down_bias,
+    saved=lambda result: Saved(*result[1:]),
+)
+def _backward(op, g, weights, rows, down_bias, gate, expert_weight, saved, needs):
     if g.y is None:
         return {}
-    x, expert_weight, down_bias, pre, offsets, slots, position, tiles, *tensors = ctx.saved_tensors
-    found = ctx.backward_op(
-        g.y,
-        Projections.saved(tensors, ctx.projections),
-        x,
-        down_bias,
-        ctx.gate,
-        expert_weight,
-        Saved(pre, offsets, slots, position, tiles),
-        Needs(*[needs[name] for name in _DIFFERENTIABLE]),
-    )
+    needed = Needs(*[needs[name] for name in _DIFFERENTIABLE])
+    found = op(g.y, weights, rows, down_bias, gate, expert_weight, saved, needed)
     return dict(zip(_DIFFERENTIABLE, found, strict=True))
-
-
-mlp.differentiate(_save, _backward, constants=("pre",))
 
 
 class Fused:

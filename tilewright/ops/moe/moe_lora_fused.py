@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -138,33 +137,13 @@ def lora_backward(
     )
 
 
-def _save(ctx, arguments, found):
-    x, weights, _, expert_weight, adapters, ctx.scale, _ = arguments
-    _, *kept = found
-    tensors, ctx.projections = weights.to_save()
-    ctx.save_for_backward(x, expert_weight, *adapters, *kept, *tensors)
-
-
-def _backward(ctx, g, needs):
+@lora.formula(constants=Results._fields[1:], saved=lambda result: Saved(*result[1:]))
+def _backward(op, g, weights, x, expert_weight, adapters, scale, saved, needs):
     if g.y is None:
         return {}
-    tensors = iter(ctx.saved_tensors)
-    x, expert_weight = next(tensors), next(tensors)
-    adapters, of = (kind(*islice(tensors, len(kind._fields))) for kind in (Adapters, Saved))
-    found = ctx.backward_op(
-        g.y,
-        Projections.saved(list(tensors), ctx.projections),
-        x,
-        expert_weight,
-        adapters,
-        ctx.scale,
-        of,
-        Needs(*[needs[name] for name in _DIFFERENTIABLE]),
-    )
+    needed = Needs(*[needs[name] for name in _DIFFERENTIABLE])
+    found = op(g.y, weights, x, expert_weight, adapters, scale, saved, needed)
     return dict(zip(_DIFFERENTIABLE, found, strict=True))
-
-
-lora.differentiate(_save, _backward, constants=Results._fields[1:])
 
 
 class _Fused:

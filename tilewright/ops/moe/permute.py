@@ -261,34 +261,24 @@ def _rows(t):
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
-def _save_spread(ctx, arguments, rows):
-    _, position, _ = arguments
-    ctx.save_for_backward(position)
+@spread.formula()
+def _backward_spread(fused, drows, position):
+    return {"x": fused.collect(_rows(drows), None, position)}
 
 
-def _backward_spread(ctx, drows):
-    (position,) = ctx.saved_tensors
-    return {"x": ctx.backward_op.collect(_rows(drows), None, position)}
-
-
-def _save_collect(ctx, arguments, y):
-    rows, weight, position = arguments
+def _rows_for_weight(rows, weight):
     # Within torch.func too, where a formula needs a saved tensor that requires a gradient (`once`).
     needed = in_transform() or (weight is not None and weight.requires_grad)
-    ctx.save_for_backward(rows if needed else None, weight, position)
+    return rows if needed else None
 
 
-def _backward_collect(ctx, dy, needs):
-    rows, weight, position = ctx.saved_tensors
+@collect.formula(of_weight=_rows_for_weight)
+def _backward_collect(fused, dy, of_weight, weight, position, needs):
     if weight is None:
-        return {"rows": ctx.backward_op.spread(_rows(dy), position, None)}
-    rows = rows if needs["weight"] else None
-    drows, dweight = ctx.backward_op.backward(_rows(dy), rows, weight, position)
+        return {"rows": fused.spread(_rows(dy), position, None)}
+    rows = of_weight if needs["weight"] else None
+    drows, dweight = fused.backward(_rows(dy), rows, weight, position)
     return {"rows": drows, "weight": dweight}
-
-
-spread.differentiate(_save_spread, _backward_spread)
-collect.differentiate(_save_collect, _backward_collect)
 
 
 class _Fused:

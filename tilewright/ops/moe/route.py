@@ -245,13 +245,8 @@ def round_tokens(
 # ---- fused implementations. torch.topk guarantees nothing about ties; the twin is the nearest.
 
 
-def _save(ctx, arguments, found):
-    logits, _, _, ctx.router = arguments
-    ctx.save_for_backward(logits, found.index, found.counts)
-
-
-def _backward(ctx, g):
-    logits, index, counts = ctx.saved_tensors
+@choose.formula()
+def _backward(op, g, logits, index, counts, router):
     given = (g.weight, index.shape), (g.balance, ()), (g.z, ())
     if all(d is None for d, _ in given):
         return {}
@@ -259,10 +254,7 @@ def _backward(ctx, g):
         logits.new_zeros(shape, dtype=torch.float32) if d is None else d.contiguous()
         for d, shape in given
     )
-    return {"logits": ctx.backward_op(*gradients, logits, index, counts, ctx.router)}
-
-
-choose.differentiate(_save, _backward)
+    return {"logits": op(*gradients, logits, index, counts, router)}
 
 
 def _fused(forward: Operator) -> Callable:

@@ -21,7 +21,7 @@ from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.norm.operators import standardize, standardize_backward
 from tilewright.ops import cases
 from tilewright.ops.norm.cases import layernorm_cases
-from tilewright.ops.norm.rmsnorm import RESIDUAL, WIDTH, gradients, parameters, sum_eager
+from tilewright.ops.norm.rmsnorm import OF_NORM, RESIDUAL, WIDTH, gradients, parameters, sum_eager
 
 NORM = {"weight": "float [D]", "bias": "weight [D]", "eps": "number [0, inf)"}
 
@@ -139,19 +139,9 @@ def _torch():
 # ---- fused implementations: an operator, one autograd formula for both ops
 
 
-def _save(ctx, arguments, found):
-    x, residual, weight, bias, _ = arguments
-    ctx.save_for_backward(x if residual is None else found.total, found.mean, found.rstd, weight)
-    ctx.options = bias is not None, x.dtype
-
-
-def _backward(ctx, g):
-    normalized, *saved = ctx.saved_tensors
-    has_bias, dtype = ctx.options
-    return gradients(ctx.backward_op, g, normalized, (*saved, has_bias), dtype)
-
-
-standardize.differentiate(_save, _backward)
+@standardize.formula(**OF_NORM)
+def _backward(op, g, normalized, mean, rstd, weight, has_bias, dtype):
+    return gradients(op, g, normalized, (mean, rstd, weight, has_bias), dtype)
 
 
 class _Fused(NamedTuple):

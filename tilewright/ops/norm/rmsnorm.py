@@ -224,19 +224,17 @@ def parameters(weight, bias, dtypes):
     return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
-def _save(ctx, arguments, found):
-    x, residual, weight, bias, norm = arguments
-    ctx.save_for_backward(x if residual is None else found.total, found.rstd, weight)
-    ctx.options = norm, bias is not None, x.dtype
+# What a norm's formula needs besides its own arguments and results.
+OF_NORM = {
+    "normalized": lambda x, residual, total: x if residual is None else total,
+    "has_bias": lambda bias: bias is not None,
+    "dtype": lambda x: x.dtype,
+}
 
 
-def _backward(ctx, g):
-    normalized, *saved = ctx.saved_tensors
-    norm, has_bias, dtype = ctx.options
-    return gradients(ctx.backward_op, g, normalized, (*saved, norm, has_bias), dtype)
-
-
-normalize.differentiate(_save, _backward)
+@normalize.formula(**OF_NORM)
+def _backward(op, g, normalized, rstd, weight, norm, has_bias, dtype):
+    return gradients(op, g, normalized, (rstd, weight, norm, has_bias), dtype)
 
 
 class _Fused(NamedTuple):

@@ -107,17 +107,10 @@ def normalize_gated_backward(
     return Gradients(torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight))
 
 
-def _save(ctx, arguments, result):
-    *tensors, ctx.eps = arguments
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, dy):
-    dx, dgate, dweight = ctx.backward_op(dy.contiguous(), *ctx.saved_tensors, ctx.eps)
+@normalize_gated.formula()
+def _backward(op, dy, x, gate, weight, eps):
+    dx, dgate, dweight = op(dy.contiguous(), x, gate, weight, eps)
     return {"x": dx, "gate": dgate, "weight": dweight}
-
-
-normalize_gated.differentiate(_save, _backward)
 
 
 def _fused(operator):

@@ -99,15 +99,9 @@ def hadamard_eager(x, size, seed, inverse):
 # ---- fused implementations
 
 
-def _save(ctx, arguments, y):
-    _, ctx.size, ctx.seed, ctx.inverse = arguments
-
-
-def _backward(ctx, dy):
-    return {"x": ctx.backward_op(dy.contiguous(), ctx.size, ctx.seed, not ctx.inverse)}
-
-
-transform.differentiate(_save, _backward, twice=True)
+@transform.formula(twice=True)
+def _backward(op, dy, size, seed, inverse):
+    return {"x": op(dy.contiguous(), size, seed, not inverse)}
 
 
 @functools.cache

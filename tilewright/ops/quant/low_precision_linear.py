@@ -387,23 +387,15 @@ def gradients(
     return Gradients(dx, torch.empty_like(w) if needs.dw else None)
 
 
-def _save(ctx, arguments, found):
-    _, w, bias, ctx.options = arguments
-    ctx.save_for_backward(w, bias, found.data, found.scale, found.total)
-
-
-def _backward(ctx, g, needs):
-    w, bias, *turned = ctx.saved_tensors
+@product.formula(constants=("scale", "total"))
+def _backward(op, g, w, bias, data, scale, total, options, needs):
     found = {}
     if needs["x"] or needs["w"]:
         needed = Needs(needs["x"], needs["w"])
-        found = ctx.backward_op(g.y, w, Saved(*turned), ctx.options, needed)._asdict()
+        found = op(g.y, w, Saved(data, scale, total), options, needed)._asdict()
     if needs["bias"]:
         found["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
     return found
-
-
-product.differentiate(_save, _backward, constants=("scale", "total"))
 
 
 class _Fused:

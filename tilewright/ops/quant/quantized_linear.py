@@ -127,35 +127,22 @@ def _mm(x, w, bias):
         return torch.mm(x, w) if bias is None else torch.addmm(bias, x, w)
 
 
-def _save(ctx, arguments, out):
-    weight = arguments[-1]
-    ctx.save_for_backward(weight.data, *weight.scales)
-    ctx.ints, ctx.alpha = weight.ints, weight.alpha
+# Each is linear in x, and the other is its gradient.
 
 
-def _saved(ctx):
-    data, *scales = ctx.saved_tensors
-    return Packed(data, scales, ctx.ints, ctx.alpha)
-
-
-# Each is linear in x, and the other is its gradient. `ctx.backward_op` has both.
-
-
-def _backward(ctx, dy, needs):
+@product.formula(twice=True)
+def _backward(fused, dy, weight, needs):
     found = {}
     if needs["x"]:
-        found["x"] = ctx.backward_op.transposed(dy, _saved(ctx))
+        found["x"] = fused.transposed(dy, weight)
     if needs["bias"]:
         found["bias"] = bias_gradient(dy)
     return found
 
 
-def _backward_transposed(ctx, ddx):
-    return {"dy": ctx.backward_op.product(ddx, None, _saved(ctx))}
-
-
-product.differentiate(_save, _backward, twice=True)
-transposed.differentiate(_save, _backward_transposed, twice=True)
+@transposed.formula(twice=True)
+def _backward_transposed(fused, ddx, weight):
+    return {"dy": fused.product(ddx, None, weight)}
 
 
 def bias_gradient(dy: torch.Tensor) -> torch.Tensor:

@@ -151,18 +151,3 @@ def check_parts(p: Packed) -> None:
         rows, columns = p.block
         shape = (-(-N // rows), -(-K // columns))
         quantize.part("q.scale_inv", p.scales[0], torch.float32, shape, p.data)
-
-
-def to_save(*weights: Packed) -> tuple[list[torch.Tensor], list[tuple]]:
-    """The tensors of packed weights, for `save_for_backward`, and their other fields."""
-    tensors = [t for w in weights for t in (w.data, *w.scales)]
-    return tensors, [(len(w.scales), w.ints, w.alpha) for w in weights]
-
-
-def saved(tensors: Sequence[torch.Tensor], rest: Sequence[tuple]) -> list[Packed]:
-    """The weights from which `to_save` made these."""
-    weights, at = [], 0
-    for count, ints, alpha in rest:
-        weights.append(Packed(tensors[at], list(tensors[at + 1 : at + 1 + count]), ints, alpha))
-        at += 1 + count
-    return weights

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.core.formula import keep, kept
 from tilewright.core.layout import check_overwritable, last_contiguous
 from tilewright.core.library import Operator, on_its_device, once
 from tilewright.core.takes import FLOAT
@@ -23,7 +24,6 @@ from tilewright.kernels.rope.operators import (
     values,
 )
 from tilewright.ops.rope.rope import rope_eager
-from tilewright.ops.rope.rope_fused import save, saved
 
 
 def pieces(qkv, heads):
@@ -37,38 +37,18 @@ def pieces(qkv, heads):
 # ---- two operators
 
 
-def _save(ctx, arguments, found):
-    qkv, ctx.heads, norm, rotation = arguments
-    ctx.numbers, ctx.interleaved = (norm.eps, norm.offset), rotation.interleaved
-    ctx.save_for_backward(
-        None if found.rstd is None else qkv,
-        found.rstd,
-        norm.q_weight,
-        norm.k_weight,
-        rotation.cos,
-        rotation.sin,
-        rotation.positions,
-    )
-
-
-def _gradients(ctx, backward_op, dq, dk, dv):
+def _gradients(op, dq, dk, dv, *kept):
     """By name."""
     if dq is None and dk is None and dv is None:
         return {}
-    # Read once: checkpointing returns them once.
-    qkv, rstd, q_weight, k_weight, cos, sin, positions = ctx.saved_tensors
-    norm = HeadNorm(q_weight, k_weight, *ctx.numbers)
-    rotation = Rotation(cos, sin, positions, ctx.interleaved)
-    found = backward_op(dq, dk, dv, qkv, rstd, ctx.heads, norm, rotation)
+    found = op(dq, dk, dv, *kept)
     return {"qkv": found.dqkv, "q_weight": found.dq_weight, "k_weight": found.dk_weight}
 
 
-def _backward(ctx, g):
+@prepare.formula(normalized=lambda qkv, rstd: None if rstd is None else qkv)
+def _formula(op, g, normalized, rstd, heads, norm, rotation):
     """Without v, which is no result of the operator: it is a view."""
-    return _gradients(ctx, ctx.backward_op, g.q, g.k, None)
-
-
-prepare.differentiate(_save, _backward)
+    return _gradients(op, g.q, g.k, None, normalized, rstd, heads, norm, rotation)
 
 
 def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch.autograd.Function]:
@@ -80,7 +60,7 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
     names = [argument.name for argument in signature.direct]
 
     def gradients(ctx, *grads):
-        found = _gradients(ctx, backward_op, *grads)
+        found = _gradients(backward_op, *grads, *kept(ctx))
         return tuple([found.get(name) for name in names])
 
     refusing = once(title, gradients)
@@ -90,7 +70,7 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
         def forward(ctx, *direct):
             arguments = qkv, heads, _, _ = signature.collect(direct)
             found = operator(*arguments)
-            _save(ctx, arguments, found)
+            _formula.keep(ctx, arguments, found)
             # Dynamo traces with all gradients, and does not support this call.
             if not torch.compiler.is_dynamo_compiling():
                 ctx.set_materialize_grads(False)
@@ -145,7 +125,7 @@ class Fused:
 
     def _rotate_back(self, ctx, d):
         """The gradient of qkv before a rotation in place."""
-        rotation = saved(ctx).for_kernels()
+        rotation = kept(ctx)[0].for_kernels()
         parts = *slices(d, ctx.heads), values(d, ctx.heads)
         return self.backward_op(*parts, None, None, ctx.heads, HeadNorm(), rotation).dqkv
 
@@ -223,7 +203,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, rotation, heads, fn):
-        save(ctx, rotation)
+        keep(ctx, (rotation,))
         ctx.heads, ctx.fn = heads, fn
         ctx.mark_dirty(qkv)
         ctx.set_materialize_grads(False)
@@ -234,5 +214,5 @@ class _Overwritten(torch.autograd.Function):
         if d is not None and isinstance(ctx.fn, Fused):
             d = ctx.fn.rotate_back(ctx, d)
         elif d is not None:
-            d = _rotate_back_eager(d, ctx.heads, saved(ctx))
+            d = _rotate_back_eager(d, ctx.heads, *kept(ctx))
         return d, None, None, None

@@ -7,40 +7,22 @@ from collections.abc import Callable
 
 import torch
 
+from tilewright.core.formula import keep, kept
 from tilewright.core.layout import check_overwritable, share_no_element
 from tilewright.core.library import Operator, on_its_device
 from tilewright.kernels.rope.operators import Rotation, rotate
 
-
-def save(ctx, rotation: Rotation) -> None:
-    ctx.save_for_backward(rotation.cos, rotation.sin, rotation.positions)
-    ctx.interleaved = rotation.interleaved
-
-
-def saved(ctx) -> Rotation:
-    cos, sin, positions = ctx.saved_tensors
-    return Rotation(cos, sin, positions, ctx.interleaved)
-
-
 # ---- one operator, whose gradient is the operator itself
 
 
-def _save(ctx, arguments, found):
-    _, _, rotation, ctx.inverse = arguments
-    save(ctx, rotation)
-
-
-def _backward(ctx, g):
-    rotation = saved(ctx)
+@rotate.formula(twice=True)
+def _backward(op, g, rotation, inverse):
     if g.q is None:
         if g.k is None:
             return {}
-        return {"k": ctx.backward_op(g.k, None, rotation, not ctx.inverse).q}
-    dq, dk = ctx.backward_op(g.q, g.k, rotation, not ctx.inverse)
+        return {"k": op(g.k, None, rotation, not inverse).q}
+    dq, dk = op(g.q, g.k, rotation, not inverse)
     return {"q": dq, "k": dk}
-
-
-rotate.differentiate(_save, _backward, twice=True)
 
 
 class Fused:
@@ -116,7 +98,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, rotation, fn):
-        save(ctx, rotation)
+        keep(ctx, (rotation,))
         ctx.fn = fn
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
@@ -124,8 +106,9 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
+        (rotation,) = kept(ctx)
         if dx is not None and isinstance(ctx.fn, Fused):
-            dx = ctx.fn.operator(dx, None, saved(ctx), True).q
+            dx = ctx.fn.operator(dx, None, rotation, True).q
         elif dx is not None:
-            dx = ctx.fn(dx, None, saved(ctx).inverse())[0]
+            dx = ctx.fn(dx, None, rotation.inverse())[0]
         return dx, None, None
