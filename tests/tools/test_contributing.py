@@ -1,5 +1,6 @@
 """CONTRIBUTING.md's template of an op, in a copy of the package."""
 
+import ast
 import json
 import os
 import pathlib
@@ -83,6 +84,21 @@ def imports_of(tree):
         text=True,
         check=False,
     ).stdout
+
+
+def lines_of_code(source):
+    """Without docstrings, comments and empty lines."""
+    documented = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
+            documented |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(re.match(r"\s*[^\s#]", line)) for i, line in lines if i not in documented)
+
+
+def test_the_template_is_short():
+    blocks = re.findall(r"```python\n# \S+\n(.*?)```", TEXT, re.S)
+    assert [lines_of_code(code) for code in blocks] == [32, 20, 6]
 
 
 def test_the_template_makes_an_op(tmp_path):

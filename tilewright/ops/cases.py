@@ -5,10 +5,11 @@ inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tilewright.core.registry import Goal
+from tilewright.core.registry import Case, Cost, Goal
 
 CONTRACT = frozenset({"contract"})
 CPU = frozenset({"cpu"})
@@ -88,3 +89,25 @@ def randn(
     """
     t = torch.randn(*shape, device=device, generator=gen) * scale + shift
     return t.to(dtype).requires_grad_(requires_grad)
+
+
+def of_shapes(
+    name: str,
+    tags: frozenset[str] = CONTRACT,
+    *,
+    moved: tuple[int, int] = (0, 0),
+    flops: tuple[int, int] = (0, 0),
+    **arguments: Any,
+) -> Case:
+    """A case whose tensors are normal values in its dtype, which get gradients.
+
+    moved, flops: elements that are read and written, and floating-point operations, in forward and
+        backward (see `Cost`).
+    arguments: a tuple is a tensor's shape; other values are passed as they are.
+    """
+
+    def make(device, dtype, seed):
+        new = {"device": device, "dtype": dtype, "gen": generator(device, seed)}
+        return {n: randn(*v, **new) if isinstance(v, tuple) else v for n, v in arguments.items()}
+
+    return Case(name, make, lambda itemsize: Cost(*(n * itemsize for n in moved), *flops), tags)

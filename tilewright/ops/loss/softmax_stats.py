@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,7 @@ from tilewright.ops.loss.vocabulary import across, finite, shard
 Group = ProcessGroup | None
 
 # What the formula of an operator that returns statistics needs besides its arguments.
-OF_STATISTICS: dict[str, Callable] = {
+OF_STATISTICS: Any = {
     "weights": lambda class_weight, wanted: class_weight if wanted.weighted else None,
     "softmax": lambda result: result.softmax,
 }

@@ -17,7 +17,7 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Op
+from tilewright.core.registry import Op
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import transform
 from tilewright.ops import cases
@@ -119,16 +119,11 @@ def _cpp():
 # ---- cases
 
 
-def _case(name, shape, tags=cases.CONTRACT, **options):
-    def make(device, dtype, seed):
-        gen = cases.generator(device, seed)
-        return {"x": cases.randn(*shape, device=device, dtype=dtype, gen=gen), **options}
-
-    def cost(itemsize):
-        n, stages = math.prod(shape), int(math.log2(options.get("size", 16)))
-        return Cost(2 * n * itemsize, 2 * n * itemsize, n * (stages + 1), n * (stages + 1))
-
-    return Case(name, make, cost, tags)
+def _case(name, shape, tags=cases.CONTRACT, size=16, **options):
+    n = math.prod(shape)
+    flops = n * (int(math.log2(size)) + 1)
+    given = {"x": shape, "size": size, **options}
+    return cases.of_shapes(name, tags, moved=(2 * n, 2 * n), flops=(flops, flops), **given)
 
 
 HADAMARD = Op(
