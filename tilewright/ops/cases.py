@@ -110,4 +110,7 @@ def of_shapes(
         new = {"device": device, "dtype": dtype, "gen": generator(device, seed)}
         return {n: randn(*v, **new) if isinstance(v, tuple) else v for n, v in arguments.items()}
 
-    return Case(name, make, lambda itemsize: Cost(*(n * itemsize for n in moved), *flops), tags)
+    def cost(itemsize):
+        return Cost(moved[0] * itemsize, moved[1] * itemsize, *flops)
+
+    return Case(name, make, cost, tags)
