@@ -12,11 +12,14 @@ from tilewright.kernels.moe.operators import MAP_ROWS
 from tilewright.ops.attention.options import Request, head_widths
 
 
-@attend.formula(constants=("lse",))
-def _backward(op, g, q, k, v, out, lse, cu_seqlens, sinks, variant, offset):
+@attend.formula(
+    constants=("lse",),
+    tensors=lambda q, k, v, out, lse, cu_seqlens: (q, k, v, out, lse, cu_seqlens),
+)
+def _backward(op, g, tensors, sinks, variant, offset):
     if g.out is None:
         return {}
-    found = op(g.out, q, k, v, out, lse, cu_seqlens, sinks, variant, offset)
+    found = op(g.out, *tensors, sinks, variant, offset)
     dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
     return {"q": found.dq, "k": found.dk, "v": found.dv, "sinks": dsinks}
 

@@ -246,12 +246,15 @@ def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _C
 # ---- fused implementations
 
 
-@delta_rule.formula(constants=("decay", "solved"))
-def _backward(op, grad, q, k, v, beta, initial_state, cu_seqlens, decay, solved, options):
+def _saved(q, k, v, beta, initial_state, cu_seqlens, decay, solved):
+    return DeltaSaved(q, k, v, beta, initial_state, cu_seqlens, decay, solved)
+
+
+@delta_rule.formula(constants=("decay", "solved"), saved=_saved)
+def _backward(op, grad, saved, options):
     if grad.o is None and grad.state is None:
         return {}
-    saved = DeltaSaved(q, k, v, beta, initial_state, cu_seqlens, decay, solved)
-    do = torch.zeros_like(v) if grad.o is None else grad.o
+    do = torch.zeros_like(saved.v) if grad.o is None else grad.o
     dstate = None if grad.state is None else grad.state.contiguous()
     found = op(do.contiguous(), dstate, saved, options)
     return {
