@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,13 @@ def _name(function: Callable) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
+def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
+    """values -> those at these places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)  # which does not go through Python
+    return lambda values: tuple([values[i] for i in places])
+
+
 class Formula:
     """The autograd formula of an operator.
 
@@ -66,8 +74,8 @@ class Formula:
         *what it names) -> a dict of the gradients of arguments by their names. Missing ones are
         zero, and those that are not needed are dropped. What it names is kept: an argument, a field
         of the results, `result` itself, or what `computed` has of that name; an argument comes
-        before a result.
-        With a parameter `needs`, needs[name] tells whether an argument's gradient is needed.
+        before a result. With a parameter `needs`, needs[name] tells whether an argument's gradient
+        is needed.
     computed: name -> a function whose parameters name arguments and results likewise.
     constants: floating-point results without a derivative.
     twice: the formula consists of differentiable calls only.
@@ -84,44 +92,72 @@ class Formula:
         twice: bool,
     ):
         self.gradients, self.twice = gradients, twice
-        self.results: tuple[str, ...] = getattr(signature.result, "_fields", ())
-        self.constants = [self.results.index(name) for name in constants]
-        self._arguments = [argument.name for argument in signature.arguments]
+        results: tuple[str, ...] = getattr(signature.result, "_fields", ())
+        self.constants = [results.index(name) for name in constants]
+        self._structured = bool(results)
         names = list(inspect.signature(gradients).parameters)[2:]
+        self.asks = "needs" in names
+        names = [n for n in names if n != "needs"]
         for name in computed:
             if name not in names:
                 raise TypeError(f"{_name(gradients)}: no parameter is named {name!r}, got {names}")
-        self._asks = "needs" in names
-        self._readers = [
-            self._computed(computed[n]) if n in computed else self._reader(n, gradients)
-            for n in names
-            if n != "needs"
-        ]
+        # In `keep`, the values of these names: an argument comes before a result.
+        self._known = [*(a.name for a in signature.arguments), "result", *results]
+        arguments = {argument.name: argument for argument in signature.arguments}
+        tensors, values, others = [], [], []
+        for name in names:
+            argument = arguments.get(name)
+            if name in computed:
+                others.append(name)
+            elif argument is None:
+                (others if name == "result" else tensors).append(name)
+            elif not argument.tensors and not argument.list_of_tensors:
+                values.append(name)
+            else:
+                (tensors if argument.is_tensor else others).append(name)
+        self._tensors = _picker([self._place(n, gradients) for n in tensors])
+        self._values = _picker([self._place(n, gradients) for n in values])
+        self._others = [self._read(n, gradients, computed.get(n)) for n in others]
+        self._directly, self._saved = len(values), len(tensors)
+        order = [*tensors, *values, *others]
+        self._in_order = _picker([order.index(n) for n in names])
 
-    def _reader(self, name: str, of: Callable) -> Callable[[Sequence, Any], Any]:
-        """(arguments, result) -> the value of that name."""
-        if name in self._arguments:
-            i = self._arguments.index(name)
-            return lambda arguments, result: arguments[i]
-        if name == "result":
-            return lambda arguments, result: result
-        if name in self.results:
-            i = self.results.index(name)
-            return lambda arguments, result: result[i]
-        known = [*self._arguments, *self.results]
+    def _place(self, name: str, of: Callable) -> int:
+        if name in self._known:
+            return self._known.index(name)
+        known = [n for n in self._known if n != "result"]
         raise TypeError(
-            f"{_name(of)}: a parameter must name one of {known}, or what is "
-            f"computed for it, got {name!r}"
+            f"{_name(of)}: a parameter must name one of {known}, or what is computed for it, got "
+            f"{name!r}"
         )
 
-    def _computed(self, function: Callable) -> Callable[[Sequence, Any], Any]:
-        readers = [self._reader(n, function) for n in inspect.signature(function).parameters]
-        return lambda arguments, result: function(*(r(arguments, result) for r in readers))
+    def _read(self, name: str, of: Callable, function: Callable | None) -> tuple:
+        if function is None:
+            return (lambda value: value), _picker([self._place(name, of)])
+        parameters = inspect.signature(function).parameters
+        return function, _picker([self._place(n, function) for n in parameters])
 
     def keep(self, ctx: Any, arguments: Sequence, result: Any) -> None:
-        keep(ctx, [read(arguments, result) for read in self._readers])
+        """Keeps what the formula names, as the function `keep`. Fast: it is part of each call."""
+        found = (*arguments, result, *result) if self._structured else (*arguments, result)
+        tensors, values = self._tensors(found), self._values(found)
+        if self._others:
+            also: list[torch.Tensor] = []
+            others = [_fold(function(*pick(found)), also) for function, pick in self._others]
+            tensors, values = (*tensors, *also), (*values, *others)
+        ctx.kept = values
+        ctx.save_for_backward(*tensors)
+
+    def kept(self, ctx: Any) -> tuple:
+        """What `keep` kept, in the order of the parameters. Call it once, as the function."""
+        saved, values = ctx.saved_tensors, ctx.kept
+        if self._others:
+            also, n = iter(saved[self._saved :]), self._directly
+            others = [_unfold(part, also) for part in values[n:]]
+            saved, values = saved[: self._saved], (*values[:n], *others)
+        return self._in_order((*saved, *values))
 
     def __call__(self, ctx: Any, grad: Any, needs: Any, backward_op: Any) -> dict[str, Any]:
-        if self._asks:
-            return self.gradients(backward_op, grad, *kept(ctx), needs=needs)
-        return self.gradients(backward_op, grad, *kept(ctx))
+        if self.asks:
+            return self.gradients(backward_op, grad, *self.kept(ctx), needs=needs)
+        return self.gradients(backward_op, grad, *self.kept(ctx))

@@ -381,7 +381,8 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
 
         def by_name(ctx, *grads):
             need, grad = ctx.needs_input_grad, grads[0] if made is None else made(grads)
-            found = declared(ctx, grad, _Needs(need, places), backward_op)
+            needs = _Needs(need, places) if declared.asks else None
+            found = declared(ctx, grad, needs, backward_op)
             in_order: list[torch.Tensor | None] = [None] * len(need)
             for name, grad in found.items():
                 i = places[name]

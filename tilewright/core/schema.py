@@ -34,6 +34,7 @@ class _Leaf:
     """An argument that schemas have.
 
     leaves: the names and annotations of its flat arguments.
+    is_tensor: whether it is a tensor or None.
     types: those that launchers take unchanged; the dispatcher converts or refuses others. Empty
         for any.
     """
@@ -43,6 +44,7 @@ class _Leaf:
         kinds = _options(annotation)
         self.tensors = torch.Tensor in kinds
         self.list_of_tensors = list[torch.Tensor] in kinds
+        self.is_tensor = {*kinds} <= {torch.Tensor, _ABSENT}
         taken = [PLAIN if k is torch.Tensor else (typing.get_origin(k) or k,) for k in kinds]
         self.types: tuple[type, ...] = tuple(t for group in taken for t in group)
 
@@ -58,6 +60,7 @@ class _Number(_Leaf):
 
     def __init__(self, name: str):
         self.name, self.tensors, self.list_of_tensors = name, True, False
+        self.is_tensor = False
         self.leaves = [(name, torch.Tensor | None), (f"{name}_number", float | None)]
         self.types = *PLAIN, float, int, _ABSENT
 
@@ -76,6 +79,7 @@ class _Group(_Leaf):
 
     def __init__(self, name: str):
         self.name, self.tensors, self.list_of_tensors = name, False, False
+        self.is_tensor = False
         self.leaves, self.types = [(name, str)], ()
 
     def write(self, value, flat):
@@ -96,7 +100,7 @@ class _Structure(_Leaf):
         hints = typing.get_type_hints(structure)
         self.fields = [_argument(field, hints[field]) for field in structure._fields]
         self.tensors = any(f.tensors or f.list_of_tensors for f in self.fields)
-        self.list_of_tensors = False
+        self.list_of_tensors = self.is_tensor = False
         for field in self.fields:
             if isinstance(field, _Structure) and field.tensors:  # autograd would not see them
                 raise TypeError(

@@ -45,8 +45,12 @@ def _gradients(op, dq, dk, dv, *kept):
     return {"qkv": found.dqkv, "q_weight": found.dq_weight, "k_weight": found.dk_weight}
 
 
-@prepare.formula(normalized=lambda qkv, rstd: None if rstd is None else qkv)
-def _formula(op, g, normalized, rstd, heads, norm, rotation):
+def _normalized(qkv, rstd):
+    return None if rstd is None else qkv
+
+
+@prepare.formula(normalized=_normalized)
+def _backward(op, g, normalized, rstd, heads, norm, rotation):
     """Without v, which is no result of the operator: it is a view."""
     return _gradients(op, g.q, g.k, None, normalized, rstd, heads, norm, rotation)
 
@@ -68,9 +72,11 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
     class WithV(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *direct):
-            arguments = qkv, heads, _, _ = signature.collect(direct)
-            found = operator(*arguments)
-            _formula.keep(ctx, arguments, found)
+            qkv, heads, norm, rotation = signature.collect(direct)
+            found = operator(qkv, heads, norm, rotation)
+            normalized = _normalized(qkv, found.rstd)
+            # Dynamo traces this, but not what a `Formula` keeps by.
+            keep(ctx, (normalized, found.rstd, heads, norm, rotation))
             # Dynamo traces with all gradients, and does not support this call.
             if not torch.compiler.is_dynamo_compiling():
                 ctx.set_materialize_grads(False)
