@@ -111,9 +111,7 @@ def kind_op(
                 own[n] = value.reshape(-1)
         scaling = scaling_of(temperature, softcap)
         head = HeadRows.of(x, weight, target, adapter=(lora_A, lora_B, lora_scale), **of)
-        fn = op.pick(implementation, x)
-        with checks.no_autocast(x):
-            found = fn(head, scaling, wanted, own)
+        found = op.pick(implementation, x)(head, scaling, wanted, own)
         return found[0] if len(found) == 1 else found
 
     parameters = [*COMMON[:3], *options, *COMMON[3:]]
@@ -123,6 +121,7 @@ def kind_op(
     public.__module__ = kind.__module__
     public.__doc__ = _documented(name, kind, options)
     taking = takes(*SIZES, *RANKS, **HEAD, **declared, **SHARED)(public)
+    # Within "products" autocast is off, as implementations need it.
     cast = checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")(taking)
     op = head_op(name, cast, rows, cases, judged, atol=atol)
     return op
