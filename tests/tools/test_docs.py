@@ -1,6 +1,7 @@
 """The site's generated pages. `make docs` builds them, and fails for a warning or a broken link."""
 
 import ast
+import importlib
 import inspect
 import os
 import pathlib
@@ -140,6 +141,28 @@ def test_docstrings_are_read_by_griffe():
     assert [p.name for p in kinds["parameters"]] == [
         p.name for p in package["attention"].parameters
     ]
+
+
+def test_the_function_of_a_kind_of_loss_is_read_by_griffe_from_its_module(monkeypatch):
+    """It is no function in the source."""
+    griffe = pytest.importorskip("griffe")
+    folder = str(ROOT / "examples")
+    monkeypatch.syspath_prepend(folder)
+    extensions = griffe.load_extensions(str(ROOT / "scripts/docs_griffe.py"))
+    package = griffe.load(
+        "linear_focal", search_paths=[folder], allow_inspection=False, extensions=extensions
+    )
+    made = importlib.import_module("linear_focal").linear_focal
+    read = package["linear_focal"]
+    assert read.is_function and not package["LINEAR_FOCAL"].is_function
+    signature = inspect.signature(made).parameters
+    assert [p.name for p in read.parameters] == list(signature)
+    gamma = read.parameters["gamma"]
+    assert (gamma.annotation, gamma.default, gamma.kind.value) == ("float", "2.0", "keyword-only")
+    assert read.parameters["x"].default is None and read.parameters["bias"].default == "None"
+    sections = {s.kind.value: s.value for s in read.docstring.parse("google")}
+    assert {p.name for p in sections["parameters"]} == set(signature)
+    assert {"returns", "raises", "examples"} <= set(sections)
 
 
 @pytest.fixture

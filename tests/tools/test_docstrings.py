@@ -13,10 +13,12 @@ import tilewright
 from bench.page import api
 
 PACKAGE = pathlib.Path(tilewright.__file__).parent
+# kind_op writes the example of a module that calls it.
+EXAMPLE = re.compile(r"^ +>>> |^[A-Z][A-Z0-9_]* = kind_op\(", re.MULTILINE)
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
-    if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE) and path.name != "__main__.py"
+    if EXAMPLE.search(path.read_text()) and path.name != "__main__.py"
 )
 SHOWN = {path: importlib.import_module(path) for path in api.MODULES}
 # Names that a module's `__getattr__` imports are judged within a test: transformers is slow.
