@@ -472,7 +472,7 @@ RULES = [
     (swallowed, LIBRARY),
     (environment, [p for p in LIBRARY if p.name != "platform.py"]),
     # The checks that a declaration of arguments stands for; tracebacks show their lines.
-    (generated, [p for p in LIBRARY if p.name != "takes.py"]),
+    (generated, [p for p in LIBRARY if p.name not in ("takes.py", "formula.py")]),
     (patched, LIBRARY),
     (unportable, KERNELS),
     (unlaunched, [*KERNELS, *sorted((ROOT / "tilewright/kernels").rglob("*_gluon.py"))]),

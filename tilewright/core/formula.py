@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import operator
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from tilewright.core.schema import Signature
 
 _SAVED = object()  # in place of a tensor
+_ATOMS = type(None), bool, int, float, str, torch.dtype  # which have no tensors in them
 
 
 class _Folded:
@@ -60,13 +61,6 @@ def _name(function: Callable) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
-    """values -> those at these places."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)  # which does not go through Python
-    return lambda values: tuple([values[i] for i in places])
-
-
 class Formula:
     """The autograd formula of an operator.
 
@@ -94,70 +88,86 @@ class Formula:
         self.gradients, self.twice = gradients, twice
         results: tuple[str, ...] = getattr(signature.result, "_fields", ())
         self.constants = [results.index(name) for name in constants]
-        self._structured = bool(results)
         names = list(inspect.signature(gradients).parameters)[2:]
         self.asks = "needs" in names
-        names = [n for n in names if n != "needs"]
-        for name in computed:
-            if name not in names:
-                raise TypeError(f"{_name(gradients)}: no parameter is named {name!r}, got {names}")
-        # In `keep`, the values of these names: an argument comes before a result.
-        self._known = [*(a.name for a in signature.arguments), "result", *results]
-        arguments = {argument.name: argument for argument in signature.arguments}
-        tensors, values, others = [], [], []
-        for name in names:
-            argument = arguments.get(name)
-            if name in computed:
-                others.append(name)
-            elif argument is None:
-                (others if name == "result" else tensors).append(name)
-            elif not argument.tensors and not argument.list_of_tensors:
-                values.append(name)
-            else:
-                (tensors if argument.is_tensor else others).append(name)
-        self._tensors = _picker([self._place(n, gradients) for n in tensors])
-        self._values = _picker([self._place(n, gradients) for n in values])
-        self._others = [self._read(n, gradients, computed.get(n)) for n in others]
-        self._directly, self._saved = len(values), len(tensors)
-        order = [*tensors, *values, *others]
-        self._in_order = _picker([order.index(n) for n in names])
-
-    def _place(self, name: str, of: Callable) -> int:
-        if name in self._known:
-            return self._known.index(name)
-        known = [n for n in self._known if n != "result"]
-        raise TypeError(
-            f"{_name(of)}: a parameter must name one of {known}, or what is computed for it, got "
-            f"{name!r}"
+        # (ctx, arguments, result), and ctx -> what was kept, in the order of the names.
+        self.keep, self.kept = _generated(
+            gradients, [n for n in names if n != "needs"], signature, computed
         )
-
-    def _read(self, name: str, of: Callable, function: Callable | None) -> tuple:
-        if function is None:
-            return (lambda value: value), _picker([self._place(name, of)])
-        parameters = inspect.signature(function).parameters
-        return function, _picker([self._place(n, function) for n in parameters])
-
-    def keep(self, ctx: Any, arguments: Sequence, result: Any) -> None:
-        """Keeps what the formula names, as the function `keep`. Fast: it is part of each call."""
-        found = (*arguments, result, *result) if self._structured else (*arguments, result)
-        tensors, values = self._tensors(found), self._values(found)
-        if self._others:
-            also: list[torch.Tensor] = []
-            others = [_fold(function(*pick(found)), also) for function, pick in self._others]
-            tensors, values = (*tensors, *also), (*values, *others)
-        ctx.kept = values
-        ctx.save_for_backward(*tensors)
-
-    def kept(self, ctx: Any) -> tuple:
-        """What `keep` kept, in the order of the parameters. Call it once, as the function."""
-        saved, values = ctx.saved_tensors, ctx.kept
-        if self._others:
-            also, n = iter(saved[self._saved :]), self._directly
-            others = [_unfold(part, also) for part in values[n:]]
-            saved, values = saved[: self._saved], (*values[:n], *others)
-        return self._in_order((*saved, *values))
 
     def __call__(self, ctx: Any, grad: Any, needs: Any, backward_op: Any) -> dict[str, Any]:
         if self.asks:
             return self.gradients(backward_op, grad, *self.kept(ctx), needs=needs)
         return self.gradients(backward_op, grad, *self.kept(ctx))
+
+
+def _holds(name: str, argument: Any) -> str:
+    """What a value of this name is: "tensors", one or None; "values", which have none in them; or
+    "others", which may. argument: None for a result.
+    """
+    if argument is None:
+        return "others" if name == "result" else "tensors"
+    if argument.is_tensor:
+        return "tensors"
+    return "others" if argument.tensors or argument.list_of_tensors else "values"
+
+
+def _generated(
+    gradients: Callable,
+    names: Sequence[str],
+    signature: Signature,
+    computed: Mapping[str, Callable],
+) -> tuple[Callable[[Any, Sequence, Any], None], Callable[[Any], list]]:
+    """The functions `keep` and `kept` of these names, as code: they are part of each call, and
+    loops took four times as long.
+    """
+    arguments = {argument.name: argument for argument in signature.arguments}
+    results: tuple[str, ...] = getattr(signature.result, "_fields", ())
+    for name in computed:
+        if name not in names:
+            raise TypeError(f"{_name(gradients)}: no parameter is named {name!r}, got {[*names]}")
+
+    def known(name: str, of: Callable) -> str:
+        if name in arguments or name in results or name == "result":
+            return name
+        raise TypeError(
+            f"{_name(of)}: a parameter must name one of {[*arguments, *results]}, or what is "
+            f"computed for it, got {name!r}"
+        )
+
+    globals_: dict[str, Any] = {"_fold": _fold, "_unfold": _unfold, "_ATOMS": _ATOMS}
+    parts: dict[str, list[str]] = {"tensors": [], "values": [], "others": []}
+    lines, back = [], []
+    for name in names:
+        if name in computed:
+            globals_[f"_{name}"] = function = computed[name]
+            given = [known(n, function) for n in inspect.signature(function).parameters]
+            value, holds = f"_{name}({', '.join(given)})", "others"
+        else:
+            value, holds = known(name, gradients), _holds(name, arguments.get(name))
+        if holds == "others":
+            lines += [f"    kept_{name} = {value}", f"    if type(kept_{name}) not in _ATOMS:"]
+            lines += [f"        kept_{name} = _fold(kept_{name}, _tensors)"]
+        parts[holds].append(f"kept_{name}" if holds == "others" else name)
+        back.append(f"_unfold(kept_{name}, _rest)" if holds == "others" else name)
+    directly = ", ".join([*parts["values"], *parts["others"]])
+    fields = ["_" if name in arguments else name for name in results]
+    source = [
+        "def keep(_ctx, _arguments, result):",
+        f"    [{', '.join(arguments)}] = _arguments",
+        *([f"    [{', '.join(fields)}] = result"] if results else []),
+        f"    _tensors = [{', '.join(parts['tensors'])}]",
+        *lines,
+        f"    _ctx.kept = [{directly}]",
+        "    _ctx.save_for_backward(*_tensors)",
+        "def kept(_ctx):",
+        f"    [{', '.join([*parts['tensors'], '*_rest'])}] = _ctx.saved_tensors",
+        f"    [{directly}] = _ctx.kept",
+        "    _rest = iter(_rest)",
+        f"    return [{', '.join(back)}]",
+    ]
+    made: dict[str, Any] = {}
+    text, file = "\n".join(source) + "\n", f"<what {_name(gradients)} keeps>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), globals_, made)
+    return made["keep"], made["kept"]
