@@ -167,7 +167,7 @@ def _generated(
         f"    return [{', '.join(back)}]",
     ]
     made: dict[str, Any] = {}
-    text, file = "\n".join(source) + "\n", f"<what {_name(gradients)} keeps>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), globals_, made)
+    file = f"<what {_name(gradients)} keeps>"
+    linecache.cache[file] = (0, None, [f"{line}\n" for line in source], file)
+    exec(compile("\n".join(source), file, "exec"), globals_, made)
     return made["keep"], made["kept"]
