@@ -140,9 +140,9 @@ def _generated(
     lines, back = [], []
     for name in names:
         if name in computed:
-            globals_[f"_{name}"] = function = computed[name]
+            globals_[f"computed_{name}"] = function = computed[name]
             given = [known(n, function) for n in inspect.signature(function).parameters]
-            value, holds = f"_{name}({', '.join(given)})", "others"
+            value, holds = f"computed_{name}({', '.join(given)})", "others"
         else:
             value, holds = known(name, gradients), _holds(name, arguments.get(name))
         if holds == "others":
