@@ -930,10 +930,11 @@ def runs():
                 for arch in (90, 100, 120):  # wgmma, tcgen05, mma
                     name = f"sm_{arch}-{op.name}-{case.name}-bfloat16"
                     found[name] = arch, contract_holds, op, case, BF16
-    for case in operations()["low_precision_linear"].cases:
-        if "contract" in case.tags and case.name.startswith(("mxfp8", "nvfp4")):
-            run = 100, contract_holds, operations()["low_precision_linear"], case, BF16
-            found[f"sm_100-low_precision_linear-{case.name}-bfloat16"] = run
+    for op in map(operations().get, ("low_precision_linear", "low_precision_grouped_gemm")):
+        for case in op.cases:
+            if "contract" in case.tags and case.name.startswith(("mxfp8", "nvfp4")):
+                run = 100, contract_holds, op, case, BF16
+                found[f"sm_100-{op.name}-{case.name}-bfloat16"] = run
     for arch, dtype, V, stride, offset in (
         (
             90,
