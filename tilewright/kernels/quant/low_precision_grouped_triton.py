@@ -348,6 +348,16 @@ def scaled_rows(
     K = width * (1 if x_total is None else 2)
     key = x_total is not None, N, K, rounded(P), large_shared_memory(x.device)
     c = SCALED_ROWS.config(x.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        factors = roles.Factor(x, x_scale, x_total), roles.Factor(w, w_scale, w_total)
+        if roles.fits(factors[0], out):
+            experts = roles.Experts(expert, row)
+            roles.scaled(*factors, None, experts, out, {**c, "GROUP": _GROUP})
+            return
+        c = SCALED_ROWS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     launch(
         _scaled_rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -388,6 +398,16 @@ def scaled_weights(
     out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
     key = dy_total is not None, N, K, rounded(P), large_shared_memory(dy.device)
     c = SCALED_WEIGHTS.config(dy.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        factors = roles.Factor(dy, dy_scale, dy_total), roles.Factor(x, x_scale, x_total)
+        if roles.fits(factors[0], out):
+            experts = roles.Experts(ends=ends)
+            roles.scaled(*factors, None, experts, out, {**c, "GROUP": _GROUP})
+            return out
+        c = SCALED_WEIGHTS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
     launch(
         _scaled_weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -411,7 +431,8 @@ def scaled_weights(
 
 # ---- launch configurations
 
-# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py), with 192 KiB of operands.
+# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py, block_scaled_gluon.py), with 192 KiB
+# of operands.
 _NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
 _ROWS_ROLES = dict(zip(_NAMES, (128, 128, 8, 6, True), strict=True))
 _ROWS_WIDE = dict(zip(_NAMES, (128, 256, 4, 4, True), strict=True))
@@ -519,62 +540,67 @@ WEIGHTS = Tunable(
 )
 
 
-_SCALED_NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+_SCALED_NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROLES")
+
+
+def _scaled_config(e2m1: bool, *tile: int, roles: bool = False, step: int = 0) -> dict:
+    """tile: columns, warps, stages.   step: codes, 128 bytes if it is 0."""
+    n, warps, stages = tile
+    step = step or (256 if e2m1 else 128)
+    return dict(zip(_SCALED_NAMES, (128, n, step, warps, stages, roles), strict=True))
+
+
+def _scaled_roles(e2m1: bool) -> list[dict]:
+    return [_scaled_config(e2m1, *tile, roles=True) for tile in ((256, 8, 4), (128, 4, 6))]
 
 
 def _scaled_heuristic(e2m1: bool, N: int, K: int, rows: int, large: bool) -> dict:
     """Not measured on a GPU. As `scaled` of low_precision_triton.py."""
-    step = 256 if e2m1 else 128
-    return dict(zip(_SCALED_NAMES, (128, 128, step, *((4, 3) if large else (8, 2))), strict=True))
+    return _scaled_config(e2m1, 128, *((4, 3) if large else (8, 2)))
 
 
 def _scaled_space(e2m1: bool, N: int, K: int, rows: int, large: bool) -> list[dict]:
-    return [
-        dict(zip(_SCALED_NAMES, (128, n, step, warps, stages), strict=True))
+    configs = [
+        _scaled_config(e2m1, n, warps, stages, step=step)
         for n in (64, 128)
         for step in ((128, 256) if e2m1 else (128,))
         for warps in ((4, 8) if large else (8,))
         for stages in ((2, 3, 4) if large else (2, 3))
     ]
+    return configs + (_scaled_roles(e2m1) if large else [])
 
 
-def _scaled_spec(kernel, what: str, factors: str, out: str, key: dict, config: dict, **more):
-    """factors: their names, of which each has codes, scales and a total."""
-    e2m1, large = key["e2m1"], key["large"]
-    names = factors.split()
+def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
+    """kind: "rows" or "weights"."""
+    e2m1, large, of_rows = key["e2m1"], key["large"], kind == "rows"
+    label = f"{'nvfp4' if e2m1 else 'mxfp8'} {kind}{'' if of_rows else ' ' + out}"
+    if config["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        label += f" specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
+        return roles.spec(label, e2m1, out, kind, {**config, "GROUP": _GROUP})
+    names = ("x", "w") if of_rows else ("dy", "x")
     pointers = {name + part: "u8" for name in names for part in ("", "_scale")}
     if e2m1:
         pointers |= {f"{name}_total": "fp32" for name in names}
     return spec(
-        kernel,
-        f"{'nvfp4' if e2m1 else 'mxfp8'} {what}{' large' if large else ''}",
+        _scaled_rows if of_rows else _scaled_weights,
+        label + (" large" if large else ""),
         {**pointers, **dict.fromkeys(("expert", "row", "end"), "i32"), "out": out},
         {**config, "E2M1": e2m1, "HARDWARE": True, "GROUP": _GROUP},
+        divisible=("P", "N", "width", "across") if of_rows else ("N", "K"),
         min_arch=100 if large else 120,
         max_arch=119 if large else 999,
         uses={100: ("tcgen05", "block_scale"), 120: ("mma", "block_scale")},
-        **more,
     )
 
 
 def _scaled_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
-    divisible = ("P", "N", "width", "across")
-    return [_scaled_spec(_scaled_rows, "rows", "x w", "bf16", key, config, divisible=divisible)]
+    return [_scaled_spec("rows", "bf16", key, config)]
 
 
 def _scaled_weights_specs(key: dict, config: dict) -> list[KernelSpec]:
-    return [
-        _scaled_spec(
-            _scaled_weights,
-            f"weights {out}",
-            "dy x",
-            out,
-            key,
-            config,
-            divisible=("N", "K"),
-        )
-        for out in ("bf16", "fp32")
-    ]
+    return [_scaled_spec("weights", out, key, config) for out in ("bf16", "fp32")]
 
 
 _SCALED_FIELDS = ("e2m1", "N", "K", "rows", "large")
@@ -611,5 +637,10 @@ def tunables() -> tuple[Tunable, ...]:
 def gate() -> list[KernelSpec]:
     """Specialized warps, which no heuristic takes."""
     key = ROWS.named(_KEYS[-1])
-    rows = _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
-    return rows + _weights_specs(key, _WEIGHTS_ROLES)
+    found = _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
+    found += _weights_specs(key, _WEIGHTS_ROLES)
+    for launched in (SCALED_ROWS, SCALED_WEIGHTS):
+        for key in map(launched.named, launched.keys):
+            for config in _scaled_roles(key["e2m1"]) if key["large"] else ():
+                found += launched.specs(key, config)
+    return found

@@ -233,8 +233,9 @@ def scaled(
     if c["ROLES"]:
         from tilewright.kernels.quant import block_scaled_gluon as roles
 
-        if roles.fits(a, a_scale, N, out.element_size()):
-            roles.scaled(a, a_scale, a_total, b, b_scale, b_total, bias, out, c)
+        factors = (roles.Factor(a, a_scale, a_total), roles.Factor(b, b_scale, b_total))
+        if roles.fits(factors[0], out):
+            roles.scaled(*factors, bias, roles.Experts(), out, c)
             return out
         c = SCALED.heuristic(*key)
     c = {name: value for name, value in c.items() if name != "ROLES"}
@@ -368,7 +369,10 @@ def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
         from tilewright.kernels.quant import block_scaled_gluon as roles
 
         label = f"{recipe} specialized{' wide' if config['BLOCK_N'] == 256 else ''}"
-        return [roles.spec(f"{label} {out} large", e2m1, out, config) for out in ("bf16", "fp32")]
+        return [
+            roles.spec(f"{label} {out} large", e2m1, out, "dense", config)
+            for out in ("bf16", "fp32")
+        ]
     config = {name: value for name, value in config.items() if name != "ROLES"}
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
     codes = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")
