@@ -17,6 +17,10 @@ Lane l of tensor memory has four bytes of scales of each of rows l, l + 32, l + 
 then the next four of each. TMA does not move less than 16 bytes, so thread l loads 16 of each of
 these rows, and stores them without an exchange. Scales stay as quantizers write them, by rows.
 
+A weight per expert is a third dimension of b, of which no tile has rows of two. The gradient of an
+expert's weight sums columns that begin anywhere: only rows begin at multiples of 16 bytes for TMA.
+A tile without columns is stored as zeros, and no partition waits for another.
+
 Tiles of 128 columns have two sums in turn. Two of 256 would leave no tensor memory for scales;
 there, all of a sum is in registers before the first columns are stored.
 
@@ -101,8 +105,8 @@ def _all_rows_each(rows):
 
 @gluon.jit
 def _tile(t, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
-    """Of tile t: its expert, row and column, and the scales of a row that it begins and ends at;
-    none, if there is nothing to sum.
+    """Locates tile t: its expert, row and column, and the scales of a row that its sum begins and
+    ends at, the same ones if there is nothing to sum.
     """
     expert_ptr, end_ptr, E, m_tiles, n_tiles, across, _ = sizes
     CODES: gl.constexpr = 16 if PER == 1 else 32  # that share a scale
@@ -120,13 +124,13 @@ def _tile(t, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _steps(scales, PER: gl.constexpr):
-    """Of 16 scales of a row, or of as many as are left."""
+    """The number of steps of a round, which has 16 scales of a row, or as many as are left."""
     return gl.minimum(gl.cdiv(scales, _SCALES // PER), PER)
 
 
 @gluon.jit
 def _load_box(t, e, row, column, full, to):
-    """t: a descriptor of rows, or of rows of each expert."""
+    """Loads a box of a descriptor t of rows, or of rows of each expert."""
     if len(t.block_shape) == 2:
         tma_load(t, [row, column], full, to)
     else:
