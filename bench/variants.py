@@ -109,6 +109,19 @@ VARIANTS = (
         _FP8_DWEIGHT,
         whole=True,
     ),
+    *(
+        Variant(
+            f"low_precision_grouped_gemm: specialized warps for {what} in {name}, for all warps",
+            "low_precision_grouped_gemm",
+            f"{recipe} qwen3-30b-a3b-16e_up_512_rows",
+            f"low_precision_grouped_gemm/{launch}",
+            _SCALED,
+            whole=launch == "scaled_weights",  # with scales that are copied to longer rows
+            arch=100,
+        )
+        for launch, what in (("scaled_rows", "rows"), ("scaled_weights", "weights' gradients"))
+        for recipe, name in (("mxfp8", "MXFP8"), ("nvfp4", "NVFP4"))
+    ),
     Variant(
         "moe_mlp, gpt-oss's gate: tiles of 128 x 128 by all warps, for specialized ones",
         "moe_mlp",

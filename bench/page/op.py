@@ -43,7 +43,7 @@ KINDS = {
     (
         "low_precision_grouped_gemm",
         "triton",
-    ): "Triton kernels, for block_fp8: compute capability 9.0 or later",
+    ): "Triton kernels: compute capability 9.0 or later; mxfp8 and nvfp4 from 10.0 on",
     ("low_precision_grouped_gemm", "cpp"): "C++ quantizers, and PyTorch's products in float32",
     ("newton_schulz", "cpp"): "C++ kernels: a CPU with AVX-512",
 }

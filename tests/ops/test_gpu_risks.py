@@ -282,8 +282,10 @@ CASES = {
 RECIPES = {
     "low_precision_linear/by_rows": ("block_fp8", "aligned"),
     "low_precision_linear/scaled": ("mxfp8", "two_scales"),
+    "low_precision_grouped_gemm/scaled_rows": ("mxfp8", "aligned"),
+    "low_precision_grouped_gemm/scaled_weights": ("nvfp4", "aligned"),
 }
-BLACKWELL = ("low_precision_linear/scaled",)
+BLACKWELL = tuple(launch for launch in RECIPES if "/scaled" in launch)
 
 
 def _specialized(launch, large):

@@ -14,6 +14,7 @@ from tilewright.ops.moe.low_precision_grouped_gemm import (
     RECIPES,
     Placed,
     Request,
+    capability,
     places,
 )
 
@@ -26,8 +27,10 @@ TAIL = 5
 
 def usable(name, recipe="block_fp8"):
     skip_unless_usable(LOW_PRECISION_GROUPED_GEMM, name, torch.float32)
-    if reason := LOW_PRECISION_GROUPED_GEMM.implementation(name).refuses(Request(recipe=recipe)):
-        pytest.skip(reason)
+    if DEVICE == "cuda":
+        request = Request(recipe=recipe, capability=capability(torch.device(DEVICE)))
+        if reason := LOW_PRECISION_GROUPED_GEMM.implementation(name).refuses(request):
+            pytest.skip(reason)
 
 
 def randn(*shape, seed):

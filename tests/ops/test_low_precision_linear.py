@@ -294,13 +294,14 @@ def test_errors_name_the_argument_its_value_and_what_is_accepted():
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_gpu_without_scaled_products_refuses_with_a_sentence(recipe, monkeypatch):
+@pytest.mark.parametrize("name", ["low_precision_linear", "low_precision_grouped_gemm"])
+def test_a_gpu_without_scaled_products_refuses_with_a_sentence(name, recipe, monkeypatch):
     monkeypatch.setattr(platform, "no_cuda", lambda *_: None)
-    triton = LOW_PRECISION_LINEAR.implementation("triton")
+    triton = OPS[name].implementation("triton")
 
     def asked(recipe, capability):
         request = Request(recipe=recipe, capability=capability)
-        chosen = LOW_PRECISION_LINEAR.choose("cuda", torch.bfloat16, request)
+        chosen = OPS[name].choose("cuda", torch.bfloat16, request)
         return triton.why_not("cuda", torch.bfloat16, request), chosen
 
     assert asked("block_fp8", 90) == asked(recipe, 100) == (None, "triton")

@@ -10,6 +10,7 @@ interpreter; they print a line of JSON per test.
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -634,23 +635,26 @@ def fp8_dweight(driver, M, N, columns, dtype):
     same_bits(driver, kernels.BY_ROWS, lambda: kernels.by_rows(*factors, dtype))
 
 
+def scaled_factor(recipe, rows, K, g):
+    """Codes of MXFP8 or NVFP4, of which there is no whole number of scales in MXFP8."""
+    from tilewright.ops.quant.low_precision_linear import Factor
+
+    if recipe == "mxfp8":
+        codes, _ = fp8_codes(rows, K, g)
+        scale = torch.randint(120, 133, (rows, -(-K // 32)), generator=g, dtype=torch.uint8)
+        return Factor(codes, scale, None, 1, K)
+    codes = torch.randint(0, 256, (rows, K // 2), generator=g, dtype=torch.uint8)
+    scale = (torch.rand(rows, K // 16, generator=g) + 0.5).to(torch.float8_e4m3fn)
+    return Factor(codes, scale.view(torch.uint8), torch.rand((), generator=g) + 0.5, 1, K)
+
+
 def block_scaled(driver, recipe, M, N, K, dtype):
     """MXFP8 with a bias, or NVFP4: beside the other kernel, float64."""
     from tilewright.kernels.quant import low_precision_triton as kernels
-    from tilewright.ops.quant.low_precision_linear import Factor, values
+    from tilewright.ops.quant.low_precision_linear import values
 
     g, e2m1 = torch.Generator().manual_seed(0), recipe == "nvfp4"
-
-    def factor(rows):
-        if not e2m1:
-            codes, _ = fp8_codes(rows, K, g)
-            scale = torch.randint(120, 133, (rows, -(-K // 32)), generator=g, dtype=torch.uint8)
-            return Factor(codes, scale, None, 1, K)
-        codes = torch.randint(0, 256, (rows, K // 2), generator=g, dtype=torch.uint8)
-        scale = (torch.rand(rows, K // 16, generator=g) + 0.5).to(torch.float8_e4m3fn)
-        return Factor(codes, scale.view(torch.uint8), torch.rand((), generator=g) + 0.5, 1, K)
-
-    a, b = factor(M), factor(N)
+    a, b = (scaled_factor(recipe, rows, K, g) for rows in (M, N))
     bias = None if e2m1 else torch.randn(N, generator=g).to(dtype)
     found = same_bits(
         driver,
@@ -661,6 +665,33 @@ def block_scaled(driver, recipe, M, N, K, dtype):
     a, b = (values(t, recipe, "eager", torch.float64) for t in (a, b))
     truth = a @ b.mT if bias is None else a @ b.mT + bias.double()
     assert (found - truth).norm() <= torch.finfo(dtype).eps * truth.norm()
+
+
+def scaled_experts(driver, launch, recipe, N, K, counts, tail, dtype):
+    """Rows of each expert, and of the tail: forward or gradients of weights. What is at places
+    between them is not 0.
+    """
+    from tilewright.kernels.quant import low_precision_grouped_triton as kernels
+    from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
+
+    g = torch.Generator().manual_seed(0)
+    E, R = len(counts), sum(counts) + tail
+    placed, P = Placed.of(torch.tensor(counts).cumsum(0), R), places(R, E)
+    key = recipe == "nvfp4", N, K, P, True
+    if launch == "scaled_weights":
+        dy, x = (scaled_factor(recipe, rows, P, g)[:3] for rows in (N, K))
+        factors = *dy, *x, placed.ends.int(), dtype
+        run = functools.partial(kernels.scaled_weights, *factors)
+        return same_bits(driver, kernels.SCALED_WEIGHTS, run, key)
+    x, w = (scaled_factor(recipe, rows, K, g)[:3] for rows in (P, E * N))
+    of_experts = (w[0].view(E, N, -1), w[1].view(E, N, -1), w[2])
+
+    def rows():
+        out = torch.full((R, N), float("nan"), dtype=dtype)
+        kernels.scaled_rows(*x, *of_experts, placed.expert.int(), placed.row.int(), out)
+        return out
+
+    return same_bits(driver, kernels.SCALED_ROWS, rows, key)
 
 
 def scaled_case(recipe, *sizes):
@@ -930,10 +961,11 @@ def runs():
                 for arch in (90, 100, 120):  # wgmma, tcgen05, mma
                     name = f"sm_{arch}-{op.name}-{case.name}-bfloat16"
                     found[name] = arch, contract_holds, op, case, BF16
-    for case in operations()["low_precision_linear"].cases:
-        if "contract" in case.tags and case.name.startswith(("mxfp8", "nvfp4")):
-            run = 100, contract_holds, operations()["low_precision_linear"], case, BF16
-            found[f"sm_100-low_precision_linear-{case.name}-bfloat16"] = run
+    for op in map(operations().get, ("low_precision_linear", "low_precision_grouped_gemm")):
+        for case in op.cases:
+            if "contract" in case.tags and case.name.startswith(("mxfp8", "nvfp4")):
+                run = 100, contract_holds, op, case, BF16
+                found[f"sm_100-{op.name}-{case.name}-bfloat16"] = run
     for arch, dtype, V, stride, offset in (
         (
             90,
@@ -990,6 +1022,20 @@ def runs():
         case, launch = scaled_case(recipe, *sizes), "low_precision_linear/scaled"
         run = 100, alternative, operations()["low_precision_linear"], case, launch, "ROLES"
         found[f"sm_100-{launch} ROLES-{recipe}"] = run
+    op = operations()["low_precision_grouped_gemm"]
+    for case in (c for c in op.cases if c.name in ("mxfp8 aligned", "nvfp4 aligned")):
+        launch = f"{op.name}/scaled_{'rows' if case.name.startswith('mx') else 'weights'}"
+        found[f"sm_100-{launch} ROLES-{case.name}"] = 100, alternative, op, case, launch, "ROLES"
+    # Of experts: scales that TMA does not read as they are; an expert of no rows, of one step, of a
+    # round and a step, and of an odd number of steps of 128; rows of a weight that end in a tile.
+    for launch, recipe, N, K, counts, tail, dtype in (
+        ("rows", "mxfp8", 328, 1040, (130, 0, 1), 130, BF16),
+        ("rows", "nvfp4", 328, 1056, (130, 0, 1), 130, F32),
+        ("weights", "mxfp8", 144, 136, (300, 0, 600, 1), 130, BF16),
+        ("weights", "nvfp4", 144, 136, (300, 0, 600, 1), 130, F32),
+    ):
+        run = 100, scaled_experts, f"scaled_{launch}", recipe, N, K, counts, tail, dtype
+        found[f"sm_100-low_precision_grouped_gemm/scaled_{launch} ROLES-bits-{recipe}"] = run
     found["sm_90-fp8_linear/fp8 ROLES-bits"] = 90, fp8_linear, 300, 648, 1040
     for launch, N, K, counts, tail, dtype in (
         ("rows", 328, 1040, (300, 0, 1, 128), 130, BF16),
@@ -1170,6 +1216,26 @@ def runs():
         ),
     ):
         found[f"planted-roles-scaled-{name}"] = 100, planted, old, new, *scaled
+    # Of experts: another's weight; steps past the end, and half of one; sums before they are there.
+    for name, old, new, launch in (
+        ("expert", r"(tensor\.3d\.shared[^{]*\{%r\d+, (%r\d+)), %r\d+\}", r"\1, \2}", "rows-mxfp8"),
+        ("steps", r"min\.u32(\s+%r\d+), %r\d+, 4;", r"mov.b32\1, 4;", "weights-mxfp8"),
+        (
+            "half",
+            r"(tcgen05\.st\S+x16\.b32 [^{]*\{)((?:%r\d+, ){8})(%r\d+)(?:, \3){7}\}",
+            lambda m: f"{m[1]}{m[2]}{m[2].removesuffix(', ')}}}",
+            "weights-nvfp4",
+        ),
+        (
+            "wait",
+            r"(?s)(setmaxnreg.*?)mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;(.*)",
+            r"\1\2",
+            "weights-mxfp8",
+        ),
+    ):
+        kind, recipe = launch.split("-")
+        other = found[f"sm_100-low_precision_grouped_gemm/scaled_{kind} ROLES-bits-{recipe}"][1:]
+        found[f"planted-roles-experts-{name}"] = 100, planted, old, new, *other
     found["planted-few_rows-counted"] = (
         90,
         planted,

@@ -1,5 +1,6 @@
 """a b^T of MXFP8 or NVFP4 with warp specialization, for compute capability 10.0: the `scaled` of
-low_precision_triton.py, which launches it where a configuration says so.
+low_precision_triton.py, and with a weight per expert the `scaled_rows` and `scaled_weights` of
+low_precision_grouped_triton.py, which launch it where a configuration says so.
 
 The tensor cores read codes from shared memory, and scales from tensor memory, where their sums are.
 A block has four partitions, which wait for each other at mbarriers as those of warp_specialized.py:
@@ -16,6 +17,10 @@ Lane l of tensor memory has four bytes of scales of each of rows l, l + 32, l + 
 then the next four of each. TMA does not move less than 16 bytes, so thread l loads 16 of each of
 these rows, and stores them without an exchange. Scales stay as quantizers write them, by rows.
 
+A weight per expert is a third dimension of b, of which no tile has rows of two. The gradient of an
+expert's weight sums columns that begin anywhere: only rows begin at multiples of 16 bytes for TMA.
+A tile without columns is stored as zeros, and no partition waits for another.
+
 Tiles of 128 columns have two sums in turn. Two of 256 would leave no tensor memory for scales;
 there, all of a sum is in registers before the first columns are stored.
 
@@ -25,6 +30,8 @@ Deterministic. Not measured on a GPU.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -39,10 +46,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma_scaled,
     tma,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.quant.fp8_gluon import store_rows
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     ONE_WARP,
@@ -95,54 +104,103 @@ def _all_rows_each(rows):
 
 
 @gluon.jit
+def _tile(t, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
+    """Locates tile t: its expert, row and column, and the scales of a row that its sum begins and
+    ends at, the same ones if there is nothing to sum.
+    """
+    expert_ptr, end_ptr, E, m_tiles, n_tiles, across, _ = sizes
+    CODES: gl.constexpr = 16 if PER == 1 else 32  # that share a scale
+    e, begin, end = 0, 0, across
+    if end_ptr is not None:
+        e = t // (m_tiles * n_tiles)
+        begin = gl.load(end_ptr + e - 1, mask=e > 0, other=0) // CODES
+        end = gl.load(end_ptr + e) // CODES
+    m, n = grouped(t - e * (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
+    if expert_ptr is not None:
+        e = gl.load(expert_ptr + m)
+        end = gl.where(e < E, across, 0)
+    return e, m, n, begin, end
+
+
+@gluon.jit
+def _steps(scales, PER: gl.constexpr):
+    """The number of steps of a round, which has 16 scales of a row, or as many as are left."""
+    return gl.minimum(gl.cdiv(scales, _SCALES // PER), PER)
+
+
+@gluon.jit
+def _load_box(t, e, row, column, full, to):
+    """Loads a box of a descriptor t of rows, or of rows of each expert."""
+    if len(t.block_shape) == 2:
+        tma_load(t, [row, column], full, to)
+    else:
+        tma_load(t, [e, row, column], full, to.reshape(t.block_shape))
+
+
+@gluon.jit
 def _load(given, memory, barriers, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
     """One warp. Codes and scales past the last read zeros."""
     a_from, b_from, a_scale_from, b_scale_from = given
     a, b, a_scale, b_scale = memory
     full, empty, arrived, _, freed, _, _ = barriers
-    m_tiles, n_tiles, rounds = sizes
+    BYTES: gl.constexpr = a.shape[2] * PER // _SCALES  # of the codes of a scale
     stage, phase, slot, turn = 0, 0, 0, 0
-    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        m, n = grouped(t, m_tiles, n_tiles, GROUP)
+    for t in range(gl.program_id(0), sizes[-1], gl.num_programs(0)):
+        e, m, n, begin, end = _tile(t, sizes, PER, GROUP)
         row, column = m * a.shape[1], n * b.shape[1]
-        for k in range(rounds):
+        for at in range(begin, end, _SCALES):
             here = arrived.index(slot)
             mbarrier.wait(freed.index(slot), turn ^ 1)
             mbarrier.expect(here, a_scale_from.block_type.nbytes + b_scale_from.block_type.nbytes)
-            tma_load(a_scale_from, [row, k * _SCALES], here, a_scale.index(slot))
-            tma_load(b_scale_from, [column, k * _SCALES], here, b_scale.index(slot))
+            _load_box(a_scale_from, e, row, at, here, a_scale.index(slot))
+            _load_box(b_scale_from, e, column, at, here, b_scale.index(slot))
             slot, turn = advance(slot, turn, a_scale.shape[0])
-            for step in range(PER):
+            for step in range(_steps(end - at, PER)):
                 here = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 mbarrier.expect(here, a_from.block_type.nbytes + b_from.block_type.nbytes)
-                at = (k * PER + step) * a.shape[2]
-                tma_load(a_from, [row, at], here, a.index(stage))
-                tma_load(b_from, [column, at], here, b.index(stage))
+                byte = at * BYTES + step * a.shape[2]
+                _load_box(a_from, e, row, byte, here, a.index(stage))
+                _load_box(b_from, e, column, byte, here, b.index(stage))
                 stage, phase = advance(stage, phase, a.shape[0])
 
 
 @gluon.jit
-def _place_rows(tile, to):
-    """tile: shared memory [ROWS, 16] of scales.   to: 32-bit columns."""
+def _place_rows(tile, to, HALF: gl.constexpr):
+    """tile: shared memory [ROWS, 16] of scales.   to: 32-bit columns.   HALF: the first eight, and
+    zeros.
+    """
     ROWS: gl.constexpr = tile.shape[0]
+    LAYOUT: gl.constexpr = _all_rows_each(ROWS)
     there = reinterpret(to, tile.dtype, [ROWS, _SCALES], _SCALES_LAYOUT)
-    there.store(tile.load(_all_rows_each(ROWS)))
+    scales = tile.load(LAYOUT)
+    if HALF:
+        j = gl.arange(0, _SCALES, gl.SliceLayout(0, LAYOUT))
+        kept = gl.where((j < 8)[None, :], scales.to(gl.uint8, bitcast=True), 0)
+        scales = kept.to(gl.uint8).to(tile.dtype, bitcast=True)
+    there.store(scales)
 
 
 @gluon.jit
-def _place(memory, placed_at, barriers, sizes):
-    """A warpgroup."""
+def _place(memory, placed_at, barriers, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
+    """A warpgroup. A step of NVFP4 is of 256 codes, and an expert's last may be of 128: the scales
+    of those that follow are another expert's, and 0 here.
+    """
     _, _, a_scale, b_scale = memory
     a_to, b_to = placed_at
     _, _, arrived, placed, _, _, _ = barriers
-    m_tiles, n_tiles, rounds = sizes
+    HALVES: gl.constexpr = PER == 1 and sizes[1] is not None
     slot, turn = 0, 0
-    for _ in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        for _ in range(rounds):
+    for t in range(gl.program_id(0), sizes[-1], gl.num_programs(0)):
+        begin, end = _tile(t, sizes, PER, GROUP)[3:]
+        for at in range(begin, end, _SCALES):
             mbarrier.wait(arrived.index(slot), turn)
-            _place_rows(a_scale.index(slot), a_to.index(slot))
-            _place_rows(b_scale.index(slot), b_to.index(slot))
+            if HALVES and end - at < _SCALES:
+                _place_rows(a_scale.index(slot), a_to.index(slot), True)
+                _place_rows(b_scale.index(slot), b_to.index(slot), True)
+            else:
+                _place_rows(a_scale.index(slot), a_to.index(slot), False)
+                _place_rows(b_scale.index(slot), b_to.index(slot), False)
             mbarrier.arrive(placed.index(slot))
             slot, turn = advance(slot, turn, a_scale.shape[0])
 
@@ -158,81 +216,102 @@ def _of_step(placed_at, step, dtype: gl.constexpr, ROWS: gl.constexpr, PER: gl.c
 
 
 @gluon.jit
-def _multiply(memory, placed_at, accs, barriers, sizes, PER: gl.constexpr):
+def _multiply(memory, placed_at, accs, barriers, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
     """One warp."""
     a, b, a_scale, b_scale = memory
     a_at, b_at = placed_at
     full, empty, _, placed, freed, summed, read = barriers
-    m_tiles, n_tiles, rounds = sizes
     FORMAT: gl.constexpr = "e2m1" if PER == 1 else "e4m3"
     stage, phase, slot, turn, which, whose = 0, 0, 0, 0, 0, 0
-    for _ in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        mbarrier.wait(read.index(which), whose ^ 1)
-        for k in range(rounds):
-            mbarrier.wait(placed.index(slot), turn)
-            for step in range(PER):
-                mbarrier.wait(full.index(stage), phase)
-                tcgen05_mma_scaled(
-                    a.index(stage),
-                    b.index(stage).permute((1, 0)),
-                    accs.index(which),
-                    _of_step(a_at, slot * PER + step, a_scale.dtype, a.shape[1], PER),
-                    _of_step(b_at, slot * PER + step, b_scale.dtype, b.shape[1], PER),
-                    FORMAT,
-                    FORMAT,
-                    use_acc=(k > 0) | (step > 0),
-                    mbarriers=[empty.index(stage)],
-                )
-                stage, phase = advance(stage, phase, a.shape[0])
-            tcgen05_commit(freed.index(slot))
-            slot, turn = advance(slot, turn, a_scale.shape[0])
-        tcgen05_commit(summed.index(which))
-        which, whose = advance(which, whose, accs.shape[0])
+    for t in range(gl.program_id(0), sizes[-1], gl.num_programs(0)):
+        begin, end = _tile(t, sizes, PER, GROUP)[3:]
+        if begin < end:
+            mbarrier.wait(read.index(which), whose ^ 1)
+            for at in range(begin, end, _SCALES):
+                mbarrier.wait(placed.index(slot), turn)
+                for step in range(_steps(end - at, PER)):
+                    mbarrier.wait(full.index(stage), phase)
+                    tcgen05_mma_scaled(
+                        a.index(stage),
+                        b.index(stage).permute((1, 0)),
+                        accs.index(which),
+                        _of_step(a_at, slot * PER + step, a_scale.dtype, a.shape[1], PER),
+                        _of_step(b_at, slot * PER + step, b_scale.dtype, b.shape[1], PER),
+                        FORMAT,
+                        FORMAT,
+                        use_acc=(at > begin) | (step > 0),
+                        mbarriers=[empty.index(stage)],
+                    )
+                    stage, phase = advance(stage, phase, a.shape[0])
+                tcgen05_commit(freed.index(slot))
+                slot, turn = advance(slot, turn, a_scale.shape[0])
+            tcgen05_commit(summed.index(which))
+            which, whose = advance(which, whose, accs.shape[0])
 
 
 @gluon.jit
-def _store(given, accs, staging, barriers, sizes, GROUP: gl.constexpr):
+def _store_part(tile, given, staging, e, row, column):
+    """Stores 128 rows of sums, of as many columns as `staging` has."""
+    out, out_ptr, a_total_ptr, b_total_ptr, bias_ptr, row_ptr, N = given
+    if a_total_ptr is not None:
+        tile = tile * gl.load(a_total_ptr) * gl.load(b_total_ptr)
+    if bias_ptr is not None:
+        j = column + gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
+        tile += gl.load(bias_ptr + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
+    tile = tile.to(staging.dtype)
+    if row_ptr is not None:
+        store_rows(tile, staging, out, out_ptr, row_ptr + row, column, N)
+    elif len(out.block_shape) == 2:
+        store_box(tile, staging, out, [row, column])
+    else:
+        store_box(tile, staging, out, [e, row, column])
+
+
+@gluon.jit
+def _store(given, accs, staging, barriers, sizes, PER: gl.constexpr, GROUP: gl.constexpr):
     """One or two warpgroups: all of a sum is in registers before its first columns are stored."""
-    out, a_total_ptr, b_total_ptr, bias_ptr, N = given
     _, _, _, _, _, summed, read = barriers
-    m_tiles, n_tiles, _ = sizes
     BLOCK_N: gl.constexpr = accs.shape[2]
     COLUMNS: gl.constexpr = staging.shape[1]
     LAYOUT: gl.constexpr = _a_row_each(COLUMNS, gl.num_warps())
-    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     which, whose = 0, 0
-    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        m, n = grouped(t, m_tiles, n_tiles, GROUP)
-        mbarrier.wait(summed.index(which), whose)
-        acc, parts = accs.index(which), ()
-        for p in gl.static_range(BLOCK_N // COLUMNS):
-            parts += (acc.slice(p * COLUMNS, COLUMNS).load(LAYOUT),)
-        mbarrier.arrive(read.index(which))
-        which, whose = advance(which, whose, accs.shape[0])
-        for p in gl.static_range(BLOCK_N // COLUMNS):
-            tile, column = parts[p], n * BLOCK_N + p * COLUMNS
-            if a_total_ptr is not None:
-                tile = tile * gl.load(a_total_ptr) * gl.load(b_total_ptr)
-            if bias_ptr is not None:
-                bias = gl.load(bias_ptr + column + j, mask=column + j < N, other=0.0)
-                tile += bias.to(gl.float32)[None, :]
-            store_box(tile.to(staging.dtype), staging, out, [m * _ROWS, column])
+    for t in range(gl.program_id(0), sizes[-1], gl.num_programs(0)):
+        e, m, n, begin, end = _tile(t, sizes, PER, GROUP)
+        row, column = m * _ROWS, n * BLOCK_N
+        if begin < end:
+            mbarrier.wait(summed.index(which), whose)
+            acc, parts = accs.index(which), ()
+            for p in gl.static_range(BLOCK_N // COLUMNS):
+                parts += (acc.slice(p * COLUMNS, COLUMNS).load(LAYOUT),)
+            mbarrier.arrive(read.index(which))
+            which, whose = advance(which, whose, accs.shape[0])
+            for p in gl.static_range(BLOCK_N // COLUMNS):
+                _store_part(parts[p], given, staging, e, row, column + p * COLUMNS)
+        else:
+            for p in range(BLOCK_N // COLUMNS):
+                none = gl.zeros([_ROWS, COLUMNS], gl.float32, LAYOUT)
+                _store_part(none, given, staging, e, row, column + p * COLUMNS)
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["across"])
 def _scaled(
     a_from,
     b_from,
     a_scale_from,
     b_scale_from,
     out,
+    out_ptr,
     a_total_ptr,
     b_total_ptr,
     bias_ptr,
+    expert_ptr,
+    row_ptr,
+    end_ptr,
+    E,
     M,
     N,
-    width,
+    across,
     BLOCK_N: gl.constexpr,
     PER: gl.constexpr,
     GROUP: gl.constexpr,
@@ -242,6 +321,9 @@ def _scaled(
     """The arguments are those of low_precision_triton's kernel; a, b, their scales and out are
     descriptors.
 
+    expert_ptr, row_ptr: as low_precision_grouped_triton's `_scaled_rows` has them, with b
+        [E, N, K]; out_ptr: out, where rows do not fill a tile.
+    end_ptr: as its `_scaled_weights` has it, with out [E, M, N]. Without these, E is 1.
     PER: steps that share 16 bytes of scales: 4 in MXFP8, 1 in NVFP4, which has totals.
     """
     gl.static_assert(a_from.block_shape[0] == _ROWS)
@@ -252,7 +334,7 @@ def _scaled(
         stages(a_scale_from.dtype, SLOTS, _ROWS, _SCALES),
         stages(b_scale_from.dtype, SLOTS, BLOCK_N, _SCALES),
     )
-    staging = gl.allocate_shared_memory(out.dtype, out.block_shape, out.layout)
+    staging = stages(out.dtype, 1, _ROWS, out.block_shape[-1]).index(0)
     SUMS: gl.constexpr = 256 // BLOCK_N
     SUM: gl.constexpr = TensorMemoryLayout([_ROWS, BLOCK_N], col_stride=1)
     accs = allocate_tensor_memory(gl.float32, [SUMS, _ROWS, BLOCK_N], SUM)
@@ -268,15 +350,19 @@ def _scaled(
     placed, summed = barriers(SLOTS, 1), barriers(SUMS, 1)
     read = barriers(SUMS, 1)
     found = (full, empty, arrived, placed, freed, summed, read)
-    sizes = gl.cdiv(M, _ROWS), gl.cdiv(N, BLOCK_N), gl.cdiv(width, BYTES * PER)
-    given = (out, a_total_ptr, b_total_ptr, bias_ptr, N)
+    m_tiles, n_tiles = gl.cdiv(M, _ROWS), gl.cdiv(N, BLOCK_N)
+    tiles = m_tiles * n_tiles
+    if end_ptr is not None:
+        tiles *= E
+    sizes = (expert_ptr, end_ptr, E, m_tiles, n_tiles, across, tiles)
+    given = (out, out_ptr, a_total_ptr, b_total_ptr, bias_ptr, row_ptr, N)
     factors = (a_from, b_from, a_scale_from, b_scale_from)
     gl.warp_specialize(
         [
-            (_store, (given, accs, staging, found, sizes, GROUP)),
-            (_place, (memory, placed_at, found, sizes)),
+            (_store, (given, accs, staging, found, sizes, PER, GROUP)),
+            (_place, (memory, placed_at, found, sizes, PER, GROUP)),
             (_load, (factors, memory, found, sizes, PER, GROUP)),
-            (_multiply, (memory, placed_at, accs, found, sizes, PER)),
+            (_multiply, (memory, placed_at, accs, found, sizes, PER, GROUP)),
         ],
         [4, 1, 1],
         [_PLACING, ONE_WARP, ONE_WARP],
@@ -286,11 +372,25 @@ def _scaled(
 # ---- launches
 
 
-def fits(a: torch.Tensor, a_scale: torch.Tensor, N: int, itemsize: int) -> bool:
-    """Whether TMA reads rows of codes and of scales, and stores rows of N. Then steps are a
-    multiple of PER.
-    """
-    return a.shape[1] % 16 == 0 and a_scale.shape[1] % 16 == 0 and N * itemsize % 16 == 0
+class Factor(NamedTuple):
+    """Bytes of codes and scales of rows, or of each expert's rows, contiguous.   total: NVFP4's."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    total: torch.Tensor | None
+
+
+class Experts(NamedTuple):
+    """expert, row, or ends: see `_scaled`."""
+
+    expert: torch.Tensor | None = None
+    row: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+
+
+def fits(factor: Factor, out: torch.Tensor) -> bool:
+    """Whether TMA reads rows of codes, and stores those of out."""
+    return factor.data.shape[-1] % 16 == 0 and out.shape[-1] * out.element_size() % 16 == 0
 
 
 def _piece(itemsize: int) -> int:
@@ -311,59 +411,87 @@ def _constants(e2m1: bool, config: dict) -> dict:
     }
 
 
+def _described(factor: Factor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Codes and scales for tiles of `rows` rows. Rows of scales that TMA does not read, of 1/32 of
+    the codes' bytes or 1/8, are copied to longer ones.
+    """
+    data, scale, total = factor
+    box = [1] * (data.dim() - 2) + [rows]
+    if more := -scale.shape[-1] % _SCALES.value:
+        scale = torch.nn.functional.pad(scale, (0, more))
+    if total is None:
+        data = data.view(torch.float8_e4m3fn)
+    else:
+        scale = scale.view(torch.float8_e4m3fn)
+    return descriptor(data, [*box, _STEP]), descriptor(scale, [*box, _SCALES.value])
+
+
 def scaled(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    a_total: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_total: torch.Tensor | None,
+    a: Factor,
+    b: Factor,
     bias: torch.Tensor | None,
+    experts: Experts,
     out: torch.Tensor,
     config: dict,
 ) -> None:
-    """Writes `out`: the arguments are those of low_precision_triton.scaled. `fits` says which."""
-    (M, width), N, n = a.shape, b.shape[0], config["BLOCK_N"]
-    if a_total is None:
-        a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
-    else:
-        a_scale, b_scale = (s.view(torch.float8_e4m3fn) for s in (a_scale, b_scale))
+    """Writes `out`: as low_precision_triton.scaled; or `scaled_rows` or `scaled_weights` of
+    low_precision_grouped_triton.py. `fits` says which.
+    """
+    M, N, n = a.data.shape[0], out.shape[-1], config["BLOCK_N"]
+    expert, row, ends = experts
+    E = 1 if row is ends is None else len(b.data if ends is None else ends)
+    tiles = cdiv(M, 128) * cdiv(N, n) * (1 if ends is None else E)
+    (a_from, a_scale_from), (b_from, b_scale_from) = _described(a, 128), _described(b, n)
+    box = [1] * (out.dim() - 2) + [128, _piece(out.element_size())]
     launch(
         _scaled,
-        (min(multiprocessors(a.device), cdiv(M, 128) * cdiv(N, n)),),
-        descriptor(a, [128, _STEP]),
-        descriptor(b, [n, _STEP]),
-        descriptor(a_scale, [128, _SCALES.value]),
-        descriptor(b_scale, [n, _SCALES.value]),
-        descriptor(out, [128, _piece(out.element_size())]),
-        a_total,
-        b_total,
+        (min(multiprocessors(out.device), tiles),),
+        a_from,
+        b_from,
+        a_scale_from,
+        b_scale_from,
+        descriptor(out, box),
+        None if row is None else out,
+        a.total,
+        b.total,
         bias,
+        expert,
+        row,
+        ends,
+        E,
         M,
         N,
-        width,
-        **_constants(a_total is not None, config),
+        a.scale.shape[-1],
+        **_constants(a.total is not None, config),
     )
 
 
-def spec(label: str, e2m1: bool, out: str, config: dict) -> KernelSpec:
-    """As `scaled` launches it, with a bias of 16 bits."""
+def spec(label: str, e2m1: bool, out: str, kind: str, config: dict) -> KernelSpec:
+    """As `scaled` launches it.   kind: "dense", with a bias of 16 bits; "rows" or "weights" of
+    experts.
+    """
     n, itemsize = config["BLOCK_N"], {"bf16": 2, "fp32": 4}[out]
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
+    of_kind = {
+        "dense": {"bias": out} if out == "bf16" else {},
+        "rows": {"expert": "i32", "row": "i32", "out": out},
+        "weights": {"end": "i32"},
+    }[kind]
     codes, scales = ("u8", "fp8e4nv") if e2m1 else ("fp8e4nv", "u8")
+    of_b, of_out = [1] * (kind == "rows"), [1] * (kind == "weights")
     return KernelSpec.of(
         _scaled,
         label,
-        {**totals, **({"bias": out} if out == "bf16" else {})},
+        {**totals, **of_kind},
         _constants(e2m1, config),
         {
             "a_from": descriptor_type(codes, 128, _STEP),
-            "b_from": descriptor_type(codes, n, _STEP),
+            "b_from": descriptor_type(codes, *of_b, n, _STEP),
             "a_scale_from": descriptor_type(scales, 128, _SCALES.value),
-            "b_scale_from": descriptor_type(scales, n, _SCALES.value),
-            "out": descriptor_type(out, 128, _piece(itemsize)),
+            "b_scale_from": descriptor_type(scales, *of_b, n, _SCALES.value),
+            "out": descriptor_type(out, *of_out, 128, _piece(itemsize)),
         },
-        divisible=("M", "N", "width"),
+        divisible=("M", "N"),
         store=0,
         min_arch=100,
         max_arch=109,

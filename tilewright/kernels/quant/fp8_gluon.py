@@ -80,7 +80,7 @@ def _begin(part, a, b, full, stage, phase):
 
 
 @gluon.jit
-def _store_rows(tile, staging, to, to_ptr, row_ptr, column, N):
+def store_rows(tile, staging, to, to_ptr, row_ptr, column, N):
     """Stores a tile's rows where a map says, one after the other from the first on, and not the
     rows that it has -1 for, the last ones.
     """
@@ -169,7 +169,7 @@ def _multiply(
         if row_ptr is None:
             store_box(tile, staging, out, [m * M, n * COLUMNS])
         else:
-            _store_rows(tile, staging, out, out_ptr, row_ptr + m * M, n * COLUMNS, N)
+            store_rows(tile, staging, out, out_ptr, row_ptr + m * M, n * COLUMNS, N)
     tma.store_wait(0)
 
 
@@ -258,7 +258,7 @@ def _store_half(acc, bias_ptr, out, out_ptr, row_ptr, staging, row, column, N, B
     if row_ptr is None:
         store_box(tile, staging, out, [row, column])
     else:
-        _store_rows(tile, staging, out, out_ptr, row_ptr + row, column, N)
+        store_rows(tile, staging, out, out_ptr, row_ptr + row, column, N)
 
 
 @gluon.jit

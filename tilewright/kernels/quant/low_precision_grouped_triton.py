@@ -1,14 +1,16 @@
-"""Products of block-scaled FP8 with one weight per expert in Triton, for
+"""Products with one weight per expert in Triton, of block-scaled FP8, MXFP8 and NVFP4, for
 `low_precision_grouped_gemm`. The definition is in
 tilewright/ops/moe/low_precision_grouped_gemm.py.
 
 Rows lie where each expert's begin at a multiple of 128, so that a block of 128 rows belongs to one
-expert, and so does a scale of 128 of them:
+expert, and so does a scale of 128, 32 or 16 of them:
 
-    _rows     y[r] = w[e(r)] x[r]: a tile's expert is looked up by its block of rows.
-    _weights  dw[e] = the sum over e's rows of dy[r] x[r]^T, from both transposes.
+    _rows, _scaled_rows        y[r] = w[e(r)] x[r]: a tile's expert is looked up by its block of
+                               rows.
+    _weights, _scaled_weights  dw[e] = the sum over e's rows of dy[r] x[r]^T, from both transposes.
 
-HARDWARE: as in low_precision_triton.py. float32 sums; no atomics.
+The scaled ones are of MXFP8 and NVFP4. HARDWARE: as in low_precision_triton.py. float32 sums; no
+atomics.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ import triton.language as tl
 from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
-from tilewright.kernels.quant.low_precision_triton import product, rounded
+from tilewright.kernels.quant.low_precision_triton import (
+    product,
+    rounded,
+    scaled_product,
+)
 from tilewright.kernels.quant.quantize_triton import spec
+from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -121,6 +128,124 @@ def _weights(
     )
 
 
+@triton.jit
+def _scaled_rows(
+    x_ptr,
+    x_scale_ptr,
+    x_total_ptr,
+    w_ptr,
+    w_scale_ptr,
+    w_total_ptr,
+    expert_ptr,
+    row_ptr,
+    out_ptr,
+    E,
+    P,
+    N,
+    width,
+    across,
+    E2M1: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out: rows of N.   x [P, K], w [E, N, K]: rows of `width` bytes and `across` scale bytes, and
+    totals, as `_scaled` of low_precision_triton.py has them.   expert, row: as in `_rows`.
+    """
+    WIDE: tl.constexpr = 16 if E2M1 else 32
+    BYTES: tl.constexpr = BLOCK_K // 2 if E2M1 else BLOCK_K
+    SCALES: tl.constexpr = BLOCK_K // WIDE
+    m_tile, n_tile = tile_of_program(P, N, BLOCK_M, BLOCK_N, GROUP)
+    e = tl.load(expert_ptr + m_tile * BLOCK_M // 128)
+    if e <= E:
+        p = m_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        own = e.to(tl.int64) * N + n.to(tl.int64)
+        byte, group = tl.arange(0, BYTES), tl.arange(0, SCALES)
+        x_at = x_ptr + p[:, None] * width + byte[None, :]
+        w_at = w_ptr + own[:, None] * width + byte[None, :]
+        x_scale_at = x_scale_ptr + p[:, None] * across + group[None, :]
+        w_scale_at = w_scale_ptr + own[:, None] * across + group[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(tl.where(e < E, tl.cdiv(width, BYTES), 0)):
+            inside = (byte < width - k * BYTES)[None, :]
+            known = (group < across - k * SCALES)[None, :]
+            x = tl.load(x_at + k * BYTES, mask=inside, other=0)
+            w = tl.load(w_at + k * BYTES, mask=(n < N)[:, None] & inside, other=0)
+            x_scale = tl.load(x_scale_at + k * SCALES, mask=known, other=0)
+            w_scale = tl.load(w_scale_at + k * SCALES, mask=(n < N)[:, None] & known, other=0)
+            acc = scaled_product(x, x_scale, w, w_scale, acc, E2M1, HARDWARE)
+        if E2M1:  # one after the other: their product may be below float32's normal numbers
+            acc = acc * tl.load(x_total_ptr) * tl.load(w_total_ptr)
+        row = tl.load(row_ptr + p).to(tl.int64)
+        tl.store(
+            out_ptr + row[:, None] * N + n[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=(row >= 0)[:, None] & (n < N)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["P"])
+def _scaled_weights(
+    dy_ptr,
+    dy_scale_ptr,
+    dy_total_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_total_ptr,
+    end_ptr,
+    out_ptr,
+    N,
+    K,
+    P,
+    E2M1: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out [E, N, K].   dy [N, P], x [K, P]: rows of bytes and scale bytes, and totals, as `_scaled`
+    of low_precision_triton.py has them.   end [E]: as in `_weights`.
+
+    A step of 256 codes may go past an expert's end, and what is there is left out.
+    """
+    PART: tl.constexpr = 64 if E2M1 else 128  # bytes of 128 codes
+    PART_SCALES: tl.constexpr = 8 if E2M1 else 4
+    STEP: tl.constexpr = BLOCK_K // 128
+    n_tiles, k_tiles = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
+    e = tl.program_id(0) // (n_tiles * k_tiles)
+    tile = tl.program_id(0) % (n_tiles * k_tiles)
+    n = tile // k_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tile % k_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(end_ptr + e - 1, mask=e > 0, other=0) // 128
+    end = tl.load(end_ptr + e) // 128
+    byte, group = tl.arange(0, STEP * PART), tl.arange(0, STEP * PART_SCALES)
+    blocks = P // 128
+    dy_at = dy_ptr + n.to(tl.int64)[:, None] * (blocks * PART) + byte[None, :]
+    x_at = x_ptr + k.to(tl.int64)[:, None] * (blocks * PART) + byte[None, :]
+    dy_scale_at = dy_scale_ptr + n.to(tl.int64)[:, None] * (blocks * PART_SCALES) + group[None, :]
+    x_scale_at = x_scale_ptr + k.to(tl.int64)[:, None] * (blocks * PART_SCALES) + group[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for b in range(begin, end, STEP):
+        inside = (byte < (end - b) * PART)[None, :]
+        known = (group < (end - b) * PART_SCALES)[None, :]
+        dy = tl.load(dy_at + b * PART, mask=(n < N)[:, None] & inside, other=0)
+        x = tl.load(x_at + b * PART, mask=(k < K)[:, None] & inside, other=0)
+        dy_scale = tl.load(dy_scale_at + b * PART_SCALES, mask=(n < N)[:, None] & known, other=0)
+        x_scale = tl.load(x_scale_at + b * PART_SCALES, mask=(k < K)[:, None] & known, other=0)
+        acc = scaled_product(dy, dy_scale, x, x_scale, acc, E2M1, HARDWARE)
+    if E2M1:  # one after the other, as in `_scaled_rows`
+        acc = acc * tl.load(dy_total_ptr) * tl.load(x_total_ptr)
+    out_ptr += e.to(tl.int64) * N * K
+    tl.store(
+        out_ptr + n.to(tl.int64)[:, None] * K + k[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(n < N)[:, None] & (k < K)[None, :],
+    )
+
+
 # ---- launchers
 
 
@@ -205,14 +330,114 @@ def weights(
     return out
 
 
+def scaled_rows(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_total: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    w_total: torch.Tensor | None,
+    expert: torch.Tensor,
+    row: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Writes `out`. Bytes in MXFP8, or with totals in NVFP4, contiguous; see `_scaled_rows`. No
+    size is 0.
+    """
+    (P, width), (E, N, _) = x.shape, w.shape
+    K = width * (1 if x_total is None else 2)
+    key = x_total is not None, N, K, rounded(P), large_shared_memory(x.device)
+    c = SCALED_ROWS.config(x.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        factors = roles.Factor(x, x_scale, x_total), roles.Factor(w, w_scale, w_total)
+        if roles.fits(factors[0], out):
+            experts = roles.Experts(expert, row)
+            roles.scaled(*factors, None, experts, out, {**c, "GROUP": _GROUP})
+            return
+        c = SCALED_ROWS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
+    launch(
+        _scaled_rows,
+        (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
+        x,
+        x_scale,
+        x_total,
+        w,
+        w_scale,
+        w_total,
+        expert,
+        row,
+        out,
+        E,
+        P,
+        N,
+        width,
+        x_scale.shape[1],
+        E2M1=x_total is not None,
+        HARDWARE=conversions(x.device) > 1,
+        GROUP=_GROUP,
+        **c,
+    )
+
+
+def scaled_weights(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor,
+    dy_total: torch.Tensor | None,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_total: torch.Tensor | None,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """dw [E, N, K]; see `_scaled_weights`. No size is 0."""
+    N, K, E = dy.shape[0], x.shape[0], ends.shape[0]
+    P = dy.shape[1] * (1 if dy_total is None else 2)
+    out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
+    key = dy_total is not None, N, K, rounded(P), large_shared_memory(dy.device)
+    c = SCALED_WEIGHTS.config(dy.device, *key)
+    if c["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        factors = roles.Factor(dy, dy_scale, dy_total), roles.Factor(x, x_scale, x_total)
+        if roles.fits(factors[0], out):
+            experts = roles.Experts(ends=ends)
+            roles.scaled(*factors, None, experts, out, {**c, "GROUP": _GROUP})
+            return out
+        c = SCALED_WEIGHTS.heuristic(*key)
+    c = {name: value for name, value in c.items() if name != "ROLES"}
+    launch(
+        _scaled_weights,
+        (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
+        dy,
+        dy_scale,
+        dy_total,
+        x,
+        x_scale,
+        x_total,
+        ends,
+        out,
+        N,
+        K,
+        P,
+        E2M1=dy_total is not None,
+        HARDWARE=conversions(dy.device) > 1,
+        **c,
+    )
+    return out
+
+
 # ---- launch configurations
 
-# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py), with 192 KiB of operands.
+# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py, block_scaled_gluon.py), with 192 KiB
+# of operands.
 _NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
 _ROWS_ROLES = dict(zip(_NAMES, (128, 128, 8, 6, True), strict=True))
 _ROWS_WIDE = dict(zip(_NAMES, (128, 256, 4, 4, True), strict=True))
 _WEIGHTS_ROLES = dict(zip(_NAMES, (128, 128, 4, 6, True), strict=True))
-_GROUP = 8  # tiles of rows that specialized warps share columns for, for L2
+_GROUP = 8  # tiles of rows that share columns, for L2
 
 
 def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
@@ -315,8 +540,95 @@ WEIGHTS = Tunable(
 )
 
 
+_SCALED_NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROLES")
+
+
+def _scaled_config(e2m1: bool, *tile: int, roles: bool = False, step: int = 0) -> dict:
+    """tile: columns, warps, stages.   step: codes, 128 bytes if it is 0."""
+    n, warps, stages = tile
+    step = step or (256 if e2m1 else 128)
+    return dict(zip(_SCALED_NAMES, (128, n, step, warps, stages, roles), strict=True))
+
+
+def _scaled_roles(e2m1: bool) -> list[dict]:
+    return [_scaled_config(e2m1, *tile, roles=True) for tile in ((256, 8, 4), (128, 4, 6))]
+
+
+def _scaled_heuristic(e2m1: bool, N: int, K: int, rows: int, large: bool) -> dict:
+    """Not measured on a GPU. As `scaled` of low_precision_triton.py."""
+    return _scaled_config(e2m1, 128, *((4, 3) if large else (8, 2)))
+
+
+def _scaled_space(e2m1: bool, N: int, K: int, rows: int, large: bool) -> list[dict]:
+    configs = [
+        _scaled_config(e2m1, n, warps, stages, step=step)
+        for n in (64, 128)
+        for step in ((128, 256) if e2m1 else (128,))
+        for warps in ((4, 8) if large else (8,))
+        for stages in ((2, 3, 4) if large else (2, 3))
+    ]
+    return configs + (_scaled_roles(e2m1) if large else [])
+
+
+def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
+    """kind: "rows" or "weights"."""
+    e2m1, large, of_rows = key["e2m1"], key["large"], kind == "rows"
+    label = f"{'nvfp4' if e2m1 else 'mxfp8'} {kind}{'' if of_rows else ' ' + out}"
+    if config["ROLES"]:
+        from tilewright.kernels.quant import block_scaled_gluon as roles
+
+        label += f" specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
+        return roles.spec(label, e2m1, out, kind, {**config, "GROUP": _GROUP})
+    names = ("x", "w") if of_rows else ("dy", "x")
+    pointers = {name + part: "u8" for name in names for part in ("", "_scale")}
+    if e2m1:
+        pointers |= {f"{name}_total": "fp32" for name in names}
+    return spec(
+        _scaled_rows if of_rows else _scaled_weights,
+        label + (" large" if large else ""),
+        {**pointers, **dict.fromkeys(("expert", "row", "end"), "i32"), "out": out},
+        {**config, "E2M1": e2m1, "HARDWARE": True, "GROUP": _GROUP},
+        divisible=("P", "N", "width", "across") if of_rows else ("N", "K"),
+        min_arch=100 if large else 120,
+        max_arch=119 if large else 999,
+        uses={100: ("tcgen05", "block_scale"), 120: ("mma", "block_scale")},
+    )
+
+
+def _scaled_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
+    return [_scaled_spec("rows", "bf16", key, config)]
+
+
+def _scaled_weights_specs(key: dict, config: dict) -> list[KernelSpec]:
+    return [_scaled_spec("weights", out, key, config) for out in ("bf16", "fp32")]
+
+
+_SCALED_FIELDS = ("e2m1", "N", "K", "rows", "large")
+_SCALED_KEYS = [(e2m1, *key) for e2m1 in (False, True) for key in _KEYS]
+SCALED_ROWS = Tunable(
+    "low_precision_grouped_gemm",
+    "scaled_rows",
+    _SCALED_FIELDS,
+    "forward_backward",
+    _scaled_heuristic,
+    _scaled_space,
+    _SCALED_KEYS,
+    _scaled_rows_specs,
+)
+SCALED_WEIGHTS = Tunable(
+    "low_precision_grouped_gemm",
+    "scaled_weights",
+    _SCALED_FIELDS,
+    "backward",
+    _scaled_heuristic,
+    _scaled_space,
+    _SCALED_KEYS,
+    _scaled_weights_specs,
+)
+
+
 def tunables() -> tuple[Tunable, ...]:
-    return ROWS, WEIGHTS
+    return ROWS, WEIGHTS, SCALED_ROWS, SCALED_WEIGHTS
 
 
 # ---- for the compile gate
@@ -325,5 +637,10 @@ def tunables() -> tuple[Tunable, ...]:
 def gate() -> list[KernelSpec]:
     """Specialized warps, which no heuristic takes."""
     key = ROWS.named(_KEYS[-1])
-    rows = _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
-    return rows + _weights_specs(key, _WEIGHTS_ROLES)
+    found = _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
+    found += _weights_specs(key, _WEIGHTS_ROLES)
+    for launched in (SCALED_ROWS, SCALED_WEIGHTS):
+        for key in map(launched.named, launched.keys):
+            for config in _scaled_roles(key["e2m1"]) if key["large"] else ():
+                found += launched.specs(key, config)
+    return found

@@ -84,15 +84,11 @@ def _by_rows(
 
 
 @triton.jit
-def _decoded(
-    code,
-    scale,
-    E2M1: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """float32 values [ROWS, COLUMNS] of bytes of codes, with a scale byte for every WIDE."""
+def _decoded(code, scale, E2M1: tl.constexpr):
+    """float32 values of rows of bytes of codes, with a scale byte for 16 or 32."""
+    ROWS: tl.constexpr = code.shape[0]
+    COLUMNS: tl.constexpr = code.shape[1] * 2 if E2M1 else code.shape[1]
+    WIDE: tl.constexpr = 16 if E2M1 else 32
     if E2M1:
         low, high = from_e2m1(code, 0)
         v, factor = tl.reshape(tl.join(low, high), (ROWS, COLUMNS)), from_e4m3(scale, 0)
@@ -102,6 +98,24 @@ def _decoded(
         v, factor = from_e4m3(code, 0), bits.to(tl.float32, bitcast=True)
     v = tl.reshape(v, (ROWS, COLUMNS // WIDE, WIDE)) * factor[:, :, None]
     return tl.reshape(v, (ROWS, COLUMNS))
+
+
+@triton.jit
+def scaled_product(a, a_scale, b, b_scale, acc, E2M1: tl.constexpr, HARDWARE: tl.constexpr):
+    """acc + a b^T of rows of bytes with their scale bytes; see `_scaled`."""
+    FORMAT: tl.constexpr = "e2m1" if E2M1 else "e4m3"
+    if HARDWARE:
+        if E2M1:
+            a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
+            b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
+        else:
+            a = a.to(tl.float8e4nv, bitcast=True)
+            b = b.to(tl.float8e4nv, bitcast=True)
+        acc = tl.dot_scaled(a, a_scale, FORMAT, tl.trans(b), b_scale, FORMAT, acc)
+    else:
+        a, b = _decoded(a, a_scale, E2M1), _decoded(b, b_scale, E2M1)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -133,7 +147,6 @@ def _scaled(
     WIDE: tl.constexpr = 16 if E2M1 else 32
     BYTES: tl.constexpr = BLOCK_K // 2 if E2M1 else BLOCK_K
     SCALES: tl.constexpr = BLOCK_K // WIDE
-    FORMAT: tl.constexpr = "e2m1" if E2M1 else "e4m3"
     m_tile, n_tile = tile_of_program(M, N, BLOCK_M, BLOCK_N, GROUP)
     m, n = m_tile * BLOCK_M + tl.arange(0, BLOCK_M), n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     byte, group = tl.arange(0, BYTES), tl.arange(0, SCALES)
@@ -148,18 +161,7 @@ def _scaled(
         b = tl.load(b_at + k * BYTES, mask=(n < N)[:, None] & inside, other=0)
         a_scale = tl.load(a_scale_at + k * SCALES, mask=(m < M)[:, None] & known, other=0)
         b_scale = tl.load(b_scale_at + k * SCALES, mask=(n < N)[:, None] & known, other=0)
-        if HARDWARE:
-            if E2M1:
-                a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
-                b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
-            else:
-                a = a.to(tl.float8e4nv, bitcast=True)
-                b = b.to(tl.float8e4nv, bitcast=True)
-            acc = tl.dot_scaled(a, a_scale, FORMAT, tl.trans(b), b_scale, FORMAT, acc)
-        else:
-            a = _decoded(a, a_scale, E2M1, BLOCK_M, BLOCK_K, WIDE)
-            b = _decoded(b, b_scale, E2M1, BLOCK_N, BLOCK_K, WIDE)
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        acc = scaled_product(a, a_scale, b, b_scale, acc, E2M1, HARDWARE)
     if E2M1:  # one after the other: their product may be below float32's normal numbers
         acc = acc * tl.load(a_total_ptr) * tl.load(b_total_ptr)
     if BIAS:
@@ -231,8 +233,9 @@ def scaled(
     if c["ROLES"]:
         from tilewright.kernels.quant import block_scaled_gluon as roles
 
-        if roles.fits(a, a_scale, N, out.element_size()):
-            roles.scaled(a, a_scale, a_total, b, b_scale, b_total, bias, out, c)
+        factors = (roles.Factor(a, a_scale, a_total), roles.Factor(b, b_scale, b_total))
+        if roles.fits(factors[0], out):
+            roles.scaled(*factors, bias, roles.Experts(), out, c)
             return out
         c = SCALED.heuristic(*key)
     c = {name: value for name, value in c.items() if name != "ROLES"}
@@ -366,7 +369,10 @@ def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
         from tilewright.kernels.quant import block_scaled_gluon as roles
 
         label = f"{recipe} specialized{' wide' if config['BLOCK_N'] == 256 else ''}"
-        return [roles.spec(f"{label} {out} large", e2m1, out, config) for out in ("bf16", "fp32")]
+        return [
+            roles.spec(f"{label} {out} large", e2m1, out, "dense", config)
+            for out in ("bf16", "fp32")
+        ]
     config = {name: value for name, value in config.items() if name != "ROLES"}
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
     codes = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")

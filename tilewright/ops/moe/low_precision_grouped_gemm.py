@@ -29,25 +29,23 @@ from tilewright.ops.quant.fp8_linear import no_fp8
 from tilewright.ops.quant.hadamard import hadamard_eager
 from tilewright.ops.quant.low_precision_linear import (
     RECIPES,
+    REQUESTS,
     TRANSFORM,
     Factor,
     Needs,
     Options,
+    Request,
     Result,
     Rounding,
     Saved,
     atol,
+    capability,
     through,
+    triton_refuses,
     values,
 )
 
 BLOCK = 128  # rows of an expert begin at a multiple of it; a multiple of every recipe's blocks
-
-
-class Request(NamedTuple):
-    """The option of a call that an implementation may not support."""
-
-    recipe: str
 
 
 @checks.autocast("products", "x", "weight")
@@ -93,8 +91,8 @@ def low_precision_grouped_gemm(
         recipe: "block_fp8", "mxfp8" or "nvfp4".
         seed: with nvfp4, of the stochastic rounding and of the transform's signs, as in
             `low_precision_linear`; other recipes take 0.
-        implementation: "auto", or one of triton, cpp, eager. triton has block_fp8, from compute
-            capability 9.0 on.
+        implementation: "auto", or one of triton, cpp, eager. triton has block_fp8 from compute
+            capability 9.0 on, and mxfp8 and nvfp4 from 10.0 on.
 
     Returns:
         [R, N], contiguous, in x's dtype. Gradients have the dtypes of x and weight.
@@ -103,7 +101,7 @@ def low_precision_grouped_gemm(
         TypeError, ValueError: Invalid arguments (the values of offsets are not checked on CUDA:
             they are clamped to the rules); on a CPU, x, weight or the gradient of y is not finite.
         ImplementationUnavailable: A named implementation that cannot run here, or does not have
-            this recipe.
+            this recipe here.
 
     Example:
         >>> from tilewright.ops import low_precision_grouped_gemm
@@ -121,7 +119,8 @@ def low_precision_grouped_gemm(
         )
     if not offsets.is_cuda and not offsets.is_meta:
         offsets = checked_offsets(offsets, x.shape[0])
-    run = LOW_PRECISION_GROUPED_GEMM.pick(implementation, x, Request(recipe=recipe))
+    request = Request(recipe=recipe, capability=capability(x.device) if x.is_cuda else None)
+    run = LOW_PRECISION_GROUPED_GEMM.pick(implementation, x, request)
     options = Options(recipe, seed, torch.is_grad_enabled() and weight.requires_grad)
     return run(x, weight, offsets, options)
 
@@ -410,7 +409,10 @@ def _rows_triton(kernels, a, b, placed, options, dtype):
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.numel():
         maps = placed.expert.int(), placed.row.int()
-        kernels.rows(a.data, a.scale, b.data, b.scale, *maps, out)
+        if options.recipe == "block_fp8":
+            kernels.rows(a.data, a.scale, b.data, b.scale, *maps, out)
+        else:
+            kernels.scaled_rows(*a[:3], *b[:3], *maps, out)
     return out
 
 
@@ -418,7 +420,9 @@ def _sums_triton(kernels, a, b, placed, options, dtype):
     N, K, E = a.data.shape[0], b.data.shape[0], placed.ends.shape[0]
     if N * K == 0:
         return torch.empty((E, N, K), dtype=dtype, device=a.data.device)
-    return kernels.weights(a.data, a.scale, b.data, b.scale, placed.ends.int(), dtype)
+    if options.recipe == "block_fp8":
+        return kernels.weights(a.data, a.scale, b.data, b.scale, placed.ends.int(), dtype)
+    return kernels.scaled_weights(*a[:3], *b[:3], placed.ends.int(), dtype)
 
 
 @functools.cache
@@ -433,12 +437,6 @@ def _triton():
 def _cpp():
     products = (functools.partial(f, "cpp") for f in (_rows_dense, _sums_dense))
     return _Fused("cpp", *products).grouped_gemm
-
-
-def _triton_refuses(request: Request) -> str | None:
-    if request.recipe == "block_fp8":
-        return None
-    return f"has recipe 'block_fp8', not {request.recipe!r}"
 
 
 # ---- cases
@@ -476,7 +474,7 @@ LOW_PRECISION_GROUPED_GEMM = Op(
         in_triton(
             _triton,
             missing=no_fp8,
-            refuses=_triton_refuses,
+            refuses=triton_refuses,
             tunables=from_kernels("quant.low_precision_grouped_triton", "tunables"),
             gate=from_kernels("quant.low_precision_grouped_triton", "gate"),
         ),
@@ -488,21 +486,25 @@ LOW_PRECISION_GROUPED_GEMM = Op(
         _case("nvfp4", "ragged", (9, 20, 0, 5), 20, 26, seed=2**62 + 5),
         *(_case(recipe, "tail", (10, 0, 14), 24, 32, tail=6) for recipe in RECIPES),
         _case("block_fp8", "two_scales", (140, 5, 130), 136, 144),
-        _case("block_fp8", "aligned", (140, 0, 128), 144, 160, tail=9),  # for TMA
+        # Rows for TMA; of two experts, of one block and of two, and the tail's.
+        *(_case(recipe, "aligned", (140, 0, 128), 144, 160, tail=9) for recipe in RECIPES),
         _case("nvfp4", "two_blocks", (40, 15), 40, 48, seed=3),
-        _case("block_fp8", "float32_weight", (10, 15), 48, 40, wide=True),
+        *(_case(recipe, "float32_weight", (10, 15), 48, 40, wide=True) for recipe in RECIPES),
         _case("block_fp8", "no_rows", (0, 0, 0), 8, 16),
         # An eighth of the experts: the float64 reference of all needs 50 GiB.
-        _case(
-            "block_fp8",
-            "qwen3-30b-a3b-16e_up_512_rows",
-            (512,) * 16,
-            1536,
-            2048,
-            tags=cases.CUDA,
+        *(
+            _case(
+                recipe,
+                "qwen3-30b-a3b-16e_up_512_rows",
+                (512,) * 16,
+                1536,
+                2048,
+                tags=cases.CUDA,
+            )
+            for recipe in RECIPES
         ),
     ),
     atol,
-    requests=tuple(Request(recipe=recipe) for recipe in RECIPES),
+    requests=REQUESTS,
     eager_reads_host="contract",
 )

@@ -47,6 +47,10 @@ class Request(NamedTuple):
     capability: int | None = None
 
 
+# Those that Triton refuses.
+REQUESTS = Request(recipe="mxfp8", capability=90), Request(recipe="nvfp4", capability=90)
+
+
 @torch_names.constant
 def capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
@@ -468,7 +472,7 @@ def _cpp():
     return _Fused("cpp", functools.partial(_multiply_dense, "cpp")).low_precision_linear
 
 
-def _triton_refuses(request: Request) -> str | None:
+def triton_refuses(request: Request) -> str | None:
     recipe, capability = request
     if recipe == "block_fp8" or capability is None or capability >= 100:
         return None
@@ -536,7 +540,7 @@ LOW_PRECISION_LINEAR = Op(
         in_triton(
             _triton,
             missing=no_fp8,
-            refuses=_triton_refuses,
+            refuses=triton_refuses,
             tunables=from_kernels("quant.low_precision_triton", "tunables"),
             gate=from_kernels("quant.low_precision_triton", "gate"),
         ),
@@ -559,8 +563,5 @@ LOW_PRECISION_LINEAR = Op(
         *_timed(),
     ),
     atol,
-    requests=(
-        Request(recipe="mxfp8", capability=90),
-        Request(recipe="nvfp4", capability=90),
-    ),
+    requests=REQUESTS,
 )
