@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "margins": (
         "bench.margins",
-        "write docs/margins.md: errors as shares of what the numerics contract allows",
+        "write docs/margins.md, or print it of some ops: errors as shares of what is allowed",
     ),
     "rehearse": (
         "bench.rehearse",

@@ -1,5 +1,6 @@
-"""Writes docs/margins.md: the share of what the numerics contract allows that each implementation's
-error takes, and how small an error the contract detects, for each op, result and dtype.
+"""Writes docs/margins.md (of some ops, prints it): the share of what the numerics contract allows
+that each implementation's error takes, and how small an error the contract detects, for each op,
+result and dtype.
 
     python -m bench margins [--op OP,..] [--implementation NAME,..] [--faults]
 
@@ -132,7 +133,9 @@ def undeclared(op: Op, found: Iterable[Row]) -> list[str]:
         said = op.judged.detected(getattr(torch, row.dtype), row.result)
         if not row.detected <= said or (said > DETECTED and said > 2 * row.detected):
             wrong.append(
-                f"{op.name}, {row.result}, {row.dtype}: detects {row.detected:.2%}, declared {said:.2%}"
+                f"{op.name}, {row.result}, {row.dtype}: detects {row.detected:.2%}, declared "
+                f"{said:.2%}; to declare it, judged=Judged(detects={{torch.{row.dtype}: "
+                f'{{"{row.result}": {row.detected:.4f}}}}})'
             )
     return wrong
 
@@ -183,7 +186,11 @@ def main(argv: list[str] | None = None) -> int:
         "--implementation", type=names(), metavar="NAME,..", help="default: those that run here"
     )
     parser.add_argument("--faults", action="store_true", help="plant faults; write nothing")
-    parser.add_argument("--out", type=pathlib.Path, default=PAGE, help="default: %(default)s")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help=f"where to write the page; default: {PAGE}, and nowhere with --op or --implementation",
+    )
     args: Any = parser.parse_args(argv)
     table_ = operations()
     ops = [table_[n] for n in chosen(parser, "--op", args.op, list(table_))]
@@ -207,5 +214,9 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     meta = run.metadata("cpu", args, list(argv or ()))
     made = f"commit {report.commit(meta)}, {datetime.date.today()}, {platform.cpu_name()}"
-    args.out.write_text(page(found, made) + "\n")
+    partly = args.op is not None or args.implementation is not None
+    if args.out is None and partly:
+        print(page(found, made))
+    else:
+        (args.out or PAGE).write_text(page(found, made) + "\n")
     return int(bool(wrong))

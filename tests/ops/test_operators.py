@@ -236,6 +236,12 @@ def test_every_op_declares_what_autocast_does_to_it(op):
     assert not op.autocast.arguments or f"casts {', '.join(op.autocast.arguments)}" in said
 
 
+def test_explain_says_what_an_implementation_gets():
+    assert "\nan implementation gets: (x, size, seed, inverse)\n" in explain.contract(
+        OPS["hadamard"]
+    )
+
+
 def test_the_page_has_every_convention_of_autocast():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
     for convention, meaning in checks.CONVENTIONS.items():

@@ -175,6 +175,14 @@ def test_a_formula_that_names_nothing_is_refused_where_it_is_declared():
         declare(allocate).formula(power=lambda options: 1, exponent=lambda by: by)(gradients)
 
 
+def test_a_gradient_of_what_is_no_argument_is_refused(operator):
+    probe = declare(allocate)
+    probe.formula()(lambda op, g: {"factors": g.y})
+    op = probe.define("gradient_of_nothing", compute)
+    with pytest.raises(TypeError, match=r"gradient_of_nothing must return .*'a'.*got 'factors'"):
+        op(*given()).y.sum().backward()
+
+
 def test_a_missing_gradient_is_none(operator):
     """Of one result alone."""
     args = given("a")

@@ -36,6 +36,13 @@ def test_the_page_has_each_result_of_an_op_in_each_dtype(command):
     }
 
 
+def test_the_page_of_some_ops_is_printed_and_replaces_no_page_of_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(margins, "PAGE", tmp_path / "margins.md")
+    assert margins.main(["--op", "dropout_add"]) == 0
+    assert "| `dropout_add` | out 0 | float32 |" in capsys.readouterr().out
+    assert not margins.PAGE.exists()
+
+
 @pytest.mark.parametrize("declared, code", [(0.04, 1), (0.018, 0), (0.01, 1)])
 def test_a_wrong_declaration_is_named(declared, code, command, monkeypatch, capsys):
     op = OPS["silu_mul"]
@@ -43,7 +50,9 @@ def test_a_wrong_declaration_is_named(declared, code, command, monkeypatch, caps
     monkeypatch.setattr(op, "judged", judged)
     assert command("--op", "silu_mul")[0] == code
     said = "silu_mul, out 0, bfloat16: detects 1.5"
-    assert (said in capsys.readouterr().out) == bool(code)
+    out = capsys.readouterr().out
+    assert (said in out) == bool(code)
+    assert ('judged=Judged(detects={torch.bfloat16: {"out 0": 0.015' in out) == bool(code)
 
 
 def test_an_implementation_that_breaks_the_contract_is_named(command, monkeypatch, capsys):

@@ -110,7 +110,7 @@ def as_json(every: list[Row], device_type: str, dtype: torch.dtype) -> str:
 
 def contract(op: Op) -> str:
     """The options that single implementations do not support, what torch.autocast does, the
-    arguments as they are checked, and the op's documentation.
+    arguments as they are checked, what the public function passes on, and the op's documentation.
     """
     text, narrow = [], max(map(len, op.names()))
     for impl in op.implementations:
@@ -122,4 +122,7 @@ def contract(op: Op) -> str:
         text += [f"under torch.autocast: {op.autocast}", ""]
     if op.takes is not None:
         text += ["takes:", *(f"  {line}" for line in op.takes.lines()), ""]
+    passed = inspect.signature(op.eager).parameters.values()  # every implementation gets the same
+    names = [p.name if p.kind is not p.VAR_POSITIONAL else f"*{p.name}" for p in passed]
+    text += [f"an implementation gets: ({', '.join(names)})", ""]
     return "\n".join([*text, inspect.getdoc(op.public) or ""])

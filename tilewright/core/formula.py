@@ -131,8 +131,8 @@ def _generated(
         if name in arguments or name in results or name == "result":
             return name
         raise TypeError(
-            f"{_name(of)}: a parameter must name one of {[*arguments, *results]}, or what is "
-            f"computed for it, got {name!r}"
+            f"{_name(of)}: a parameter must name an argument or a result, one of "
+            f"{[*arguments, *results]}, or a function given to formula(), got {name!r}"
         )
 
     globals_: dict[str, Any] = {"_fold": _fold, "_unfold": _unfold, "_ATOMS": _ATOMS}

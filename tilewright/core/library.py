@@ -384,8 +384,12 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
             needs = _Needs(need, places) if declared.asks else None
             found = declared(ctx, grad, needs, backward_op)
             in_order: list[torch.Tensor | None] = [None] * len(need)
-            for name, grad in found.items():
-                i = places[name]
+            for argument, grad in found.items():
+                if argument not in places:
+                    raise TypeError(
+                        f"the formula of {name} must return gradients of {names}, got {argument!r}"
+                    )
+                i = places[argument]
                 if need[i]:
                     in_order[i] = grad
             return tuple(in_order)

@@ -84,8 +84,9 @@ class Softmax(NamedTuple):
 
     @property
     def entropy(self) -> torch.Tensor:
-        """Of softmax z, in nats; there must be a mean."""
-        assert self.mean is not None
+        """Of softmax z, in nats. Raises ValueError without a mean."""
+        if self.mean is None:
+            raise ValueError("entropy needs the mean: ask for it by Wanted(mean=True)")
         return self.log_sum - self.mean
 
 
