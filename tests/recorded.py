@@ -4,8 +4,10 @@ A test with the marker `recorded` is deterministic and depends on nothing but so
 Its group is its file, or with `recorded(op=...)` its file and an op. recorded.json has the digest
 of each group of which all tests have passed, and the other files that they read. `make test` runs a
 group that has changed whole, which adds it if all pass; of the others, it draws one test in twenty,
-and one that fails removes its group. `recorded(whole=True)`, of tests that share a fixture that
-takes long, such as a run in ranks, draws one such file in twenty, with all of its tests.
+and one that fails removes its group. Where groups of more than 5,000 tests have changed, as with
+the core or on another processor, it draws one in three of those, so that it takes no hours on a
+slow machine; `make whole-tests` is for such a change. `recorded(whole=True)`, of tests that share a
+fixture that takes long, such as a run in ranks, draws one such file in as many, with all its tests.
 `make whole-tests` runs all. Any other call of pytest runs what it names, and records nothing.
 
 A digest is of the environment, the test's file and conftest.py, all that these import (but for this
@@ -35,6 +37,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "tests/recorded.json"
 SHARE = 20  # one test in so many is repeated
 WHY = f"has passed with these sources; one in {SHARE} is drawn, `make whole-tests` runs all"
+MOST, PART = 5_000, 3  # of more tests whose sources have changed, one in so many is run
+MANY = f"one in {PART} of so many that have changed is drawn, `make whole-tests` runs all"
 PLACES = ("", "lab", "tests", "tests/trainer")  # that modules are imported from, as in pyproject
 PYTHON = ("tilewright", "lab", "bench", "tests")
 PACKAGE, CSRC = ROOT / "tilewright", ROOT / "csrc"
@@ -253,10 +257,10 @@ def written():
 
 def left_out(item):
     """Whether a test was not drawn."""
-    return item.stash.get(LEFT_OUT, False)
+    return LEFT_OUT in item.stash
 
 
-GROUP, LEFT_OUT = pytest.StashKey[list](), pytest.StashKey[bool]()
+GROUP, LEFT_OUT = pytest.StashKey[list](), pytest.StashKey[str]()  # why it was not drawn
 
 
 def group_of(item, marker):
@@ -330,20 +334,27 @@ class Recorded:
         for group, members in groups.items():
             for item in members:
                 item.stash[GROUP] = [group, len(members)]
-        same = [groups.get(group, ()) for group in sorted(self.given["same"])]
-        alone = [[item] for members in same for item in members if item not in whole]
-        shared = [[item for item in members if item in whole] for members in same]
+        same = [members for g, members in sorted(groups.items()) if g in self.given["same"]]
+        self._draw(same, whole, SHARE, WHY)
+        changed = [members for g, members in sorted(groups.items()) if g not in self.given["same"]]
+        if self.mode == "drawn" and sum(map(len, changed)) > MOST:
+            self._draw(changed, whole, PART, MANY)
+
+    def _draw(self, groups, whole, share, why):
+        """One in so many: of tests, and of groups of those that are run whole."""
+        alone = [[item] for members in groups for item in members if item not in whole]
+        shared = [[item for item in members if item in whole] for members in groups]
         draw = random.Random(self.seed)
         for units in (alone, [unit for unit in shared if unit]):
-            drawn = draw.sample(range(len(units)), -(-len(units) // SHARE))
+            drawn = draw.sample(range(len(units)), -(-len(units) // share))
             for i in {*range(len(units))}.difference(drawn):
                 for item in units[i]:
-                    item.stash[LEFT_OUT] = True
+                    item.stash[LEFT_OUT] = why
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
         if left_out(item):
-            pytest.skip(WHY)
+            pytest.skip(item.stash[LEFT_OUT])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
