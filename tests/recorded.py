@@ -5,7 +5,7 @@ Its group is its file, or with `recorded(op=...)` its file and an op. recorded.j
 of each group of which all tests have passed, and the other files that they read. `make test` runs a
 group that has changed whole, which adds it if all pass; of the others, it draws one test in twenty,
 and one that fails removes its group. Where groups of more than 5,000 tests have changed, as with
-the core or on another processor, it draws one in three of those, so that it takes no hours on a
+the core or on another processor, it draws one in six of those, so that it takes no hours on a
 slow machine; `make whole-tests` is for such a change. `recorded(whole=True)`, of tests that share a
 fixture that takes long, such as a run in ranks, draws one such file in as many, with all its tests.
 `make whole-tests` runs all. Any other call of pytest runs what it names, and records nothing.
@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "tests/recorded.json"
 SHARE = 20  # one test in so many is repeated
 WHY = f"has passed with these sources; one in {SHARE} is drawn, `make whole-tests` runs all"
-MOST, PART = 5_000, 3  # of more tests whose sources have changed, one in so many is run
+MOST, PART = 5_000, 6  # of more tests whose sources have changed, one in so many is run
 MANY = f"one in {PART} of so many that have changed is drawn, `make whole-tests` runs all"
 PLACES = ("", "lab", "tests", "tests/trainer")  # that modules are imported from, as in pyproject
 PYTHON = ("tilewright", "lab", "bench", "tests")
