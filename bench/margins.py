@@ -214,9 +214,9 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     meta = run.metadata("cpu", args, list(argv or ()))
     made = f"commit {report.commit(meta)}, {datetime.date.today()}, {platform.cpu_name()}"
-    partly = args.op is not None or args.implementation is not None
-    if args.out is None and partly:
+    out = args.out or (PAGE if args.op is args.implementation is None else None)
+    if out is None:
         print(page(found, made))
     else:
-        (args.out or PAGE).write_text(page(found, made) + "\n")
+        out.write_text(page(found, made) + "\n")
     return int(bool(wrong))

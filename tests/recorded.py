@@ -4,10 +4,10 @@ A test with the marker `recorded` is deterministic and depends on nothing but so
 Its group is its file, or with `recorded(op=...)` its file and an op. recorded.json has the digest
 of each group of which all tests have passed, and the other files that they read. `make test` runs a
 group that has changed whole, which adds it if all pass; of the others, it draws one test in twenty,
-and one that fails removes its group. Where groups of more than 5,000 tests have changed, as with
-the core or on another processor, it draws one in six of those, so that it takes no hours on a
-slow machine; `make whole-tests` is for such a change. `recorded(whole=True)`, of tests that share a
-fixture that takes long, such as a run in ranks, draws one such file in as many, with all its tests.
+and one that fails removes its group. Where groups of more than 5,000 tests have changed, as after
+an edit of the core or on another processor, it draws one test in six of them. In
+place of single tests, `recorded(whole=True)` draws a file with all of its tests, which share a
+fixture that takes long, such as a run in ranks.
 `make whole-tests` runs all. Any other call of pytest runs what it names, and records nothing.
 
 A digest is of the environment, the test's file and conftest.py, all that these import (but for this
@@ -37,8 +37,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "tests/recorded.json"
 SHARE = 20  # one test in so many is repeated
 WHY = f"has passed with these sources; one in {SHARE} is drawn, `make whole-tests` runs all"
-MOST, PART = 5_000, 6  # of more tests whose sources have changed, one in so many is run
-MANY = f"one in {PART} of so many that have changed is drawn, `make whole-tests` runs all"
+# Of more than MOST tests whose sources have changed, one in PART is run.
+MOST, PART = 5_000, 6
+MANY = (
+    f"the sources of more than {MOST:,} tests have changed; one in {PART} of them is drawn, "
+    "`make whole-tests` runs all"
+)
 PLACES = ("", "lab", "tests", "tests/trainer")  # that modules are imported from, as in pyproject
 PYTHON = ("tilewright", "lab", "bench", "tests")
 PACKAGE, CSRC = ROOT / "tilewright", ROOT / "csrc"

@@ -13,9 +13,8 @@ from tilewright.ops.moe.low_precision_grouped_gemm import (
     LOW_PRECISION_GROUPED_GEMM,
     RECIPES,
     Placed,
-    Request,
-    capability,
     places,
+    requested,
 )
 
 NAMES = LOW_PRECISION_GROUPED_GEMM.names()
@@ -27,10 +26,9 @@ TAIL = 5
 
 def usable(name, recipe="block_fp8"):
     skip_unless_usable(LOW_PRECISION_GROUPED_GEMM, name, torch.float32)
-    if DEVICE == "cuda":
-        request = Request(recipe=recipe, capability=capability(torch.device(DEVICE)))
-        if reason := LOW_PRECISION_GROUPED_GEMM.implementation(name).refuses(request):
-            pytest.skip(reason)
+    request = requested(torch.empty(0, device=DEVICE), recipe, 0)
+    if reason := LOW_PRECISION_GROUPED_GEMM.implementation(name).refuses(request):
+        pytest.skip(reason)
 
 
 def randn(*shape, seed):

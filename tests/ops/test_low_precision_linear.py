@@ -3,6 +3,7 @@ here again, what is saved, seeds, errors, and training. Parity with the eager tw
 test_contract.py.
 """
 
+import importlib
 import re
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.core import platform
 from tilewright.ops import OPS, dequantize_mxfp8, low_precision_linear, quantize_mxfp8
+from tilewright.ops.quant import low_precision_linear as dense
 from tilewright.ops.quant.low_precision_linear import LOW_PRECISION_LINEAR, RECIPES, Request
 from tilewright.ops.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
@@ -307,6 +309,24 @@ def test_a_gpu_without_scaled_products_refuses_with_a_sentence(name, recipe, mon
     assert asked("block_fp8", 90) == asked(recipe, 100) == (None, "triton")
     sentence = f"needs compute capability 10.0 for recipe {recipe!r}, this device has 9.0"
     assert asked(recipe, 90) == (sentence, "eager")
+
+
+@pytest.mark.parametrize("name", ["low_precision_linear", "low_precision_grouped_gemm"])
+def test_a_call_says_which_gpu_it_is_for(name, monkeypatch):
+    """A GPU of 9.0, by the public function."""
+    op, on_gpu = OPS[name], torch.device("cuda")
+    module = importlib.import_module(op.public.__module__)
+    monkeypatch.setattr(dense, "capability", {on_gpu: 90}.__getitem__)
+    stand_in, asked = SimpleNamespace(is_cuda=True, device=on_gpu), []
+    request = dense.requested
+    monkeypatch.setattr(
+        module, "requested", lambda x, *options: request(stand_in, *options), raising=True
+    )
+    pick = op.pick
+    monkeypatch.setattr(op, "pick", lambda n, x, given: asked.append(given) or pick(n, x, given))
+    case = next(c for c in op.cases if c.name.startswith("mxfp8"))
+    op.public(**case.make("cpu", torch.float32, 0), implementation="eager")
+    assert asked == [Request("mxfp8", 90)]
 
 
 # ---- derivatives

@@ -471,7 +471,8 @@ RULES = [
     (positional, LIBRARY + TESTS),
     (swallowed, LIBRARY),
     (environment, [p for p in LIBRARY if p.name != "platform.py"]),
-    # The checks that a declaration of arguments stands for; tracebacks show their lines.
+    # The checks that a declaration of arguments stands for, and what a formula keeps of the names
+    # of its parameters; tracebacks show their lines.
     (generated, [p for p in LIBRARY if p.name not in ("takes.py", "formula.py")]),
     (patched, LIBRARY),
     (unportable, KERNELS),

@@ -140,9 +140,7 @@ def test_a_document_is_known_by_its_tokens_and_labels(read, settings):
     assert key_of(ids, labels) not in known
 
 
-def nearly(
-    found, expected, rel=4e-6
-):  # sums in float32: their order is that of vectors, 1.4e-6 with AVX2
+def nearly(found, expected, rel=1e-6):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=rel), key.hex()

@@ -12,11 +12,14 @@ import torch
 from tilewright.core.schema import Signature
 
 _SAVED = object()  # in place of a tensor
-_ATOMS = type(None), bool, int, float, str, torch.dtype  # which have no tensors in them
+# Which have no tensors in them.
+_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 class _Folded:
     """A sequence with tensors in it, without them."""
+
+    __slots__ = "kind", "parts"
 
     def __init__(self, kind: type, parts: list):
         self.kind, self.parts = kind, parts
@@ -28,7 +31,7 @@ def _fold(value: Any, tensors: list) -> Any:
         return _SAVED
     if isinstance(value, (tuple, list)):
         before = len(tensors)
-        parts = [_fold(part, tensors) for part in value]
+        parts = [p if type(p) in _ATOMS else _fold(p, tensors) for p in value]
         return value if len(tensors) == before else _Folded(type(value), parts)
     return value
 
@@ -37,7 +40,7 @@ def _unfold(part: Any, tensors: Any) -> Any:
     if part is _SAVED:
         return next(tensors)
     if type(part) is _Folded:
-        values = [_unfold(p, tensors) for p in part.parts]
+        values = [p if type(p) in _ATOMS else _unfold(p, tensors) for p in part.parts]
         return values if part.kind is list else tuple.__new__(part.kind, values)
     return part
 
@@ -70,7 +73,8 @@ class Formula:
         of the results, `result` itself, or what `computed` has of that name; an argument comes
         before a result. With a parameter `needs`, needs[name] tells whether an argument's gradient
         is needed.
-    computed: name -> a function whose parameters name arguments and results likewise.
+    computed: name -> a function, or a NamedTuple, whose parameters name arguments and results
+        likewise.
     constants: floating-point results without a derivative.
     twice: the formula consists of differentiable calls only.
 

@@ -1,6 +1,9 @@
-"""Integers that launchers of all kernel languages compute."""
+"""What launchers of all kernel languages compute."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 # Triton's functions of these names can be called in kernels too, but take microseconds on the host.
 
@@ -12,6 +15,11 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def without(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """A configuration without what a kernel does not take of it."""
+    return {name: value for name, value in config.items() if name not in names}
 
 
 def unit(itemsize: int, columns: int, *strides: int) -> int:

@@ -34,7 +34,7 @@ from tilewright.kernels.device import (
     multiprocessors,
 )
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.launchers import cdiv, next_power_of_2, without
 from tilewright.kernels.moe.gated_triton import Outputs, Tokens, gated
 from tilewright.kernels.moe.operators import (
     MAP_ROWS,
@@ -947,7 +947,7 @@ def backward_weight(
 
         grouped_gemm_gluon.weight(dy, x, out, offsets, slots, rows, top_k, gathers, c)
         return out
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
         _dweight,

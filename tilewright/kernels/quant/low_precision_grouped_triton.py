@@ -21,16 +21,46 @@ import triton.language as tl
 
 from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.launchers import cdiv, without
 from tilewright.kernels.quant.low_precision_triton import (
     product,
     rounded,
+    scaled_heuristic,
     scaled_product,
+    scaled_roles,
+    scaled_space,
+    store,
 )
 from tilewright.kernels.quant.quantize_triton import spec
 from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
+
+
+@triton.jit
+def _store_rows(acc, out_ptr, row_ptr, n, N):
+    """row_ptr: of each row of acc, that of out, which has N columns; -1 for none."""
+    row = tl.load(row_ptr).to(tl.int64)
+    tl.store(
+        out_ptr + row[:, None] * N + n[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(row >= 0)[:, None] & (n < N)[None, :],
+    )
+
+
+@triton.jit
+def _of_expert(end_ptr, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's expert, the rows and columns of its tile of dw [N, K], and the first and the last
+    block, exclusive, of the 128 columns of both factors that it sums.
+    """
+    n_tiles, k_tiles = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
+    e = tl.program_id(0) // (n_tiles * k_tiles)
+    tile = tl.program_id(0) % (n_tiles * k_tiles)
+    n = tile // k_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tile % k_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(end_ptr + e - 1, mask=e > 0, other=0) // 128
+    end = tl.load(end_ptr + e) // 128
+    return e, n, k, begin, end
 
 
 @triton.jit
@@ -74,12 +104,7 @@ def _rows(
             w = tl.load(w_at + k * 128, mask=inside[:, None] & (n < N)[None, :], other=0)
             scale = tl.load(x_scale_at + k) * tl.load(w_scale_at + k)
             acc += product(x, w, HARDWARE) * scale[:, None]
-        row = tl.load(row_ptr + p).to(tl.int64)
-        tl.store(
-            out_ptr + row[:, None] * N + n[None, :],
-            acc.to(out_ptr.dtype.element_ty),
-            mask=(row >= 0)[:, None] & (n < N)[None, :],
-        )
+        _store_rows(acc, out_ptr, row_ptr + p, n, N)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -100,13 +125,7 @@ def _weights(
     """out [E, N, K].   dy [N, P] and x [K, P], with a scale for 128 columns.   end [E]: where
     each expert's columns end, a multiple of 128, as is P.
     """
-    n_tiles, k_tiles = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
-    e = tl.program_id(0) // (n_tiles * k_tiles)
-    tile = tl.program_id(0) % (n_tiles * k_tiles)
-    n = tile // k_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tile % k_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.load(end_ptr + e - 1, mask=e > 0, other=0) // 128
-    end = tl.load(end_ptr + e) // 128
+    e, n, k, begin, end = _of_expert(end_ptr, N, K, BLOCK_M, BLOCK_N)
     ps = tl.arange(0, 128)
     blocks = P // 128
     dy_at = dy_ptr + n.to(tl.int64)[:, None] * (blocks * 128) + ps[None, :]
@@ -120,12 +139,7 @@ def _weights(
         dy_scale = tl.load(dy_scale_at + b, mask=n < N, other=0.0)
         x_scale = tl.load(x_scale_at + b, mask=k < K, other=0.0)
         acc += product(dy, x, HARDWARE) * dy_scale[:, None] * x_scale[None, :]
-    out_ptr += e.to(tl.int64) * N * K
-    tl.store(
-        out_ptr + n.to(tl.int64)[:, None] * K + k[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=(n < N)[:, None] & (k < K)[None, :],
-    )
+    store(acc, out_ptr + e.to(tl.int64) * N * K, n, k, N, K)
 
 
 @triton.jit
@@ -179,12 +193,7 @@ def _scaled_rows(
             acc = scaled_product(x, x_scale, w, w_scale, acc, E2M1, HARDWARE)
         if E2M1:  # one after the other: their product may be below float32's normal numbers
             acc = acc * tl.load(x_total_ptr) * tl.load(w_total_ptr)
-        row = tl.load(row_ptr + p).to(tl.int64)
-        tl.store(
-            out_ptr + row[:, None] * N + n[None, :],
-            acc.to(out_ptr.dtype.element_ty),
-            mask=(row >= 0)[:, None] & (n < N)[None, :],
-        )
+        _store_rows(acc, out_ptr, row_ptr + p, n, N)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -214,13 +223,7 @@ def _scaled_weights(
     PART: tl.constexpr = 64 if E2M1 else 128  # bytes of 128 codes
     PART_SCALES: tl.constexpr = 8 if E2M1 else 4
     STEP: tl.constexpr = BLOCK_K // 128
-    n_tiles, k_tiles = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
-    e = tl.program_id(0) // (n_tiles * k_tiles)
-    tile = tl.program_id(0) % (n_tiles * k_tiles)
-    n = tile // k_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tile % k_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.load(end_ptr + e - 1, mask=e > 0, other=0) // 128
-    end = tl.load(end_ptr + e) // 128
+    e, n, k, begin, end = _of_expert(end_ptr, N, K, BLOCK_M, BLOCK_N)
     byte, group = tl.arange(0, STEP * PART), tl.arange(0, STEP * PART_SCALES)
     blocks = P // 128
     dy_at = dy_ptr + n.to(tl.int64)[:, None] * (blocks * PART) + byte[None, :]
@@ -238,12 +241,7 @@ def _scaled_weights(
         acc = scaled_product(dy, dy_scale, x, x_scale, acc, E2M1, HARDWARE)
     if E2M1:  # one after the other, as in `_scaled_rows`
         acc = acc * tl.load(dy_total_ptr) * tl.load(x_total_ptr)
-    out_ptr += e.to(tl.int64) * N * K
-    tl.store(
-        out_ptr + n.to(tl.int64)[:, None] * K + k[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=(n < N)[:, None] & (k < K)[None, :],
-    )
+    store(acc, out_ptr + e.to(tl.int64) * N * K, n, k, N, K)
 
 
 # ---- launchers
@@ -270,7 +268,7 @@ def rows(
             roles.fp8(x, x_scale, w, w_scale, None, (expert, row), out, {**c, "GROUP": _GROUP})
             return
         c = ROWS.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     launch(
         _rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -311,7 +309,7 @@ def weights(
             roles.dweight(dy, dy_scale, x, x_scale, ends, out, {**c, "GROUP": _GROUP})
             return out
         c = WEIGHTS.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     launch(
         _weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -353,11 +351,10 @@ def scaled_rows(
 
         factors = roles.Factor(x, x_scale, x_total), roles.Factor(w, w_scale, w_total)
         if roles.fits(factors[0], out):
-            experts = roles.Experts(expert, row)
-            roles.scaled(*factors, None, experts, out, {**c, "GROUP": _GROUP})
+            roles.scaled(*factors, None, roles.Experts(expert, row), out, c)
             return
         c = SCALED_ROWS.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     launch(
         _scaled_rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -377,7 +374,6 @@ def scaled_rows(
         x_scale.shape[1],
         E2M1=x_total is not None,
         HARDWARE=conversions(x.device) > 1,
-        GROUP=_GROUP,
         **c,
     )
 
@@ -403,11 +399,10 @@ def scaled_weights(
 
         factors = roles.Factor(dy, dy_scale, dy_total), roles.Factor(x, x_scale, x_total)
         if roles.fits(factors[0], out):
-            experts = roles.Experts(ends=ends)
-            roles.scaled(*factors, None, experts, out, {**c, "GROUP": _GROUP})
+            roles.scaled(*factors, None, roles.Experts(ends=ends), out, c)
             return out
         c = SCALED_WEIGHTS.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES", "GROUP")
     launch(
         _scaled_weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -480,7 +475,7 @@ def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
 
         label = f"fp8 rows specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
         return [roles.spec(label, True, {**config, "GROUP": _GROUP})]
-    config = {name: value for name, value in config.items() if name != "ROLES"}
+    config = without(config, "ROLES")
     pointers = {
         "x": "u8",
         "w": "u8",
@@ -501,7 +496,7 @@ def _weights_specs(key: dict, config: dict) -> list[KernelSpec]:
 
         label, given = "fp8 weights specialized", {**config, "GROUP": _GROUP}
         return [roles.spec(f"{label} {out} large", True, out, given) for out in ("bf16", "fp32")]
-    config = {name: value for name, value in config.items() if name != "ROLES"}
+    config = without(config, "ROLES")
     factors = {"dy": "u8", "x": "u8", "dy_scale": "fp32", "x_scale": "fp32", "end": "i32"}
     return [
         spec(
@@ -540,34 +535,16 @@ WEIGHTS = Tunable(
 )
 
 
-_SCALED_NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROLES")
-
-
-def _scaled_config(e2m1: bool, *tile: int, roles: bool = False, step: int = 0) -> dict:
-    """tile: columns, warps, stages.   step: codes, 128 bytes if it is 0."""
-    n, warps, stages = tile
-    step = step or (256 if e2m1 else 128)
-    return dict(zip(_SCALED_NAMES, (128, n, step, warps, stages, roles), strict=True))
-
-
-def _scaled_roles(e2m1: bool) -> list[dict]:
-    return [_scaled_config(e2m1, *tile, roles=True) for tile in ((256, 8, 4), (128, 4, 6))]
+# Those of low_precision_triton.py, which do not depend on sizes.
 
 
 def _scaled_heuristic(e2m1: bool, N: int, K: int, rows: int, large: bool) -> dict:
-    """Not measured on a GPU. As `scaled` of low_precision_triton.py."""
-    return _scaled_config(e2m1, 128, *((4, 3) if large else (8, 2)))
+    """Not measured on a GPU."""
+    return scaled_heuristic(e2m1, N, K, rows, large)
 
 
 def _scaled_space(e2m1: bool, N: int, K: int, rows: int, large: bool) -> list[dict]:
-    configs = [
-        _scaled_config(e2m1, n, warps, stages, step=step)
-        for n in (64, 128)
-        for step in ((128, 256) if e2m1 else (128,))
-        for warps in ((4, 8) if large else (8,))
-        for stages in ((2, 3, 4) if large else (2, 3))
-    ]
-    return configs + (_scaled_roles(e2m1) if large else [])
+    return scaled_space(e2m1, N, K, rows, large)
 
 
 def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
@@ -578,7 +555,7 @@ def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
         from tilewright.kernels.quant import block_scaled_gluon as roles
 
         label += f" specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
-        return roles.spec(label, e2m1, out, kind, {**config, "GROUP": _GROUP})
+        return roles.spec(label, e2m1, out, kind, config)
     names = ("x", "w") if of_rows else ("dy", "x")
     pointers = {name + part: "u8" for name in names for part in ("", "_scale")}
     if e2m1:
@@ -587,7 +564,7 @@ def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
         _scaled_rows if of_rows else _scaled_weights,
         label + (" large" if large else ""),
         {**pointers, **dict.fromkeys(("expert", "row", "end"), "i32"), "out": out},
-        {**config, "E2M1": e2m1, "HARDWARE": True, "GROUP": _GROUP},
+        {**config, "E2M1": e2m1, "HARDWARE": True},
         divisible=("P", "N", "width", "across") if of_rows else ("N", "K"),
         min_arch=100 if large else 120,
         max_arch=119 if large else 999,
@@ -641,6 +618,6 @@ def gate() -> list[KernelSpec]:
     found += _weights_specs(key, _WEIGHTS_ROLES)
     for launched in (SCALED_ROWS, SCALED_WEIGHTS):
         for key in map(launched.named, launched.keys):
-            for config in _scaled_roles(key["e2m1"]) if key["large"] else ():
+            for config in scaled_roles(key["e2m1"]) if key["large"] else ():
                 found += launched.specs(key, config)
     return found

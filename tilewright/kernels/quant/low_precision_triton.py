@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.launchers import cdiv, next_power_of_2, without
 from tilewright.kernels.quant.quantize_triton import from_e2m1, from_e4m3, spec
 from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
@@ -28,7 +28,7 @@ SPAN = 128  # columns that share a scale in block-scaled FP8
 
 
 @triton.jit
-def _store(acc, out_ptr, m, n, M, N):
+def store(acc, out_ptr, m, n, M, N):
     tl.store(
         out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
         acc.to(out_ptr.dtype.element_ty),
@@ -80,7 +80,7 @@ def _by_rows(
         a_scale = tl.load(a_scale_at + k, mask=m < M, other=0.0)
         b_scale = tl.load(b_scale_at + k, mask=n < N, other=0.0)
         acc += product(a, b, HARDWARE) * a_scale[:, None] * b_scale[None, :]
-    _store(acc, out_ptr, m, n, M, N)
+    store(acc, out_ptr, m, n, M, N)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _scaled(
         acc = acc * tl.load(a_total_ptr) * tl.load(b_total_ptr)
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    _store(acc, out_ptr, m, n, M, N)
+    store(acc, out_ptr, m, n, M, N)
 
 
 # ---- launchers
@@ -194,7 +194,7 @@ def by_rows(
             roles.dweight(a, a_scale, b, b_scale, None, out[None], c)
             return out
         c = BY_ROWS.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     launch(
         _by_rows,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -238,7 +238,7 @@ def scaled(
             roles.scaled(*factors, bias, roles.Experts(), out, c)
             return out
         c = SCALED.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     launch(
         _scaled,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -299,7 +299,7 @@ def _by_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
 
         label = "fp8 by rows specialized"
         return [roles.spec(f"{label} {out} large", False, out, config) for out in ("bf16", "fp32")]
-    config = {name: value for name, value in config.items() if name != "ROLES"}
+    config = without(config, "ROLES")
     return [
         spec(
             _by_rows,
@@ -331,14 +331,14 @@ def _step(e2m1: bool) -> dict:
     return {"BLOCK_K": 256 if e2m1 else 128}
 
 
-def _scaled_roles(e2m1: bool) -> list[dict]:
+def scaled_roles(e2m1: bool) -> list[dict]:
     return [
         {**dict(zip(_NAMES, tile, strict=True)), **_step(e2m1), "ROLES": True}
         for tile in ((128, 256, 8, 8, 4), (128, 128, 8, 4, 6))
     ]
 
 
-def _scaled_heuristic(e2m1: bool, N: int, width: int, rows: int, large: bool) -> dict:
+def scaled_heuristic(e2m1: bool, N: int, width: int, rows: int, large: bool) -> dict:
     """Not measured on a GPU. 128 rows are what one tensor core instruction of compute capability
     10.0 takes, and sums are in its own memory; on 12.0 they are in registers, 64 per thread of
     eight warps. Steps of 128 bytes.
@@ -347,7 +347,7 @@ def _scaled_heuristic(e2m1: bool, N: int, width: int, rows: int, large: bool) ->
     return {**dict(zip(_NAMES, tile, strict=True)), **_step(e2m1), "ROLES": False}
 
 
-def _scaled_space(e2m1: bool, N: int, width: int, rows: int, large: bool) -> list[dict]:
+def scaled_space(e2m1: bool, N: int, width: int, rows: int, large: bool) -> list[dict]:
     configs = [
         {
             **dict(zip(_NAMES, (128, n, 8, warps, stages), strict=True)),
@@ -359,7 +359,7 @@ def _scaled_space(e2m1: bool, N: int, width: int, rows: int, large: bool) -> lis
         for warps in ((4, 8) if large else (8,))
         for stages in ((2, 3, 4) if large else (2, 3))
     ]
-    return configs + (_scaled_roles(e2m1) if large else [])
+    return configs + (scaled_roles(e2m1) if large else [])
 
 
 def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -373,7 +373,7 @@ def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
             roles.spec(f"{label} {out} large", e2m1, out, "dense", config)
             for out in ("bf16", "fp32")
         ]
-    config = {name: value for name, value in config.items() if name != "ROLES"}
+    config = without(config, "ROLES")
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
     codes = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")
     return [
@@ -396,8 +396,8 @@ SCALED = Tunable(
     "scaled",
     ("e2m1", "N", "width", "rows", "large"),
     "forward_backward",
-    _scaled_heuristic,
-    _scaled_space,
+    scaled_heuristic,
+    scaled_space,
     [
         (e2m1, 4096, 2048 if e2m1 else 4096, 4096, large)
         for e2m1 in (False, True)
@@ -418,6 +418,6 @@ def gate() -> list[KernelSpec]:
     """Specialized warps, which no heuristic takes."""
     found = BY_ROWS.specs(BY_ROWS.named(BY_ROWS.keys[-1]), _BY_ROWS_ROLES)
     for key in map(SCALED.named, SCALED.keys):
-        for config in _scaled_roles(key["e2m1"]) if key["large"] else ():
+        for config in scaled_roles(key["e2m1"]) if key["large"] else ():
             found += SCALED.specs(key, config)
     return found

@@ -29,7 +29,7 @@ import triton.language as tl
 from tilewright.kernels.arrivals import counters
 from tilewright.kernels.device import conversions, dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2
+from tilewright.kernels.launchers import cdiv, next_power_of_2, without
 from tilewright.kernels.quant import nf4_tables, operators
 from tilewright.kernels.quant.operators import FORMATS, Matrix
 from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3, spec
@@ -518,7 +518,7 @@ def fp8(
             fp8_gluon.fp8(x, x_scale, w[None], w_scale, bias, None, out, c)
             return out
         c = FP8.heuristic(*key)
-    c = {name: value for name, value in c.items() if name != "ROLES"}
+    c = without(c, "ROLES")
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     launch(
         _fp8,

@@ -246,11 +246,7 @@ def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _C
 # ---- fused implementations
 
 
-def _saved(q, k, v, beta, initial_state, cu_seqlens, decay, solved):
-    return DeltaSaved(q, k, v, beta, initial_state, cu_seqlens, decay, solved)
-
-
-@delta_rule.formula(constants=("decay", "solved"), saved=_saved)
+@delta_rule.formula(constants=("decay", "solved"), saved=DeltaSaved)
 def _backward(op, grad, saved, options):
     if grad.o is None and grad.state is None:
         return {}

@@ -520,12 +520,16 @@ class HeadRows(NamedTuple):
         return cls(head, target.reshape(-1), valid, plan, group, x.shape[:-1])
 
 
+# The default of an op on the head.
+JUDGED = Judged(of_sums=True)
+
+
 def head_op(
     name: str,
     public: Callable,
     kind: Callable,
     cases: tuple[Case, ...],
-    judged: Judged = Judged(of_sums=True),  # noqa: B008 (a constant)
+    judged: Judged = JUDGED,
     ignores: bool = False,
     **options: Any,
 ) -> Op:

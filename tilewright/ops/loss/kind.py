@@ -17,7 +17,7 @@ from tilewright.core.registry import Case, Judged, Op, instead_of
 from tilewright.core.takes import takes
 from tilewright.kernels.loss.operators import Stats, Wanted
 from tilewright.ops.loss import head_cases
-from tilewright.ops.loss.head import HEAD, RANKS, SIZES, HeadRows, head_op
+from tilewright.ops.loss.head import HEAD, JUDGED, RANKS, SIZES, HeadRows, head_op
 from tilewright.ops.loss.logprob import ARGMAX, SHARED, linear_logprob, scaling_of
 
 # What every kind takes beside its options: what linear_logprob takes beside its own.
@@ -27,7 +27,6 @@ COMMON = [
     if p.name not in ARGMAX
 ]
 PER_TOKEN = "[*T]"  # a declared shape: that of the targets
-ROWS = Judged(of_sums=True)  # as head_op's default
 DOC = """{about}
 
 Statistics are computed in float32, without all logits. Differentiable once in x, weight, bias,
@@ -59,7 +58,7 @@ def kind_op(
     cases: tuple[Case, ...],
     *,
     wanted: Wanted = Wanted(),  # noqa: B008 (a constant)
-    judged: Judged = ROWS,
+    judged: Judged = JUDGED,
     atol: Callable | Mapping[torch.dtype, float] = head_cases.atol,
     **declared: Any,
 ) -> Op:
@@ -123,7 +122,7 @@ def kind_op(
     taking = takes(*SIZES, *RANKS, **HEAD, **declared, **SHARED)(public)
     # Within "products" autocast is off, as implementations need it.
     cast = checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")(taking)
-    op = head_op(name, cast, rows, cases, judged, atol=atol)
+    op = head_op(name, cast, rows, cases, judged, atol=atol)  # which `public` picks from
     return op
 
 

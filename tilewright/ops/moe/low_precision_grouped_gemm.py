@@ -34,12 +34,11 @@ from tilewright.ops.quant.low_precision_linear import (
     Factor,
     Needs,
     Options,
-    Request,
     Result,
     Rounding,
     Saved,
     atol,
-    capability,
+    requested,
     through,
     triton_refuses,
     values,
@@ -113,13 +112,9 @@ def low_precision_grouped_gemm(
     products (arXiv:2412.19437, section 3.3).
     """
     quantize.on_device("x", x)
-    if seed and recipe != "nvfp4":
-        raise ValueError(
-            f"seed must be 0 with recipe {recipe!r}, which rounds to nearest, got {seed}"
-        )
+    request = requested(x, recipe, seed)
     if not offsets.is_cuda and not offsets.is_meta:
         offsets = checked_offsets(offsets, x.shape[0])
-    request = Request(recipe=recipe, capability=capability(x.device) if x.is_cuda else None)
     run = LOW_PRECISION_GROUPED_GEMM.pick(implementation, x, request)
     options = Options(recipe, seed, torch.is_grad_enabled() and weight.requires_grad)
     return run(x, weight, offsets, options)
@@ -342,10 +337,10 @@ def gradients(
     return Gradients(dx, dw)
 
 
-@product.formula(constants=("scale", "total"))
-def _backward(op, g, weight, offsets, data, scale, total, options, needs):
+@product.formula(constants=("scale", "total"), turned=Saved)
+def _backward(op, g, weight, offsets, turned, options, needs):
     needed = Needs(needs["x"], needs["weight"])
-    return op(g.y, weight, offsets, Saved(data, scale, total), options, needed)._asdict()
+    return op(g.y, weight, offsets, turned, options, needed)._asdict()
 
 
 class _Fused:

@@ -166,7 +166,7 @@ def mlp_backward(
     # For the gradient of gate_up_proj, which a quantized one does not have.
     rows=lambda x, weights: x if weights.gate_up.is_dense else None,
     down_bias=lambda biases: biases.down_bias,
-    saved=lambda result: Saved(*result[1:]),
+    saved=Saved,
 )
 def _backward(op, g, weights, rows, down_bias, gate, expert_weight, saved, needs):
     if g.y is None:

@@ -137,7 +137,7 @@ def lora_backward(
     )
 
 
-@lora.formula(constants=Results._fields[1:], saved=lambda result: Saved(*result[1:]))
+@lora.formula(constants=Results._fields[1:], saved=Saved)
 def _backward(op, g, weights, x, expert_weight, adapters, scale, saved, needs):
     if g.y is None:
         return {}

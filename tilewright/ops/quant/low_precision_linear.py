@@ -57,6 +57,15 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def requested(x: torch.Tensor, recipe: str, seed: int) -> Request:
+    """Raises ValueError for a seed that the recipe has no use for."""
+    if seed and recipe != "nvfp4":
+        raise ValueError(
+            f"seed must be 0 with recipe {recipe!r}, which rounds to nearest, got {seed}"
+        )
+    return Request(recipe=recipe, capability=capability(x.device) if x.is_cuda else None)
+
+
 @checks.autocast("products", "x", "w", "bias")
 @takes(
     x="float [..., K]",
@@ -134,12 +143,7 @@ def low_precision_linear(
     (mxfp8); NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149 (nvfp4).
     """
     quantize.on_device("x", x)
-    if seed and recipe != "nvfp4":
-        raise ValueError(
-            f"seed must be 0 with recipe {recipe!r}, which rounds to nearest, got {seed}"
-        )
-    request = Request(recipe=recipe, capability=capability(x.device) if x.is_cuda else None)
-    run = LOW_PRECISION_LINEAR.pick(implementation, x, request)
+    run = LOW_PRECISION_LINEAR.pick(implementation, x, requested(x, recipe, seed))
     # Nothing is kept of x where no gradient of w follows.
     options = Options(recipe, seed, torch.is_grad_enabled() and w.requires_grad)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -391,12 +395,12 @@ def gradients(
     return Gradients(dx, torch.empty_like(w) if needs.dw else None)
 
 
-@product.formula(constants=("scale", "total"))
-def _backward(op, g, w, bias, data, scale, total, options, needs):
+@product.formula(constants=("scale", "total"), turned=Saved)
+def _backward(op, g, w, bias, turned, options, needs):
     found = {}
     if needs["x"] or needs["w"]:
         needed = Needs(needs["x"], needs["w"])
-        found = op(g.y, w, Saved(data, scale, total), options, needed)._asdict()
+        found = op(g.y, w, turned, options, needed)._asdict()
     if needs["bias"]:
         found["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
     return found

@@ -37,11 +37,11 @@ def pieces(qkv, heads):
 # ---- two operators
 
 
-def _gradients(op, dq, dk, dv, *kept):
+def _gradients(op, dq, dk, dv, *of_forward):
     """By name."""
     if dq is None and dk is None and dv is None:
         return {}
-    found = op(dq, dk, dv, *kept)
+    found = op(dq, dk, dv, *of_forward)
     return {"qkv": found.dqkv, "q_weight": found.dq_weight, "k_weight": found.dk_weight}
 
 
