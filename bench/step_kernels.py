@@ -16,6 +16,8 @@ from typing import Any
 FIRST, AFTER = 6, 9
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 GAPS = 12
+# Which BLAS products call before they compute.
+PREPARING = {"aten::resolve_conj", "aten::resolve_neg"}
 
 
 def fields(folder: pathlib.Path) -> dict[str, Any]:
@@ -47,6 +49,7 @@ def read(folder: pathlib.Path) -> list[dict[str, Any]]:
 def _leaves(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Operators that no other one of their thread begins within."""
     found: list[dict[str, Any]] = []
+    events = (e for e in events if e["name"] not in PREPARING)
     for e in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
         last = found[-1] if found else None
         if last and last["tid"] == e["tid"] and e["ts"] < last["ts"] + last["dur"]:

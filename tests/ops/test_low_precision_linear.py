@@ -326,7 +326,7 @@ def test_a_call_says_which_gpu_it_is_for(name, monkeypatch):
     monkeypatch.setattr(op, "pick", lambda n, x, given: asked.append(given) or pick(n, x, given))
     case = next(c for c in op.cases if c.name.startswith("mxfp8"))
     op.public(**case.make("cpu", torch.float32, 0), implementation="eager")
-    assert asked == [Request("mxfp8", 90)]
+    assert asked == [Request(recipe="mxfp8", capability=90)]
 
 
 # ---- derivatives

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tilewright.core.schema import Signature
+from tilewright.core.schema import Signature, described
 
 _SAVED = object()  # in place of a tensor
 # Which have no tensors in them.
@@ -64,6 +65,13 @@ def _name(function: Callable) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
+def _returned(function: Callable) -> Any:
+    """The annotation of what a function or a NamedTuple returns; None if it has none."""
+    if inspect.isfunction(function):
+        return typing.get_type_hints(function).get("return")
+    return function if hasattr(function, "_fields") else None
+
+
 class Formula:
     """The autograd formula of an operator.
 
@@ -105,15 +113,58 @@ class Formula:
         return self.gradients(backward_op, grad, *self.kept(ctx))
 
 
-def _holds(name: str, argument: Any) -> str:
-    """What a value of this name is: "tensors", one or None; "values", which have none in them; or
-    "others", which may. argument: None for a result.
+class _Code:
+    """The functions `keep` and `kept` of a formula, as code: they are part of each call, and loops
+    took four times as long.
+
+    globals: what they read.
+    lines: of `keep`, which set what is kept.
+    tensors: variables that are tensors or None.   values: that have no tensors in them.   others:
+        that may have some, folded.
     """
-    if argument is None:
-        return "others" if name == "result" else "tensors"
-    if argument.is_tensor:
-        return "tensors"
-    return "others" if argument.tensors or argument.list_of_tensors else "values"
+
+    def __init__(self) -> None:
+        self.globals: dict[str, Any] = {"_fold": _fold, "_unfold": _unfold, "_ATOMS": _ATOMS}
+        self.lines: list[str] = []
+        self.tensors: list[str] = []
+        self.values: list[str] = []
+        self.others: list[str] = []
+
+    def place(self, name: str, argument: Any) -> str:
+        """Keeps the variable of this name; returns what `kept` has for it.
+
+        argument: what the signature knows of it; None: nothing.
+        """
+        if argument is not None and argument.is_tensor:
+            self.tensors.append(name)
+        elif argument is not None and (fields := argument.fields) and argument.tensors:
+            return self._place_fields(name, argument, fields)
+        elif argument is not None and not (argument.tensors or argument.list_of_tensors):
+            self.values.append(name)
+        else:
+            kept = f"{name}__folded"
+            self.lines += [
+                f"    {kept} = {name}",
+                f"    if type({kept}) not in _ATOMS:",
+                f"        {kept} = _fold({kept}, _rest)",
+            ]
+            self.others.append(kept)
+            return f"_unfold({kept}, _rest)"
+        return name
+
+    def _place_fields(self, name: str, argument: Any, fields: Sequence[Any]) -> str:
+        """Keeps the fields of a NamedTuple, or of None."""
+        self.globals[f"{name}__made"] = argument.made
+        given = name
+        if argument.optional:
+            given = f"{name} or {(None,) * len(fields)}"
+            self.lines.append(f"    {name}__is = {name} is not None")
+            self.values.append(f"{name}__is")
+        names = [f"{name}__{field.name}" for field in fields]
+        self.lines.append(f"    [{', '.join(names)}] = {given}")
+        parts = ", ".join([self.place(*pair) for pair in zip(names, fields, strict=True)])
+        made = f"{name}__made(({parts},))"
+        return f"({made} if {name}__is else None)" if argument.optional else made
 
 
 def _generated(
@@ -122,9 +173,7 @@ def _generated(
     signature: Signature,
     computed: Mapping[str, Callable],
 ) -> tuple[Callable[[Any, Sequence, Any], None], Callable[[Any], list]]:
-    """The functions `keep` and `kept` of these names, as code: they are part of each call, and
-    loops took four times as long.
-    """
+    """The functions `keep` and `kept` of these names."""
     arguments = {argument.name: argument for argument in signature.arguments}
     results: tuple[str, ...] = getattr(signature.result, "_fields", ())
     for name in computed:
@@ -139,39 +188,38 @@ def _generated(
             f"{[*arguments, *results]}, or a function given to formula(), got {name!r}"
         )
 
-    globals_: dict[str, Any] = {"_fold": _fold, "_unfold": _unfold, "_ATOMS": _ATOMS}
-    parts: dict[str, list[str]] = {"tensors": [], "values": [], "others": []}
-    lines, back = [], []
+    code, back = _Code(), []
     for name in names:
         if name in computed:
-            globals_[f"computed_{name}"] = function = computed[name]
+            function = computed[name]
             given = [known(n, function) for n in inspect.signature(function).parameters]
-            value, holds = f"computed_{name}({', '.join(given)})", "others"
+            code.globals[f"{name}__of"] = function
+            code.lines.append(f"    {name}__computed = {name}__of({', '.join(given)})")
+            back.append(code.place(f"{name}__computed", described(_returned(function))))
+        elif known(name, gradients) in arguments:
+            back.append(code.place(name, arguments[name]))
         else:
-            value, holds = known(name, gradients), _holds(name, arguments.get(name))
-        if holds == "others":
-            lines += [f"    kept_{name} = {value}", f"    if type(kept_{name}) not in _ATOMS:"]
-            lines += [f"        kept_{name} = _fold(kept_{name}, _tensors)"]
-        parts[holds].append(f"kept_{name}" if holds == "others" else name)
-        back.append(f"_unfold(kept_{name}, _rest)" if holds == "others" else name)
-    directly = ", ".join([*parts["values"], *parts["others"]])
+            of_result = torch.Tensor if name in results else signature.annotated
+            back.append(code.place(name, described(of_result)))
     fields = ["_" if name in arguments else name for name in results]
+    directly, some = ", ".join([*code.values, *code.others]), bool(code.others)
+    saved = ", ".join([*code.tensors, *["*_rest"] * some])  # _rest: the tensors of the others
     source = [
         "def keep(_ctx, _arguments, result):",
         f"    [{', '.join(arguments)}] = _arguments",
         *([f"    [{', '.join(fields)}] = result"] if results else []),
-        f"    _tensors = [{', '.join(parts['tensors'])}]",
-        *lines,
+        *["    _rest = []"] * some,
+        *code.lines,
         f"    _ctx.kept = [{directly}]",
-        "    _ctx.save_for_backward(*_tensors)",
+        f"    _ctx.save_for_backward({saved})",
         "def kept(_ctx):",
-        f"    [{', '.join([*parts['tensors'], '*_rest'])}] = _ctx.saved_tensors",
+        f"    [{saved}] = _ctx.saved_tensors",
         f"    [{directly}] = _ctx.kept",
-        "    _rest = iter(_rest)",
+        *["    _rest = iter(_rest)"] * some,
         f"    return [{', '.join(back)}]",
     ]
     made: dict[str, Any] = {}
     file = f"<what {_name(gradients)} keeps>"
     linecache.cache[file] = (0, None, [f"{line}\n" for line in source], file)
-    exec(compile("\n".join(source), file, "exec"), globals_, made)
+    exec(compile("\n".join(source), file, "exec"), code.globals, made)
     return made["keep"], made["kept"]

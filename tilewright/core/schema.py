@@ -34,10 +34,13 @@ class _Leaf:
     """An argument that schemas have.
 
     leaves: the names and annotations of its flat arguments.
+    fields: of a NamedTuple.
     is_tensor: whether it is a tensor or None.
     types: those that launchers take unchanged; the dispatcher converts or refuses others. Empty
         for any.
     """
+
+    fields: Sequence[_Leaf] = ()
 
     def __init__(self, name: str, annotation: Any):
         self.name, self.leaves = name, [(name, annotation)]
@@ -112,6 +115,7 @@ class _Structure(_Leaf):
         if optional:
             self.leaves = [(name, kind | None) for name, kind in self.leaves]
         self.flat = all(type(field) is _Leaf for field in self.fields)
+        self.made = _maker(structure)
 
     def write(self, value, flat):
         if value is None:
@@ -164,7 +168,17 @@ def _single(structures: list[tuple[int, Any]]) -> tuple[int, int, Callable] | No
     [(i, only)] = structures
     if not isinstance(only, _Structure) or only.optional:
         return None
-    return i, i + len(only.fields), _maker(only.structure)
+    return i, i + len(only.fields), only.made
+
+
+def described(annotation: Any) -> _Leaf | None:
+    """What is known of a value by its annotation, of a tensor, a NamedTuple or either or None; None
+    of all others.
+    """
+    kinds = {*_options(annotation)}
+    if kinds <= {torch.Tensor, _ABSENT} or any(hasattr(kind, "_fields") for kind in kinds):
+        return _argument("", annotation)
+    return None
 
 
 class Signature:
@@ -189,6 +203,7 @@ class Signature:
             raise ValueError(f"{function.__qualname__}: two arguments have one name: {self.names}")
         returned = None if hints["return"] is _ABSENT else hints["return"]
         self.result = returned if hasattr(returned, "_fields") else None
+        self.annotated = returned
         self._returned = returned
         if self.result is not None:
             self._returned = tuple[tuple(torch.Tensor for _ in self.result._fields)]

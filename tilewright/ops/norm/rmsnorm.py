@@ -224,9 +224,13 @@ def parameters(weight, bias, dtypes):
     return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
+def _normalized(x, residual, total) -> torch.Tensor:
+    return x if residual is None else total
+
+
 # What a norm's formula needs besides its own arguments and results.
 OF_NORM = {
-    "normalized": lambda x, residual, total: x if residual is None else total,
+    "normalized": _normalized,
     "has_bias": lambda bias: bias is not None,
     "dtype": lambda x: x.dtype,
 }

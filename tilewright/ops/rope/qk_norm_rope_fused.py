@@ -45,7 +45,7 @@ def _gradients(op, dq, dk, dv, *of_forward):
     return {"qkv": found.dqkv, "q_weight": found.dq_weight, "k_weight": found.dk_weight}
 
 
-def _normalized(qkv, rstd):
+def _normalized(qkv, rstd) -> torch.Tensor | None:
     return None if rstd is None else qkv
 
 
