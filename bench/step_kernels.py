@@ -16,7 +16,7 @@ from typing import Any
 FIRST, AFTER = 6, 9
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 GAPS = 12
-# Which BLAS products call before they compute.
+# What aten::mm calls before BLAS computes the product, whose time is its own.
 PREPARING = {"aten::resolve_conj", "aten::resolve_neg"}
 
 

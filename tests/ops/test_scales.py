@@ -60,8 +60,9 @@ CALLS = [
 ]
 
 
-# The twin's own error counts as this at least: in so few elements it is smaller by chance.
-ROUNDINGS = 8 * torch.finfo(F32).eps
+# The twin's error counts as this at least where PyTorch's own op is judged, which sums in an order
+# that differs by processor: in so few elements the twin's error may be smaller by chance.
+OF_TORCH = 8 * torch.finfo(F32).eps
 
 
 def scaled(kwargs, largest):
@@ -117,7 +118,7 @@ def judge(op, name, dtype, kwargs, largest):
         if not exempt:
             assert (r.isfinite() | ~e.isfinite()).all(), f"{where} is not finite"
         own = contract.error(e.where(both, 0), t.where(both, 0))[0]
-        budget = 2 * max(own, ROUNDINGS) + atol
+        budget = 2 * max(own, OF_TORCH if name == "torch" else 0.0) + atol
         worst, at = contract.error(r.where(both, 0), t.where(both, 0))
         assert worst <= budget, f"{where}: {worst:.2e} > {budget:.2e} at {at}"
         if exempt:

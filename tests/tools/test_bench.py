@@ -8,6 +8,7 @@ import math
 import pathlib
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,23 @@ def test_roofline_takes_the_tighter_bound_and_adds_the_passes():
     assert measured.copy_bytes_per_second > 0 and measured.flops_per_second["float32"] > 0
     with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
         timing.clock("tpu")
+
+
+def test_a_slow_peak_is_three_samples(monkeypatch):
+    """As of bfloat16 products on a processor without instructions for them: 2 s each."""
+    now, taken = [0.0], []
+
+    def sample(fn, calls):
+        taken.append(calls)
+        now[0] += calls
+        return 1.0
+
+    kinds = iter([0.1, 4.0])  # seconds of a sample: of the copy, then of the product
+    clock = SimpleNamespace(prepare=lambda fn: next(kinds), sample=sample)
+    monkeypatch.setattr(timing, "clock", lambda device, seconds: clock)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timing.measure_roofline("cpu", [torch.bfloat16], copy_bytes=2**16, matmul=8)
+    assert taken == [0.1] * 12 + [4.0] * 3
 
 
 # ---- the gate

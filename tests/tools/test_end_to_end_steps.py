@@ -102,6 +102,17 @@ def test_kernels_of_a_step_are_those_of_the_trace(tmp_path):
     assert 0 < row["busy_ms"] <= row["span_ms"]
 
 
+def test_a_product_is_a_kernel_although_it_calls_operators_that_compute_nothing():
+    def event(name, begin, length):
+        return {"cat": "cpu_op", "name": name, "ts": begin, "dur": length, "tid": 1}
+
+    within = [event("aten::resolve_conj", 2.0, 1.0), event("aten::resolve_neg", 4.0, 1.0)]
+    found = step_kernels.summary(
+        [event("aten::linear", 0.0, 20.0), event("aten::mm", 1.0, 18.0), *within], steps=1
+    )
+    assert [(k["kernel"], k["us"]) for k in found["kernels"]] == [("aten::mm", 18.0)]
+
+
 def test_a_kernel_is_told_by_the_operator_that_launched_it():
     def event(kind, name, begin, length, number):
         about = {"cat": kind, "name": name, "ts": begin, "dur": length, "tid": 1}

@@ -211,6 +211,7 @@ def test_a_family_trains_on_ranks_as_in_one_process(mode, trained):
         nearly_same_training(*({n: r[n][:1] for n in ("loss", "norm")} for r in (found, want)))
         # Later a rounding may choose a token's expert: 1e-3 without AVX-512.
         assert found["loss"][1:] == pytest.approx(want["loss"][1:], rel=2e-3)
+        assert found["norm"][1:] == pytest.approx(want["norm"][1:], rel=6e-3)
         bias = "model.layers.1.mlp.gate.e_score_correction_bias"
         assert torch.equal(found["weights"][bias], want["weights"][bias])
         return

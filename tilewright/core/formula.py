@@ -82,7 +82,8 @@ class Formula:
         before a result. With a parameter `needs`, needs[name] tells whether an argument's gradient
         is needed.
     computed: name -> a function, or a NamedTuple, whose parameters name arguments and results
-        likewise.
+        likewise. A call takes less host time where it is annotated to return a tensor or a
+        NamedTuple, or is one: then nothing is searched for tensors.
     constants: floating-point results without a derivative.
     twice: the formula consists of differentiable calls only.
 
@@ -119,8 +120,9 @@ class _Code:
 
     globals: what they read.
     lines: of `keep`, which set what is kept.
-    tensors: variables that are tensors or None.   values: that have no tensors in them.   others:
-        that may have some, folded.
+    tensors: variables that are tensors or None.
+    values: variables without tensors in them.
+    others: variables that may have tensors in them, folded (`_fold`).
     """
 
     def __init__(self) -> None:

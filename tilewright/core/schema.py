@@ -172,8 +172,8 @@ def _single(structures: list[tuple[int, Any]]) -> tuple[int, int, Callable] | No
 
 
 def described(annotation: Any) -> _Leaf | None:
-    """What is known of a value by its annotation, of a tensor, a NamedTuple or either or None; None
-    of all others.
+    """A value of this annotation as if it were an argument. None unless that is a tensor or a
+    NamedTuple, or one of them or None.
     """
     kinds = {*_options(annotation)}
     if kinds <= {torch.Tensor, _ABSENT} or any(hasattr(kind, "_fields") for kind in kinds):
@@ -188,6 +188,7 @@ class Signature:
     names: of the flat arguments.
     structured: whether the schema has other arguments or results than Python.
     result: the NamedTuple of the results, or None.
+    annotated: the annotation of the results; None if there are none.
     made: that, from a sequence of its fields.
     direct: the arguments of a call that bypasses the dispatcher.
     expands: whether those are more than Python's, which are NamedTuples with tensors.

@@ -535,7 +535,7 @@ WEIGHTS = Tunable(
 )
 
 
-# Those of low_precision_triton.py, which do not depend on sizes.
+# The configurations of dense products. Their key's fields have other names here.
 
 
 def _scaled_heuristic(e2m1: bool, N: int, K: int, rows: int, large: bool) -> dict:
