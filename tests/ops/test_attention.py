@@ -1015,11 +1015,17 @@ def test_auto_on_a_cpu_takes_cpp_for_what_pytorch_does_not_compute():
         assert chosen == ["cpp", "cpp", "eager"], (option, FLOATS)
 
 
-@pytest.mark.parametrize("theirs_are_slower", [True, False])
-def test_auto_on_a_cpu_takes_cpp_where_pytorchs_products_are_slower(theirs_are_slower, monkeypatch):
+@pytest.mark.parametrize(
+    "capability, ours, theirs_are_slower",
+    [("AVX512", True, True), ("AVX512", False, False), ("AVX2", False, True)],
+)
+def test_auto_on_a_cpu_takes_cpp_where_pytorchs_is_slower(
+    capability, ours, theirs_are_slower, monkeypatch
+):
     if reason := platform.no_cpp("cpu"):
         pytest.skip(reason)
-    monkeypatch.setattr(products, "takes", lambda dtype: theirs_are_slower)
+    monkeypatch.setattr(products, "takes", lambda dtype: ours)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     for request in (None, Request(head_dim=64, packed=True)):
         chosen = [ATTENTION.choose("cpu", dtype, request) for dtype in FLOATS]
         assert chosen == ["cpp" if theirs_are_slower else "sdpa"] * 2 + ["sdpa"]

@@ -1652,11 +1652,10 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path
         step_in_one_process(path, make_bins(), f"--train.enable_mixed_precision={m}")
         for m in ("false", "true")
     )
-    assert exact["loss"] != mixed["loss"] and mixed["loss"] == pytest.approx(
-        exact["loss"], rel=2e-2
-    )
+    assert mixed["loss"] == pytest.approx(exact["loss"], rel=2e-2)
     for name, grad in exact["grads"].items():
-        assert mixed["grads"][name].dtype == torch.float32
+        # The losses alone may round to the same number.
+        assert mixed["grads"][name].dtype == torch.float32 and not mixed["grads"][name].equal(grad)
         assert (mixed["grads"][name] - grad).norm() <= 0.05 * grad.norm(), name
 
 

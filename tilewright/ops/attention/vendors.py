@@ -467,11 +467,13 @@ def slower_than_triton(device_type: str, request: Request | None) -> str | None:
 
 
 def slower_than_sdpa(device_type: str, request: Request | None) -> str | None:
-    """The C++ kernels have been measured on an AMD EPYC 9005 alone, whose AVX-512 ATen's products
-    do not use: PyTorch's took 3.2 times as long in float32 (docs/performance.md). Where ATen's
-    products are the faster ones, PyTorch's is taken.
+    """The C++ kernels have been measured on AMD EPYCs: PyTorch's took 3.2 times as long in float32
+    on one whose AVX-512 ATen's products do not use, and 1.8 times on one with AVX2 alone, where its
+    gradients in bfloat16 miss the contract (docs/performance.md). Where ATen's products may be the
+    faster ones, PyTorch's is taken.
     """
-    return None if products.takes(torch.float32) else "sdpa"
+    with_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return None if with_avx2 or products.takes(torch.float32) else "sdpa"
 
 
 def _major(device_type: str) -> int:
