@@ -12,6 +12,7 @@ from tilewright import selection
 from tilewright.bench import report, sources, timing
 from tilewright.bench.peers import peer_of
 from tilewright.bench.providers import BASELINES
+from tilewright.core import platform
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ class Device:
     @property
     def title(self) -> str:
         return f"{self.name} ({self.kind})"
+
+    @property
+    def slug(self) -> str:
+        """In names of files."""
+        return platform.slug(self.name)
 
     @property
     def capability(self) -> str | None:

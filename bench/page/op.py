@@ -217,7 +217,7 @@ def performance(op: Op, devices: Sequence[Device]) -> list[str]:
             "",
             "Medians [p20, p80] in ms of what `auto` takes; the last columns are its speedups over "
             "the other providers ([how](../benchmarking.md), "
-            f"[reasons where it is slower](../performance.md#where-auto-is-slower)). Raw: "
+            f"[reasons where it is slower](../performance_{device.slug}.md#where-auto-is-slower)). Raw: "
             f"{', '.join(raw_files)}.",
             "",
             '<div class="numbers" markdown>',

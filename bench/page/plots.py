@@ -9,7 +9,6 @@ from bench.page.pictures import Picture
 from bench.page.raw import Group, Raw
 from bench.page.text import origins
 from tilewright.bench.timing import geomean
-from tilewright.core import platform
 
 
 def pictures_of(plots: Iterable[Picture], kind: str) -> list[str]:
@@ -40,10 +39,6 @@ def hollow(panels: list[dict]) -> str:
     if all(p[-1] for panel in panels for p in panel["points"]):
         return ""
     return " Hollow: measured on code that has changed since, or with local changes."
-
-
-def _slug(device: Device) -> str:
-    return platform.slug(device.name)
 
 
 def _headline_picture(device: Device, folder: str) -> list[Picture]:
@@ -86,7 +81,7 @@ def _headline_picture(device: Device, folder: str) -> list[Picture]:
     return [
         Picture(
             "headline",
-            f"{folder}/{_slug(device)}-headline.png",
+            f"{folder}/{device.slug}-headline.png",
             f"Speedup of auto over eager PyTorch and torch.compile by op, {device.name}",
             "The means of the table above by op, without comparisons that nobody would make."
             + hollow(panels),
@@ -141,7 +136,7 @@ def _roofline_picture(device: Device, results: Raw, folder: str) -> list[Picture
     return [
         Picture(
             "roofline",
-            f"{folder}/{_slug(device)}-roofline.png",
+            f"{folder}/{device.slug}-roofline.png",
             f"Roofline of {device.name}",
             caption,
             {"title": device.title, "from": origins(used), "panels": panels},
@@ -187,7 +182,7 @@ def _ratio_pictures(device: Device, folder: str) -> list[Picture]:
         pictures.append(
             Picture(
                 "ratios",
-                f"{folder}/{_slug(device)}-ratios{number_}.png",
+                f"{folder}/{device.slug}-ratios{number_}.png",
                 f"Speedup of auto over other providers, {device.name}",
                 caption,
                 {"title": device.title, "from": origins(used), "rows": page, "panels": panels},

@@ -104,7 +104,7 @@ def test_the_page_shows_it(rows, tmp_path):
         },
     )
     text = build(folder.parent, tmp_path / "docs" / "performance.md").text
-    said = text.split("### A training step", 1)[1].split("###", 1)[0]
+    said = text.split("## A training step", 1)[1].split("## ", 1)[0]
     theirs, ours = rows[2:]
     line = next(found for found in said.splitlines() if "| bfloat16 | trainer |" in found)
     assert f"| {number(theirs['median_ms'] / ours['median_ms'])} |" in line and "| 0.955 |" in line

@@ -16,15 +16,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 UNITS = "s|ms|µs|seconds|minutes|min|MiB|GiB|MB|GB|GB/s|TFLOP/s|tokens/s|times|x|%"
 FIGURE = re.compile(rf"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w/])")
 OTHERS = (
-    "performance.md", "performance_ops.md", "predicted.md", "predicted_measured.md", "margins.md",
-    "goals.md", "truth.md",
+    "performance*.md", "predicted.md", "predicted_measured.md", "margins.md", "goals.md", "truth.md",
 )  # fmt: skip
 H100, SECOND = "nvidia-h100-2026-11-26", "nvidia-h100-2026-11-26b"
 THIRD = "nvidia-h100-2026-11-27"
 PAGES = [
     ROOT / name
     for name in ("README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if pathlib.Path(name).name not in OTHERS
+    if not any(pathlib.Path(name).match(pattern) for pattern in OTHERS)
 ]
 
 

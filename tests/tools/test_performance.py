@@ -241,7 +241,12 @@ def test_the_headline_is_a_mean_over_cases_and_then_over_ops(root):
             row("liger", 3, op="rope"),
         ],
     )
-    headline = section(build(root).text, "### Headline")
+    page = build(root)
+    main, of_device, *_ = page.texts
+    assert of_device.name == "performance_nvidia-h200.md" and of_device.parent == main.parent
+    said = line(page.texts[main], "[NVIDIA H200](performance_nvidia-h200.md)")
+    assert "| cuda | 3 | 2 | 6.00 |" in said
+    headline = section(page.texts[of_device], "## Headline")
     # rmsnorm: sqrt(4 * 9) = 6; rope: 6
     assert "| 6.00 | 6.00 | 6.00 to 6.00 | 2 | 3 | 3 | 0 | 0 |" in line(headline, "| eager |")
     assert "| 3.00 | 3.00 | 3.00 to 3.00 | 1 | 1 |" in line(headline, "| liger |")
@@ -254,7 +259,8 @@ def test_old_and_changed_code_is_marked_and_in_no_headline(root):
     )
     results(root, [row("eager", 8, op="silu_mul"), row("triton", 1, op="silu_mul")], "new")
     page = build(root).text
-    headline = section(page, "### Headline")
+    assert "| 8.00 | 3 |" in line(page, "[NVIDIA H200](")  # of 4 comparisons 3 are left out
+    headline = section(page, "## Headline")
     assert "| 8.00 | 8.00 | 8.00 to 8.00 | 1 | 1 | 1 | 0 | 0 |" in line(headline, "| eager |")
     assert line(headline, "| eager |").endswith("| 2 |")  # left out
     assert "| torch.compile |" not in headline
@@ -268,7 +274,7 @@ def test_what_nobody_runs_is_in_no_headline_and_says_why(root):
         row(p, ms, op="aqn_noise") for p, ms in (("compile", 9), ("torch-randn", 2), ("triton", 1))
     ]
     results(root, rows)
-    headline = section(build(root).text, "### Headline")
+    headline = section(build(root).text, "## Headline")
     assert "| torch.compile |" not in headline
     assert "`aqn_noise` over torch.compile; who needs noise" in headline
     assert "| 2.00 | 2.00 |" in line(headline, "torch-randn", "fused op")
@@ -277,7 +283,7 @@ def test_what_nobody_runs_is_in_no_headline_and_says_why(root):
 def test_the_fastest_of_a_peers_ways_counts_and_is_named(root):
     ways = [row("transformers", 30), row("transformers-grouped", 3), row("triton", 2)]
     results(root, ways)
-    said = line(section(build(root).text, "### Headline"), "| transformers |")
+    said = line(section(build(root).text, "## Headline"), "| transformers |")
     assert "| 1.50 | 1.50 |" in said and "transformers-grouped" in said
 
 
@@ -289,7 +295,7 @@ def rounds(provider, times):
 def test_a_ratio_whose_interval_holds_one_is_equal(root):
     ours, theirs = [2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
     results(root, [rounds("compile", theirs), rounds("triton", ours)])
-    headline = section(build(root).text, "### Headline")
+    headline = section(build(root).text, "## Headline")
     # The rounds' ratios: 0.5, 2, 0.5, 2, 1.5, 2, 1.5.
     assert "| equal, 1.00 [0.700, 2.00] |" in line(headline, "| `rmsnorm` |")
     assert "| 1 | 1 | 0 | 1 | 0 |" in line(headline, "| torch.compile |")
@@ -299,7 +305,7 @@ def test_a_ratio_whose_interval_holds_one_is_equal(root):
 def test_fewer_than_seven_rounds_are_said(root):
     results(root, [rounds("compile", [3.0] * 6), rounds("triton", [1.0] * 6)])
     page = build(root).text
-    assert "6 (1 of 1 with fewer than 7)" in line(section(page, "### Headline"), "| `rmsnorm` |")
+    assert "6 (1 of 1 with fewer than 7)" in line(section(page, "## Headline"), "| `rmsnorm` |")
     assert "6 (fewer than 7) x 1" in section(page, "#### `rmsnorm`")
 
 
@@ -355,7 +361,7 @@ def test_a_newest_row_that_failed_hides_the_older_time(root):
     failed = row("triton", status="failed", reason="out 0: error 1")
     results(root, [row("eager", 9.0), failed], "newer")
     page = build(root).text
-    assert "#### `rmsnorm`" not in page and "### Headline" not in page and "out 0: error 1" in page
+    assert "#### `rmsnorm`" not in page and "## Headline" not in page and "out 0: error 1" in page
 
 
 def test_a_ratio_is_never_of_two_runs(root):
@@ -369,7 +375,7 @@ def test_a_ratio_is_never_of_two_runs(root):
     page = build(root).text
     said = line(section(page, "#### `rmsnorm`"), "qwen3-8b")
     assert "3.00 [3.00, 3.00] (liger)" in said and "5.00" in said
-    assert "bbbbbbbbbb, 2026-11-19" in line(section(page, "### Headline"), "| liger |")
+    assert "bbbbbbbbbb, 2026-11-19" in line(section(page, "## Headline"), "| liger |")
 
 
 def test_an_older_ratio_of_another_implementation_is_not_of_auto(root):
@@ -377,7 +383,7 @@ def test_an_older_ratio_of_another_implementation_is_not_of_auto(root):
     results(root, older, "older", meta(date="2026-11-19"))
     results(root, [row("triton", 2.0, auto=False), row("cute", 1.0, auto=True)], "newer")
     page = build(root).text
-    assert "In none of the 1 comparisons" in page and "liger" not in section(page, "### Headline")
+    assert "In none of the 1 comparisons" in page and "liger" not in section(page, "## Headline")
 
 
 def test_an_older_result_that_says_otherwise_is_shown(root):
@@ -397,7 +403,7 @@ REASON = '[[reason]]\nop = "rms*"\nagainst = "compile"\nreason = "The registers 
 def test_a_slower_case_is_listed_with_its_reason_or_without(root):
     results(root, BEHIND)
     page = build(root)
-    said = line(section(page.text, "### Where `auto` is slower"), "`rmsnorm`")
+    said = line(section(page.text, "## Where `auto` is slower"), "`rmsnorm`")
     assert "| compile | 0.500 [0.500, 0.500] |" in said and NO_REASON in said
     [case] = page.unexplained
     assert "rmsnorm qwen3-8b bfloat16 compile" in case
@@ -431,7 +437,7 @@ def test_a_slower_case_that_is_equal_needs_no_reason_and_one_that_overlaps_does(
     ):
         results(root, [rounds("compile", theirs), rounds("triton", ours)])
         page = build(root)
-        said = line(section(page.text, "### Where `auto` is slower"), "| compile |")
+        said = line(section(page.text, "## Where `auto` is slower"), "| compile |")
         assert ("Within spread: p20 to p80 are " in said) == equal
         assert ("no reason known yet" in said) != equal and bool(page.unexplained) != equal
 
@@ -440,7 +446,7 @@ def test_without_a_backward_forward_is_compared(root):
     only = [row("compile", 1.0, forward_backward=None), row("triton", 2.0, forward_backward=None)]
     results(root, only)
     assert "| 0.500 [0.500, 0.500] | forward |" in section(
-        build(root).text, "### Where `auto` is slower"
+        build(root).text, "## Where `auto` is slower"
     )
 
 
@@ -573,7 +579,7 @@ def test_the_worst_and_the_best_case_of_a_goal(root, monkeypatch):
 
 def test_ops_without_a_time_are_named(root):
     results(root, AHEAD)
-    said = section(build(root).text, "### Not measured here")
+    said = section(build(root).text, "## Not measured here")
     assert "llama" in line(said, "`rmsnorm`") or "gemma" in line(said, "`rmsnorm`")
     assert "qwen3-8b," not in line(said, "`rmsnorm`")
     for name in selection.operations().keys() - {"rmsnorm"}:
@@ -711,7 +717,7 @@ def test_a_suite_is_read_whole(root):
     assert "| yes | 1.50 | 1.50 | 1.50 | 1.50 | 0.250 |" in section(page, "### Host time of a call")
     said = line(page, "| [suite]")
     assert said.endswith("| unknown | 3.50 |") and "| `python -m bench suite --minutes 9` |" in said
-    assert "4000 | 50.0 | 800 | 1980 MHz SM" in section(page, "### Measured roofline")
+    assert "4000 | 50.0 | 800 | 1980 MHz SM" in section(page, "## Measured roofline")
     assert "no: 1 of 2 units not reached" in section(page, "## Raw files")
     assert "time/rope.a.bfloat16" in line(page, "SIGSEGV")
     assert "#### `rmsnorm`" in page and "code changed since" in section(page, "#### `rmsnorm`")
@@ -1027,7 +1033,10 @@ def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
     )
     for path, text in page.texts.items():
         assert path.read_text() == text, f"run `{COMMAND}`"
-    assert len(page.texts[out].splitlines()) < 500  # two processors and a GPU
+    assert {p.name for p in out.parent.glob("performance*.md")} == {p.name for p in page.texts}
+    for path, text in page.texts.items():
+        if not path.stem.endswith("_ops"):
+            assert len(text.splitlines()) < 250, path  # a few screens
     assert not page.unexplained
 
 
