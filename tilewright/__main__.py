@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p = command("check", "check the numerics contract of an implementation on an op's small cases")
     p.add_argument("op")
-    p.add_argument("--implementation", required=True, metavar="NAME")
+    p.add_argument("--implementation", metavar="NAME", help="auto, or a name that explain OP shows")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32, bfloat16 and float16")
     for name, help_ in LAB.items():
         commands.add_parser(name, help=help_, add_help=False)
@@ -120,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         op = None if args.op is None else selection.known(args.op)
         if op is not None and args.command == "check" and args.implementation != "auto":
+            if args.implementation is None:
+                raise ValueError(f"--implementation is one of {', '.join(['auto', *op.names()])}")
             op.implementation(args.implementation)
     except ValueError as error:
         print(f"tilewright {args.command}: {error}", file=sys.stderr)

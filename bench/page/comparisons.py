@@ -91,7 +91,7 @@ NOBODY_RUNS = {
 def flaws(source: Source, op: str) -> list[str]:
     """Why a result is no evidence about today's code: it is in no headline."""
     found, table = [], selection.operations()
-    if op not in table or source.meta.get("source") != sources.digest(table[op]):
+    if op not in table or source.meta.get("source") != sources.digest(table[op], source.device[0]):
         found.append("code changed since")
     if source.meta.get("dirty") is not False:
         found.append("local changes" if source.meta.get("dirty") else "local changes unknown")

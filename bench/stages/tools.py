@@ -105,7 +105,7 @@ def _output(command: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _digest(ops: Iterable[Op]) -> str:
-    return " ".join(sources.digest(op) for op in ops)
+    return " ".join(sources.digest(op, "cuda") for op in ops)
 
 
 # ---- compute-sanitizer

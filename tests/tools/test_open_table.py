@@ -190,6 +190,9 @@ def test_check_refuses_what_it_does_not_know(capsys):
     assert "unknown op 'nope'" in capsys.readouterr().err
     assert cli.main(["check", "hadamard", "--implementation", "nope"]) == 2
     assert "unknown implementation 'nope'" in capsys.readouterr().err
+    assert cli.main(["check", "hadamard"]) == 2
+    said = "tilewright check: --implementation is one of auto, triton, cpp, eager\n"
+    assert capsys.readouterr().err == said
 
 
 def test_an_implementation_that_computes_nothing_does_not_pass(table, capsys):

@@ -587,7 +587,7 @@ def test_parity_tells_what_holds_what_is_broken_and_what_raised():
     (unit,) = planned(op, "parity")
     assert (
         unit.name == "parity/rmsnorm.ragged"
-        and unit.source == sources.digest(op) != sources.digest()
+        and unit.source == sources.digest(op, "cpu") != sources.digest()
     )
     document = unit.make()
     found = {r["implementation"]: r for r in document["results"]}
@@ -1305,6 +1305,7 @@ def copied(tmp_path, monkeypatch):
     for name in ("PACKAGE", "CSRC"):
         monkeypatch.setattr(sources, name, tmp_path / getattr(sources, name).relative_to(root))
     monkeypatch.setattr(sources, "CORE", [tmp_path / p.relative_to(root) for p in sources.CORE])
+    sources._operators.cache_clear()
     yield tmp_path
     sources.digest.cache_clear()
     sources._operators.cache_clear()
@@ -1420,6 +1421,29 @@ def test_every_source_belongs_to_an_op():
     apart.add(sources.PACKAGE / "ops" / "loss" / "kind.py")  # makes ops of others
     apart.add(sources.CSRC / "cpu" / "portable.cpp")  # of the linker alone
     assert kernels - seen <= apart
+
+
+def test_an_edit_of_a_gpus_kernel_makes_no_result_of_a_cpu_stale_nor_the_other_way_round(copied):
+    def both(op):
+        sources.digest.cache_clear()
+        return [sources.digest(op, device) for device in ("cpu", "cuda")]
+
+    ops = OPS["rmsnorm"], OPS["route"]
+    before = [both(op) for op in ops]
+    for name, stale in (
+        ("tilewright/kernels/norm/rmsnorm_triton.py", [False, True]),
+        ("tilewright/kernels/norm/rmsnorm_cute.py", [False, True]),
+        ("csrc/cpu/rmsnorm.cpp", [True, False]),
+        ("tilewright/kernels/norm/operators.py", [True, True]),
+        ("tilewright/ops/norm/rmsnorm.py", [True, True]),
+    ):
+        path = copied / name
+        text = path.read_text()
+        path.write_text(f"{text}\nint another;\n" if path.suffix == ".cpp" else f"{text}\nx = 1\n")
+        after = [both(op) for op in ops]
+        found = [a != b for a, b in zip(after[0], before[0], strict=True)]
+        assert found == stale and after[1] == before[1], name
+        path.write_text(text)
 
 
 def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path, forks):

@@ -1,9 +1,11 @@
 """Identifies the sources of a measurement: one digest per op, from the syntax of its code.
 
 An op's sources are its module, its kernels and everything that these import within the package, the
-C++ files whose operators they name, and the measuring core of the bench. The digest ignores
-comments, docstrings, goals and formatting, packages' __init__ files, which only list their
-contents, and where modules are and what they are called.
+C++ files whose operators they name, and the measuring core of the bench. Those of a measurement on
+a CPU are without modules that import triton or cutlass, which run on GPUs alone, and on a GPU
+without C++ files, which run on CPUs alone. The digest ignores comments, docstrings, goals and
+formatting, packages' __init__ files, which only list their contents, and where modules are and what
+they are called.
 """
 
 from __future__ import annotations
@@ -47,15 +49,16 @@ KEPT = {
     "store": "6a00b839950eac4860a28fc95e2ce6f4166c4fd0ec1dd2485e2a6d867f941425",
 }
 OPERATOR = re.compile(r"\w*_cpp\w*")
+ON_GPUS = re.compile(r"^\s*(?:import|from) (?:triton|cutlass)\b", re.M)
 
 
 @functools.cache
-def digest(op: Op | None = None) -> str:
+def digest(op: Op | None = None, device: str | None = None) -> str:
     """The digest of an op; None: of the measuring core alone, for results without an op such as
-    the roofline.
+    the roofline.   device: "cpu" or "cuda", of what runs there; None: of everything.
     """
-    paths = [*CORE, *files([] if op is None else _modules_of(op))]
-    return _hash("\0".join(sorted(_meaning(path) for path in paths)))[:16]
+    paths = [*CORE, *files([] if op is None else _modules_of(op), device)]
+    return _hash("\0".join(sorted(_meaning(path, device) for path in paths)))[:16]
 
 
 def everything() -> str:
@@ -84,15 +87,25 @@ def _modules_of(op: Op) -> list[str]:
     ]
 
 
-def files(roots: Iterable[str]) -> list[pathlib.Path]:
-    """The files of these modules and of everything they import, sorted by path."""
+def files(roots: Iterable[str], device: str | None = None) -> list[pathlib.Path]:
+    """The files of these modules and of everything they import, sorted by path; with a device,
+    without what does not run there and what that alone imports.
+    """
     todo, done = [p for n in roots if (p := _path(n))], set()
     while todo:
         path = todo.pop()
-        if path not in done:
+        if path not in done and not _runs_elsewhere(path, path.stat().st_mtime_ns, device):
             done.add(path)
             todo += _needs(path, path.stat().st_mtime_ns)
     return sorted(done)
+
+
+@functools.cache
+def _runs_elsewhere(path: pathlib.Path, changed: int, device: str | None) -> bool:
+    if device == "cuda":
+        return path.suffix != ".py"
+    kernels = device == "cpu" and path.is_relative_to(PACKAGE / "kernels")
+    return kernels and bool(ON_GPUS.search(path.read_text()))
 
 
 @functools.cache
@@ -153,19 +166,20 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _meaning(path: pathlib.Path, named: bool = True) -> str:
+def _meaning(path: pathlib.Path, device: str | None, named: bool = True) -> str:
     """The digest of a file.   named: whether a name from another module counts with the digest of
     that module, which is made with named=False, since modules may import each other.
     """
-    return _hash(_text(path, path.stat().st_mtime_ns, named))
+    return _hash(_text(path, path.stat().st_mtime_ns, device, named))
 
 
 @functools.cache
-def _text(path: pathlib.Path, changed: int, named: bool) -> str:
+def _text(path: pathlib.Path, changed: int, device: str | None, named: bool) -> str:
     text = path.read_text()
     if path.suffix == ".py":
         tree = ast.parse(text)
-        return _dump(_Placeless(tree, _plain if named else lambda path: "").visit(tree))
+        of = functools.partial(_plain, device=device) if named else lambda path: ""
+        return _dump(_Placeless(tree, of).visit(tree))
     # Strings are matched first, so that `//` and `/*` inside them are no comments.
     text = re.sub(
         r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/',
@@ -176,9 +190,11 @@ def _text(path: pathlib.Path, changed: int, named: bool) -> str:
     return " ".join(text.split())
 
 
-def _plain(path: pathlib.Path) -> str:
+def _plain(path: pathlib.Path, device: str | None) -> str:
+    if _runs_elsewhere(path, path.stat().st_mtime_ns, device):
+        return ""
     kept = KEPT.get(path.stem) if path.parent == PACKAGE / "bench" else None
-    return kept or _meaning(path, named=False)
+    return kept or _meaning(path, device, named=False)
 
 
 def meaning(source: str) -> str:
