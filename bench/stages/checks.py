@@ -31,7 +31,7 @@ def checks(
         {"op": op.name, "case": case.name, "results": []},
         limit,
         {"dtypes": [short(d) for d in dtypes], "constants": constants(op, device)},
-        sources.digest(op),
+        sources.of_measured(op, device),
     )
 
 

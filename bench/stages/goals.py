@@ -206,5 +206,5 @@ def overhead_unit(
             "constants": constants(op, device),
             **threads(device),
         },
-        source=sources.digest(op, device),
+        source=sources.of_measured(op, device),
     )

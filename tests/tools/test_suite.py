@@ -587,7 +587,7 @@ def test_parity_tells_what_holds_what_is_broken_and_what_raised():
     (unit,) = planned(op, "parity")
     assert (
         unit.name == "parity/rmsnorm.ragged"
-        and unit.source == sources.digest(op, "cpu") != sources.digest()
+        and unit.source == sources.of_measured(op, "cpu") != sources.digest()
     )
     document = unit.make()
     found = {r["implementation"]: r for r in document["results"]}
@@ -1421,6 +1421,13 @@ def test_every_source_belongs_to_an_op():
     apart.add(sources.PACKAGE / "ops" / "loss" / "kind.py")  # makes ops of others
     apart.add(sources.CSRC / "cpu" / "portable.cpp")  # of the linker alone
     assert kernels - seen <= apart
+
+
+def test_results_of_interpreted_kernels_are_of_everything(monkeypatch):
+    for said, device in (("1", None), ("0", "cpu")):
+        monkeypatch.setenv("TRITON_INTERPRET", said)
+        assert sources.of_measured(OPS["rope"], "cpu") == sources.digest(OPS["rope"], device)
+        assert sources.of_measured(OPS["rope"], "cuda") == sources.digest(OPS["rope"], "cuda")
 
 
 def test_an_edit_of_a_gpus_kernel_makes_no_result_of_a_cpu_stale_nor_the_other_way_round(copied):

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tilewright.core import platform
 from tilewright.core.registry import Op
 
 PACKAGE = pathlib.Path(__file__).parents[1]
@@ -59,6 +60,11 @@ def digest(op: Op | None = None, device: str | None = None) -> str:
     """
     paths = [*CORE, *files([] if op is None else _modules_of(op), device)]
     return _hash("\0".join(sorted(_meaning(path, device) for path in paths)))[:16]
+
+
+def of_measured(op: Op, device: str) -> str:
+    """The digest of a measurement made now: of everything where Triton kernels run on CPUs."""
+    return digest(op, None if device == "cpu" and platform.interpreting() else device)
 
 
 def everything() -> str:

@@ -106,7 +106,7 @@ def time_unit(
         {"roofline": None, "rows": []},
         300.0,
         options,
-        sources.digest(op, device),
+        sources.of_measured(op, device),
     )
 
 
