@@ -1,14 +1,16 @@
 """Predicts the times of the goals' cases, and of kernels without a goal, from counts, without a
 GPU.
 
-    python -m bench predict [--device h200|h100] [--op OP,..] [--roofs PATH] [--out FILE] [--check]
+    python -m bench predict [--device h200|h100|b200] [--op OP,..] [--roofs PATH] [--out FILE]
+                            [--check]
 
 The cases run on a simulated device (`tilewright_lab.pretend`), which tells their launches and
 computes nothing; committed budgets and counts of the kernels, and the device's rates, turn launches
 into seconds. With --roofs, a folder of the suite's results or its roofline.json, measured rates
-take the place of the defaults, and the folder's times stand beside the predicted ones.
+take the place of the defaults, and the folder's times stand beside the predicted ones. Of the B200
+it predicts only what Hopper's kernels refuse.
 
-Without --device, --op and --roofs it writes docs/predicted.md, of both devices; with one of them
+Without --device, --op and --roofs it writes docs/predicted.md, of all devices; with one of them
 it prints. Exit code: 0; 1 with --check if the
 page is out of date; 2 for invalid arguments, or where nothing can be predicted.
 """
@@ -74,7 +76,7 @@ def rows(
     """Of the goals. seen: gets the kernels of these launches. measured: documents of the suite, by
     name.
     """
-    with launches.simulated(on.device) as found:
+    with launches.simulated(on.device, on.arch) as found:
         for op in ops:
             cached: dict[tuple, tuple] = {}
             for goal, case, dtype in goals_on(op, "cuda"):
@@ -103,7 +105,7 @@ def others(
     tag "predicted". seen: as in `rows`.
     """
     dtype = torch.bfloat16
-    with launches.simulated(on.device) as found:
+    with launches.simulated(on.device, on.arch) as found:
         for op in ops:
             name, shown, reason = op.choose("cuda", dtype), any(goals_on(op, "cuda")), None
             listed = run.timed(op, "cuda") or run.timed(op, "predicted")
@@ -122,6 +124,45 @@ def others(
                 shown = True
             if not shown:
                 yield Row(op.name, "", "", HEURISTIC, reason or "no case is timed or predicted")
+
+
+def newer(
+    ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
+) -> Iterator[Row]:
+    """Of each op, the timed cases that Hopper's kernels refuse, in bfloat16: under the heuristics'
+    launches, and under those that the suite is to time. seen: as in `rows`.
+    """
+    dtype = torch.bfloat16
+    refused = {op.name: _refused(op, dtype) for op in ops if op.requests}
+    with launches.simulated(on.device, on.arch) as found:
+        for op in ops:
+            for case in refused.get(op.name, ()):
+                name, usual = op.choose("cuda", dtype), {}
+                for question, launch, config in _alternatives(op, case, name):
+                    passes, reason = _passes(found, op, name, case, dtype, launch, config)
+                    if reason is not None:
+                        yield Row(op.name, case.name, "", question, reason)
+                    for which in _whiches(passes):
+                        if passes[which] == usual.get(which):
+                            continue  # the launch is of another pass
+                        row = _row(op, name, case, dtype, which, passes, None, on)
+                        seen.update(_kernels(passes[which]))
+                        if question == HEURISTIC:
+                            usual[which] = passes[which]
+                            ms = _measured(measured, op, name, which, case, dtype)
+                            row = replace(row, measured_ms=ms)
+                        yield replace(row, launch=question)
+
+
+def _refused(op: Op, dtype: torch.dtype) -> list[Case]:
+    """Timed cases whose options the kernels of a Hopper GPU do not have."""
+    with launches.simulated("H200") as found:
+        name = op.choose("cuda", dtype)
+        return [
+            case
+            for case in run.timed(op, "cuda")
+            if not _passes(found, op, name, case, dtype, "", {})[0]
+        ]
 
 
 def _whiches(passes: dict[str, launches.Pass]) -> tuple[str, ...]:
@@ -245,7 +286,7 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
     """Of each open question about a launch, and each pass that it changes: its words, the pass, the
     predicted times now and of the other alternative, and the other's limit.
     """
-    with launches.simulated(on.device) as found:
+    with launches.simulated(on.device, on.arch) as found:
         for v in variants.asked(tuning.arch_of_device()):
             if not v.launch or isinstance(v.other, str):
                 continue
@@ -284,9 +325,11 @@ OF_GOALS = ("launch", "goal", "predicted goal")
 
 
 def table(found: Sequence[Row], measured: bool = False) -> list[str]:
-    """Without the columns of goals where no row has one."""
+    """Without the columns of goals, and of launches, where no row has another."""
     goals = any(row.goal for row in found)
-    head = [name for name in HEAD if goals or name not in OF_GOALS]
+    asked = any(row.launch != HEURISTIC for row in found)
+    hidden = set() if goals else {*OF_GOALS} - ({"launch"} if asked else set())
+    head = [name for name in HEAD if name not in hidden]
     head += ["measured"] if measured else []
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found:
@@ -339,13 +382,14 @@ that of the [goals](goals.md): a copy of the same bytes, a launch too, or a larg
 
 It is no measurement and no promise: it knows no cache but L2's rate, no bank conflicts, no barriers
 within a tile, no clock under load, no order of blocks, no host, and no operator of PyTorch but its
-products. All of that takes time, so that a goal that it meets may be missed. One that it misses
-depends on its limit's rate, and four rates are estimates until they are measured. It shows which
-limit a kernel has, which goals that limit excludes, and, beside a measurement, what is not
-understood. Where counts do not tell, it says so: "at most" is by all code of a kernel for each tile,
-of which a loop, a branch or an epilogue is a part. "Launch" is the heuristic's configuration, or the
-question of the suite whose other alternative it is. In parentheses: the value by the goal's metric;
-"in part": a limit of the pass could not be derived.
+products and, of `low_precision_grouped_gemm` and of products in NVFP4, those beside the launches,
+each as a launch and a copy of its tensors. All of that takes time, so that a goal that it meets may
+be missed. One that it misses depends on its limit's rate, and four rates are estimates until they
+are measured. It shows which limit a kernel has, which goals that limit excludes, and, beside a
+measurement, what is not understood. Where counts do not tell, it says so: "at most" is by all code
+of a kernel for each tile, of which a loop, a branch or an epilogue is a part. "Launch" is the
+heuristic's configuration, or the question of the suite whose other alternative it is. In
+parentheses: the value by the goal's metric; "in part": a limit of the pass could not be derived.
 
 On a GPU, `{COMMAND} --roofs RESULTS` takes the measured rates and shows measured
 times beside.
@@ -356,15 +400,21 @@ def rates(on: Sequence[Roofs]) -> list[str]:
     head = ["rate", *(f"{r.device}" for r in on), "what it is, and its source"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, source in roofs.SOURCES.items():
-        values = [getattr(r, name) for r in on]
-        shown = [f"{v['bfloat16'] if isinstance(v, dict) else v:.3g}" for v in values]
-        lines.append(f"| {name} | {' | '.join(shown)} | {source} |")
+        values: list[Any] = [getattr(r, name) for r in on]
+        named = source.items() if isinstance(source, dict) else [("", source)]
+        for dtype, words in named:
+            of_dtype = [v.get(dtype) if dtype else v for v in values]
+            shown = ["" if v is None else f"{v:.4g}" for v in of_dtype]
+            title = name if dtype in ("", "bfloat16") else f"{name}, {dtype.partition('_')[0]}"
+            lines.append(f"| {title} | {' | '.join(shown)} | {words} |")
     return [*lines, ""]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a device. absent: kernels that have a budget, and that no row launches."""
+    """Of a device. absent: kernels that have a budget, and that no row launches; of one that is
+    newer than Hopper, those that Hopper has not.
+    """
 
     goals: list[Row]
     others: list[Row]
@@ -377,6 +427,9 @@ class Found:
 
 def find(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -> Found:
     seen: set[str] = set()
+    if on.arch > 90:
+        more = list(newer(ops, on, seen, measured))
+        return Found([], more, sorted(launches.kernels(on.arch) - launches.kernels() - seen))
     goals = list(rows(ops, on, seen, measured))
     more = list(others(ops, on, seen, measured))
     return Found(goals, more, sorted(launches.kernels() - seen))
@@ -385,29 +438,16 @@ def find(ops: Sequence[Op], on: Roofs, measured: dict[str, Any] | None = None) -
 def page(by_device: dict[str, Found]) -> str:
     import triton
 
-    lines = [EXPLAINED, *rates([roofs.DEVICES[d] for d in by_device])]
+    devices = [roofs.DEVICES[d] for d in by_device]
+    lines = [EXPLAINED, *rates(devices)]
+    archs = " and ".join(f"sm_{arch}" for arch in dict.fromkeys(d.arch for d in devices))
     lines += [
-        f"Budgets of Triton {triton.__version__.split('+')[0]} for sm_90. A difference that is "
+        f"Budgets of Triton {triton.__version__.split('+')[0]} for {archs}. A difference that is "
         "named beside a budget is one of constants or optional pointers; the tile is the same.",
         "",
     ]
     for device, found in by_device.items():
-        judged = [r for r in found.goals if r.launch == HEURISTIC]
-        met = sum(r.verdict.startswith("met") for r in judged)
-        missed = sum(r.verdict.startswith("missed") for r in judged)
-        lines += [
-            f"## {roofs.DEVICES[device].device}",
-            "",
-            f"With the heuristics' launches, {met} of {len(judged)} goals of a case are predicted to "
-            f"be met and {missed} to be missed; {len(judged) - met - missed} are not judged.",
-            "",
-            *table(found.goals),
-            "Kernels without a goal: of each op that has none, the timed case (or that of a size that "
-            "is not timed) whose roof takes "
-            "longest, and of every op, the cases that launch a kernel that is in no row above.",
-            "",
-            *table(found.others),
-        ]
+        lines += _section(roofs.DEVICES[device], found)
     first = next(iter(by_device))
     head = ("open question", "pass", "now", "other", "the other's limit")
     lines += [
@@ -428,8 +468,43 @@ def page(by_device: dict[str, Found]) -> str:
         "",
         *arithmetic(by_device[first].rows),
         f"No timed case launches {_listed(by_device[first].absent)}.",
+        "",
     ]
+    for device, found in by_device.items():
+        if roofs.DEVICES[device].arch > 90:
+            lines += [f"Of the {roofs.DEVICES[device].device}:", "", *arithmetic(found.rows)]
+            lines += [f"No timed case launches {_listed(found.absent)}."] if found.absent else []
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section(on: Roofs, found: Found) -> list[str]:
+    """The tables of a device."""
+    if on.arch > 90:
+        return [
+            f"## {on.device}",
+            "",
+            f"What compute capability {on.arch / 10:.1f} has and Hopper has not: the timed cases "
+            "whose options Hopper's kernels refuse, with the heuristics' launches and those that "
+            "the suite is to time there.",
+            "",
+            *table(found.others),
+        ]
+    judged = [r for r in found.goals if r.launch == HEURISTIC]
+    met = sum(r.verdict.startswith("met") for r in judged)
+    missed = sum(r.verdict.startswith("missed") for r in judged)
+    return [
+        f"## {on.device}",
+        "",
+        f"With the heuristics' launches, {met} of {len(judged)} goals of a case are predicted to "
+        f"be met and {missed} to be missed; {len(judged) - met - missed} are not judged.",
+        "",
+        *table(found.goals),
+        "Kernels without a goal: of each op that has none, the timed case (or that of a size that "
+        "is not timed) whose roof takes "
+        "longest, and of every op, the cases that launch a kernel that is in no row above.",
+        "",
+        *table(found.others),
+    ]
 
 
 def _listed(kernels: Sequence[str]) -> str:
@@ -440,7 +515,7 @@ def _listed(kernels: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = commands.parser("predict", __doc__)
     every = selection.operations()
-    parser.add_argument("--device", choices=list(roofs.DEVICES), help="default: both")
+    parser.add_argument("--device", choices=list(roofs.DEVICES), help="default: all")
     parser.add_argument("--op", type=names(every), help="default: all")
     parser.add_argument(
         "--roofs", type=pathlib.Path, metavar="FILE", help="a suite's roofline.json"
@@ -467,6 +542,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"predict: {error}", file=sys.stderr)
         return 2
     if partly:
+        by_device = {d: found for d, found in by_device.items() if found.rows}
+        if not by_device:
+            print("predict: Hopper has all cases of these ops too; name h200 or h100")
+            return 2
         for device, found in by_device.items():
             parts = (table(r, measured is not None) for r in (found.goals, found.others) if r)
             lines = [line for part in parts for line in part]

@@ -1,5 +1,5 @@
-"""Writes docs/performance.md, a page for each device, docs/performance_ops.md and their pictures from
-raw results.
+"""Writes docs/performance.md, a page for each device, docs/performance_ops.md and their pictures
+from raw results.
 
     python -m bench report [--results DIR] [--out docs/performance.md] [--check]
 

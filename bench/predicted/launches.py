@@ -17,7 +17,8 @@ from tilewright import selection
 from tilewright.bench import contract
 from tilewright.bench.launches import requested_keys
 from tilewright.core.registry import Case, Implementation, Op
-from tilewright.core.torch_names import TorchDispatchMode
+from tilewright.core.torch_names import TorchDispatchMode, pytree
+from tilewright.kernels import device as device_properties
 from tilewright.kernels import tuning
 from tilewright.kernels.spec import KernelSpec
 from tilewright_lab import pretend
@@ -50,6 +51,10 @@ TRITON_TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+# Ops beside whose launches PyTorch's own operators are counted, and the compute capability from
+# which on: they place the rows of experts, and find the scales of NVFP4's tensors, which the second
+# op has from 10.0 on.
+OPERATORS = {"low_precision_grouped_gemm": 90, "low_precision_linear": 100}
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,19 @@ class Pass:
     """What one pass of a case launches.
 
     vendor: FLOPs of matrix products that PyTorch's own operators do.
+    operators: names and bytes of PyTorch's other operators, each a launch; of OPERATORS alone.
     """
 
     launches: tuple[Launch, ...]
     vendor: int = 0
+    operators: tuple[tuple[str, int], ...] = ()
+
+    def followed_by(self, other: Pass) -> Pass:
+        return Pass(
+            (*self.launches, *other.launches),
+            self.vendor + other.vendor,
+            (*self.operators, *other.operators),
+        )
 
 
 # ---- facts
@@ -126,11 +140,17 @@ def budgets() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def _specs() -> dict[str, list[tuple[str, KernelSpec]]]:
-    """The compile gate's launches that have a budget, by kernel."""
+def _collected() -> dict[str, Any]:
+    """The compile gate's launches."""
+    return compilers.collect(selection.operations().values(), without=("cute",))
+
+
+@functools.cache
+def _specs(arch: int) -> dict[str, list[tuple[str, KernelSpec]]]:
+    """Those that have a budget, by kernel."""
     found: dict[str, list[tuple[str, KernelSpec]]] = {}
-    for name, spec in compilers.collect(selection.operations().values(), without=("cute",)).items():
-        if isinstance(spec, KernelSpec) and compilers.key_of(name, 90) in budgets():
+    for name, spec in _collected().items():
+        if isinstance(spec, KernelSpec) and compilers.key_of(name, arch) in budgets():
             found.setdefault(_identity(spec.kernel), []).append((name, spec))
     return found
 
@@ -169,12 +189,12 @@ def _is_decisive(name: str) -> bool:
     return name in DECISIVE or name.startswith("BLOCK")
 
 
-def _facts(kernel: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _facts(kernel: Any, values: dict[str, Any], arch: int) -> dict[str, Any]:
     """A `Launch`'s fields by the budget of the nearest launch where nothing decisive differs."""
     ranked = sorted(
         (
             (len(off), name, spec, off)
-            for name, spec in _specs().get(_identity(kernel), ())
+            for name, spec in _specs(arch).get(_identity(kernel), ())
             if not any(map(_is_decisive, off := differences(spec, values)))
         ),
         key=lambda found: found[:2],
@@ -182,21 +202,22 @@ def _facts(kernel: Any, values: dict[str, Any]) -> dict[str, Any]:
     if not ranked:
         return {}
     _, name, spec, off = ranked[0]
-    facts = budgets()[compilers.key_of(name, 90)]
+    facts = budgets()[compilers.key_of(name, arch)]
     return {"budget": name, "differs": off, "facts": facts, "tile": spec.elements}
 
 
-def kernels() -> set[str]:
+def kernels(arch: int = 90) -> set[str]:
     """Those that have a budget, as `Launch.source` names them."""
-    return set(_specs())
+    return set(_specs(arch))
 
 
-def _nearest(kernel: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _nearest(kernel: Any, values: dict[str, Any], arch: int) -> dict[str, Any]:
     """The budget of the launch of this kernel that differs in the least, whatever that is."""
     ranked = sorted(
-        (len(differences(spec, values)), name) for name, spec in _specs().get(_identity(kernel), ())
+        (len(differences(spec, values)), name)
+        for name, spec in _specs(arch).get(_identity(kernel), ())
     )
-    return budgets()[compilers.key_of(ranked[0][1], 90)] if ranked else {}
+    return budgets()[compilers.key_of(ranked[0][1], arch)] if ranked else {}
 
 
 # ---- recording
@@ -214,7 +235,7 @@ def _tensor(value: Any, programs: int) -> Tensor | None:
     return Tensor(tuple(held.shape), held.element_size(), partial)
 
 
-def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
+def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], arch: int) -> Launch:
     values = _values(kernel, arguments, options)
     grid = values.pop("grid")
     blocks: Any = grid(values) if callable(grid) else grid
@@ -231,50 +252,62 @@ def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> L
         plain,
         specialized=kernel.is_gluon(),
         source=_identity(kernel),
-        **_facts(kernel, values),
+        **_facts(kernel, values, arch),
     )
 
 
+def _forget_device() -> None:
+    """Clears what is cached of "cuda:0", which is another device for each simulation."""
+    for function in vars(device_properties).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
 @contextlib.contextmanager
-def simulated(device: str) -> Iterator[list[Launch]]:
-    """A simulated Hopper GPU of this name, and the launches on it; where Triton compiles
-    (TRITON_INTERPRET=0). Nothing is compiled or launched.
+def simulated(device: str, arch: int = 90) -> Iterator[list[Launch]]:
+    """A simulated GPU of this name and compute capability, and the launches on it; where Triton
+    compiles (TRITON_INTERPRET=0). Nothing is compiled or launched.
     """
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
     launched = JITFunction.run
-    _specs()  # asks for launch configurations of this machine
+    _specs(arch)  # asks for launch configurations of this machine
 
     def launch(kernel, *arguments, **options):
         given = {n: v for n, v in options.items() if n != "warmup"}
         if not options.get("warmup"):
-            found.append(_launch(kernel, arguments, given))
+            found.append(_launch(kernel, arguments, given, arch))
             return launched(kernel, *arguments, **options)
         compiled: Any = launched(kernel, *arguments, **options)
         # A launcher asks how many programs fit.
-        if near := _nearest(kernel, _values(kernel, arguments, given)):
+        if near := _nearest(kernel, _values(kernel, arguments, given), arch):
             compiled.n_regs = near["registers"]
             compiled.metadata.shared = near["shared"]
         return compiled
 
     with (
-        pretend.gpu(90, f"NVIDIA {device}", compiles=False),
+        contextlib.ExitStack() as stack,
+        pretend.gpu(arch, f"NVIDIA {device}", compiles=False),
         mock.patch.object(JITFunction, "run", launch),
     ):
+        _forget_device()
+        stack.callback(_forget_device)
         yield found
 
 
-class _Products(TorchDispatchMode):
-    """flops: of the matrix products by PyTorch's operators inside the block. PyTorch's own counter
-    refuses those that write a given result.
+class _Operators(TorchDispatchMode):
+    """Counts PyTorch's operators inside the block.
+
+    flops: of the matrix products. PyTorch's own counter refuses those that write a given result.
+    others: the name of each that is none and computes something, and the bytes of its tensors.
     """
 
     NAMES = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
     def __init__(self):
         super().__init__()
-        self.flops = 0
+        self.flops, self.others = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -282,7 +315,18 @@ class _Products(TorchDispatchMode):
         if name in self.NAMES:
             left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
             self.flops += 2 * left.numel() * right.shape[-1]
+        elif "empty" not in name:
+            given, results = _tensors((args, kwargs)), _tensors(made)
+            held = {t.untyped_storage()._cdata for t in given}
+            view = all(t.untyped_storage()._cdata in held for t in results)
+            if not view or func._schema.is_mutable:
+                distinct = {id(t): t.numel() * t.element_size() for t in [*given, *results]}
+                self.others.append((name, sum(distinct.values())))
         return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def passes(
@@ -292,29 +336,29 @@ def passes(
     kwargs = case.make("cuda", dtype, 0)
     plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
 
+    counts = OPERATORS.get(op.name, math.inf) <= (tuning.arch_of_device() or 0)
+
     def counted(call):
         found.clear()
-        with _Products() as products:
+        with _Operators() as operators:
             made = call()
-        return made, tuple(found), products.flops
+        others = tuple(operators.others) if counts else ()
+        return made, Pass(tuple(found), operators.flops, others)
 
     def forward():
         return op.public(**kwargs, implementation=implementation)
 
     contract.run(op, implementation, kwargs)  # what a first call prepares is no part of the pass
     with torch.no_grad():
-        _, launches, vendor = counted(lambda: op.public(**plain, implementation=implementation))
-    passes_ = {"forward": Pass(launches, vendor)}
+        _, plainly = counted(lambda: op.public(**plain, implementation=implementation))
+    passes_ = {"forward": plainly}
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-    outs, launches, vendor = counted(forward)
+    outs, first = counted(forward)
     outs = [o for o in contract.leaves(outs) if o.requires_grad]
     if outs and inputs:
         grads = contract.upstream(outs, "contiguous")
-        _, more, vendor_more = counted(
-            lambda: torch.autograd.grad(outs, inputs, grads, allow_unused=True)
-        )
-        passes_["backward"] = Pass(more, vendor_more)
-        passes_["forward_backward"] = Pass((*launches, *more), vendor + vendor_more)
+        _, then = counted(lambda: torch.autograd.grad(outs, inputs, grads, allow_unused=True))
+        passes_["backward"], passes_["forward_backward"] = then, first.followed_by(then)
     return passes_
 
 

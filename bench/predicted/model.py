@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from bench.page.files import counts_of
 from bench.page.text import number
 from bench.predicted.launches import Launch, Pass
-from bench.predicted.roofs import Roofs
+from bench.predicted.roofs import E2M1, E4M3, Roofs
 from tilewright.core.registry import Cost
 from tilewright.kernels.device import SMS, resident
 
@@ -35,6 +35,7 @@ PER_PTX = 1.2
 # Counted instructions a byte above which a kernel's cost is that of its few programs, such as those
 # that sort, and does not grow with the bytes.
 FIXED = 25.0
+TENSOR_MEMORY = 512  # columns of an SM's (PTX ISA, "Tensor Memory Addressing")
 LOSSES = (
     "cross_entropy",
     "linear_cross_entropy",
@@ -80,6 +81,8 @@ class Products:
         products has fewer of (it moves no registers to their operands).
     what: what these do.
     dtype: whose products these are.
+    columns: of tensor memory that a block allocates; 0 where sums are in registers.
+    unknown: what is not derived of these products alone, and why.
     """
 
     flops: int
@@ -90,6 +93,8 @@ class Products:
     step: int = 0
     what: str = "softmax"
     dtype: str = "bfloat16"
+    columns: int = 0
+    unknown: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,39 @@ def _fp8(launch: Launch, cost: Cost) -> Products:
         scaled,
         (m + n) * 128,
         "scales",
-        "float8_e4m3fn",
+        E4M3,
+    )
+
+
+# Of MXFP8 and NVFP4, whose scales the tensor cores apply.
+SCALED = ("_scaled", "_scaled_rows", "_scaled_weights")
+
+
+def _scaled(launch: Launch, cost: Cost) -> Products:
+    """Of an op whose three products have as many FLOPs each."""
+    v, out = launch.values, _named(launch, "out")
+    e2m1 = v["PER"] == 1 if launch.specialized else v["E2M1"]
+    m, n, shared = v.get("BLOCK_M", 128), v["BLOCK_N"], 16 if e2m1 else 32
+    # An element's code and its share of a scale: a tile's loop reads both from L2.
+    itemsize = (1 / 2 if e2m1 else 1) + 1 / shared
+    # Of experts, the rows alone: no program multiplies the places between them that have none.
+    tiles = math.prod(out.shape[:-2]) * math.ceil(out.shape[-2] / m) * math.ceil(out.shape[-1] / n)
+    unknown = [("copies of scales to tensor memory", "no count")]
+    columns = TENSOR_MEMORY  # all of it: sums in turn, and scales of steps to come
+    if not launch.specialized:
+        # Sums of 32 bits; four scales of 128 rows are four columns; a power of two is allocated.
+        scales = v["BLOCK_K"] // shared * (m + n) // 128
+        columns = 1 << (n + scales - 1).bit_length()
+    elif n == 256:
+        unknown.append(("the wait for a sum's registers", "no second sum fits, no rate"))
+    return Products(
+        cost.forward_flops,
+        _tile(m, n, itemsize),
+        tiles,
+        out.bytes,
+        dtype=E2M1 if e2m1 else E4M3,
+        columns=columns,
+        unknown=tuple(unknown),
     )
 
 
@@ -200,6 +237,11 @@ PRODUCTS: dict[tuple[str, str], Callable[[Launch, Cost], Products]] = {
         (op, kernel): _fp8
         for op in ("fp8_linear", "low_precision_linear", "low_precision_grouped_gemm")
         for kernel in FP8
+    },
+    **{
+        (op, kernel): _scaled
+        for op in ("low_precision_linear", "low_precision_grouped_gemm")
+        for kernel in SCALED
     },
     **{(op, "_gemm"): _grouped for op in ("grouped_gemm", "moe_mlp", "moe_lora")},
     **{(op, "_dweight"): _dweight for op in ("grouped_gemm", "moe_mlp", "moe_lora")},
@@ -290,12 +332,12 @@ def _issued_per_byte(op: str, kernel: str) -> float | None:
     return sum(counted["issued"].values()) / moved if counted and moved else None
 
 
-def blocks_per_sm(launch: Launch) -> int | None:
+def blocks_per_sm(launch: Launch, roofs: Roofs) -> int | None:
     """None where registers are not known."""
     facts = launch.facts
     if not facts:
         return None
-    return resident(facts["registers"], facts["shared"], launch.warps, SMS[90])
+    return resident(facts["registers"], facts["shared"], launch.warps, SMS[roofs.arch])
 
 
 def moved(op: str, launch: Launch) -> int:
@@ -357,7 +399,7 @@ def streamed(
         words.append(f"{number(work.flops / 1e9)} GFLOP = {_us(limits['tensor cores'])}")
     unknown = []
     instructions, at_most, how = issued(op, launch, bytes_, work)
-    blocks, text = blocks_per_sm(launch), ""
+    blocks, text = blocks_per_sm(launch, roofs), ""
     if blocks is None or not launch.tile:
         unknown.append(("residency", "no budget" if blocks is None else "its tile is not known"))
     else:
@@ -392,10 +434,13 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
     """A launch of matrix products."""
     peak = roofs.flops[work.dtype]
     fed = roofs.l2 * work.per_byte
+    # A result through a descriptor and, where rows do not fill a tile, a pointer too.
+    twice = {"out"} if "out_ptr" in launch.tensors else set()
+    bytes_ = sum(t.bytes for name, t in launch.tensors.items() if name not in twice)
     limits = {
         "tensor cores": work.flops / peak,
         "L2 to SM": work.flops / fed,
-        "bytes": sum(t.bytes for t in launch.tensors.values()) / roofs.copy,
+        "bytes": bytes_ / roofs.copy,
     }
     words = [
         f"{number(work.flops / 1e12)} TFLOP / min({number(peak / 1e12)}, {work.per_byte:.0f} FLOP/B "
@@ -417,22 +462,19 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
         epilogue = per_element * launch.tile / 32 * work.tiles / roofs.issue
     else:
         unknown.append(("the epilogue's arithmetic", "no count"))
-    blocks, of_stages = blocks_per_sm(launch), work.step * launch.values.get("num_stages", 3)
-    # Without a budget: the stages of operands alone may leave room for one block.
-    if blocks is None and of_stages and resident(0, of_stages, launch.warps, SMS[90]) == 1:
-        blocks = 1
+    blocks, memory = _blocks(launch, work, roofs)
     if launch.specialized:
         words.append("specialized warps overlap loads and epilogue")
     elif blocks is None:
         unknown.append(("residency", "no budget"))
     elif blocks > 1:
-        words.append(f"{blocks} blocks/SM overlap each other's epilogues")
+        words.append(f"{blocks} blocks/SM{memory} overlap each other's epilogues")
     else:
         fill = math.ceil(work.tiles / roofs.sms) * roofs.latency
         store = work.out / roofs.copy
         exposed += fill + store
         words.append(
-            f"1 block/SM exposes {work.tiles} tiles' first loads {_us(fill)} and "
+            f"1 block/SM{memory} exposes {work.tiles} tiles' first loads {_us(fill)} and "
             f"their stores {_us(store)}"
         )
     if epilogue is not None:
@@ -441,7 +483,20 @@ def multiplied(launch: Launch, work: Products, roofs: Roofs) -> Timed:
         if exposed or epilogue > max(limits.values()):
             unknown.append(("the epilogue's arithmetic", "not apart from its loop's"))
     roof = max(limits["tensor cores"], limits["bytes"])
-    return Timed(limits, roof, exposed, "; ".join(words), tuple(unknown))
+    return Timed(limits, roof, exposed, "; ".join(words), (*unknown, *work.unknown))
+
+
+def _blocks(launch: Launch, work: Products, roofs: Roofs) -> tuple[int | None, str]:
+    """Blocks of products on an SM, and what of it tensor memory says."""
+    blocks, of_stages = blocks_per_sm(launch, roofs), work.step * launch.values.get("num_stages", 3)
+    # Without a budget: the stages of operands alone may leave room for one block.
+    alone = of_stages and resident(0, of_stages, launch.warps, SMS[roofs.arch]) == 1
+    if blocks is None and alone:
+        blocks = 1
+    if blocks is None or not work.columns:
+        return blocks, ""
+    text = f", of {work.columns} columns of tensor memory each,"
+    return min(blocks, TENSOR_MEMORY // work.columns), text
 
 
 # ---- a pass
@@ -490,19 +545,24 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
             found = multiplied(launch, products, roofs)
         elif steps := STEPS.get((op, launch.kernel)):
             found = streamed(op, launch, roofs, streams, steps(launch))
-        elif {"wgmma", "mma"} & set(launch.facts.get("uses", ())):
+        elif {"wgmma", "mma", "tcgen05"} & set(launch.facts.get("uses", ())):
             raise ValueError(f"the products of {launch.kernel} are not derived")
         else:
             found = streamed(op, launch, roofs, streams)
         timed.append((_name(launch), found))
-    gaps = len(of.launches) * roofs.launch
-    total = sum(t.seconds for _, t in timed) + gaps
+    count = len(of.launches) + len(of.operators)
+    gaps = count * roofs.launch
+    beside, told = _beside(of, roofs)
+    total = sum(t.seconds for _, t in timed) + beside + gaps
     parts = [
         *_merged(timed),
-        f"{len(of.launches)} launch{'' if len(of.launches) == 1 else 'es'} = {_us(gaps)}",
+        *told,
+        f"{count} launch{'' if count == 1 else 'es'} = {_us(gaps)}",
     ]
     longest = max(timed, key=lambda pair: pair[1].seconds)[1]
     limit, longest_seconds = longest.limit, longest.seconds
+    if beside > longest_seconds:
+        limit, longest_seconds = "bytes", beside
     if of.vendor:
         seconds = of.vendor / roofs.flops["bfloat16"]
         total += seconds
@@ -522,6 +582,24 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
         if t.seconds > 0.05 * total
     )
     return Predicted(total, limit, ". ".join(parts), tuple(unknown), dtype)
+
+
+def _beside(of: Pass, roofs: Roofs) -> tuple[float, list[str]]:
+    """Seconds of PyTorch's operators beside the launches, at the rate of a copy, and the words."""
+    if not of.operators:
+        return 0.0, []
+    whole = sum(bytes_ for _, bytes_ in of.operators)
+    by_name: dict[str, int] = {}
+    for name, bytes_ in of.operators:
+        by_name[name] = by_name.get(name, 0) + bytes_
+    most = sorted(by_name.items(), key=lambda found: -found[1])
+    shown = ", ".join(f"{name} {_bytes(n)}" for name, n in most if n > 0.05 * whole)
+    seconds = whole / roofs.copy
+    words = (
+        f"{len(of.operators)} operators of PyTorch, a launch each: {_bytes(whole)} ({shown}) / "
+        f"{number(roofs.copy / 1e12)} TB/s = {_us(seconds)}"
+    )
+    return seconds, [words]
 
 
 def _name(launch: Launch) -> str:

@@ -137,6 +137,72 @@ def test_a_transform_that_is_not_finite_is_refused(name, bad):
         quantize_nvfp4(torch.full((1, 16), 3e38, device=DEVICE), hadamard=16, implementation=name)
 
 
+# ---- a transposed view
+
+TURNED = [
+    ((2, 33, 70), {}),
+    ((48, 67), {"hadamard": 16, "hadamard_seed": 5, "seed": 2**40 + 3}),
+    ((2, 96, 20), {"hadamard": 32, "square": True}),
+    ((37, 18), {"square": True, "seed": 1}),
+    ((2, 19, 24), {"transpose": True, "seed": 4}),
+    ((16, 1), {"hadamard": 16}),
+    ((0, 3), {}),
+]
+
+
+def equals_a_copy(name, view, options):
+    """A view gives the bytes that the eager twin gives of a contiguous copy."""
+    found = quantize_nvfp4(view, **options, implementation=name)
+    expected = quantize_nvfp4(view.contiguous(), **options, implementation="eager")
+    if not options.get("transpose"):
+        found, expected = (found,), (expected,)
+    for f, e in zip(found, expected, strict=True):
+        assert_same(f, e)
+
+
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+@pytest.mark.parametrize("shape, options", TURNED, ids=str)
+def test_nvfp4_of_a_transposed_view(name, shape, options, poisoned):
+    """Of a matrix, and of some of its columns."""
+    skip_unless_usable(OPS["nvfp4"], name, torch.float32)
+    x = drawn(*shape)
+    equals_a_copy(name, x.mT, options)
+    wider = torch.nn.functional.pad(x, (0, 3), value=1e30)
+    equals_a_copy(name, wider[..., : shape[-1]].mT, options)
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes calls of operators: (operator, arguments)."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"hadamard": 16, "seed": 1}, {"transpose": True}], ids=str)
+def test_a_transposed_view_is_not_copied(options):
+    skip_unless_usable(OPS["nvfp4"], "triton", torch.float32)
+    x = randn(2, 32, 20)
+    with Calls() as calls:
+        quantize_nvfp4(x.mT, **options, implementation="triton")
+    read = {
+        func.name(): args[0].untyped_storage().data_ptr()
+        for func, args in calls.found
+        if args and isinstance(args[0], torch.Tensor) and args[0].numel() == x.numel()
+    }
+    launched = [name for name in read if name.startswith("tilewright::")]
+    assert len(launched) == 2, "one for the largest magnitude, one for the codes"
+    assert set(read.values()) == {x.untyped_storage().data_ptr()}, read
+    with Calls() as calls:  # PyTorch copies what is not contiguous
+        nvfp4._largest_of(x.mT)
+    (of,) = [args[0] for func, args in calls.found if "aminmax" in func.name()]
+    assert of.is_contiguous() and of.data_ptr() == x.data_ptr()
+
+
 # ---- a matrix and its transpose
 
 SHAPES = [(130, 70), (2, 37, 33), (1, 5), (3, 0, 4), (128, 256), (300, 1)]
@@ -414,15 +480,10 @@ def test_operators_pass_opcheck(name):
     for op in OPS.values():
         skip_unless_usable(op, name, torch.float32)
 
-    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if name in func.name():
-                calls.append((func, args))
-            return func(*args, **(kwargs or {}))
-
-    calls, x = [], randn(20, 64)
-    with Calls():
+    x = randn(20, 64)
+    with Calls() as mode:
         quantize_nvfp4(x, hadamard=32, hadamard_seed=1, seed=1, implementation=name)
+        quantize_nvfp4(x[:16].mT, hadamard=16, seed=1, implementation=name)
         quantize_nvfp4(x, transpose=True, seed=1, implementation=name)
         quantize_block_fp8(x, block=(1, 32), transpose=True, implementation=name)
         quantize_block_fp8(x, block=(3, 7), seed=1, transpose=True, implementation=name)
@@ -432,8 +493,9 @@ def test_operators_pass_opcheck(name):
             x, x.clone(), x[0], seed=1, return_normalized=True, format="mxfp8", implementation=name
         )
         quantize_mxfp8(x, transpose=True, implementation=name)
+    calls = [(func, args) for func, args in mode.found if name in func.name()]
     # One for a transform's largest magnitude, and one for each call.
-    assert len(calls) == 9 and len({func for func, _ in calls}) == 5, calls
+    assert len(calls) == 11 and len({func for func, _ in calls}) == 5, calls
     for func, args in calls:
         torch.library.opcheck(func, args)
 
@@ -446,6 +508,8 @@ def test_compile_as_one_graph(name):
     def everything(x, w):
         return (
             quantize_nvfp4(x, hadamard=16, hadamard_seed=3, implementation=name),
+            quantize_nvfp4(x.mT, implementation=name),
+            quantize_nvfp4((2 * x[:16]).mT, hadamard=16, seed=1, implementation=name),
             *quantize_nvfp4(x, transpose=True, square=True, implementation=name),
             *quantize_block_fp8(x, block=(1, 16), transpose=True, implementation=name),
             silu_mul_quantize(x, implementation=name),
@@ -555,7 +619,19 @@ def transforms(name, dtype):
         assert_same(*(quantize_nvfp4(x, **options, implementation=n) for n in (name, "eager")))
 
 
+def turned(name, dtype):
+    """Several tiles each way; of a matrix, and of some of its columns."""
+    x = drawn(2, 96, 70, dtype=dtype)
+    for options in ({"hadamard": 32, "seed": 1}, {"square": True}):
+        equals_a_copy(name, x.mT, options)
+    for options in ({"hadamard": 16, "hadamard_seed": 7}, {"seed": 2}):
+        equals_a_copy(name, x[:, :80, :65].mT, options)
+
+
 COMPILED |= {
+    "turned": (90, turned, BF16),
+    "turned_100": (100, turned, BF16),
+    "turned_float32": (100, turned, torch.float32),
     "transposes": (90, transposes, BF16),
     "transposes_100": (100, transposes, torch.float32),
     "transforms": (90, transforms, BF16),

@@ -16,7 +16,7 @@ from tilewright.core import platform
 from tilewright.ops import OPS, dequantize_mxfp8, low_precision_linear, quantize_mxfp8
 from tilewright.ops.quant import low_precision_linear as dense
 from tilewright.ops.quant.low_precision_linear import LOW_PRECISION_LINEAR, RECIPES, Request
-from tilewright.ops.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from tilewright.ops.quant.nvfp4 import QUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4
 
 NAMES = LOW_PRECISION_LINEAR.names()
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
@@ -201,6 +201,31 @@ def test_only_what_is_asked_for_is_computed(name, recipe):
         leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, w, bias))]
         y = low_precision_linear(*leaves, recipe=recipe, implementation=name)
         assert torch.equal(torch.autograd.grad(y, leaves[i], dy)[0], every[i])
+
+
+@pytest.mark.parametrize("rows", [48, 45])
+def test_a_transpose_is_quantized_as_it_lies(rows):
+    """What NVFP4's Triton kernels read is the matrix itself, or one of whole blocks of rows."""
+    skip_unless_usable(QUANTIZE_NVFP4, "triton", torch.float32)
+    t, read = randn(rows, 24, seed=0), []
+
+    class Reads(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "nvfp4_triton" in func.name():
+                read.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    options = dense.Options("nvfp4", 3, True)
+    with Reads():
+        found = dense.Rounding("triton", options, "dy", random=True).both(t, transpose=True)
+    assert len(read) == 3, "the codes of both, and the largest magnitude of the transform"
+    for matrix, lies in zip(read, (t[None], read[1], read[1]), strict=True):
+        assert matrix.data_ptr() == lies.data_ptr()
+    assert read[1].shape == (1, 24, 48) and read[1].mT.is_contiguous()
+    assert (read[1].data_ptr() == t.data_ptr()) == (rows % 16 == 0)
+    expected = dense.Rounding("eager", options, "dy", random=True).both(t, transpose=True)
+    for f, e in zip(found, expected, strict=True):
+        assert f[3:] == e[3:] and all(map(torch.equal, f[:3], e[:3]))
 
 
 # ---- determinism, seeds

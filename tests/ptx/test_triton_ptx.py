@@ -98,7 +98,14 @@ MORE = {
     "route": ("deepseek", "renormalized"),
     "permute": ("ragged", "sentinels"),
     "unpermute": ("ragged", "sentinels", "unweighted"),
-    "quantize_nvfp4": ("ragged", "square", "random", "hadamard_signs", "transpose"),
+    "quantize_nvfp4": (
+        "ragged",
+        "square",
+        "random",
+        "hadamard_signs",
+        "transpose",
+        "turned_hadamard",
+    ),
     "dequantize_nvfp4": ("ragged", "noise"),
     "adamw_": ("ragged", "chunks"),
 }

@@ -15,12 +15,14 @@ import torch
 
 from bench import predict
 from bench.predicted import model, roofs
-from bench.predicted.launches import Launch, Pass, Tensor, differences
+from bench.predicted.launches import Launch, Pass, Tensor, _Operators, differences
 from bench.stages.goals import Aim
 from tilewright.bench import store
 from tilewright.core import platform
 from tilewright.core.registry import Case, Cost
 from tilewright.ops import OPS
+from tilewright.ops.moe import low_precision_grouped_gemm
+from tilewright_lab import pretend
 from tilewright_lab.gate import alike
 from tilewright_lab.gate.compilers import BUDGETS, key_of
 
@@ -208,6 +210,148 @@ def test_the_roof_of_fp8_products_is_their_rate():
     assert model.floor(cost, "forward", ON, predicted.dtype) == cost.forward_flops / 1600e12
 
 
+# The B200's, which divide well; its tensor cores have FP4, and its budgets are of sm_100.
+ON_100 = replace(ON, flops={**ON.flops, roofs.E2M1: 3200e12}, arch=100)
+
+
+def scaled(e2m1, **given):
+    """A product in MXFP8 or NVFP4 of 8,192 x 4,096 x 4,096, by all warps."""
+    per_byte, per_scale = (2, 16) if e2m1 else (1, 32)
+    factors = {
+        f"{name}{part}_ptr": tensor(rows, 4096 // each, itemsize=1)
+        for name, rows in (("a", 8192), ("b", 4096))
+        for part, each in (("", per_byte), ("_scale", per_scale))
+    }
+    values = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 256 if e2m1 else 128, "E2M1": e2m1}
+    facts = {"registers": 162, "shared": 73_736, "uses": ["tcgen05", "block_scale"]}
+    tensors = {**factors, "out_ptr": tensor(8192, 4096)}
+    return replace(Launch("_scaled", 2048, 4, tensors, values, facts=facts), **given)
+
+
+SCALED_OP = "low_precision_linear"
+OF_SCALED = Cost(0, 0, 2 * 8192 * 4096 * 4096)
+
+
+@pytest.mark.parametrize("e2m1", [False, True])
+def test_a_scaled_product_reads_codes_and_scales_from_l2(e2m1):
+    # 128 + 128 rows, of 1 + 1 / 32 or 1 / 2 + 1 / 16 bytes an element: 124 and 228 FLOPs a byte.
+    per_byte = 2 * 128 * 128 / (256 * (0.5625 if e2m1 else 1.03125))
+    found = of(scaled(e2m1), OF_SCALED, SCALED_OP, ON_100)
+    assert found.limit == "L2 to SM" and f"{per_byte:.0f} FLOP/B" in found.words
+    assert found.seconds == pytest.approx(OF_SCALED.forward_flops / (per_byte * 7e12) + 3e-6)
+    # The tensor cores' rate is that of the codes, and so is the roof.
+    assert found.dtype == (roofs.E2M1 if e2m1 else roofs.E4M3)
+    share = per_byte * 7e12 / (3200e12 if e2m1 else 1600e12)
+    assert f"{100 * share:.0f} % of its roof" in found.words
+    assert any("copies of scales to tensor memory" in what for what in found.unknown)
+
+
+def test_tensor_memory_holds_two_sums_with_their_scales():
+    # 128 columns of a sum, and 2 x 4 or 2 x 16 of scales, are allocated as 256 of 512.
+    for e2m1 in (False, True):
+        found = of(scaled(e2m1), OF_SCALED, SCALED_OP, ON_100)
+        assert "2 blocks/SM, of 256 columns of tensor memory each," in found.words
+    # Shared memory would hold six; a sum of 256 columns fits once, so that nothing hides its tiles.
+    small = {"registers": 64, "shared": 36_000, "uses": ["tcgen05"]}
+    assert "2 blocks/SM" in of(scaled(False, facts=small), OF_SCALED, SCALED_OP, ON_100).words
+    values = {**scaled(False).values, "BLOCK_N": 256}
+    wide = of(scaled(False, facts=small, values=values), OF_SCALED, SCALED_OP, ON_100)
+    assert "1 block/SM, of 512 columns of tensor memory each, exposes 1024 tiles'" in wide.words
+
+
+def test_a_scaled_product_of_specialized_warps_hides_its_loads_but_not_the_one_sum_of_256_columns():
+    tensors = {"out": tensor(8192, 4096), "out_ptr": tensor(8192, 4096)}
+    given = {"tensors": tensors, "specialized": True}
+    narrow = scaled(False, values={"BLOCK_N": 128, "PER": 4}, **given)
+    found = of(narrow, OF_SCALED, SCALED_OP, ON_100)
+    assert not any("the wait for a sum" in what for what in found.unknown)
+    wide = of(
+        scaled(True, values={"BLOCK_N": 256, "PER": 1}, **given), OF_SCALED, SCALED_OP, ON_100
+    )
+    assert any("the wait for a sum" in what for what in wide.unknown)
+    per_byte = 2 * 128 * 256 / (384 * 0.5625)
+    assert wide.seconds == pytest.approx(OF_SCALED.forward_flops / (per_byte * 7e12) + 3e-6)
+    # The result is written once, though a pointer beside the descriptor names it too.
+    once = of(narrow, replace(OF_SCALED, forward_flops=1), SCALED_OP, ON_100)
+    assert once.seconds == pytest.approx(8192 * 4096 * 2 / 4e12 + 3e-6)
+
+
+def test_operators_of_pytorch_are_launches_and_copies_of_their_tensors():
+    alone = of(STREAM)
+    operators = (("index", 40_000_000), ("where", 40_000_000), ("add", 8))
+    found = model.predict("rmsnorm", "forward", Pass((STREAM,), 0, operators), COST, ON)
+    assert found.seconds - alone.seconds == pytest.approx(80_000_008 / 4e12 + 3 * 3e-6)
+    assert found.limit == "bytes" and "4 launches = 12.0 us" in found.words
+    told = "3 operators of PyTorch, a launch each: 80.0 MB (index 40.0 MB, where 40.0 MB) / 4.00"
+    assert told in found.words
+
+
+def test_an_operator_that_computes_is_counted_and_a_view_is_not():
+    t = torch.zeros(8, 4)
+    with _Operators() as operators:
+        made = t.view(4, 8).T[1:].unsqueeze(0)
+        torch.empty(1000)
+        t + 1
+        t.add_(1)
+        made @ torch.ones(4, 2)
+    names = [name for name, _ in operators.others]
+    assert names == ["add", "add_", "ones"] and operators.flops == 2 * 7 * 4 * 2
+    # Read and written; in place, one tensor.
+    assert [bytes_ for _, bytes_ in operators.others] == [256, 128, 32]
+
+
+def test_rows_of_experts_are_placed_by_operators_that_copy_them():
+    placed = low_precision_grouped_gemm.Placed
+    offsets, x = torch.tensor([500, 700], dtype=torch.int32), torch.zeros(800, 64)
+    with _Operators() as of_places:
+        at = placed.of(offsets, 800)
+    assert len(of_places.others) > 20
+    with _Operators() as of_copies:
+        at.spread(x)
+    bytes_, places = dict(of_copies.others), low_precision_grouped_gemm.places(800, 2)
+    # Rows and their places are read, and then a place's rows are read and written again.
+    assert bytes_["index"] == 4 * 64 * (800 + places) + 8 * places
+    assert bytes_["where"] >= 4 * 64 * 2 * places + places
+
+
+def test_what_hopper_refuses_has_rows_with_each_launch_that_changes_a_pass(monkeypatch):
+    cases = [fake_case("common", 10**6), fake_case("newer", 10**6)]
+    op: Any = SimpleNamespace(
+        name="rmsnorm", cases=cases, requests=(1,), choose=lambda *_: "triton"
+    )
+    devices = []
+
+    def passes(found, op, name, case, dtype, launch, config):
+        if case.name == "newer" and devices[-1] == 90:
+            return {}, "needs compute capability 10.0"
+        apart = {"forward": Pass((replace(STREAM, source="a"),)), "backward": Pass((STREAM,))}
+        if launch:
+            apart["backward"] = Pass((replace(STREAM, source="b"),))
+        return {**apart, "forward_backward": apart["forward"].followed_by(apart["backward"])}, None
+
+    def simulated(device, arch=90):
+        devices.append(arch)
+        return nullcontext([])
+
+    ways = [(predict.HEURISTIC, "", {}), ("other warps", "rmsnorm/backward", {})]
+    monkeypatch.setattr(predict, "_passes", passes)
+    monkeypatch.setattr(predict, "_alternatives", lambda *_: iter(ways))
+    monkeypatch.setattr(predict.launches, "simulated", simulated)
+    seen: set[str] = set()
+    found = list(predict.newer([op], ON_100, seen))
+    assert [(r.case, r.which, r.launch) for r in found] == [
+        ("newer", "forward", predict.HEURISTIC),
+        ("newer", "backward", predict.HEURISTIC),
+        ("newer", "backward", "other warps"),
+    ]
+    assert devices == [90, 100] and seen == {"a", "b", ""}
+    head = predict.table(found)[0]
+    assert "| launch |" in head and "goal" not in head
+    # Of an op that refuses nothing, no row.
+    op.requests = ()
+    assert not list(predict.newer([op], ON_100, seen))
+
+
 def fake_case(name, bytes_):
     return Case(name, lambda *_: {}, lambda itemsize: Cost(bytes_), frozenset({"cuda"}))
 
@@ -224,7 +368,7 @@ def test_kernels_without_a_goal_are_those_of_the_largest_case_and_what_no_row_la
 
     monkeypatch.setattr(predict, "_passes", passes)
     monkeypatch.setattr(predict, "goals_on", lambda op, device: iter(()))
-    monkeypatch.setattr(predict.launches, "simulated", lambda device: nullcontext([]))
+    monkeypatch.setattr(predict.launches, "simulated", lambda device, arch: nullcontext([]))
     seen: set[str] = set()
     assert [r.case for r in predict.others([op], ON, seen)] == ["large", "other"]
     assert seen == {"a", "b"} and not list(predict.rows([op], ON, seen))
@@ -252,11 +396,51 @@ def test_every_op_with_a_triton_kernel_has_a_line_on_each_device_and_its_arithme
     for op in OPS.values():
         if not any(i.name == "triton" for i in op.implementations):
             continue
-        for device in roofs.DEVICES.values():
+        for device in (d for d in roofs.DEVICES.values() if d.arch == 90):
             part = text[text.index(f"## {device.device}\n") :].split("\n## ")[0]
             of_op = [x for x in part.splitlines() if x.startswith(f"| `{op.name}` |")]
             assert any(re.search(r" (ms|us) \| [\d.]+ \|", x) for x in of_op), (op.name, device)
         assert f"\n- `{op.name}` " in arithmetic, op.name
+
+
+def family(name):
+    """Of a budget of a scaled product, without its result's type and its tile's width."""
+    op, recipe = re.findall(r"\w+", name)[:2]
+    return op, recipe, *(word in name for word in (" rows", " weights", " specialized"))
+
+
+def test_every_scaled_product_has_a_row_on_the_b200():
+    text = (ROOT / predict.PAGE).read_text()
+    (version,) = re.findall(r"Budgets of Triton ([\d.]+) for", text)
+    held = json.loads((BUDGETS / f"triton-{version}.json").read_text())
+    families = {
+        family(name)
+        for name, facts in held.items()
+        if name.endswith(" sm_100") and "block_scale" in facts["uses"]
+    }
+    assert len(families) == 2 * 2 + 2 * 2 * 2
+    table = text[text.index("## B200\n") :].split("\n## ")[0]
+    arithmetic = text[text.index("Of the B200:\n") :]
+    assert families <= {
+        family(name) for name in re.findall(r"_scaled\w* \(budget of ([^),]*)", arithmetic)
+    }
+    for op, recipe, *_ in families:
+        for which in ("forward", "forward + backward"):
+            row = rf"\| `{op}` \| {recipe} [^|]* \| {re.escape(which)} \| heuristic \|"
+            assert re.search(rf"{row}.* ms \| [\d.]+ \|", table), (op, recipe, which)
+    assert "No timed case launches" not in arithmetic
+    # Of a device that is not simulated anew, the launches would be those of Hopper's conversions.
+    assert not re.search(r"_scaled\w* \([^)]*HARDWARE", arithmetic)
+
+
+def test_of_grouped_products_each_pass_counts_the_operators_that_place_rows():
+    text = (ROOT / predict.PAGE).read_text()
+    lines = re.findall(r"^- `low_precision_grouped_gemm` .*", text, re.MULTILINE)
+    assert {line.split()[2] for line in lines} == {"block_fp8", "mxfp8", "nvfp4"}
+    for line in lines:
+        (beside,) = re.findall(r"(\d+) operators of PyTorch, a launch each", line)
+        (launched,) = re.findall(r"(\d+) launches = ", line)
+        assert 40 < int(beside) < int(launched), line
 
 
 def test_what_the_gate_compiles_and_counts_for_predictions_is_in_its_budgets():
@@ -290,8 +474,16 @@ def test_measured_rates_take_the_place_of_the_defaults(tmp_path):
 
 
 def test_every_rate_has_its_source():
-    rates = {"device", "measured"} ^ set(roofs.Roofs.__dataclass_fields__)
+    rates = {"device", "arch", "measured"} ^ set(roofs.Roofs.__dataclass_fields__)
     assert set(roofs.SOURCES) == rates
+    # Each dtype of a product, but for float16, whose rate is bfloat16's.
+    flops = {dtype for device in roofs.DEVICES.values() for dtype in device.flops}
+    assert flops - {"float16"} == set(roofs.SOURCES["flops"])
+
+
+def test_each_device_has_the_sms_of_its_compute_capability():
+    for device in roofs.DEVICES.values():
+        assert device.sms == pretend.DEVICES[device.arch][0]
 
 
 def test_an_unknown_op_is_refused_by_name(capsys):
@@ -329,6 +521,11 @@ def test_the_committed_page_is_what_the_counts_make(command):
         pytest.skip(f"the page is of another Triton than {version}")
     done = command("--check")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_hopper_has_too_is_not_predicted_on_the_b200(command):
+    done = command("--device", "b200", "--op", "rmsnorm")
+    assert done.returncode == 2 and "Hopper has all cases of these ops too" in done.stdout
 
 
 def test_measured_times_stand_beside_predicted_ones(command, tmp_path):

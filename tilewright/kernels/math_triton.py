@@ -133,7 +133,7 @@ def tanh_and_derivative(x):
     near = x + x * u * p
     size = tl.abs(x)
     q = tl.exp2(-2.0 * 1.4426950408889634 * size)
-    h = q / (1.0 + q)
+    h = q * reciprocal(1.0 + q)
     far = 1.0 - 2.0 * h
     return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far)), 4.0 * h * (1.0 - h)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewright.kernels.math_triton import reciprocal
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -42,7 +44,7 @@ def place(tiles_ptr, cu_ptr, capacity, S, Sk, t, tiled, BLOCK: tl.constexpr, PAC
 def tanh(x):
     """tanh through exp2, whose overflow is an infinity that gives 1."""
     e = tl.exp2(tl.abs(x) * 2.8853900817779268)
-    y = 1.0 - 2.0 / (e + 1.0)
+    y = 1.0 - 2.0 * reciprocal(e + 1.0)
     z = x * x  # the series where that cancels
     small = x * (
         1.0 + z * (-0.3333333333333333 + z * (0.13333333333333333 - z * 0.05396825396825397))

@@ -57,9 +57,113 @@ def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl
     tl.store(most_ptr + tl.program_id(0), largest_magnitude(v, 0))
 
 
+@triton.jit
+def _turned_tile(
+    x_ptr,
+    R,
+    C,
+    stride,
+    pitch,
+    bands,
+    tiles,
+    signs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    """A tile of ROWS x COLUMNS of x [B, R, C] whose columns are contiguous, at multiples of `pitch`
+    in a matrix, as float32, transformed if HADAMARD is not 0; its matrix, row and column.
+
+    A thread has two elements of LOW neighboring columns, and a warp 64 of each: loads are of whole
+    sectors, and no transform of up to LOW columns, nor a block's largest magnitude, needs another
+    thread. The compiler lays x out like that as a tensor of pairs, ordered by column % LOW,
+    column // LOW and row, as in `_fp8_both`.
+    """
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    column0 = (band % bands) * COLUMNS
+    row0 = (tl.program_id(0) % tiles) * ROWS
+    i = tl.arange(0, ROWS * COLUMNS // 2)[:, None]
+    high = i // (ROWS // 2) % (COLUMNS // LOW) * LOW
+    low = i // (ROWS // 2 * (COLUMNS // LOW))
+    r = i % (ROWS // 2) * 2 + tl.arange(0, 2)[None, :]
+    inside = (high + low < (C - column0).to(tl.int32)) & (r < R - row0)
+    at = b * stride + (column0 + high) * pitch + (row0 + r) + low.to(tl.int64) * pitch
+    v = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
+    v = tl.permute(tl.reshape(v, (LOW, COLUMNS // LOW, ROWS)), (2, 1, 0))
+    v = tl.reshape(v, (ROWS * COLUMNS,))
+    if HADAMARD:  # without signs the mask is 0
+        v = butterflies(signed(v, tl.arange(0, ROWS * COLUMNS), signs, HADAMARD), HADAMARD)
+    return tl.reshape(v, (ROWS, COLUMNS)), b, row0, column0
+
+
+@triton.jit(do_not_specialize=["C", "bands", "signs"])
+def _largest_turned(
+    x_ptr,
+    most_ptr,
+    R,
+    C,
+    stride,
+    pitch,
+    bands,
+    tiles,
+    signs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    """`_largest_transformed` of x with contiguous columns."""
+    v, _, _, _ = _turned_tile(
+        x_ptr, R, C, stride, pitch, bands, tiles, signs, ROWS, COLUMNS, LOW, HADAMARD
+    )
+    most = largest_magnitude(tl.reshape(v, (ROWS * COLUMNS,)), 0)
+    tl.store(most_ptr + tl.program_id(0), most)
+
+
+SIDE = 64  # of a tile of x with contiguous columns: 128 bytes of bf16, and a sector of codes
+
+
+def _turned_config(random: bool, hadamard: int) -> dict:
+    """64 elements per thread, and 32 where each has random bits: with 64, ptxas spills 16 bytes for
+    sm_100.
+    """
+    low = 16 if random else 32
+    tile = {"ROWS": SIDE, "COLUMNS": SIDE, "LOW": low}
+    return {**tile, "HADAMARD": hadamard, "num_warps": SIDE // low}
+
+
+def readable(x: torch.Tensor, transpose: bool) -> torch.Tensor:
+    """x [B, R, C] as NVFP4's launchers take it: contiguous, or with contiguous columns, as the
+    transpose of a matrix has; with `transpose`, of a contiguous one.
+    """
+    turned = x.mT.is_contiguous() if transpose else x.stride(1) == 1
+    return x if turned else x.contiguous()
+
+
+def _turned_launch(kernel, x, tensors, more, config, hadamard_seed) -> None:
+    """Launches a kernel that reads x with `_turned_tile`.   more: numbers after those of x."""
+    B, R, C = x.shape
+    bands, tiles = cdiv(C, SIDE), cdiv(R, SIDE)
+    strides = x.stride(0) if B > 1 else 0, x.stride(2)
+    numbers = R, C, *strides, bands, tiles, sign_mask(hadamard_seed), *more
+    launch(kernel, (B * bands * tiles,), x, *tensors, *numbers, **config)
+
+
+def _largest_of_turned(x, hadamard, hadamard_seed):
+    B, R, C = x.shape
+    most = x.new_empty(B * cdiv(C, SIDE) * cdiv(R, SIDE), dtype=torch.float32)
+    config = _turned_config(False, hadamard)
+    _turned_launch(_largest_turned, x, (most,), (), config, hadamard_seed)
+    return most.amax()
+
+
 def nvfp4_largest(x, hadamard, hadamard_seed):
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
+    if not x.is_contiguous():
+        return _largest_of_turned(x, hadamard, hadamard_seed)
     programs = cdiv(x.numel(), TILE)
     most = x.new_empty(programs, dtype=torch.float32)
     launch(
@@ -116,6 +220,55 @@ def _nvfp4_put(
         scale_ptr + row[:, None] * groups + g[None, :],
         scale,
         mask=(r < rows)[:, None] & (g < groups)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["C", "bands", "signs", "key"])
+def _nvfp4_turned(
+    x_ptr,
+    total_ptr,
+    data_ptr,
+    scale_ptr,
+    R,
+    C,
+    stride,
+    pitch,
+    bands,
+    tiles,
+    signs,
+    width,
+    key,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    TALL: tl.constexpr,
+    RANDOM: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantizes a tile of x with contiguous columns, or of its transform."""
+    v, b, row0, column0 = _turned_tile(
+        x_ptr, R, C, stride, pitch, bands, tiles, signs, ROWS, COLUMNS, LOW, HADAMARD
+    )
+    r = row0 + tl.arange(0, ROWS)
+    c = column0 + tl.arange(0, COLUMNS)
+    at = (b * R + r)[:, None] * C + c[None, :]
+    _nvfp4_put(
+        v,
+        at,
+        data_ptr,
+        scale_ptr,
+        tl.load(total_ptr),
+        b * R,
+        R,
+        row0,
+        column0,
+        width,
+        C,
+        key,
+        TALL,
+        RANDOM,
+        HARDWARE,
     )
 
 
@@ -200,11 +353,32 @@ def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
     return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
 
 
-def nvfp4_quantize(x, global_scale, options):
-    if not options.transpose:
-        return quantize_triton.nvfp4_quantize(x, global_scale, options)
+def _nvfp4_of_turned(x, global_scale, options):
+    square, seed, hadamard, hadamard_seed, _ = options
     codes = quantizing.nvfp4_quantize(x, global_scale, options)
     if x.numel():
+        config = {
+            **_turned_config(seed is not None, hadamard),
+            "TALL": 16 if square else 1,
+            "RANDOM": random_kind(seed, x.shape[2]),
+            "HARDWARE": conversions(x.device),
+        }
+        more = codes.data.shape[2], seed or 0
+        tensors = global_scale, codes.data, codes.scale
+        _turned_launch(_nvfp4_turned, x, tensors, more, config, hadamard_seed)
+    return codes
+
+
+def nvfp4_quantize(x, global_scale, options):
+    """x: see `readable`."""
+    turned = not x.is_contiguous()
+    if not options.transpose:
+        one = _nvfp4_of_turned if turned else quantize_triton.nvfp4_quantize
+        return one(x, global_scale, options)
+    codes = quantizing.nvfp4_quantize(x, global_scale, options)
+    if x.numel():
+        data, scale, *others = codes
+        x, outputs = (x.mT, (*others, data, scale)) if turned else (x, codes)
         B, R, C = x.shape
         seed = options.seed
         most, warps = _nvfp4_tile(x.element_size(), seed is not None)
@@ -216,7 +390,7 @@ def nvfp4_quantize(x, global_scale, options):
             (B * bands * tiles,),
             x,
             global_scale,
-            *codes,
+            *outputs,
             R,
             C,
             cdiv(C, 2),
@@ -770,7 +944,7 @@ def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
 
 
 def nvfp4_gate() -> list[KernelSpec]:
-    specs = []
+    specs = _turned_specs()
     codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
     for d in ("bf16", "fp32"):
         for tall in (1, 16):
@@ -800,6 +974,42 @@ def nvfp4_gate() -> list[KernelSpec]:
                 {"SIZE": size, "TILE": TILE},
                 store=0,  # a program writes one number
                 divisible=("n",),
+            )
+            for size in (16, 32)
+        ]
+    return specs
+
+
+def _turned_specs() -> list[KernelSpec]:
+    """A warp's loads are of whole sectors, 4 or 8 bytes per thread."""
+    codes = {"total": "fp32", "data": "u8", "scale": "u8"}
+    numbers = {"divisible": ("R", "stride", "pitch", "width"), "elements": SIDE * SIDE}
+    specs = []
+    for d, load in (("bf16", 32), ("fp32", 64)):
+        for tall, random, size in quantize_triton.NVFP4_KINDS:
+            config = {**_turned_config(random, size), "TALL": tall, "RANDOM": 2 * random}
+            label = f"nvfp4 turned {d}{quantize_triton.nvfp4_kind(tall, random, size)}"
+            for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
+                specs.append(
+                    spec(
+                        _nvfp4_turned,
+                        f"{label}{name}",
+                        {"x": d, **codes},
+                        {**config, "HARDWARE": hardware},
+                        load=load,
+                        **numbers,
+                        **archs,
+                    )
+                )
+        specs += [
+            spec(
+                _largest_turned,
+                f"nvfp4 largest turned {d} hadamard {size}",
+                {"x": d, "most": "fp32"},
+                _turned_config(False, size),
+                load=load,
+                store=0,  # a program writes one number
+                **numbers,
             )
             for size in (16, 32)
         ]

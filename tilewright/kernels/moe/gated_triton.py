@@ -28,10 +28,10 @@ def gated(
     """
     dv = 1.0
     if ACTIVATION == 3:
-        near, dv = tanh_and_derivative(u / UP_LIMIT)
+        near, dv = tanh_and_derivative(u * (1.0 / UP_LIMIT))
         v = UP_LIMIT * near + OFFSET
         s = sigmoid(ALPHA * g)
-        soft, dsoft = tanh_and_derivative(g / LIMIT)
+        soft, dsoft = tanh_and_derivative(g * (1.0 / LIMIT))
         a = LIMIT * soft * s
         da = s * dsoft + ALPHA * a * (1.0 - s)
     else:

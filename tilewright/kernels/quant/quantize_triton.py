@@ -1057,24 +1057,33 @@ NF4_DEQUANTIZE = Tunable(
 )
 
 
+# TALL, whether rounding is stochastic, HADAMARD.
+NVFP4_KINDS = (
+    (1, False, 0),
+    (1, True, 0),
+    (16, False, 0),
+    (16, True, 0),
+    (1, False, 16),
+    (1, True, 16),
+    (1, False, 32),
+    (16, True, 32),
+)
+
+
+def nvfp4_kind(tall: int, random: bool, size: int) -> str:
+    """The end of a label."""
+    return (
+        f"{' square' if tall == 16 else ''}{' random' if random else ''}"
+        f"{f' hadamard {size}' if size else ''}"
+    )
+
+
 def nvfp4_quantize_gate() -> list[KernelSpec]:
     pointers = {"total": "fp32", "data": "u8", "scale": "u8"}
     specs = []
     for d in ("bf16", "fp32"):
-        for tall, random, size in (
-            (1, False, 0),
-            (1, True, 0),
-            (16, False, 0),
-            (16, True, 0),
-            (1, False, 16),
-            (1, True, 16),
-            (1, False, 32),
-            (16, True, 32),
-        ):
-            label = (
-                f"nvfp4 quantize {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
-                f"{f' hadamard {size}' if size else ''}"
-            )
+        for tall, random, size in NVFP4_KINDS:
+            label = f"nvfp4 quantize {d}{nvfp4_kind(tall, random, size)}"
             groups = TILE // 16 // tall
             kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
             if tall == 16 or size:

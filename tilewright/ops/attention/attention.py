@@ -556,6 +556,7 @@ ATTENTION = Op(
         ),
         _case("gpt-oss-20b_8k", 1, 64, 8, 8192, 64, tags=cases.CUDA, sinks=True, window=128),
         _case("deepseek-v3_8k", 1, 16, 16, 8192, (192, 128), tags=cases.CUDA),
+        _case("gemma-3-12b_8k", 1, 16, 8, 8192, 256, tags=cases.CUDA),
         _case("qwen3-8b", 1, 32, 8, 512, 128, tags=cases.CPU),
         # Short rows: the twin allocates every score.
         _case("big", 2**12 + 1, 64, 8, 64, 128, tags=cases.BIG),

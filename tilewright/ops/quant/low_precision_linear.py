@@ -202,11 +202,12 @@ class Rounding(NamedTuple):
     def _transformed(self, t: torch.Tensor, key: int | None) -> Factor:
         key = None if key is None else key ^ OTHER_KEY
         given = NVFP4Options(False, key, TRANSFORM, self.options.seed, False)
-        return self._nvfp4(quantize.pad_to(t.mT, -1, TRANSFORM), given)[0]
+        return self._nvfp4(quantize.pad_to(t, -2, TRANSFORM).mT, given)[0]
 
     def _nvfp4(self, t: torch.Tensor, given: NVFP4Options) -> tuple[Factor, Factor | None]:
+        """Of t as it lies, which an implementation copies if it has to."""
         run = QUANTIZE_NVFP4.pick(self.by, t)
-        total, codes = run(_matrices(t), None, given, self.what)
+        total, codes = run(t if t.dim() == 3 else t[None], None, given, self.what)
         return _factors(t, codes, total, 1, given.transpose)
 
     def _fp8(self, t: torch.Tensor, transpose: bool) -> tuple[Factor, Factor | None]:
@@ -227,7 +228,7 @@ def _matrices(t: torch.Tensor) -> torch.Tensor:
 def _factors(
     t: torch.Tensor, codes: Codes, total: torch.Tensor | None, rows: int, transpose: bool
 ) -> tuple[Factor, Factor | None]:
-    """Of what was rounded from `_matrices(t)`."""
+    """Of what was rounded from t as [matrices, rows, columns]."""
 
     def one(data, scale, columns):
         parts = (data, scale) if t.dim() == 3 else (data[0], scale[0])

@@ -11,7 +11,7 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import declare, from_kernels
-from tilewright.core.registry import DispatchOn, Goal, Judged, Op
+from tilewright.core.registry import Case, DispatchOn, Goal, Judged, Op
 from tilewright.core.takes import takes
 from tilewright.kernels.quant import operators
 from tilewright.kernels.quant.operators import Codes, NVFP4Options
@@ -21,6 +21,7 @@ from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_cases import (
     all_cases,
     dequantize_case,
+    draw,
     quantize_case,
     timed_cases,
 )
@@ -70,8 +71,8 @@ def quantize_nvfp4(
     implementation.
 
     Args:
-        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32); finite, as is its transform.
-            C need not be a multiple of 16.
+        x: [..., C] fp32 | bf16 | fp16 (fp64 with eager, through fp32), any strides (triton copies
+            no transposed view); finite, as is its transform. C need not be a multiple of 16.
         square: one scale per 16 x 16 block of the last two dimensions, so that the transpose has
             the same values; it is stored for each of the block's rows.
         global_scale: float32 [], to share among tensors; default: (largest magnitude of x) / 2688,
@@ -112,7 +113,7 @@ def quantize_nvfp4(
         )
     if hadamard is None and hadamard_seed is not None:
         raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
-    matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose))
+    matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose), contiguous=False)
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
     options = NVFP4Options(square, seed, hadamard or 0, hadamard_seed, transpose)
     total, codes = run(matrices, global_scale, options)
@@ -192,7 +193,8 @@ def _largest_of(x):
     """The largest magnitude in float32; NaN if there is one."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    low, high = x.aminmax()
+    # PyTorch copies what is not contiguous.
+    low, high = (x.mT if x.mT.is_contiguous() else x).aminmax()
     return torch.maximum(-low.float(), high.float()).abs()  # abs: -0.0 is no largest magnitude
 
 
@@ -234,11 +236,14 @@ def largest_eager(x, hadamard, hadamard_seed):
     return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
 
 
-def _whole(codes_of, largest):
-    """Composes the public function's two steps: the tensor's scale, then codes and block scales."""
+def _whole(codes_of, largest, readable=lambda x, transpose: x.contiguous()):
+    """Composes the public function's two steps: the tensor's scale, then codes and block scales.
+
+    readable: (x [B, R, C] of any strides, whether it is transposed) -> x as both steps take it.
+    """
 
     def run(x, global_scale, options, name="x"):
-        hadamard = options.hadamard
+        x, hadamard = readable(x, options.transpose), options.hadamard
         most = largest(x, hadamard, options.hadamard_seed) if hadamard else _largest(x)
         most = quantize.finite(most, name)
         if global_scale is None:
@@ -274,6 +279,7 @@ def _triton():
         _whole(
             operators.nvfp4_quantize.define("nvfp4_triton_quantize", fused.nvfp4_quantize),
             operators.nvfp4_largest.define("nvfp4_triton_largest", fused.nvfp4_largest),
+            fused.readable,
         ),
         operators.nvfp4_dequantize.define("nvfp4_triton_dequantize", k.nvfp4_dequantize),
     )
@@ -288,6 +294,15 @@ def _cpp():
         ),
         operators.nvfp4_dequantize.adopt("nvfp4_cpp_dequantize"),
     )
+
+
+def _turned_case(name, shape, **options):
+    """Of the transposed view of a matrix."""
+
+    def make(device, dtype, seed):
+        return {"x": draw(device, dtype, seed, shape).mT, **options}
+
+    return Case(name, make)
 
 
 QUANTIZE_NVFP4 = Op(
@@ -311,6 +326,9 @@ QUANTIZE_NVFP4 = Op(
         quantize_case("transpose", (19, 70), transpose=True),
         quantize_case("transpose_random", (2, 17, 33), transpose=True, seed=1),
         quantize_case("transpose_square", (40, 24), transpose=True, square=True),
+        _turned_case("turned", (2, 40, 37)),
+        _turned_case("turned_hadamard", (48, 70), hadamard=16, hadamard_seed=1, seed=4),
+        _turned_case("turned_square", (33, 18), square=True),
         *timed_cases("hadamard", 4.5, passes=2, hadamard=16, hadamard_seed=1),
         *timed_cases("transpose", 4.5, passes=2, results=2, transpose=True),
     ),
