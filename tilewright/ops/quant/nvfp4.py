@@ -113,7 +113,10 @@ def quantize_nvfp4(
         )
     if hadamard is None and hadamard_seed is not None:
         raise ValueError(f"hadamard_seed must be None without hadamard, got {hadamard_seed!r}")
-    matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose), contiguous=False)
+    if x.dim() > 1:  # not `as_3d`, which copies a transposed view
+        matrices = x.detach().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    else:
+        matrices = quantize.as_3d(x.detach(), least=1 + (square or transpose))
     run = QUANTIZE_NVFP4.pick(implementation, matrices)
     options = NVFP4Options(square, seed, hadamard or 0, hadamard_seed, transpose)
     total, codes = run(matrices, global_scale, options)

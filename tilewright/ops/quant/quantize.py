@@ -323,10 +323,8 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)) if missing else x
 
 
-def as_3d(
-    t: torch.Tensor, name: str = "x", least: int = 1, *, contiguous: bool = True
-) -> torch.Tensor:
-    """Reshapes a tensor of any shape to [matrices, rows, columns].   contiguous: copies others."""
+def as_3d(t: torch.Tensor, name: str = "x", least: int = 1) -> torch.Tensor:
+    """Reshapes a tensor of any shape to a contiguous [matrices, rows, columns]."""
     if t.dim() < least:
         raise ValueError(
             f"{name} must have at least {least} dimension{'s' * (least > 1)} for such blocks, got "
@@ -334,5 +332,4 @@ def as_3d(
             f"{list(t.shape)}"
         )
     rows = t.shape[-2] if t.dim() > 1 else 1
-    t = t.reshape(math.prod(t.shape[:-2]), rows, t.shape[-1])
-    return t.contiguous() if contiguous else t
+    return t.reshape(math.prod(t.shape[:-2]), rows, t.shape[-1]).contiguous()
