@@ -118,7 +118,7 @@ def _named(launch: Launch, name: str):
     return launch.tensors.get(f"{name}_ptr") or launch.tensors[name]
 
 
-def _tile(m: int, n: int, itemsize: int) -> float:
+def _tile(m: int, n: int, itemsize: float) -> float:
     return 2 * m * n / ((m + n) * itemsize)
 
 

@@ -97,9 +97,9 @@ def jsonl(path, documents):
     return path
 
 
-def digest(op):
+def digest(op, device):
     """Of today's sources."""
-    return sources.digest(OPS[op]) if op in OPS else "unknown"
+    return sources.digest(OPS[op], device) if op in OPS else "unknown"
 
 
 def results(root, rows, folder="run", about=None, roof=ROOF):
@@ -110,7 +110,10 @@ def results(root, rows, folder="run", about=None, roof=ROOF):
     units = [
         {
             "unit": n,
-            "meta": {**about, "source": about["source"] or digest(group[0]["op"])},
+            "meta": {
+                **about,
+                "source": about["source"] or digest(group[0]["op"], about["device_type"]),
+            },
             "roofline": roof,
             "rows": group,
         }
