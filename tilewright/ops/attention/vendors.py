@@ -468,7 +468,7 @@ def slower_than_triton(device_type: str, request: Request | None) -> str | None:
 
 def slower_than_sdpa(device_type: str, request: Request | None) -> str | None:
     """The C++ kernels have been measured on AMD EPYCs: PyTorch's took 3.2 times as long in float32
-    on one whose AVX-512 ATen's products do not use, and 1.8 times on one with AVX2 alone, where its
+    on one whose AVX-512 ATen's products do not use, and 1.5 times on one with AVX2 alone, where its
     gradients in bfloat16 miss the contract (docs/performance.md). Where ATen's products may be the
     faster ones, PyTorch's is taken.
     """
