@@ -56,7 +56,9 @@ def test_a_step_has_mfu_memory_and_the_time_that_is_left(reports, tmp_path, caps
     assert first["mfu"] == pytest.approx(500e9 / (2 * 989e12))
     assert (first["seconds_left"], second["seconds_left"]) == (2 * 89, 3 * 88)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    assert 0.1 < first["memory_gb"] <= second["memory_gb"] <= most
+    # Linux counts pages per processor in batches: a later reading may be some pages below.
+    assert 0.1 < first["memory_gb"] == pytest.approx(most, rel=0.01)
+    assert second["memory_gb"] == pytest.approx(most, rel=0.01)
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith("step=12 loss=1.5 lr=0.1 grad_norm=2 tokens=2005 ")
     assert " mfu=" in line and " memory_gb=" in line and line.endswith("seconds_left=264")
