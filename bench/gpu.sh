@@ -22,8 +22,8 @@
 #     kernels   the kernels of the trainer's steps
 #
 # RESULTS is a folder such as bench/results/nvidia-h200-2026-12-01. Each stage has a share of the minutes, and what it
-# does not use is the next one's. A call resumes where an earlier one stopped (see docs/gpu.md, which has the calls of half
-# an hour). Tests that passed run again only if the sources change. If $OUT is set, each finished result is
+# does not use is the next one's. A call resumes where an earlier one stopped (see docs/gpu.md, which has the calls of a
+# quarter of an hour). Tests that passed run again only if the sources change. If $OUT is set, each finished result is
 # appended to $OUT/results.jsonl, and all results and our kernels of Triton's cache are packed into $OUT. UNPACK_CACHE=1
 # unpacks a packed cache in RESULTS first, from an earlier call or `make gpu-cache`: what it holds runs on the GPU, so that
 # it must be one's own. commit.json, which is made with it, names the commit of the sources where there is no git (or

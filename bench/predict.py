@@ -382,14 +382,14 @@ that of the [goals](goals.md): a copy of the same bytes, a launch too, or a larg
 
 It is no measurement and no promise: it knows no cache but L2's rate, no bank conflicts, no barriers
 within a tile, no clock under load, no order of blocks, no host, and no operator of PyTorch but its
-products and, of `low_precision_grouped_gemm` and of products in NVFP4, those beside the launches,
-each as a launch and a copy of its tensors. All of that takes time, so that a goal that it meets may
-be missed. One that it misses depends on its limit's rate, and four rates are estimates until they
-are measured. It shows which limit a kernel has, which goals that limit excludes, and, beside a
-measurement, what is not understood. Where counts do not tell, it says so: "at most" is by all code
-of a kernel for each tile, of which a loop, a branch or an epilogue is a part. "Launch" is the
-heuristic's configuration, or the question of the suite whose other alternative it is. In
-parentheses: the value by the goal's metric; "in part": a limit of the pass could not be derived.
+products and, of products in NVFP4, those beside the launches, each as a launch and a copy of its
+tensors. All of that takes time, so that a goal that it meets may be missed. One that it misses
+depends on its limit's rate, and four rates are estimates until they are measured. It shows which
+limit a kernel has, which goals that limit excludes, and, beside a measurement, what is not
+understood. Where counts do not tell, it says so: "at most" is by all code of a kernel for each tile,
+of which a loop, a branch or an epilogue is a part. "Launch" is the heuristic's configuration, or
+the question of the suite whose other alternative it is. In parentheses: the value by the goal's
+metric; "in part": a limit of the pass could not be derived.
 
 On a GPU, `{COMMAND} --roofs RESULTS` takes the measured rates and shows measured
 times beside.

@@ -23,7 +23,6 @@ import pathlib
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import Any
 
 import datasets  # noqa: F401 - which each rank would import
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
@@ -90,12 +90,6 @@ def configuration(root: pathlib.Path, name: str, steps: int) -> str:
     return str(path)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def drawing(step: Callable[..., float]) -> Callable[..., float]:
     """An optimizer's step that draws a number, which a run of this model does not: the random
     states of a checkpoint then differ from step to step.
@@ -108,9 +102,9 @@ def drawing(step: Callable[..., float]) -> Callable[..., float]:
     return stepped
 
 
-def start(path: str, ranks: int, log: pathlib.Path) -> list[int]:
-    """Forks the ranks of a run, and returns their process ids."""
-    port, found = free_port(), []
+def start(path: str, ranks: int, log: pathlib.Path, port: int) -> list[int]:
+    """Forks the ranks of a run, which meet at the store on `port`; returns their process ids."""
+    found = []
     for rank in range(ranks):
         if child := os.fork():
             found.append(child)
@@ -127,6 +121,7 @@ def start(path: str, ranks: int, log: pathlib.Path) -> list[int]:
                 "LOCAL_WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             Engine.optim_step = drawing(Engine.optim_step)
             code = train.main([path])
@@ -138,10 +133,15 @@ def start(path: str, ranks: int, log: pathlib.Path) -> list[int]:
     return found
 
 
-def ended(ranks: list[int], at: float | None, draw: random.Random) -> tuple[bool, bool]:
-    """Waits until all ranks have ended; kills them once the clock shows `at`. Returns whether any
-    was killed, and whether all ended well.
+def attempt(
+    path: str, number: int, log: pathlib.Path, at: float | None, draw: random.Random
+) -> tuple[bool, bool]:
+    """Waits until all ranks of a run have ended; kills them once the clock shows `at`. Returns
+    whether any was killed, and whether all ended well.
     """
+    # This process's, so that no other takes the port before a rank listens there.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = start(path, number, log, store.port)
     left, killed, good = set(ranks), False, True
     while left:
         if at is not None and not killed and time.monotonic() >= at:
@@ -209,9 +209,8 @@ def main() -> int:
     draw, ranks, log = random.Random(options.seed), options.ranks, root / "log"
     gc.freeze()  # what has been imported: each run collects garbage
     start_of_all = begin = time.monotonic()
-    _, good = ended(
-        start(configuration(root, "undisturbed", options.steps), ranks, log), None, draw
-    )
+    undisturbed = configuration(root, "undisturbed", options.steps)
+    _, good = attempt(undisturbed, ranks, log, None, draw)
     if not good:
         print(log.read_text()[-4000:])
         return 1
@@ -223,9 +222,8 @@ def main() -> int:
         while True:
             begin = time.monotonic()
             at = begin + draw.uniform(0.2, 0.9) * whole
-            killed, good = ended(
-                start(path, ranks, log), at if kills < options.kills else None, draw
-            )
+            at = at if kills < options.kills else None
+            killed, good = attempt(path, ranks, log, at, draw)
             kills += killed
             if not killed:
                 whole = min(whole, time.monotonic() - begin)  # the first run prepares the data too

@@ -55,8 +55,10 @@ class Forked:
         )
         self._process.start()
         self.pid = self._process.pid
-        while self.poll() is None and os.getpgid(self.pid) != self.pid:
-            time.sleep(0.001)
+        # One that ends meanwhile is the server's child, which waits for it.
+        with contextlib.suppress(ProcessLookupError):
+            while self.poll() is None and os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
 
     def poll(self):
         return self._process.exitcode

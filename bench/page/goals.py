@@ -153,8 +153,8 @@ def _held(device: Device) -> list[Measured]:
 def _tallies(devices: Sequence[Device]) -> str:
     counts = [(d.name, _held(d)) for d in devices]
     return " ".join(
-        f"{name}: of {len(cases)} goals of a case that were measured, "
-        f"{sum(case.met for case in cases)} are met."
+        f"{name}: {sum(case.met for case in cases)} of {len(cases)} measured goals met, each case "
+        "counted."
         for name, cases in counts
         if cases
     )

@@ -169,25 +169,19 @@ def _attention(launch: Launch, cost: Cost) -> Products:
     return Products(products * one, products * kept / 2, launch.programs, written, softmax)
 
 
-# Of FP8 products: the factors, and how many scales an element of a sum of 128 columns is multiplied
-# by; one is the product of a row's and a tile's.
-FP8 = {
-    "_fp8": ("x", "w", 1),
-    "_fp8_wide": ("x", "w", 1),
-    "_rows": ("x", "w", 1),
-    "_by_rows": ("a", "b", 2),
-    "_weights": ("dy", "x", 2),
-    "_dweight": ("a_from", "b_from", 2),
-}
+# Of FP8 products: how many scales an element of a sum of 128 columns is multiplied by; one is the
+# product of a row's and a tile's.
+FP8 = {"_fp8": 1, "_fp8_wide": 1, "_rows": 1, "_by_rows": 2, "_weights": 2, "_dweight": 2}
 
 
 def _fp8(launch: Launch, cost: Cost) -> Products:
-    v, (left, right, scales) = launch.values, FP8[launch.kernel]
-    a, b, out = (_named(launch, name) for name in (left, right, "out"))
-    flops = 2 * a.elements * b.shape[-2]
+    """Of an op whose three products have as many FLOPs each, of experts without the places that
+    have no row.
+    """
+    v, out, flops = launch.values, _named(launch, "out"), cost.forward_flops
     m, n = v.get("BLOCK_M") or v["M"], v.get("BLOCK_N") or v["COLUMNS"]
     tiles = math.ceil(out.shape[-2] / m) * math.ceil(out.shape[-1] / n) * math.prod(out.shape[:-2])
-    scaled = scales * flops / (2 * 128) / 32
+    scaled = FP8[launch.kernel] * flops / (2 * 128) / 32
     return Products(
         flops,
         _tile(m, n, 1),

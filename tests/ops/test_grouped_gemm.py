@@ -138,6 +138,18 @@ def test_one_of_the_two_gradients(name):
 
 
 @EVERY
+def test_offsets_of_any_strides(name):
+    """A column of a table; on CUDA nothing copies them to check their values."""
+    skip_unless_usable(GROUPED_GEMM, name, torch.float32)
+    x, weight, offsets, dy = made((7, 60, 3), 2, 12, 20)
+    table = torch.stack((offsets, torch.zeros_like(offsets)), 1)
+    for f, e in zip(
+        step(name, x, weight, table[:, 0], dy), step(name, x, weight, offsets, dy), strict=True
+    ):
+        assert torch.equal(f, e)
+
+
+@EVERY
 def test_same_bits_again_and_whatever_the_neighbors(name):
     """An expert's results do not depend on the other experts' rows, nor, with this library's own
     products, on the number of threads.
@@ -148,14 +160,13 @@ def test_same_bits_again_and_whatever_the_neighbors(name):
         whole = step(name, x, weight, offsets, dy)
     with threads(1):
         again = step(name, x, weight, offsets, dy)
-    alone = step(
-        name, x[7:67], weight[1:2], torch.tensor([60], dtype=torch.int32, device=DEVICE), dy[7:67]
-    )
+        own_rows = torch.tensor([60], dtype=torch.int32, device=DEVICE)
+        alone = step(name, x[7:67], weight[1:2], own_rows, dy[7:67])
     if name in ("triton", "cpp"):
         own = name == "triton" or torch.backends.cpu.get_cpu_capability() == "AVX512"  # else ATen's
         for a, b in zip(whole, again, strict=True):
             assert torch.equal(a, b) if own else torch.allclose(a, b, rtol=1e-5, atol=1e-5)
-        assert torch.equal(whole[0][7:67], alone[0]) and torch.equal(whole[2][1:2], alone[2])
+        assert torch.equal(again[0][7:67], alone[0]) and torch.equal(again[2][1:2], alone[2])
     else:
         close([whole[0][7:67], whole[2][1:2]], [alone[0].double(), alone[2].double()], 1e-5)
 

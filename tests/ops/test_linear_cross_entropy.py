@@ -193,7 +193,8 @@ def test_a_vocabulary_of_262144(name):
     truth = F.cross_entropy(F.linear(*exact), y)
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
     for f, o, e in zip(grads(loss, x, w), grads(theirs, x, w), grads(truth, *exact), strict=True):
-        assert contract.error(f, e)[0] < 2 * contract.error(o, e)[0]
+        allowed = 2 * contract.error(o, e)[0] + contract.ATOL[torch.float32]
+        assert contract.error(f, e)[0] <= allowed
 
 
 # ---- backward's assumptions

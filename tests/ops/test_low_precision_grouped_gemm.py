@@ -114,6 +114,16 @@ def test_a_call_gives_the_same_bits_again_and_the_seed_others(name, recipe):
 
 
 @EVERY_NAME
+def test_offsets_of_any_strides(name):
+    """A column of a table; on CUDA nothing copies them to check their values."""
+    usable(name)
+    x, weight, offsets, dy = inputs((3, 2), 8, 16)
+    table = torch.stack((offsets, torch.zeros_like(offsets)), 1)
+    found = products(x, weight, table[:, 0], dy, name)
+    assert all(map(torch.equal, found, products(x, weight, offsets, dy, name)))
+
+
+@EVERY_NAME
 @EVERY_RECIPE
 @pytest.mark.parametrize(
     "counts, N, K, tail",
@@ -148,6 +158,45 @@ def test_every_row_has_a_place_of_its_experts_own(offsets):
     expert = torch.searchsorted(ends, torch.arange(R, dtype=torch.int32), right=True)
     at = (placed.row >= 0).nonzero()[:, 0]
     assert torch.equal(placed.expert[at // 128], expert)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        (0, 3, 3),
+        (128, 128, 300),
+        (1, 129, 257),
+        (0, 0, 0),
+        (300,),
+        (7, 7, 140, 141),
+        # Invalid, and clamped to the rules.
+        (200, 10, 250, 20),
+        (-7, 400, 260),
+        (2**31 - 1, -(2**31), 5),
+    ],
+)
+@pytest.mark.parametrize(
+    "R, columns, dtype",
+    [(300, 600, torch.float32), (300, 7, torch.bfloat16), (0, 7, torch.float32)],
+)
+def test_the_kernel_places_rows_as_the_definition_does(offsets, R, columns, dtype):
+    """No row of the tail is read: it is NaN."""
+    usable("triton")
+    from tilewright.kernels.quant import low_precision_grouped_triton as kernels
+
+    E = len(offsets)
+    ends = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    expected = Placed.of(ends, R)
+    x = randn(R, columns, seed=0).to(dtype)
+    x[expected.place < 0] = float("nan")
+    apart = torch.stack((x, x), 2)  # neither columns nor rows next to each other
+    for given in (x, apart[:, :, 0], apart.flatten(1)[:, columns:]):
+        placed, found = kernels.place(given, ends, places(R, E))
+        torch.testing.assert_close(placed, expected.spread(given), rtol=0, atol=0)
+        assert found.rows == R
+        for name in ("ends", "expert", "row"):
+            t = getattr(found, name)
+            assert t.dtype == torch.int32 and torch.equal(t.long(), getattr(expected, name)), name
 
 
 SAVED = {"block_fp8": (1 + 4 / 128, 0), "mxfp8": (1 + 1 / 32, 0), "nvfp4": (9 / 16, 4)}

@@ -162,10 +162,11 @@ def test_each_matrix_by_itself_and_any_strides(name):
     skip_unless_usable(NEWTON_SCHULZ, name, F32)
     x = torch.randn(2, 3, 12, 20, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     y = newton_schulz(x, implementation=name)
+    # A library may sum the products of a batch, or of a transpose, in another order.
     one = newton_schulz(x[1, 2], implementation=name)
-    torch.testing.assert_close(y[1, 2], one, rtol=0, atol=1e-6)
+    torch.testing.assert_close(y[1, 2], one, rtol=0, atol=1e-5)
     turned = newton_schulz(x.mT, implementation=name)
-    torch.testing.assert_close(turned, y.mT, rtol=0, atol=1e-6)
+    torch.testing.assert_close(turned, y.mT, rtol=0, atol=1e-5)
     # The scale of a matrix does not matter, but a tiny one is not divided by its norm.
     torch.testing.assert_close(newton_schulz(1e3 * x, implementation=name), y, rtol=0, atol=1e-5)
     assert newton_schulz(1e-15 * x, implementation=name).abs().max() < 1e-2

@@ -701,6 +701,22 @@ def scaled_experts(driver, launch, recipe, N, K, counts, tail, dtype):
     return same_bits(driver, kernels.SCALED_ROWS, rows, key)
 
 
+def placed_rows(driver, R, columns, stride, offsets, dtype):
+    """As the op's definition places them, each place once."""
+    from tilewright.kernels.quant import low_precision_grouped_triton as kernels
+    from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
+
+    g, ends = torch.Generator().manual_seed(0), torch.tensor(offsets, dtype=torch.int32)
+    x = torch.randn(R, stride, generator=g).to(dtype)[:, :columns]
+    expected = Placed.of(ends, R)
+    x[expected.place < 0] = float("nan")
+    placed, found = kernels.place(x, ends, places(R, len(offsets)))
+    assert torch.equal(placed, expected.spread(x))
+    for name in ("ends", "expert", "row"):
+        assert torch.equal(getattr(found, name).long(), getattr(expected, name)), name
+    assert all(driver.memories[-1].times(t, "written").eq(1).all() for t in (placed, *found[1:]))
+
+
 def scaled_case(recipe, *sizes):
     from tilewright.ops.quant import low_precision_linear as of_op
 
@@ -1043,6 +1059,14 @@ def runs():
     ):
         run = 100, scaled_experts, f"scaled_{launch}", recipe, N, K, counts, tail, dtype
         found[f"sm_100-low_precision_grouped_gemm/scaled_{launch} ROLES-bits-{recipe}"] = run
+    # Of many experts, which several threads share; rows of odd strides.
+    for columns, stride, offsets, dtype in (
+        (1040, 1040, (130, 130, 131, 400), BF16),
+        (70, 71, tuple(range(0, 300, 2)), BF16),
+        (70, 71, (300,), F32),
+    ):
+        run = 90, placed_rows, 420, columns, stride, offsets, dtype
+        found[f"sm_90-low_precision_grouped_gemm-places-{len(offsets)}-{short(dtype)}"] = run
     found["sm_90-fp8_linear/fp8 ROLES-bits"] = 90, fp8_linear, 300, 648, 1040
     for launch, N, K, counts, tail, dtype in (
         ("rows", 328, 1040, (300, 0, 1, 128), 130, BF16),

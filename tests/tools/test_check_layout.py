@@ -234,7 +234,7 @@ def alive(pid):
     """Whether a process runs; one that nobody has waited for yet does not."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # it has ended, perhaps while its status was read
         return False
 
 

@@ -76,7 +76,8 @@ def test_peak_is_of_what_is_held_at_once():
     several, one, nothing = json.loads(run.stdout)
     if nothing is None:
         pytest.skip("the kernel does not tell")
-    assert 30 < several < 45 and 90 < one < 110 and nothing < 10
+    # Three at once are 96 MiB. Linux counts pages by processor, in batches.
+    assert 16 < several < 64 < one < 160 and nothing < 16
 
 
 def test_the_page_shows_it(rows, tmp_path):

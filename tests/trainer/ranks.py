@@ -183,7 +183,8 @@ def nearly_same_training(found, want):
     """Losses and norms of a run in bfloat16, which differ from those of float32, but little (3e-5
     and 6e-4 at most).
     """
-    assert found["loss"] != want["loss"]
+    # One loss alone may round to the same number.
+    assert (found["loss"], found["norm"]) != (want["loss"], want["norm"])
     np.testing.assert_allclose(found["loss"], want["loss"], rtol=3e-4)
     np.testing.assert_allclose(found["norm"], want["norm"], rtol=6e-3)
 

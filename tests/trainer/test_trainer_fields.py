@@ -763,9 +763,9 @@ def outcome(run, config, out, said, world):
         "checkpoints": sorted(p.name for p in checkpoints.glob("global_step_*")),
         "stored": [
             [checkpoint_files.read_state(p)[part] for part in ("weights", "optimizer")]
-            for p in checkpoints.glob("global_step_*")
+            for p in sorted(checkpoints.glob("global_step_*"))
         ],
-        "best": [checkpoint_files.read_state(p).get("best") for p in checkpoints.glob("*")],
+        "best": [checkpoint_files.read_state(p).get("best") for p in sorted(checkpoints.glob("*"))],
         "pictures": sorted(p.name for p in out.glob("*.png")),
         "exported": sorted(p.name for p in checkpoints.glob("*/hf/*")),
         "folders": [

@@ -5,6 +5,7 @@ tilewright/ops/moe/low_precision_grouped_gemm.py.
 Rows lie where each expert's begin at a multiple of 128, so that a block of 128 rows belongs to one
 expert, and so does a scale of 128, 32 or 16 of them:
 
+    _place                     rows at these places, and what lies where.
     _rows, _scaled_rows        y[r] = w[e(r)] x[r]: a tile's expert is looked up by its block of
                                rows.
     _weights, _scaled_weights  dw[e] = the sum over e's rows of dy[r] x[r]^T, from both transposes.
@@ -15,13 +16,16 @@ atomics.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from tilewright.core.layout import last_contiguous
 from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, without
+from tilewright.kernels.launchers import cdiv, next_power_of_2, unit, without
 from tilewright.kernels.quant.low_precision_triton import (
     product,
     rounded,
@@ -35,6 +39,65 @@ from tilewright.kernels.quant.quantize_triton import spec
 from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _place(
+    x_ptr,
+    offsets_ptr,
+    placed_ptr,
+    end_ptr,
+    expert_ptr,
+    row_ptr,
+    R,
+    E,
+    columns,
+    stride,
+    UNIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Fills ROWS places, of one block of 128.
+
+    placed [P, C]: rows of x [R, C] at their places, zeros at others and in the tail.   end [E],
+    expert [P / 128], row [P]: as `Placed` of low_precision_grouped_gemm.py has them, for any
+    offsets.   columns, stride: C and x's, in units of UNIT elements.   EXPERTS: more than E.
+    """
+    # Rows of e are first to last - 1, of E the tail's; past E there are none.
+    e = tl.arange(0, EXPERTS)
+    last = tl.load(offsets_ptr + e, mask=e < E, other=R)
+    last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), R), 0, _larger)
+    first = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e <= E), other=R)
+    first = tl.where(e > 0, tl.minimum(tl.maximum(first, 0), R), 0)
+    first = tl.associative_scan(first, 0, _larger)
+    end = tl.cumsum((last - first + 127) // 128 * 128, 0)
+    place = tl.program_id(0) * ROWS
+    passed = end <= place
+    own = tl.sum((passed & (e <= E)).to(tl.int32), 0)
+    # Experts whose places come before have begun where this one's rows and places begin.
+    base = tl.max(tl.where(passed, last, 0), 0) - tl.max(tl.where(passed, end, 0), 0)
+    stop = tl.min(tl.where(passed, R, last), 0)
+    p = place + tl.arange(0, ROWS)
+    r = p + base  # past the tail's places, R and more
+    tl.store(row_ptr + p, tl.where(r < stop, r, -1))
+    if place % 128 == 0:
+        tl.store(expert_ptr + place // 128, own)
+    if place == 0:
+        tl.store(end_ptr + e, end, mask=e < E)
+    from_ptr = x_ptr + r.to(tl.int64)[:, None] * stride * UNIT
+    to_ptr = placed_ptr + p.to(tl.int64)[:, None] * columns * UNIT
+    copied = (r < tl.where(own < E, stop, 0))[:, None]
+    for begin in range(0, columns * UNIT, COLUMNS):
+        c = begin + tl.arange(0, COLUMNS)[None, :]
+        inside = c < columns * UNIT
+        x = tl.load(from_ptr + c, mask=copied & inside, other=0.0)
+        tl.store(to_ptr + c, x, mask=inside)
 
 
 @triton.jit
@@ -245,6 +308,50 @@ def _scaled_weights(
 
 
 # ---- launchers
+
+
+class Places(NamedTuple):
+    """Of `rows` rows, as `Placed` of low_precision_grouped_gemm.py has them, in int32."""
+
+    rows: int
+    ends: torch.Tensor
+    expert: torch.Tensor
+    row: torch.Tensor
+
+
+def _tile(columns: int, itemsize: int, unit: int) -> dict:
+    """Each thread has eight 128-bit loads in flight, of rows of up to 1 KiB. Single elements take
+    more registers: with 64 or 32 per thread ptxas spills, so these are at most 16.
+    """
+    widest = 1024 // itemsize if unit > 1 else 128
+    return {"ROWS": 16, "COLUMNS": min(widest, next_power_of_2(columns)), "num_warps": 4}
+
+
+def place(x: torch.Tensor, offsets: torch.Tensor, places: int) -> tuple[torch.Tensor, Places]:
+    """x [R, C] at its places [P, C]; see `_place`.   offsets: contiguous."""
+    (R, C), E = x.shape, offsets.shape[0]
+    placed = x.new_empty((places, C))
+    found = Places(R, *(offsets.new_empty(n) for n in (E, places // 128, places)))
+    if placed.numel():
+        x = last_contiguous(x)
+        by = unit(x.element_size(), C, x.stride(0))
+        tile = _tile(C, x.element_size(), by)
+        launch(
+            _place,
+            (places // tile["ROWS"],),
+            x,
+            offsets,
+            placed,
+            *found[1:],
+            R,
+            E,
+            C // by,
+            x.stride(0) // by,
+            UNIT=by,
+            EXPERTS=next_power_of_2(E + 1),
+            **tile,
+        )
+    return placed, found
 
 
 def rows(
@@ -611,10 +718,27 @@ def tunables() -> tuple[Tunable, ...]:
 # ---- for the compile gate
 
 
+def _place_spec(data: str, tail: str) -> KernelSpec:
+    """Rows aligned to 16 bytes, or with a tail of odd strides."""
+    itemsize = {"bf16": 2, "fp32": 4}[data]
+    by = 1 if tail else 16 // itemsize
+    tile = _tile(2048, itemsize, by)
+    return spec(
+        _place,
+        f"place {data}{tail}",
+        {"x": data, "placed": data, "*": "i32"},
+        {**tile, "UNIT": by, "EXPERTS": 256},
+        load=0 if tail else 128,
+        store=0 if tail else 128,
+        elements=tile["ROWS"] * tile["COLUMNS"],
+    )
+
+
 def gate() -> list[KernelSpec]:
-    """Specialized warps, which no heuristic takes."""
+    """What has no configurations, and specialized warps, which no heuristic takes."""
     key = ROWS.named(_KEYS[-1])
-    found = _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
+    found = [_place_spec(*of) for of in (("bf16", ""), ("bf16", " odd"), ("fp32", ""))]
+    found += _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
     found += _weights_specs(key, _WEIGHTS_ROLES)
     for launched in (SCALED_ROWS, SCALED_WEIGHTS):
         for key in map(launched.named, launched.keys):

@@ -71,9 +71,15 @@ def grouped_gemm(
     or dropped tokens as in MegaBlocks, arXiv:2211.15841; the signature is that of
     torch.nn.functional.grouped_mm.
     """
-    if not offsets.is_cuda and not offsets.is_meta:
-        offsets = checked_offsets(offsets, x.shape[0])
-    return GROUPED_GEMM.pick(implementation, x)(x, weight, offsets)
+    run = GROUPED_GEMM.pick(implementation, x)
+    return run(x, weight, contiguous_offsets(offsets, x.shape[0]))
+
+
+def contiguous_offsets(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """offsets, contiguous; their values are checked if that does not synchronize."""
+    if offsets.is_cuda or offsets.is_meta:
+        return offsets.contiguous()
+    return checked_offsets(offsets, rows)
 
 
 def _look_at_offsets(offsets, rows):

@@ -23,7 +23,7 @@ from tilewright.core.library import declare, define, from_kernels
 from tilewright.core.registry import Case, Cost, Op, in_cpp, in_triton
 from tilewright.core.takes import takes
 from tilewright.ops import cases
-from tilewright.ops.moe.grouped_gemm import checked_offsets
+from tilewright.ops.moe.grouped_gemm import contiguous_offsets
 from tilewright.ops.quant import quantize
 from tilewright.ops.quant.fp8_linear import no_fp8
 from tilewright.ops.quant.hadamard import hadamard_eager
@@ -113,8 +113,7 @@ def low_precision_grouped_gemm(
     """
     quantize.on_device("x", x)
     request = requested(x, recipe, seed)
-    if not offsets.is_cuda and not offsets.is_meta:
-        offsets = checked_offsets(offsets, x.shape[0])
+    offsets = contiguous_offsets(offsets, x.shape[0])
     run = LOW_PRECISION_GROUPED_GEMM.pick(implementation, x, request)
     options = Options(recipe, seed, torch.is_grad_enabled() and weight.requires_grad)
     return run(x, weight, offsets, options)
@@ -346,34 +345,37 @@ def _backward(op, g, weight, offsets, turned, options, needs):
 class _Fused:
     """One implementation: its operators, and their caller.
 
+    place: (t [R, C], offsets) -> t at its places [P, C], and what `rows` and `sums` take as placed.
     rows: (factor [P, K], factor [E, N, K], placed, options, dtype) -> [R, N].
     sums: (factor [N, P], factor [K, P], placed, options, dtype) -> [E, N, K].
     """
 
-    def __init__(self, name: str, rows: Callable, sums: Callable):
-        self.name, self.rows, self.sums = name, rows, sums
+    def __init__(self, name: str, place: Callable, rows: Callable, sums: Callable):
+        self.name, self.place, self.rows, self.sums = name, place, rows, sums
         op = f"low_precision_grouped_gemm_{name}"
         backward = gradients.define(f"{op}_backward", self.backward)
         self.product = product.define(f"{op}_forward", self.forward, backward)
 
     def forward(self, x, weight, offsets, options):
-        placed = Placed.of(offsets, x.shape[0])
+        x_placed, placed = self.place(x, offsets)
         rounding = Rounding(self.name, options, "x")
-        factor, turned = rounding.both(placed.spread(x), transpose=options.keep)
+        factor, turned = rounding.both(x_placed, transpose=options.keep)
+        del x_placed  # as large as x: not held beside what follows
         rounding = Rounding(self.name, options, "weight", square=True)
         w_factor, _ = rounding.both(weight, transpose=False)
         y = self.rows(factor, w_factor, placed, options, x.dtype)
         return Result(y, *(turned[:3] if turned is not None else (None, None, None)))
 
     def backward(self, dy, weight, offsets, turned, options, needs):
-        placed, spread = Placed.of(offsets, dy.shape[0]), None
+        dy_placed, placed = self.place(dy, offsets)
         rounding = Rounding(self.name, options, "the gradient of y", random=True)
-        spread, dy_turned = rounding.both(placed.spread(dy), transpose=needs.dw)
+        factor, dy_turned = rounding.both(dy_placed, transpose=needs.dw)
+        del dy_placed
         dx = dw = None
         if needs.dx:
             rounding = Rounding(self.name, options, "weight", square=True)
             _, w_turned = rounding.both(weight, transpose=True)
-            dx = self.rows(spread, w_turned, placed, options, dy.dtype)
+            dx = self.rows(factor, w_turned, placed, options, dy.dtype)
         if dy_turned is not None:
             x_turned = Factor(turned.data, turned.scale, turned.total, 1, dy_turned.columns)
             dw = self.sums(dy_turned, x_turned, placed, options, weight.dtype)
@@ -381,6 +383,11 @@ class _Fused:
 
     def grouped_gemm(self, x, weight, offsets, options):
         return self.product(x, weight, offsets, options).y
+
+
+def _place_dense(t, offsets):
+    placed = Placed.of(offsets, t.shape[0])
+    return placed.spread(t), placed
 
 
 def _rows_dense(name, a, b, placed, options, dtype):
@@ -396,18 +403,21 @@ def _sums_dense(name, a, b, placed, options, dtype):
         return _sums_by_expert(a, b, placed.ends).to(dtype)
 
 
+def _place_triton(kernels, t, offsets):
+    return kernels.place(t, offsets, places(t.shape[0], offsets.shape[0]))
+
+
 def _rows_triton(kernels, a, b, placed, options, dtype):
     N = b.data.shape[1]
-    shape, device = (placed.place.shape[0], N), a.data.device
+    shape, device = (placed.rows, N), a.data.device
     if a.data.numel() == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.numel():
-        maps = placed.expert.int(), placed.row.int()
         if options.recipe == "block_fp8":
-            kernels.rows(a.data, a.scale, b.data, b.scale, *maps, out)
+            kernels.rows(a.data, a.scale, b.data, b.scale, placed.expert, placed.row, out)
         else:
-            kernels.scaled_rows(*a[:3], *b[:3], *maps, out)
+            kernels.scaled_rows(*a[:3], *b[:3], placed.expert, placed.row, out)
     return out
 
 
@@ -416,22 +426,22 @@ def _sums_triton(kernels, a, b, placed, options, dtype):
     if N * K == 0:
         return torch.empty((E, N, K), dtype=dtype, device=a.data.device)
     if options.recipe == "block_fp8":
-        return kernels.weights(a.data, a.scale, b.data, b.scale, placed.ends.int(), dtype)
-    return kernels.scaled_weights(*a[:3], *b[:3], placed.ends.int(), dtype)
+        return kernels.weights(a.data, a.scale, b.data, b.scale, placed.ends, dtype)
+    return kernels.scaled_weights(*a[:3], *b[:3], placed.ends, dtype)
 
 
 @functools.cache
 def _triton():
     from tilewright.kernels.quant import low_precision_grouped_triton as kernels
 
-    products = (functools.partial(f, kernels) for f in (_rows_triton, _sums_triton))
-    return _Fused("triton", *products).grouped_gemm
+    parts = (_place_triton, _rows_triton, _sums_triton)
+    return _Fused("triton", *(functools.partial(f, kernels) for f in parts)).grouped_gemm
 
 
 @functools.cache
 def _cpp():
     products = (functools.partial(f, "cpp") for f in (_rows_dense, _sums_dense))
-    return _Fused("cpp", *products).grouped_gemm
+    return _Fused("cpp", _place_dense, *products).grouped_gemm
 
 
 # ---- cases

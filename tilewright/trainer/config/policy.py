@@ -39,7 +39,7 @@ class Policy(Section):
     clip_low_threshold: float | None = _option("clip_low_threshold", ge=0)
     """The least ratio to the old policy that is not clipped; null: the formula's, mostly 0.8."""
     clip_high_threshold: float | None = _option("clip_high_threshold", ge=0)
-    """The greatest; null: the formula's, mostly 1.2."""
+    """The greatest ratio to the old policy that is not clipped; null: the formula's, mostly 1.2."""
     dual_clip: float | None = _option("dual_clip", gt=1)
     """Where an advantage is negative, the loss is at most -advantage times this; null: no limit."""
     use_tis: bool | None = _option("use_tis")
@@ -47,9 +47,9 @@ class Policy(Section):
     importance sampling.
     """
     tis_clip_low: float | None = _option("tis_clip_low", ge=0)
-    """The least of these weights; null: 0.1."""
+    """The least weight of use_tis; null: 0.1."""
     tis_clip_high: float | None = _option("tis_clip_high", ge=0)
-    """The greatest; null: 2."""
+    """The greatest weight of use_tis; null: 2."""
     icepop_beta: float | None = _option("icepop_beta", ge=1)
     """Nothing is learned where the ratio is not between 1 / this and this; null: everywhere."""
     beta: float | None = _option("beta", ge=0)

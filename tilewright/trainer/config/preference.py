@@ -81,19 +81,19 @@ class Preference(Section):
     )
     """What the formula is multiplied by, beside sft_ratio's term."""
     sft_ratio: float = _field(0.0, names={"ERNIEKit": "sft_loss_ratio"}, ge=0)
-    """Times the mean negative log-probability of the tokens of all chosen answers of a step, or of
-    desirable ones, is added to the loss.
+    """The mean negative log-probability of the tokens of all chosen answers of a step, or of
+    desirable ones, times this is added to the loss.
     """
     offset_alpha: float = _option("offset_alpha", 0.0, ge=0)
-    """Times the logarithm of the difference of a pair's scores is the margin that is aimed at."""
+    """The margin to aim at: the logarithm of the difference of a pair's scores, times this."""
     kto_desirable_weight: float = _option(
         "kto_desirable_weight", 1.0, names={"TRL": "desirable_weight"}, ge=0
     )
-    """Of an answer that is desirable."""
+    """The weight of the loss of a desirable answer."""
     kto_undesirable_weight: float = _option(
         "kto_undesirable_weight", 1.0, names={"TRL": "undesirable_weight"}, ge=0
     )
-    """Of one that is not."""
+    """The weight of the loss of an undesirable answer."""
     kl_scope: Literal["micro_batch", "step"] = _field(
         "micro_batch", Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.kl])
     )

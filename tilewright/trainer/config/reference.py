@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
-A configuration is a YAML file with the sections `model`, `data`, `train` and `lora`. Any field can
-be set on the command line too, as `--section.field value` or `--section.field=value`: hyphens and
-underscores are equivalent, lists and mappings are JSON. All errors are reported at once, with exit
-code 2.
+A configuration is a YAML file with the sections `model`, `data`, `train`, `lora`, `preference`,
+`policy`, `distillation` and `reward`. Any field can be set on the command line too, as
+`--section.field value` or `--section.field=value`: hyphens and underscores are equivalent, lists and
+mappings are JSON. All errors are reported at once, with exit code 2.
 
 | `python -m tilewright.trainer.config` | |
 |---|---|
@@ -106,6 +106,10 @@ def page(model: type[BaseModel], text: str) -> str:
         lines += ["", title, "", "| field | type | default | meaning | resume | read by |"]
         lines += ["|---|---|---|---|---|---|", *cells]
     lines += ["", "## Differences from xorl's documentation", ""]
+    lines += [
+        "Fields have the names of xorl, another trainer ([its fields](references.md#xorl)).",
+        "",
+    ]
     lines += ["| field | there | here, and why |", "|---|---|---|", *differences]
     names.sort(key=lambda cells: (cells[0].lower(), *cells))
     lines += ["", "## Names in other configurations", "", NAMES]

@@ -13,6 +13,6 @@ class Reward(Section):
         differs=("none", "ours: xorl's local configuration has no reward models"),
         ge=0,
     )
-    """Times the squared sum of a pair's rewards is added to its loss, so that rewards lie around 0
-    (arXiv:2312.09244); 0.01 in TRL's examples.
+    """The squared sum of a pair's rewards times this is added to its loss: rewards then lie around
+    0 (arXiv:2312.09244); 0.01 in TRL's examples.
     """

@@ -464,7 +464,7 @@ class Train(Section):
         differs=OURS,
         ge=0,
     )
-    """Times the squared log-sum-exp of a token's logits, is added to its loss in training, and
+    """The squared log-sum-exp of a token's logits times this is added to its loss in training, and
     reported with it; or a mapping, as weight_decay.
     """
     # optimizer
