@@ -1043,9 +1043,45 @@ def test_operators_pass_opcheck(format, name):
     )
     with Calls():
         down(up(randn(5, 37)), implementation=name)
-    assert sum(name in func.name() for func in found) == 2
+    scale = (format, name) == ("nvfp4", "triton")  # of the tensor, an operator of its own
+    assert sum(name in func.name() for func in found) == 2 + scale
     for func, args in found.items():
         torch.library.opcheck(func, args)
+
+
+@pytest.mark.parametrize("hadamard", [0, 16])
+@pytest.mark.parametrize("given", [None, 0.3])
+@pytest.mark.parametrize(
+    "change", ["", "empty", "zeros", "-zeros", "nan", "-nan", "inf", "tiny", "first", "last"]
+)
+def test_kernels_find_the_scale_of_a_tensor(change, given, hadamard, monkeypatch):
+    """In the bits of the definition, where programs take several steps."""
+    skip_unless_usable(FORMATS["nvfp4"][0], "triton", torch.float32)
+    from tilewright.kernels.fused_quantize import fused_quantize_triton as fused
+    from tilewright.ops.quant import nvfp4
+
+    monkeypatch.setattr(fused, "PARTS", 2)
+    monkeypatch.setattr(fused, "TOTAL", {**fused.TOTAL, "BLOCK": 2})
+    x = randn(2, 48 if change != "empty" else 0, 80)
+    flat = x.view(-1)
+    if change in ("zeros", "-zeros"):
+        flat.zero_()
+        flat[7] = float(change[:-5] + "0.0")
+    elif change in ("nan", "-nan", "inf"):
+        flat[-5] = float(change)
+    elif change == "tiny":
+        flat *= 1e-36
+    elif change:
+        flat[0 if change == "first" else -1 :][:1] = -77.0
+    apart = torch.cat((x.mT, x.mT), 2)[:, :, : x.shape[1]].mT  # columns are contiguous, no more
+    given = None if given is None else torch.tensor(given, device=DEVICE)
+    expected_of = nvfp4._composed_scale(nvfp4.largest_eager)
+    for t in (x, x.mT.contiguous().mT, apart):
+        t = fused.readable(t, False)
+        found = fused.nvfp4_scale(t, given, hadamard, 5 if hadamard else None)
+        expected = expected_of(t, given, hadamard, 5 if hadamard else None)
+        for f, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(f, e, rtol=1e-6 if hadamard else 0, atol=0, equal_nan=True)
 
 
 @EVERY_FORMAT

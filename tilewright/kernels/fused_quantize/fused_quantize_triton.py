@@ -44,7 +44,43 @@ from tilewright.kernels.spec import KernelSpec
 BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
 
 
-# ---- NVFP4
+# ---- NVFP4: the tensor's scale
+
+
+@triton.jit
+def _magnitude_bits(v):
+    """As integers, in which a NaN is the largest."""
+    return v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _largest(x_ptr, most_ptr, n, steps, TILE: tl.constexpr):
+    """The largest magnitude of a program's `steps` tiles of memory; NaN if there is one."""
+    i = tl.arange(0, TILE)
+    bits = tl.zeros([TILE], tl.int32)
+    at = tl.program_id(0).to(tl.int64) * TILE + i
+    for _ in range(steps):
+        bits = tl.maximum(bits, _magnitude_bits(tl.load(x_ptr + at, mask=at < n, other=0.0)))
+        at += tl.num_programs(0) * TILE
+    most = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    tl.store(most_ptr + tl.program_id(0), most)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _total(part_ptr, given_ptr, most_ptr, total_ptr, n, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of n magnitudes, and the scale of their tensor: what is given, if anything is."""
+    bits = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, n, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        bits = tl.maximum(bits, _magnitude_bits(tl.load(part_ptr + i, mask=i < n, other=0.0)))
+    most = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    if given_ptr is None:
+        total = tl.where(most > 0.0, tl.maximum(tl.div_rn(most, 2688.0), LEAST), 1.0)
+    else:  # keeps a non-finite x visible
+        total = tl.load(given_ptr)
+        total = tl.where(most < float("inf"), total, total * most)
+    tl.store(most_ptr, most)
+    tl.store(total_ptr, total)
 
 
 @triton.jit(do_not_specialize=["signs"])
@@ -151,33 +187,43 @@ def _turned_launch(kernel, x, tensors, more, config, hadamard_seed) -> None:
     launch(kernel, (B * bands * tiles,), x, *tensors, *numbers, **config)
 
 
-def _largest_of_turned(x, hadamard, hadamard_seed):
-    B, R, C = x.shape
-    most = x.new_empty(B * cdiv(C, SIDE) * cdiv(R, SIDE), dtype=torch.float32)
-    config = _turned_config(False, hadamard)
-    _turned_launch(_largest_turned, x, (most,), (), config, hadamard_seed)
-    return most.amax()
+# Programs of `_largest`: several for each SM, whose magnitudes `_total` reads in one step.
+PARTS = 2048
+TOTAL = {"LEAST": 2.0**-112, "BLOCK": 4096, "num_warps": 8}  # nvfp4.LEAST
 
 
-def nvfp4_largest(x, hadamard, hadamard_seed):
-    if not x.numel():
-        return x.new_zeros((), dtype=torch.float32)
-    if not x.is_contiguous():
-        return _largest_of_turned(x, hadamard, hadamard_seed)
-    programs = cdiv(x.numel(), TILE)
-    most = x.new_empty(programs, dtype=torch.float32)
-    launch(
-        _largest_transformed,
-        (programs,),
-        x,
-        most,
-        x.numel(),
-        sign_mask(hadamard_seed),
-        SIZE=hadamard,
-        TILE=TILE,
-        num_warps=4,
-    )
-    return most.amax()
+def _largest_parts(x, hadamard, hadamard_seed):
+    """The largest magnitudes of parts of x, or of its transform."""
+    dense, n = x.is_contiguous(), x.numel()
+    tiles = cdiv(n, TILE)
+    if not hadamard and (dense or x.mT.is_contiguous()):
+        most = x.new_empty(min(tiles, PARTS), dtype=torch.float32)
+        if n:
+            steps = cdiv(tiles, most.numel())
+            launch(_largest, (most.numel(),), x, most, n, steps, TILE=TILE, num_warps=4)
+    elif dense:
+        most = x.new_empty(tiles, dtype=torch.float32)
+        config = {"SIZE": hadamard, "TILE": TILE, "num_warps": 4}
+        if n:
+            signs = sign_mask(hadamard_seed)
+            launch(_largest_transformed, (tiles,), x, most, n, signs, **config)
+    else:
+        B, R, C = x.shape
+        most = x.new_empty(B * cdiv(C, SIDE) * cdiv(R, SIDE), dtype=torch.float32)
+        config = _turned_config(False, hadamard)
+        _turned_launch(_largest_turned, x, (most,), (), config, hadamard_seed)
+    return most
+
+
+def nvfp4_scale(x, given, hadamard, hadamard_seed):
+    """x: see `readable`."""
+    parts = _largest_parts(x, hadamard, hadamard_seed)
+    most, total = parts.new_empty(()), parts.new_empty(())
+    launch(_total, (1,), parts, given, most, total, parts.numel(), **TOTAL)
+    return most, total
+
+
+# ---- NVFP4: codes
 
 
 @triton.jit
@@ -977,6 +1023,20 @@ def nvfp4_gate() -> list[KernelSpec]:
             )
             for size in (16, 32)
         ]
+        specs.append(
+            spec(
+                _largest,
+                f"nvfp4 largest {d}",
+                {"x": d, "most": "fp32"},
+                {"TILE": TILE},
+                store=0,  # a program writes one number
+                divisible=("n",),
+                elements=TILE,
+            )
+        )
+    for given in ("", " given"):
+        pointers = {"part": "fp32", "given": "fp32" if given else None, "*": "fp32"}
+        specs.append(spec(_total, f"nvfp4 total{given}", pointers, TOTAL, load=0, store=0))
     return specs
 
 
@@ -1004,14 +1064,14 @@ def _turned_specs() -> list[KernelSpec]:
         specs += [
             spec(
                 _largest_turned,
-                f"nvfp4 largest turned {d} hadamard {size}",
+                f"nvfp4 largest turned {d}{f' hadamard {size}' if size else ''}",
                 {"x": d, "most": "fp32"},
                 _turned_config(False, size),
                 load=load,
                 store=0,  # a program writes one number
                 **numbers,
             )
-            for size in (16, 32)
+            for size in (0, 16, 32)
         ]
     return specs
 

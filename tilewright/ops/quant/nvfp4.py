@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -204,6 +205,21 @@ def _largest_of(x):
 _largest = _magnitude.define("largest_magnitude", _largest_of, plain=_largest_of)
 
 
+class Scale(NamedTuple):
+    """Of a tensor, [] in float32: the largest magnitude, NaN if there is one, and the scale."""
+
+    most: torch.Tensor
+    total: torch.Tensor
+
+
+@declare
+def _scale(
+    x: torch.Tensor, given: torch.Tensor | None, hadamard: int, hadamard_seed: int | None
+) -> Scale:
+    """Of x [B, R, C] or its transform.   given: the scale of a finite x."""
+    return Scale(*(x.new_empty((), dtype=torch.float32) for _ in range(2)))
+
+
 # ---- the definitions
 
 
@@ -239,22 +255,34 @@ def largest_eager(x, hadamard, hadamard_seed):
     return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
 
 
-def _whole(codes_of, largest, readable=lambda x, transpose: x.contiguous()):
+def _composed_scale(largest):
+    """`scale_of` of `_whole`, of PyTorch's operators.   largest: of a transform."""
+
+    def scale_of(x, given, hadamard, hadamard_seed):
+        most = largest(x, hadamard, hadamard_seed) if hadamard else _largest(x)
+        if given is None:
+            least = quantize.quotient(most, 2688.0).clamp_min(LEAST)
+            return most, torch.where(most > 0, least, 1.0)
+        return most, given * torch.where(most.isfinite(), 1.0, most)  # keeps that visible
+
+    return scale_of
+
+
+def _whole(codes_of, scale_of, readable=lambda x, transpose: x.contiguous()):
     """Composes the public function's two steps: the tensor's scale, then codes and block scales.
 
+    scale_of: (x, the scale that is given or None, hadamard and its seed) -> the largest magnitude,
+        NaN if there is one, and the scale, also of an x that is not finite.
     readable: (x [B, R, C] of any strides, whether it is transposed) -> x as both steps take it.
     """
 
     def run(x, global_scale, options, name="x"):
-        x, hadamard = readable(x, options.transpose), options.hadamard
-        most = largest(x, hadamard, options.hadamard_seed) if hadamard else _largest(x)
-        most = quantize.finite(most, name)
-        if global_scale is None:
-            least = quantize.quotient(most, 2688.0).clamp_min(LEAST)
-            global_scale = torch.where(most > 0, least, 1.0)
-        else:  # keeps a non-finite x visible
-            global_scale = global_scale * torch.where(most.isfinite(), 1.0, most)
-        return global_scale, codes_of(x, global_scale, options)
+        x = readable(x, options.transpose)
+        most, total = scale_of(x, global_scale, options.hadamard, options.hadamard_seed)
+        if not most.is_cuda:
+            # In compiled code a check takes place only if its result is used.
+            total = torch.where(quantize.finite(most, name) >= 0, total, most)
+        return total, codes_of(x, total, options)
 
     return run
 
@@ -281,7 +309,7 @@ def _triton():
     return quantize.Fused(
         _whole(
             operators.nvfp4_quantize.define("nvfp4_triton_quantize", fused.nvfp4_quantize),
-            operators.nvfp4_largest.define("nvfp4_triton_largest", fused.nvfp4_largest),
+            _scale.define("nvfp4_triton_scale", fused.nvfp4_scale),
             fused.readable,
         ),
         operators.nvfp4_dequantize.define("nvfp4_triton_dequantize", k.nvfp4_dequantize),
@@ -293,7 +321,7 @@ def _cpp():
     return quantize.Fused(
         _whole(
             operators.nvfp4_quantize.adopt("nvfp4_cpp_quantize"),
-            operators.nvfp4_largest.adopt("nvfp4_cpp_largest"),
+            _composed_scale(operators.nvfp4_largest.adopt("nvfp4_cpp_largest")),
         ),
         operators.nvfp4_dequantize.adopt("nvfp4_cpp_dequantize"),
     )
@@ -311,7 +339,7 @@ def _turned_case(name, shape, **options):
 QUANTIZE_NVFP4 = Op(
     "quantize_nvfp4",
     quantize_nvfp4,
-    _whole(quantize_eager, largest_eager),
+    _whole(quantize_eager, _composed_scale(largest_eager)),
     quantize.implementations(
         lambda: _triton().quantize, lambda: _cpp().quantize, gate=quantize.gates("nvfp4")
     ),
