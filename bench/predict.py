@@ -382,8 +382,8 @@ that of the [goals](goals.md): a copy of the same bytes, a launch too, or a larg
 
 It is no measurement and no promise: it knows no cache but L2's rate, no bank conflicts, no barriers
 within a tile, no clock under load, no order of blocks, no host, and no operator of PyTorch but its
-products and, of products in NVFP4, those beside the launches, each as a launch and a copy of its
-tensors. All of that takes time, so that a goal that it meets may be missed. One that it misses
+products and, of low-precision products, those beside the launches, each as a launch and a copy of
+its tensors. All of that takes time, so that a goal that it meets may be missed. One that it misses
 depends on its limit's rate, and four rates are estimates until they are measured. It shows which
 limit a kernel has, which goals that limit excludes, and, beside a measurement, what is not
 understood. Where counts do not tell, it says so: "at most" is by all code of a kernel for each tile,

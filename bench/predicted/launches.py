@@ -51,8 +51,7 @@ TRITON_TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-# Ops beside whose launches PyTorch's own operators are counted: they find the scales of NVFP4's
-# tensors.
+# Ops beside whose launches PyTorch's own operators are counted: few launches of several kernels.
 OPERATORS = ("low_precision_grouped_gemm", "low_precision_linear")
 
 

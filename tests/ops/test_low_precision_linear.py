@@ -218,11 +218,11 @@ def test_a_transpose_is_quantized_as_it_lies(rows):
     options = dense.Options("nvfp4", 3, True)
     with Reads():
         found = dense.Rounding("triton", options, "dy", random=True).both(t, transpose=True)
-    assert len(read) == 3, "the codes of both, and the largest magnitude of the transform"
-    for matrix, lies in zip(read, (t[None], read[1], read[1]), strict=True):
+    assert len(read) == 4, "for the scale and the codes of both"
+    for matrix, lies in zip(read, (t[None], t[None], read[2], read[2]), strict=True):
         assert matrix.data_ptr() == lies.data_ptr()
-    assert read[1].shape == (1, 24, 48) and read[1].mT.is_contiguous()
-    assert (read[1].data_ptr() == t.data_ptr()) == (rows % 16 == 0)
+    assert read[2].shape == (1, 24, 48) and read[2].mT.is_contiguous()
+    assert (read[2].data_ptr() == t.data_ptr()) == (rows % 16 == 0)
     expected = dense.Rounding("eager", options, "dy", random=True).both(t, transpose=True)
     for f, e in zip(found, expected, strict=True):
         assert f[3:] == e[3:] and all(map(torch.equal, f[:3], e[:3]))

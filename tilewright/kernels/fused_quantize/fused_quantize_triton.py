@@ -44,6 +44,13 @@ from tilewright.kernels.spec import KernelSpec
 BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
 
 
+@triton.jit
+def _by_rows(x, SIDE: tl.constexpr, LOW: tl.constexpr):
+    """[SIDE, SIDE] of what `_fp8_both` loads."""
+    x = tl.permute(tl.reshape(x, (LOW, SIDE // LOW, SIDE)), (1, 0, 2))
+    return tl.reshape(x, (SIDE, SIDE))
+
+
 # ---- NVFP4: the tensor's scale
 
 
@@ -334,20 +341,29 @@ def _nvfp4_both(
     tiles,
     key,
     TALL: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
+    SIDE: tl.constexpr,
+    LOW: tl.constexpr,
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantizes a tile of HIGH x WIDE of x, and its transpose."""
+    """Quantizes a tile of SIDE x SIDE of x, and its transpose if there is a place for it. Threads
+    have it as in `_fp8_both`: most of a block's largest magnitude is taken within a thread.
+    """
+    WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     band = (tl.program_id(0) // tiles).to(tl.int64)
     b = band // bands
-    row0 = (band % bands) * HIGH
-    column0 = (tl.program_id(0) % tiles) * WIDE
-    r = row0 + tl.arange(0, HIGH)
-    c = column0 + tl.arange(0, WIDE)
+    row0 = (band % bands) * SIDE
+    column0 = (tl.program_id(0) % tiles) * SIDE
+    i = tl.arange(0, SIDE * SIDE // WIDE)[:, None]
+    high = i // (SIDE // WIDE) % (SIDE // LOW) * LOW
+    low = i // (SIDE // WIDE * (SIDE // LOW))
+    c = i % (SIDE // WIDE) * WIDE + tl.arange(0, WIDE)[None, :]
+    inside = (high + low < (R - row0).to(tl.int32)) & (c < C - column0)
+    at = (b * R + row0 + high) * C + column0 + c + low.to(tl.int64) * C
+    x = _by_rows(widened(tl.load(x_ptr + at, mask=inside, other=0.0)), SIDE, LOW)
+    r = row0 + tl.arange(0, SIDE)
+    c = column0 + tl.arange(0, SIDE)
     at = (b * R + r)[:, None] * C + c[None, :]
-    x = tl.load(x_ptr + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
     total = tl.load(total_ptr)
     _nvfp4_put(
         x,
@@ -366,37 +382,31 @@ def _nvfp4_both(
         RANDOM,
         HARDWARE,
     )
-    at = (b * C + c)[:, None] * R + r[None, :]
-    _nvfp4_put(
-        tl.trans(x),
-        at,
-        turned_ptr,
-        turned_scale_ptr,
-        total,
-        b * C,
-        C,
-        column0,
-        row0,
-        turned_width,
-        R,
-        key,
-        TALL,
-        RANDOM,
-        HARDWARE,
-    )
+    if turned_ptr is not None:
+        at = (b * C + c)[:, None] * R + r[None, :]
+        _nvfp4_put(
+            tl.trans(x),
+            at,
+            turned_ptr,
+            turned_scale_ptr,
+            total,
+            b * C,
+            C,
+            column0,
+            row0,
+            turned_width,
+            R,
+            key,
+            TALL,
+            RANDOM,
+            HARDWARE,
+        )
 
 
-# A tile that is also transposed: reads are rows of 128 bytes of bf16, and writes rows of 32, a
-# sector. With twice the size ptxas spills 40 bytes for sm_90 with stochastic rounding.
-HIGH, WIDE = 64, 64
-
-
-def _nvfp4_tile(itemsize: int, random: bool) -> tuple[int, int]:
-    """Columns of a tile, and warps. Rows of 128 bytes are read: with 64 float32 columns ptxas 12.9
-    spills 4 bytes for sm_100. 16 elements per thread, and 8 where each has random bits: with 16,
-    ptxas spills 4 bytes for sm_120.
-    """
-    return 2 * WIDE // itemsize, (16 if random else 8) * 2 // itemsize
+def _nvfp4_both_config(random: bool, itemsize: int) -> dict:
+    """64 elements per thread, and 16 where each has random bits."""
+    warps = 8 if random else 2
+    return {"SIDE": SIDE, "LOW": SIDE * SIDE * itemsize // (512 * warps), "num_warps": warps}
 
 
 def _nvfp4_of_turned(x, global_scale, options):
@@ -419,18 +429,18 @@ def nvfp4_quantize(x, global_scale, options):
     """x: see `readable`."""
     turned = not x.is_contiguous()
     if not options.transpose:
-        one = _nvfp4_of_turned if turned else quantize_triton.nvfp4_quantize
-        return one(x, global_scale, options)
+        if turned:
+            return _nvfp4_of_turned(x, global_scale, options)
+        if options.hadamard or not options.square:
+            return quantize_triton.nvfp4_quantize(x, global_scale, options)
     codes = quantizing.nvfp4_quantize(x, global_scale, options)
     if x.numel():
-        data, scale, *others = codes
-        x, outputs = (x.mT, (*others, data, scale)) if turned else (x, codes)
+        outputs = tuple(codes)
+        if turned:
+            x, outputs = x.mT, outputs[2:] + outputs[:2]
         B, R, C = x.shape
         seed = options.seed
-        most, warps = _nvfp4_tile(x.element_size(), seed is not None)
-        high = min(HIGH, max(16, next_power_of_2(R)))
-        wide = min(most, max(16, next_power_of_2(C)))
-        bands, tiles = cdiv(R, high), cdiv(C, wide)
+        bands, tiles = cdiv(R, SIDE), cdiv(C, SIDE)
         launch(
             _nvfp4_both,
             (B * bands * tiles,),
@@ -445,23 +455,14 @@ def nvfp4_quantize(x, global_scale, options):
             tiles,
             seed or 0,
             TALL=16 if options.square else 1,
-            HIGH=high,
-            WIDE=wide,
             RANDOM=random_kind(seed, R, C),
             HARDWARE=conversions(x.device),
-            num_warps=warps,
+            **_nvfp4_both_config(seed is not None, x.element_size()),
         )
     return codes
 
 
 # ---- block-scaled FP8 or MXFP8 of a matrix, or MXFP8 of silu(gate) * up, and of its transpose
-
-
-@triton.jit
-def _by_rows(x, SIDE: tl.constexpr, LOW: tl.constexpr):
-    """[SIDE, SIDE] of what `_fp8_both` loads."""
-    x = tl.permute(tl.reshape(x, (LOW, SIDE // LOW, SIDE)), (1, 0, 2))
-    return tl.reshape(x, (SIDE, SIDE))
 
 
 @triton.jit
@@ -991,24 +992,25 @@ def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
 
 def nvfp4_gate() -> list[KernelSpec]:
     specs = _turned_specs()
-    codes = {"data": "u8", "scale": "u8", "turned": "u8", "turned_scale": "u8"}
+    codes = {"total": "fp32", "data": "u8", "scale": "u8"}
+    both = {**codes, "turned": "u8", "turned_scale": "u8"}
     for d in ("bf16", "fp32"):
-        for tall in (1, 16):
+        for tall, outputs in ((1, both), (16, both), (16, codes)):
             for random in (False, True):
-                wide, warps = _nvfp4_tile(2 if d == "bf16" else 4, random)
-                label = f"nvfp4 quantize both {d}{' square' if tall == 16 else ''}{' random' if random else ''}"
-                constexprs = {"TALL": tall, "HIGH": HIGH, "WIDE": wide, "RANDOM": 2 * random}
+                config = _nvfp4_both_config(random, 2 if d == "bf16" else 4)
+                kind = quantize_triton.nvfp4_kind(tall, random, 0)
+                label = f"nvfp4 quantize{' both' if outputs is both else ''} {d}{kind}"
+                constexprs = {"TALL": tall, "RANDOM": 2 * random, **config}
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     specs.append(
                         spec(
                             _nvfp4_both,
                             f"{label}{name}",
-                            {"x": d, "total": "fp32", **codes},
+                            {"x": d, **outputs},
                             {**constexprs, "HARDWARE": hardware},
-                            warps,
                             store=0,
                             divisible=("R", "C", "width", "turned_width"),
-                            elements=2 * HIGH * wide,
+                            elements=(2 if outputs is both else 1) * SIDE * SIDE,
                             **archs,
                         )
                     )

@@ -559,8 +559,8 @@ def _nvfp4_quantize(
     HADAMARD: tl.constexpr,
 ):
     """TALL rows, of one block each way, and GROUPS blocks across. width: bytes per row, an argument
-    so that Triton specializes on its divisibility.   HADAMARD: 0, or the size of the transform that
-    is applied first.
+    so that Triton specializes on its divisibility.   HADAMARD: the size of the transform that is
+    applied first.
     """
     band = (tl.program_id(0) // tiles).to(tl.int64)
     r = (band % bands) * TALL + tl.arange(0, TALL)
@@ -570,10 +570,9 @@ def _nvfp4_quantize(
     at = row[:, None] * C + column[None, :]
     inside = (r < R)[:, None] & (column < C)[None, :]
     v = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if HADAMARD:  # without signs the mask is 0
-        i = tl.arange(0, TALL * GROUPS * 16)
-        v = butterflies(signed(tl.reshape(v, (TALL * GROUPS * 16,)), i, signs, HADAMARD), HADAMARD)
-        v = tl.reshape(v, (TALL, GROUPS * 16))
+    i = tl.arange(0, TALL * GROUPS * 16)  # without signs the mask is 0
+    v = butterflies(signed(tl.reshape(v, (TALL * GROUPS * 16,)), i, signs, HADAMARD), HADAMARD)
+    v = tl.reshape(v, (TALL, GROUPS * 16))
     if RANDOM:
         random = random_bits(at, key, RANDOM)
     else:
@@ -658,7 +657,7 @@ def _parts(C: int) -> int:
 
 
 def nvfp4_quantize(x, global_scale, options):
-    """Without the transpose."""
+    """Without the transpose; in blocks of one row, or of a transform."""
     codes = operators.nvfp4_quantize(x, global_scale, options)
     if not x.numel():
         return codes
@@ -674,7 +673,7 @@ def nvfp4_quantize(x, global_scale, options):
         "RANDOM": random_kind(seed, C),
         "HARDWARE": conversions(x.device),
     }
-    if square or hadamard:
+    if hadamard:
         signs = sign_mask(hadamard_seed)
         numbers = R, C, width, bands, tiles, seed or 0, signs
         constants |= {"TALL": tall, "HADAMARD": hadamard, "num_warps": 4}
@@ -1083,10 +1082,12 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
     specs = []
     for d in ("bf16", "fp32"):
         for tall, random, size in NVFP4_KINDS:
+            if tall == 16 and not size:  # nvfp4_gate of fused_quantize_triton.py has these
+                continue
             label = f"nvfp4 quantize {d}{nvfp4_kind(tall, random, size)}"
             groups = TILE // 16 // tall
             kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
-            if tall == 16 or size:
+            if size:
                 kernel, warps, options = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                 specs.append(
