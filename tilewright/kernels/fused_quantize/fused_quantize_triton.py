@@ -165,7 +165,7 @@ def _largest_turned(
     tl.store(most_ptr + tl.program_id(0), most)
 
 
-SIDE = 64  # of a tile of x with contiguous columns: 128 bytes of bf16, and a sector of codes
+SIDE = 64  # of a tile that is turned: 128 bytes of bf16, and a sector of codes
 
 
 def _turned_config(random: bool, hadamard: int) -> dict:
