@@ -51,7 +51,7 @@ TRITON_TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-# Ops beside whose launches PyTorch's own operators are counted: few launches of several kernels.
+# Ops beside whose launches PyTorch's own operators are counted.
 OPERATORS = ("low_precision_grouped_gemm", "low_precision_linear")
 
 

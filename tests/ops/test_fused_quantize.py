@@ -494,8 +494,9 @@ def test_operators_pass_opcheck(name):
         )
         quantize_mxfp8(x, transpose=True, implementation=name)
     calls = [(func, args) for func, args in mode.found if name in func.name()]
-    # One for a transform's largest magnitude, and one for each call.
-    assert len(calls) == 11 and len({func for func, _ in calls}) == 5, calls
+    # One for each call; and in NVFP4 one for a tensor's scale, in C++ of transforms alone.
+    scales = 3 if name == "triton" else 2
+    assert len(calls) == 9 + scales and len({func for func, _ in calls}) == 5, calls
     for func, args in calls:
         torch.library.opcheck(func, args)
 

@@ -44,9 +44,45 @@ from tilewright.kernels.spec import KernelSpec
 BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
 
 
+# ---- a tile and its transpose
+
+
+@triton.jit
+def _places(bands, tiles, R, C, SIDE: tl.constexpr, LOW: tl.constexpr, WIDE: tl.constexpr):
+    """Of a program's tile of SIDE x SIDE of [B, R, C]: its matrix, row and column. Of its elements,
+    in rows of WIDE: a row, less its remainder by LOW; the remainder; the column; and
+    which are inside. The last four are relative to the tile.
+
+    A thread has 16 bytes of LOW neighboring rows, and a warp all rows of an MXFP8 block, so that
+    most of a maximum is taken within a thread, in both directions, and codes of the transpose are
+    exchanged several at a time. The compiler lays x out like that as a tensor of rows of 16 bytes,
+    ordered by row % LOW, row // LOW and column.
+    """
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    b = band // bands
+    row0 = (band % bands) * SIDE
+    column0 = (tl.program_id(0) % tiles) * SIDE
+    i = tl.arange(0, SIDE * SIDE // WIDE)[:, None]
+    high = i // (SIDE // WIDE) % (SIDE // LOW) * LOW
+    low = i // (SIDE // WIDE * (SIDE // LOW))
+    c = i % (SIDE // WIDE) * WIDE + tl.arange(0, WIDE)[None, :]
+    inside = (high + low < (R - row0).to(tl.int32)) & (c < C - column0)
+    return b, row0, column0, high, low, c, inside
+
+
+def _warps(random: bool) -> int:
+    """Of a tile of 64 x 64: 64 elements per thread, and 16 where each has random bits."""
+    return 8 if random else 2
+
+
+def _square(side: int, warps: int, itemsize: int) -> dict:
+    """A tile whose elements lie as in `_places`."""
+    return {"SIDE": side, "LOW": side * side * itemsize // (512 * warps), "num_warps": warps}
+
+
 @triton.jit
 def _by_rows(x, SIDE: tl.constexpr, LOW: tl.constexpr):
-    """[SIDE, SIDE] of what `_fp8_both` loads."""
+    """[SIDE, SIDE] of elements in the order of `_places`."""
     x = tl.permute(tl.reshape(x, (LOW, SIDE // LOW, SIDE)), (1, 0, 2))
     return tl.reshape(x, (SIDE, SIDE))
 
@@ -75,7 +111,7 @@ def _largest(x_ptr, most_ptr, n, steps, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def _total(part_ptr, given_ptr, most_ptr, total_ptr, n, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest of n magnitudes, and the scale of their tensor: what is given, if anything is."""
+    """The largest of n magnitudes, and the scale of their tensor, given or computed from it."""
     bits = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, n, BLOCK):
         i = begin + tl.arange(0, BLOCK)
@@ -346,19 +382,9 @@ def _nvfp4_both(
     RANDOM: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantizes a tile of SIDE x SIDE of x, and its transpose if there is a place for it. Threads
-    have it as in `_fp8_both`: most of a block's largest magnitude is taken within a thread.
-    """
+    """Quantizes a tile of SIDE x SIDE of x and, given `turned`, its transpose."""
     WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    band = (tl.program_id(0) // tiles).to(tl.int64)
-    b = band // bands
-    row0 = (band % bands) * SIDE
-    column0 = (tl.program_id(0) % tiles) * SIDE
-    i = tl.arange(0, SIDE * SIDE // WIDE)[:, None]
-    high = i // (SIDE // WIDE) % (SIDE // LOW) * LOW
-    low = i // (SIDE // WIDE * (SIDE // LOW))
-    c = i % (SIDE // WIDE) * WIDE + tl.arange(0, WIDE)[None, :]
-    inside = (high + low < (R - row0).to(tl.int32)) & (c < C - column0)
+    b, row0, column0, high, low, c, inside = _places(bands, tiles, R, C, SIDE, LOW, WIDE)
     at = (b * R + row0 + high) * C + column0 + c + low.to(tl.int64) * C
     x = _by_rows(widened(tl.load(x_ptr + at, mask=inside, other=0.0)), SIDE, LOW)
     r = row0 + tl.arange(0, SIDE)
@@ -401,12 +427,6 @@ def _nvfp4_both(
             RANDOM,
             HARDWARE,
         )
-
-
-def _nvfp4_both_config(random: bool, itemsize: int) -> dict:
-    """64 elements per thread, and 16 where each has random bits."""
-    warps = 8 if random else 2
-    return {"SIDE": SIDE, "LOW": SIDE * SIDE * itemsize // (512 * warps), "num_warps": warps}
 
 
 def _nvfp4_of_turned(x, global_scale, options):
@@ -457,7 +477,7 @@ def nvfp4_quantize(x, global_scale, options):
             TALL=16 if options.square else 1,
             RANDOM=random_kind(seed, R, C),
             HARDWARE=conversions(x.device),
-            **_nvfp4_both_config(seed is not None, x.element_size()),
+            **_square(SIDE, _warps(seed is not None), x.element_size()),
         )
     return codes
 
@@ -530,24 +550,11 @@ def _fp8_both(
     """Quantizes a tile of SIDE x SIDE of x, or of silu(x) * up if up is given, and its transpose.
     columns and strides are in units of UNIT elements, rows (of a matrix) of ROW_UNIT: this makes
     the alignment of stores explicit.
-
-    A thread has 16 bytes of LOW neighboring rows, and a warp all rows of an MXFP8 block, so that
-    most of a maximum is taken within a thread, in both directions, and codes of the transpose are
-    exchanged several at a time. The compiler lays x out like that as a tensor of rows of 16 bytes,
-    ordered by row % LOW, row // LOW and column.
     """
     WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     R = rows * ROW_UNIT
     C = columns * UNIT
-    band = (tl.program_id(0) // tiles).to(tl.int64)
-    b = band // bands
-    row0 = (band % bands) * SIDE
-    column0 = (tl.program_id(0) % tiles) * SIDE
-    i = tl.arange(0, SIDE * SIDE // WIDE)[:, None]
-    high = i // (SIDE // WIDE) % (SIDE // LOW) * LOW
-    low = i // (SIDE // WIDE * (SIDE // LOW))
-    c = i % (SIDE // WIDE) * WIDE + tl.arange(0, WIDE)[None, :]
-    inside = (high + low < (R - row0).to(tl.int32)) & (c < C - column0)
+    b, row0, column0, high, low, c, inside = _places(bands, tiles, R, C, SIDE, LOW, WIDE)
     row = b * R + row0 + high
     low = low.to(tl.int64)
     c += column0
@@ -578,11 +585,6 @@ def _fp8_both(
     _put_scales(inverse, turned_inverse_ptr, b, C, R, column0, row0, ROWS, COLUMNS)
 
 
-def _mxfp8_warps(random: bool) -> int:
-    """64 elements per thread, and 16 where each has random bits."""
-    return 8 if random else 2
-
-
 def _tile(rows: int, columns: int, mx: bool, random: bool, itemsize: int) -> dict:
     """The tile's side is that of a block; 64 in MXFP8, for rows of two sectors in each result.
 
@@ -591,14 +593,8 @@ def _tile(rows: int, columns: int, mx: bool, random: bool, itemsize: int) -> dic
     flight.
     """
     side = 64 if mx else max(rows, columns, 32)
-    warps = _mxfp8_warps(random) if mx else max(1, side * side // 2048)
-    return {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "SIDE": side,
-        "LOW": side * side * itemsize // (512 * warps),
-        "num_warps": warps,
-    }
+    warps = _warps(random) if mx else max(1, side * side // 2048)
+    return {"ROWS": rows, "COLUMNS": columns, **_square(side, warps, itemsize)}
 
 
 def _both(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, fp8: FP8) -> Codes:
@@ -997,7 +993,7 @@ def nvfp4_gate() -> list[KernelSpec]:
     for d in ("bf16", "fp32"):
         for tall, outputs in ((1, both), (16, both), (16, codes)):
             for random in (False, True):
-                config = _nvfp4_both_config(random, 2 if d == "bf16" else 4)
+                config = _square(SIDE, _warps(random), 2 if d == "bf16" else 4)
                 kind = quantize_triton.nvfp4_kind(tall, random, 0)
                 label = f"nvfp4 quantize{' both' if outputs is both else ''} {d}{kind}"
                 constexprs = {"TALL": tall, "RANDOM": 2 * random, **config}

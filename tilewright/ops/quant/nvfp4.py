@@ -255,15 +255,33 @@ def largest_eager(x, hadamard, hadamard_seed):
     return _largest(hadamard_eager(x.float(), hadamard, hadamard_seed, False))
 
 
-def _composed_scale(largest):
-    """`scale_of` of `_whole`, of PyTorch's operators.   largest: of a transform."""
+def scale_eager(most, given):
+    """The scale of a tensor by its largest magnitude, or what is given, for a finite one."""
+    if given is None:
+        return torch.where(most > 0, quantize.quotient(most, 2688.0).clamp_min(LEAST), 1.0)
+    return given * torch.where(most.isfinite(), 1.0, most)  # keeps a non-finite x visible
 
-    def scale_of(x, given, hadamard, hadamard_seed):
-        most = largest(x, hadamard, hadamard_seed) if hadamard else _largest(x)
-        if given is None:
-            least = quantize.quotient(most, 2688.0).clamp_min(LEAST)
-            return most, torch.where(most > 0, least, 1.0)
-        return most, given * torch.where(most.isfinite(), 1.0, most)  # keeps that visible
+
+def _composed_scale(largest):
+    """`scale_of` of `_whole`.   largest: of a transform."""
+
+    def scale_of(x, given, options, name):
+        hadamard = options.hadamard
+        most = largest(x, hadamard, options.hadamard_seed) if hadamard else _largest(x)
+        return scale_eager(quantize.finite(most, name), given)
+
+    return scale_of
+
+
+def _fused_scale(operator):
+    """`scale_of` of `_whole`."""
+
+    def scale_of(x, given, options, name):
+        most, total = operator(x, given, options.hadamard, options.hadamard_seed)
+        if total.is_cuda:
+            return total
+        # In compiled code a check takes place only if its result is used.
+        return torch.where(quantize.finite(most, name) >= 0, total, most)
 
     return scale_of
 
@@ -271,17 +289,13 @@ def _composed_scale(largest):
 def _whole(codes_of, scale_of, readable=lambda x, transpose: x.contiguous()):
     """Composes the public function's two steps: the tensor's scale, then codes and block scales.
 
-    scale_of: (x, the scale that is given or None, hadamard and its seed) -> the largest magnitude,
-        NaN if there is one, and the scale, also of an x that is not finite.
+    scale_of: (x, the scale that is given or None, options, x's name in errors) -> the scale.
     readable: (x [B, R, C] of any strides, whether it is transposed) -> x as both steps take it.
     """
 
     def run(x, global_scale, options, name="x"):
         x = readable(x, options.transpose)
-        most, total = scale_of(x, global_scale, options.hadamard, options.hadamard_seed)
-        if not most.is_cuda:
-            # In compiled code a check takes place only if its result is used.
-            total = torch.where(quantize.finite(most, name) >= 0, total, most)
+        total = scale_of(x, global_scale, options, name)
         return total, codes_of(x, total, options)
 
     return run
@@ -309,7 +323,7 @@ def _triton():
     return quantize.Fused(
         _whole(
             operators.nvfp4_quantize.define("nvfp4_triton_quantize", fused.nvfp4_quantize),
-            _scale.define("nvfp4_triton_scale", fused.nvfp4_scale),
+            _fused_scale(_scale.define("nvfp4_triton_scale", fused.nvfp4_scale)),
             fused.readable,
         ),
         operators.nvfp4_dequantize.define("nvfp4_triton_dequantize", k.nvfp4_dequantize),
