@@ -1026,6 +1026,21 @@ def test_compiles_as_one_graph_with_quantized_tensors_in_and_out(format, name, b
     assert_same(torch.compile(down, fullgraph=True, backend=backend)(q), down(q))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="values are checked on a CPU")
+@EVERY_FORMAT
+@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
+def test_compiled_code_checks_that_x_is_finite(format, name):
+    skip_unless_usable(FORMATS[format][0], name, torch.float32)
+    up, _ = both(format, implementation=name)
+    torch._dynamo.reset()
+    compiled = torch.compile(up, fullgraph=True, backend="aot_eager")
+    x = randn(5, 70)
+    compiled(x)
+    x[3, 8] = math.nan
+    with pytest.raises(ValueError, match=r"^x must be finite \(in float32\)"):
+        compiled(x)
+
+
 @EVERY_FORMAT
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_operators_pass_opcheck(format, name):
