@@ -253,6 +253,7 @@ UNCOALESCED = {
     "_collect": FEW,
     "_spread": FEW,
     "_place": "a table of eight experts",
+    "_total": "one number that is given, which all warps of the one program read",
     "_nf4_dequantize": "pairs of numbers, by a byte of codes",
     "_nvfp4_dequantize": "scales, a byte for 16 elements",
     "_block_fp8_dequantize": "a scale for 128 elements",
