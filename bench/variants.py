@@ -160,6 +160,14 @@ VARIANTS = (
         {"LAST": False},
         whole=True,
     ),
+    # The steps of a run follow each other; each program reads the counts of all runs.
+    Variant(
+        "permute: the sort in 256 runs, for 128",
+        "permute",
+        "qwen3-30b-a3b",
+        "permute/sort",
+        {"RUNS": 256},
+    ),
     Variant("rmsnorm: cute, for triton", "rmsnorm", "qwen3-8b", None, "cute", "triton"),
     Variant(
         "cross_entropy: cute, for triton", "cross_entropy", "llama-3-8b", None, "cute", "triton"

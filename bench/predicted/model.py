@@ -277,7 +277,18 @@ def _few_rows(launch: Launch) -> Steps:
     return Steps(launch.programs * steps * each, steps, max(1, v.get("num_stages", 3) - 1))
 
 
+def _sorted(launch: Launch) -> Steps:
+    """Tiles of slots, whose next one is loaded while one is ranked; before, counts of all runs."""
+    v = launch.values
+    return Steps(0, v["steps"] + (math.ceil(v["runs"] / v["ROWS"]) if "runs" in v else 0))
+
+
 STEPS: dict[tuple[str, str], Callable[[Launch], Steps]] = {
+    **{
+        (op, kernel): _sorted
+        for op in ("permute", "moe_mlp", "moe_lora")
+        for kernel in ("_histogram", "_place")
+    },
     **{("gated_delta_rule", kernel): _delta for kernel in ("_scores", "_pair_gradients", *DELTA)},
     ("quantized_linear", "_few_rows"): _few_rows,
 }
@@ -387,14 +398,14 @@ def streamed(
         f"{_bytes(bytes_)} / {number(roofs.copy * share / 1e12)} TB/s = {_us(limits['bytes'])}"
     ]
     roof = bytes_ / roofs.copy
-    if work is not None:
+    if work is not None and work.flops:
         limits["tensor cores"] = work.flops / (roofs.flops["bfloat16"] * share)
         roof = max(roof, work.flops / roofs.flops["bfloat16"])
         words.append(f"{number(work.flops / 1e9)} GFLOP = {_us(limits['tensor cores'])}")
     unknown = []
     instructions, at_most, how = issued(op, launch, bytes_, work)
     blocks, text = blocks_per_sm(launch, roofs), ""
-    if blocks is None or not launch.tile:
+    if blocks is None or not (launch.tile or work):
         unknown.append(("residency", "no budget" if blocks is None else "its tile is not known"))
     else:
         limits["latency"], text = _latency(op, launch, roofs, blocks, work)
@@ -419,7 +430,10 @@ def _latency(
     ahead = work.ahead if work else max(1, int(launch.values.get("STAGES", 2)) - 1)
     depth = ahead if "cp.async" in launch.facts.get("uses", ()) else 1
     in_flight = min(blocks * roofs.sms, launch.programs) * depth
-    rounds = math.ceil(max(1.0, elements(op, launch, work) / launch.tile) / in_flight)
+    tiles = launch.programs * (work.steps if work else 1)
+    if launch.tile:
+        tiles = elements(op, launch, work) / launch.tile
+    rounds = math.ceil(max(1.0, tiles) / in_flight)
     seconds = rounds * roofs.latency
     return seconds, f"{blocks} blocks/SM, {rounds} rounds of tiles = {_us(seconds)}"
 

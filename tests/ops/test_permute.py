@@ -2,6 +2,8 @@
 test_contract.py.
 """
 
+import contextlib
+
 import pytest
 import torch
 from helpers import DEVICE, launches, skip_unless_usable, threads
@@ -58,16 +60,18 @@ def test_one_tile_of_slots_takes_one_launch(T, kernels, monkeypatch):
 
 
 @FUSED
-def test_runs_of_several_tiles(name, monkeypatch):
+def test_runs_of_several_tiles(name):
     """More slots than one tile per program: its later tiles continue its earlier ones."""
     skip_unless_usable(PERMUTE, name, torch.float32)
-    if name == "triton":
-        from tilewright.kernels.moe import permute_triton
-
-        monkeypatch.setattr(permute_triton, "RUNS", 2)
-        monkeypatch.setattr(permute_triton, "TILE", 16)
     index = indices(50 if name == "triton" else 40000, 6, 2)
-    found, expected = (sort_by_expert(index, 6, implementation=n) for n in (name, "eager"))
+    launched = contextlib.nullcontext()
+    if name == "triton":
+        from tilewright.kernels.moe.permute_triton import SORT
+
+        config = {"RUNS": 2, "TILE": 16, "num_warps": 4}
+        launched = SORT.override(index.device, (6,), config)
+    with launched:
+        found, expected = (sort_by_expert(index, 6, implementation=n) for n in (name, "eager"))
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
 

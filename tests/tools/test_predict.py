@@ -192,6 +192,17 @@ def test_steps_that_follow_each_other_take_the_latency_of_a_tile_each():
     assert at_most.unknown[0].startswith("issue slots of _states (at most ")
 
 
+def test_steps_without_products_take_the_latency_too():
+    values = {"steps": 9, "runs": 50, "ROWS": 32}
+    facts = {"registers": 64, "shared": 0, "uses": []}
+    sort = Launch("_place", 50, 4, {"x_ptr": tensor(4096)}, values, facts=facts)
+    found = of(sort, Cost(0), "permute")
+    # Nine tiles of slots; before them, counts of 32 and of 18 runs.
+    assert found.limit == "latency" and found.seconds == pytest.approx(11e-6 + 3e-6)
+    more = of(replace(sort, programs=900), Cost(0), "permute")  # 8 blocks on each of 100 SMs
+    assert more.seconds == pytest.approx(13e-6 + 3e-6) and "GFLOP" not in more.words
+
+
 def test_the_code_of_several_branches_is_no_limit():
     of_losses = replace(STREAM, kernel="_backward")
     assert of(of_losses).limit == "issue"

@@ -35,14 +35,7 @@ from tilewright.kernels.moe import operators
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
-# Slots; ranks cost TILE comparisons per slot, and smaller tiles more counts. A tile has a slot for
-# each thread: of a smaller one Triton lets each thread load all slots that it compares with, at
-# three times the instructions, instead of reading them from shared memory.
-TILE, WARPS = 128, 4
-EXPERTS = 128  # per program of `_histogram`: TILE * EXPERTS comparisons are 128 per thread
-# At most. Each program of `_place` reads the counts of all, 128 KiB for 256 experts. A run's tiles
-# follow each other, about a microsecond each; the next one's slots are loaded ahead.
-RUNS = 128
+EXPERTS = 128  # per program of `_histogram`, each compared with every slot of a tile
 MAPPED = 32  # tiles of the map at a time, each compared with all experts: of 128, 32 per thread
 # Programs that count used rows. Each that moves rows reads all counts, 256 bytes.
 COUNTS = 64
@@ -219,8 +212,10 @@ def _sort(expert_index, num_experts, tiles):
     # run meanwhile. That would save a launch, 3 us of 151 (docs/predicted.md, Qwen3-30B-A3B).
     R = expert_index.numel()
     order = operators.sort(expert_index, num_experts)
-    slot_tiles = cdiv(R, TILE)
-    steps = max(1, cdiv(slot_tiles, RUNS))
+    config = SORT.config(expert_index.device, num_experts)
+    by_tiles = {name: config[name] for name in ("TILE", "num_warps")}
+    slot_tiles = cdiv(R, config["TILE"])
+    steps = max(1, cdiv(slot_tiles, config["RUNS"]))
     runs = max(1, cdiv(slot_tiles, steps))
     by_tile = by_run = None
     if slot_tiles > 1:
@@ -235,9 +230,8 @@ def _sort(expert_index, num_experts, tiles):
             R,
             num_experts,
             steps,
-            TILE=TILE,
             EXPERTS=EXPERTS,
-            num_warps=WARPS,
+            **by_tiles,
         )
     width = max(16, next_power_of_2(num_experts))
     launch(
@@ -253,14 +247,36 @@ def _sort(expert_index, num_experts, tiles):
         steps,
         runs,
         0 if tiles is None else tiles.shape[0] // 3,
-        TILE=TILE,
         WIDTH=width,
         ROWS=max(1, 4096 // width),
         BLOCK_M=operators.MAP_ROWS,
         MAPPED=MAPPED,
-        num_warps=WARPS,
+        **by_tiles,
     )
     return order
+
+
+def _sort_heuristic(experts: int) -> dict:
+    """TILE: slots; ranks cost TILE comparisons per slot, and smaller tiles more counts. A tile has
+    a slot for each thread: of a smaller one Triton lets each thread load all slots that it compares
+    with, at three times the instructions, instead of reading them from shared memory.
+
+    RUNS: at most. Each program of `_place` reads the counts of all, 128 KiB for 256 experts. A
+    run's tiles follow each other, about a microsecond each; the next one's slots are loaded ahead.
+    """
+    return {"RUNS": 128, "TILE": 128, "num_warps": 4}
+
+
+def _sort_space(experts: int) -> list[dict]:
+    """With 256 runs, two share each of 128 SMs. Small tiles of 256 experts need more registers than
+    a thread has, for the map.
+    """
+    return [
+        {"RUNS": runs, "TILE": 32 * warps, "num_warps": warps}
+        for warps in (2, 4)
+        if experts <= 64 * warps
+        for runs in (128, 256)
+    ]
 
 
 # ---- moving rows
@@ -602,31 +618,50 @@ def _small(kernel, label: str, none: tuple[str, ...] = (), **constexprs) -> Kern
     its writes are scattered by nature.   none: pointers that the launch does not have.
     """
     types = {"index": "i64", **dict.fromkeys(none), "*": "i32"}
-    options = {"TILE": TILE, "BLOCK_M": operators.MAP_ROWS, "MAPPED": MAPPED, "num_warps": WARPS}
-    return KernelSpec.of(kernel, label, types, {**options, **constexprs}, load=0, store=0)
+    return KernelSpec.of(kernel, label, types, constexprs, load=0, store=0)
 
 
-def sort_gate() -> list[KernelSpec]:
-    """The counting sort, for Qwen3-30B-A3B's experts and DeepSeek-V3's."""
+def _sort_specs(key: dict, config: dict) -> list[KernelSpec]:
+    """The counting sort."""
+    E, by_tiles = key["experts"], {name: config[name] for name in ("TILE", "num_warps")}
     return [
-        _small(_histogram, "histogram", EXPERTS=EXPERTS),
+        _small(_histogram, "histogram", EXPERTS=EXPERTS, **by_tiles),
         *(
-            _small(_place, f"place{how} E={E}", none, WIDTH=E, ROWS=4096 // E)
+            _small(
+                _place,
+                f"place{how} E={E}",
+                none,
+                WIDTH=E,
+                ROWS=4096 // E,
+                BLOCK_M=operators.MAP_ROWS,
+                MAPPED=MAPPED,
+                **by_tiles,
+            )
             for how, none in (
                 ("", ("map",)),
                 (" and map", ()),
                 (" one tile and map", ("tile", "run")),
             )
-            for E in (128, 256)
         ),
     ]
 
 
 def count_gate() -> list[KernelSpec]:
     """The count of used rows reads a few hundred KiB."""
-    return [_small(_count, "count", BLOCK=1024)]
+    return [_small(_count, "count", BLOCK=1024, num_warps=4)]
 
 
+# Of Qwen3-30B-A3B's experts, and of DeepSeek-V3's.
+SORT = Tunable(
+    "permute",
+    "sort",
+    ("experts",),
+    "forward",
+    _sort_heuristic,
+    _sort_space,
+    [(128,), (256,)],
+    _sort_specs,
+)
 _FIELDS, _KEYS = ("columns", "itemsize"), [(2048, 2), (4096, 4), (7168, 2)]
 SPREAD = Tunable(
     "permute", "spread", _FIELDS, "forward", _spread_heuristic, _space, _KEYS, _specs(_spread)
@@ -651,4 +686,4 @@ BACKWARD = Tunable(
     _KEYS[:2],
     _specs(_backward),
 )
-TUNABLES = (SPREAD, COLLECT, BACKWARD)
+TUNABLES = (SORT, SPREAD, COLLECT, BACKWARD)

@@ -8,7 +8,7 @@ Choices compare integers in the order of their floats, which makes ties exact: t
 lower column first, K times.
 
 Forward: programs process disjoint runs of tokens and accumulate probabilities and counts of
-choices; the last program adds the programs' sums in order. Backward: one pass from logits, choices
+choices; a second launch adds the programs' sums in order. Backward: one pass from logits, choices
 and counts alone.
 """
 

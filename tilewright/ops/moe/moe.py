@@ -199,7 +199,8 @@ def _composed(name):
 def _tunables():
     from tilewright.kernels.moe import grouped_gemm_triton, permute_triton
 
-    return (*grouped_gemm_triton.FUSED, *grouped_gemm_triton.TUNABLES, permute_triton.COLLECT)
+    sorting = permute_triton.SORT, permute_triton.COLLECT
+    return (*grouped_gemm_triton.FUSED, *grouped_gemm_triton.TUNABLES, *sorting)
 
 
 MOE_MLP = Op(

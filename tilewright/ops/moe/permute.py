@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -320,16 +320,12 @@ def _cpp():
     return _Fused(lambda declared, part, *launched: declared.adopt(by_part[part], *launched))
 
 
-def _implementations(op: str, gate: str) -> tuple[Implementation, ...]:
+def _implementations(op: str, **options: Any) -> tuple[Implementation, ...]:
     def tunables():
         return tuple(t for t in from_kernels("moe.permute_triton", "TUNABLES")() if t.op == op)
 
     return (
-        in_triton(
-            lambda: getattr(_triton(), op),
-            gate=from_kernels("moe.permute_triton", gate),
-            tunables=tunables,
-        ),
+        in_triton(lambda: getattr(_triton(), op), tunables=tunables, **options),
         in_cpp(lambda: getattr(_cpp(), op)),
     )
 
@@ -442,7 +438,7 @@ PERMUTE = Op(
     "permute",
     permute,
     permute_eager,
-    _implementations("permute", "sort_gate"),
+    _implementations("permute"),
     _all_cases(_permute_case, [_permute_case("int32", 7, 5, 2, 9, small_index=True)]),
     goals=cases.near_copy(92, "forward", "backward"),
 )
@@ -450,7 +446,7 @@ UNPERMUTE = Op(
     "unpermute",
     unpermute,
     unpermute_eager,
-    _implementations("unpermute", "count_gate"),
+    _implementations("unpermute", gate=from_kernels("moe.permute_triton", "count_gate")),
     _all_cases(
         _unpermute_case,
         [
