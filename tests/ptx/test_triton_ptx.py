@@ -773,11 +773,12 @@ def rounds_to_nearest(driver):
 
 
 def converts(driver, hardware, run, instruction="e2m1x2"):
-    """The result of run(), with or without a hardware instruction."""
+    """The result of run(), with or without a hardware instruction in every kernel that converts."""
     texts, change = [], driver.change
     driver.change = lambda text: texts.append(text) or (change(text) if change else text)
     found = run()
     driver.change = change
+    texts = [text for text in texts if not re.search(r"\.entry (_largest|_total)\b", text)]
     assert texts and all((instruction in text) == hardware for text in texts)
     return found
 
