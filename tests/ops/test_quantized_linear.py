@@ -129,6 +129,64 @@ def test_a_name_fixes_what_dequantizes_whatever_is_pinned(format):
     }
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU no weight is dequantized in parts")
+@pytest.mark.parametrize(
+    "quantize, N, K, parts",
+    [
+        (quantize_nf4, 300, 64, 3),
+        (FORMATS["nf4 nested"], 300, 512, 3),
+        (FORMATS["nf4 nested"], 1030, 96, 3),  # 512 rows have 768 scales, three whole blocks
+        (quantize_nvfp4, 300, 80, 3),
+        (quantize_block_fp8, 300, 200, 3),
+        (lambda w: quantize_block_fp8(w, block=(16, 16)), 300, 200, 3),
+        (quantize_mxfp8, 300, 96, 3),
+    ],
+    ids=["nf4", "nf4-nested", "nf4-nested-ragged", "nvfp4", "fp8", "fp8-16", "mxfp8"],
+)
+def test_a_large_weight_is_multiplied_in_parts(quantize, N, K, parts, monkeypatch):
+    """In the backward their products are added; noise is a function of the whole weight."""
+    skip_unless_usable(QUANTIZED_LINEAR, "cpp", torch.float32)
+    q = quantize(randn(N, K, seed=1, scale=K**-0.5))
+    x, bias = randn(70, K).requires_grad_(), randn(N, seed=2)
+    dy = randn(70, N, seed=3)
+
+    def run(noise=None):
+        y = quantized_linear(x, q, bias, noise=noise, implementation="cpp")
+        return y, *torch.autograd.grad(y, x, dy)
+
+    def dequantized(noise=None):
+        ran = operators_of(lambda: run(noise))
+        return sum(count for name, count in ran.items() if name.endswith("cpp_dequantize"))
+
+    whole, noise = run(), AQN(0.1, seed=5)
+    assert dequantized() == 2
+    monkeypatch.setattr(MODULE, "_PART_BYTES", 4 * 128 * K)
+    for found, expected in zip(run(), whole, strict=True):
+        close(found, expected)
+    assert dequantized() == 2 * parts and dequantized(noise) == 2
+    monkeypatch.setattr(MODULE, "_PART_ROWS", 69)
+    assert dequantized() == 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU no weight is dequantized in parts")
+def test_parts_do_not_hide_scales_that_do_not_fit(monkeypatch):
+    skip_unless_usable(QUANTIZED_LINEAR, "cpp", torch.float32)
+    monkeypatch.setattr(MODULE, "_PART_BYTES", 4 * 128 * 64)
+    for q, name in (
+        (quantize_block_fp8(randn(300, 64)), "scale_inv"),
+        (quantize_mxfp8(randn(300, 64)), "scale"),
+        (quantize_nvfp4(randn(300, 64)), "scale"),
+        (quantize_nf4(randn(300, 64)), "absmax"),
+    ):
+        scales = getattr(q, name)
+        longer = torch.cat([scales, scales])
+        bad = dataclasses.replace(q, **{name: longer})
+        with pytest.raises(
+            ValueError, match=rf"q\.{name} must .*{re.escape(str(list(longer.shape)))}"
+        ):
+            quantized_linear(randn(70, 64), bad, implementation="cpp")
+
+
 @EVERY_FORMAT
 @pytest.mark.parametrize("name, dtype", [("cpp", torch.float32), ("cpp", torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ added to it. So an operator that multiplies by weights has one schema for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from tilewright.core.registry import DispatchOn, Op, short
 from tilewright.ops.quant import aqn, nf4_format, quantize
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_fp8 import DEQUANTIZE_BLOCK_FP8, BlockFP8
-from tilewright.ops.quant.fp8 import E8M0
+from tilewright.ops.quant.fp8 import E8M0, MX_BLOCK
 from tilewright.ops.quant.mxfp8 import DEQUANTIZE_MXFP8, MXFP8
 from tilewright.ops.quant.nf4 import DEQUANTIZE_NF4
 from tilewright.ops.quant.nf4_format import NF4
@@ -138,8 +139,43 @@ def dense(p: Packed, dtype: torch.dtype, implementation: str | None = None) -> t
     return dequantize(q, dtype=dtype, noise=noise, implementation=implementation)
 
 
+def _rows_alone(p: Packed) -> int:
+    """Multiples of so many rows of a quantized matrix share no scale with others."""
+    if p.format == "block_fp8":
+        return p.block[0]
+    if p.format != "nf4":
+        return 1
+    span = p.block[0] * (nf4_format.NESTED_BLOCK if len(p.scales) == 3 else 1)
+    return span // math.gcd(span, p.shape[1])
+
+
+def _cut(t: torch.Tensor, begin: int, end: int, of: int = 1) -> torch.Tensor:
+    """Entries for [begin, end), each of which is for so many."""
+    return t[begin // of : -(-end // of)]
+
+
+def in_parts(p: Packed, rows: int) -> Iterator[tuple[slice, Packed]]:
+    """A quantized matrix without noise, which depends on an element's position, in parts of about
+    so many rows. Raises as `check_parts`.
+    """
+    check_parts(p)
+    (N, K), alone, (first, *more) = p.shape, _rows_alone(p), p.scales
+    rows = max(rows // alone, 1) * alone
+    for begin in range(0, N, rows):
+        end = min(begin + rows, N)
+        if p.format == "nf4":
+            span = begin * K, end * K
+            data, scales = _cut(p.data, *span, 2), [_cut(first, *span, p.block[0])]
+            if more:
+                nested = _cut(more[0], *span, p.block[0] * nf4_format.NESTED_BLOCK)
+                scales += [nested, more[1]]
+        else:
+            data, scales = p.data[begin:end], [_cut(first, begin, end, alone), *more]
+        yield slice(begin, end), Packed(data, scales, [*p.ints[:-2], end - begin, K], 0.0)
+
+
 def check_parts(p: Packed) -> None:
-    """The checks of `dequantize_*`, for kernels that read a matrix's codes directly."""
+    """The checks of `dequantize_*`, for what reads a matrix's codes directly."""
     N, K = p.shape
     if p.format == "nf4":
         nf4_format.check_parts(p.data, p.scales, N * K, p.block[0])
@@ -147,6 +183,8 @@ def check_parts(p: Packed) -> None:
         quantize.part("q.data", p.data, torch.uint8, (N, -(-K // 2)), p.data)
         quantize.part("q.scale", p.scales[0], torch.uint8, (N, -(-K // 16)), p.data)
         quantize.part("q.global_scale", p.scales[1], torch.float32, (), p.data)
+    elif p.format == "mxfp8":
+        quantize.part("q.scale", p.scales[0], torch.uint8, (N, -(-K // MX_BLOCK)), p.data)
     else:
         rows, columns = p.block
         shape = (-(-N // rows), -(-K // columns))
