@@ -430,9 +430,7 @@ def _latency(
     ahead = work.ahead if work else max(1, int(launch.values.get("STAGES", 2)) - 1)
     depth = ahead if "cp.async" in launch.facts.get("uses", ()) else 1
     in_flight = min(blocks * roofs.sms, launch.programs) * depth
-    tiles = launch.programs * (work.steps if work else 1)
-    if launch.tile:
-        tiles = elements(op, launch, work) / launch.tile
+    tiles = launch.programs * work.steps if work else elements(op, launch) / launch.tile
     rounds = math.ceil(max(1.0, tiles) / in_flight)
     seconds = rounds * roofs.latency
     return seconds, f"{blocks} blocks/SM, {rounds} rounds of tiles = {_us(seconds)}"
