@@ -27,7 +27,7 @@ from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.
-PREPARATION = 5
+PREPARATION = 6
 
 
 class Notes:

@@ -31,10 +31,19 @@ def check_tokenizer(path: str, kind: str, tokenizer: Any, *, template: bool = Tr
             f"{path}: type {kind} needs a tokenizer that gives the offsets of tokens, which "
             f"{type(tokenizer).__name__} does not"
         )
-    if template and getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            f"{path}: type {kind} needs a tokenizer with a chat template; model.tokenizer_path "
-            "names one without"
+    if template:
+        try:
+            check_template(kind, tokenizer)
+        except Refused as refused:
+            raise ValueError(f"{path}: {refused}") from refused
+
+
+def check_template(kind: str, tokenizer: Any) -> None:
+    """Raises Refused, for a row of messages, if `tokenizer` has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise Refused(
+            f"type {kind} needs a tokenizer with a chat template; model.tokenizer_path names one "
+            "without"
         )
 
 
@@ -70,6 +79,13 @@ def strings(row: dict[str, Any], name: str) -> list[str]:
     if not isinstance(given, list) or not all(isinstance(s, str) and s for s in given):
         raise Refused(f"its {name} must be strings that are not empty, got {given!r:.80}")
     return given
+
+
+def text(row: dict[str, Any], name: str) -> str:
+    """A column of a text, empty if there is none."""
+    if (found := row.get(name)) is not None and not isinstance(found, str):
+        raise Refused(f"its {name} must be a string, got {found!r:.80}")
+    return found or ""
 
 
 def turns(texts: Iterable[str], first: str, system: Any = None) -> list[dict[str, Any]]:
@@ -109,7 +125,7 @@ def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
 def _message(given: Any, at: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise Refused(f"{at} must have role and content, and is {given!r:.60}")
-    message = _present(given)
+    message = {k: v for k, v in given.items() if v is not None}  # null: not given
     if "role" not in message and "from" in message:  # the ShareGPT form
         sender = message.pop("from")
         message["role"] = SHARE_GPT.get(sender, sender)
@@ -136,20 +152,11 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
             raise Refused(f"its tools are not JSON: {error}") from error
-    elif tools is not None:
-        tools = _present(tools)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise Refused("its tools must be a list of JSON schemas, or that list as a string")
     return tools or None
-
-
-def _present(value: Any) -> Any:
-    """Without the keys that Arrow adds, as null, to objects that have fewer keys than others."""
-    if isinstance(value, dict):
-        return {k: _present(v) for k, v in value.items() if v is not None}
-    return [_present(v) for v in value] if isinstance(value, list) else value
 
 
 def _answers(

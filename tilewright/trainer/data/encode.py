@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ def lists(parts: Iterable[np.ndarray], dtype: Any = np.int32) -> pa.ListArray:
 def check_columns(entry: Dataset, names: list[str], features: Any, columns: Columns) -> None:
     """Raises ValueError if the columns are not those of `entry.type`, and further ones that are
     asked for. Warns of a column that is not read, whose name is nearly that of one that would be.
+
+    features: of columns, as the datasets package has them, if a file declares them.
     """
     row = DATASETS[entry.type]
     if not row.fits(names):
@@ -113,20 +115,20 @@ class Encoder:
         most: int,
         vocab: int,
         tokenizer: Any,
-        features: Any,
+        names: Collection[str],
         columns: Columns | None = None,
         skip: bool = False,
         number: int = 0,
         prompts: Prompts = WHOLE,
     ):
-        """features: of the rows' columns.   columns: further ones of samples.   skip: rows that
-        cannot be used.   number: of the data set among those that are prepared together.
-        prompts: how they are cut.
+        """names: of the rows' columns.   columns: further ones of samples.   skip: rows that cannot
+        be used.   number: of the data set among those that are prepared together.   prompts: how
+        they are cut.
         """
         self.skip, self.number = skip, number
         self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
-        self.asked = Asked(entry.path, entry.type, most, tokenizer, features, prompts)
+        self.asked = Asked(entry.path, entry.type, most, tokenizer, names, prompts)
         self.samples_of = self.kind.samples(self.asked)
 
     def __call__(self, rows: Iterable[tuple[Row, Any]]) -> Encoded:
@@ -140,7 +142,7 @@ class Encoder:
                 if isinstance(row, Refused):
                     raise row
                 samples = [self._checked(sample, row, index) for sample in self.samples_of(row)]
-            except (Refused, TypeError, ValueError) as refused:
+            except (Refused, OverflowError, TypeError, ValueError) as refused:
                 if not self.skip:
                     raise RefusedRow(index, str(refused)) from refused
                 skipped.append(RefusedRow(index, str(refused)))

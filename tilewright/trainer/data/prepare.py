@@ -32,7 +32,7 @@ from tilewright.trainer.data.encode import (
     longest,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts, Refused
+from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts, Refused, number
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
@@ -179,10 +179,10 @@ def _is_whole(n: object) -> bool:
 
 
 def _first_other(source: Rows, column: str) -> str:
-    """The place of the first row whose value is no list of integers, or of the first row if each
-    is one: a number with a fraction makes floating-point numbers of all others in its column.
+    """The place of the first row of a file whose value is no list of integers, or of the first row
+    if each is one: a number with a fraction makes floating-point numbers of all others.
     """
-    rows = dataclasses.replace(source.select_columns([column]), arrow=False)
+    rows = source.select_columns([column])
     for part in rows.parts():
         for row, values in rows.read(part):
             if isinstance(values, Refused):
@@ -193,6 +193,30 @@ def _first_other(source: Rows, column: str) -> str:
             if not isinstance(value, list) or not all(n is None or _is_whole(n) for n in value):
                 return source.place(row)
     return source.place(source.first)
+
+
+def _checked(source: Source, entry: Dataset, columns: Columns) -> Source:
+    """With the columns that are read. Raises ValueError for columns of another kind."""
+    kind = DATASETS[entry.type]
+    names = source.column_names
+    try:
+        check_columns(entry, [*names], {}, columns)
+    except ValueError:
+        every = source.every_column()  # a column may begin late
+        if {*every} == {*names}:
+            raise
+        check_columns(entry, every, {}, columns)
+    for rows, path, features in source.declared():
+        try:
+            kind.check(path, features)
+        except NotIntegers as wrong:
+            raise NotIntegers(_first_other(rows, wrong.column), wrong.column, wrong.kind) from wrong
+    if isinstance(source, Documents):
+        return source
+    source = source.select_columns((*kind.columns, *columns))
+    numbers = {n: number for n, c in columns.items() if c.batched}
+    asking = source.asking._replace(cells=numbers | {**kind.cells}, arrow=kind.arrow)
+    return dataclasses.replace(source, asking=asking)
 
 
 def _say_left_out(
@@ -238,19 +262,10 @@ def prepare_entry(
     """
     units.begin_set()
     most, kind = longest(entry, data), DATASETS[entry.type]
-    names, features = source.column_names, source.features
-    try:
-        check_columns(entry, list(names), features, columns)
-    except NotIntegers as wrong:
-        assert isinstance(source, Rows)  # documents are strings
-        raise NotIntegers(_first_other(source, wrong.column), wrong.column, wrong.kind) from wrong
-    if isinstance(source, Rows):
-        source.arrow = kind.arrow
-        wanted = (*kind.columns, *columns)
-        used = [n for n in names if n in wanted]
-        source = source.select_columns(used)
+    names = source.column_names
+    source = _checked(source, entry, columns)
     skip = data.on_bad_row == "skip"
-    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number, prompts)
+    encoder = Encoder(entry, most, vocab, tokenizer, names, columns, skip, number, prompts)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0

@@ -1,25 +1,28 @@
 """Rows of a data set before they are tokenized: where they are, and how they are read in parts of
 bounded size.
 
-All files but text are read by datasets; text here, since its reader holds a whole file as one
-string. What is beside that finds the file and line of a refused row, which datasets does not keep.
+A row is read as its own file says, whatever other rows and files hold: no type is guessed. Files
+of JSON and CSV are read from the bytes of the rows that are asked for; files that declare their
+types, by these types.
 """
 
 from __future__ import annotations
 
 import array
-import csv
+import bisect
 import dataclasses
-import json
+import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
+from tilewright.trainer.data.defects import Defect
 from tilewright.trainer.data.types.dataset_type import Refused
 from tilewright.trainer.data.types.text import PIECE
 
 MOST_ROWS = 1000  # of a part: short rows cost memory too
+HEAD = 100  # rows of a file whose keys say which columns there are
 # A tokenizer splits text before the first character of a line.
 LINE = re.compile(rb".*\n(?=\S)", re.DOTALL)
 WORD = re.compile(rb".+(?=\s)", re.DOTALL)
@@ -34,36 +37,223 @@ def share(first: int, stop: int, count: int, index: int) -> tuple[int, int]:
     return first, first + size + (index < more)
 
 
+class Asking(NamedTuple):
+    """What is read of a row.   columns: null where a row has no such; None: all that it has.
+    cells: how the text of a table's cell is read, of columns that are not text.   arrow: lists as
+    Arrow arrays, of files that have such.
+    """
+
+    columns: tuple[str, ...] | None = None
+    cells: Mapping[str, Callable[[str], Any]] = {}
+    arrow: bool = False
+
+    def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: row.get(n) for n in self.columns} if self.columns is not None else {**row}
+
+
+EVERYTHING = Asking()
+Row = dict[str, Any] | Refused
+
+
+class File(Protocol):
+    """A file of rows.   shown: its name, in errors.   names: columns of its first rows.   features:
+    of its columns, as the datasets package has them, if it declares them; else empty.   nbytes:
+    about those of its rows.
+    """
+
+    shown: str
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def features(self) -> Mapping[str, Any]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def every_name(self) -> list[str]:
+        """The columns of all rows."""
+        ...
+
+    def parts(self, first: int, stop: int, asking: Asking) -> Iterator[tuple[int, int]]: ...
+
+    def read(self, first: int, stop: int, asking: Asking) -> Iterator[Row]: ...
+
+    def place(self, row: int) -> str: ...
+
+
+class _Index(NamedTuple):
+    """Of each segment of a file: its first byte, first row, and the lines before it.   rows: of
+    the file.
+    """
+
+    bytes: array.array
+    firsts: array.array
+    lines: array.array
+    rows: int
+
+
+class TextFile:
+    """A file whose rows are text. It is read once to find them, and again where a part of them is
+    needed: the index has an entry for MOST_ROWS rows or PIECE bytes.
+    """
+
+    features: Mapping[str, Any] = {}
+    of_lines = True  # whether a row is found by its line
+
+    def __init__(self, path: str, shown: str | None = None):
+        self.path, self.shown = path, shown or path
+        self.nbytes = pathlib.Path(path).stat().st_size
+
+    def index(self) -> _Index:
+        """Raises Defect."""
+        raise NotImplementedError
+
+    def _split(self, data: bytes) -> Iterator[tuple[int, Any]]:
+        """The rows of a segment, each with the lines of the segment before it. Raises Defect."""
+        raise NotImplementedError
+
+    def _row(self, raw: Any, asking: Asking) -> Row:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _index(self) -> _Index:
+        try:
+            return self.index()
+        except Defect as defect:
+            raise ValueError(f"{self.shown}: {defect}") from defect
+
+    @staticmethod
+    def indexed(rows: Iterable[tuple[int, int]]) -> _Index:
+        """rows: the first byte of each, and the lines before it."""
+        found, count = _Index(*(array.array("q") for _ in range(3)), 0), 0
+        for start, line in rows:
+            if (
+                not count
+                or count - found.firsts[-1] >= MOST_ROWS
+                or start - found.bytes[-1] >= PIECE
+            ):
+                found.bytes.append(start)
+                found.firsts.append(count)
+                found.lines.append(line)
+            count += 1
+        return found._replace(rows=count)
+
+    def __len__(self) -> int:
+        return self._index.rows
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return self._names(min(HEAD, len(self)))
+
+    def every_name(self) -> list[str]:
+        return self._names(len(self))
+
+    def _names(self, count: int) -> list[str]:
+        rows = self.read(0, count, EVERYTHING)
+        return [*dict.fromkeys(n for row in rows if not isinstance(row, Refused) for n in row)]
+
+    def _segments(self, first: int, stop: int) -> Iterator[int]:
+        at = bisect.bisect_right(self._index.firsts, first) - 1
+        while at < len(self._index.firsts) and self._index.firsts[at] < stop:
+            yield at
+            at += 1
+
+    def parts(self, first: int, stop: int, asking: Asking) -> Iterator[tuple[int, int]]:
+        ends = [*self._index.firsts[1:], len(self)] if first < stop else []
+        for at in self._segments(first, stop) if first < stop else ():
+            yield max(first, self._index.firsts[at]), min(stop, ends[at])
+
+    def _read(self, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
+        """(row, lines before it, what it is read from)."""
+        ends = self._index.bytes
+        for at in self._segments(first, stop) if first < stop else ():
+            with open(self.path, "rb") as file:
+                file.seek(ends[at])
+                data = file.read(ends[at + 1] - ends[at] if at + 1 < len(ends) else -1)
+            for row, (line, raw) in enumerate(self._split(data), self._index.firsts[at]):
+                if row >= stop:
+                    return
+                if row >= first:
+                    yield row, self._index.lines[at] + line, raw
+
+    def read(self, first: int, stop: int, asking: Asking) -> Iterator[Row]:
+        for _, _, raw in self._read(first, stop):
+            yield self._row(raw, asking)
+
+    def place(self, row: int) -> str:
+        if self.of_lines:
+            for _, line, _ in self._read(row, row + 1):
+                return f"{self.shown}: line {line + 1}"
+        return f"{self.shown}: row {row + 1}"
+
+
+class Range(NamedTuple):
+    """Rows first to stop of a file."""
+
+    file: int
+    first: int
+    stop: int
+
+
 @dataclasses.dataclass
 class Rows:
-    """Rows first to stop of a data set.   place: says where a row is."""
+    """Rows first to stop of those of some files' ranges, one after the other. Rows are known by
+    their numbers among all of these.
+    """
 
-    dataset: Any
-    place: Callable[[int], str]
-    arrow: bool = False  # lists as Arrow arrays
+    files: list[Any]
+    ranges: list[Range]
+    asking: Asking = EVERYTHING
     first: int = 0
     stop: int = -1
 
     def __post_init__(self):
-        self.stop = len(self.dataset) if self.stop < 0 else self.stop
+        self.stop = sum(r.stop - r.first for r in self.ranges) if self.stop < 0 else self.stop
+
+    @classmethod
+    def of(cls, files: list[Any]) -> Rows:
+        return cls(files, [Range(i, 0, len(file)) for i, file in enumerate(files)])
 
     def __len__(self) -> int:
         return self.stop - self.first
 
     @property
     def column_names(self) -> list[str]:
-        return self.dataset.column_names
+        """Of files' first rows."""
+        return self._asked(n for file in self.files for n in file.names)
 
-    @property
-    def features(self) -> Any:
-        return self.dataset.features
+    def every_column(self) -> list[str]:
+        """Of all rows, all of which are read."""
+        return self._asked(n for file in self.files for n in file.every_name())
+
+    def _asked(self, names: Iterable[str]) -> list[str]:
+        asked = self.asking.columns
+        return [n for n in dict.fromkeys(names) if asked is None or n in asked]
 
     @property
     def nbytes(self) -> int:
-        return self.dataset.data.nbytes * len(self) // max(1, self.dataset.data.num_rows)
+        own = (
+            self.files[i].nbytes * (b - a) // max(1, len(self.files[i])) for i, a, b in self._own()
+        )
+        return sum(own)
 
-    def select_columns(self, names: list[str]) -> Rows:
-        return dataclasses.replace(self, dataset=self.dataset.select_columns(names))
+    def declared(self) -> Iterator[tuple[Rows, str, Mapping[str, Any]]]:
+        """The rows of each file that declares types, its name and its columns' features."""
+        for i, file in enumerate(self.files):
+            if file.features:
+                asked = self._asked(file.features)
+                ranges = [r for r in self.ranges if r.file == i]
+                features = {n: file.features[n] for n in asked}
+                yield Rows(self.files, ranges, self.asking), file.shown, features
+
+    def select_columns(self, names: Iterable[str]) -> Rows:
+        asked = self.asking.columns
+        some = tuple(n for n in dict.fromkeys(names) if asked is None or n in asked)
+        return dataclasses.replace(self, asking=self.asking._replace(columns=some))
 
     def shard(self, count: int, index: int) -> Rows:
         first, stop = share(self.first, self.stop, count, index)
@@ -73,37 +263,33 @@ class Rows:
         """The first rows."""
         return dataclasses.replace(self, stop=min(self.stop, self.first + count))
 
+    def _own(self) -> Iterator[Range]:
+        """The ranges of rows first to stop."""
+        before = 0
+        for i, first, stop in self.ranges:
+            a, b = max(self.first - before, 0), min(self.stop - before, stop - first)
+            if a < b:
+                yield Range(i, first + a, first + b)
+            before += stop - first
+
     def parts(self) -> Iterator[Part]:
-        mean = max(1, self.nbytes // max(1, len(self)))
-        step = max(1, min(MOST_ROWS, PIECE // mean))
-        for first in range(self.first, self.stop, step):
-            yield first, min(first + step, self.stop)
+        """(file, first row, last row, number of the first)."""
+        number = self.first
+        for i, first, stop in self._own():
+            for a, b in self.files[i].parts(first, stop, self.asking):
+                yield i, a, b, number
+                number += b - a
 
-    def read(self, part: Part) -> Iterator[tuple[int, dict[str, Any] | Refused]]:
-        first, stop = part
-        try:
-            rows = list(self._read(first, stop))
-        except UnicodeDecodeError as error:
-            if stop - first == 1:
-                reason = f"it is not UTF-8: {error.reason} at byte {error.start + 1} of a text"
-                yield first, Refused(reason)
-                return
-            rows = (found for i in range(first, stop) for found in self.read((i, i + 1)))
-        yield from rows
+    def read(self, part: Part) -> Iterator[tuple[int, Row]]:
+        i, first, stop, number = part
+        yield from enumerate(self.files[i].read(first, stop, self.asking), number)
 
-    def _read(self, first: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        rows = self.dataset.with_format("arrow" if self.arrow else None)[first:stop]
-        names = self.column_names
-        for i in range(stop - first):
-            if self.arrow:
-                cells = ((n, rows.column(n)[i]) for n in names)
-                # A list as an array; a string has no values.
-                yield (
-                    first + i,
-                    {n: c.values if hasattr(c, "values") else c.as_py() for n, c in cells},
-                )
-            else:
-                yield first + i, {n: rows[n][i] for n in names}
+    def place(self, row: int) -> str:
+        for i, first, stop in self.ranges:
+            if row < stop - first:
+                return self.files[i].place(first + row)
+            row -= stop - first
+        raise IndexError(row)
 
 
 @dataclasses.dataclass
@@ -124,11 +310,12 @@ class Documents:
 
     column_names = ("text",)
 
-    @property
-    def features(self) -> Any:
-        import datasets
+    def declared(self) -> Iterator[Any]:
+        """No file declares types."""
+        return iter(())
 
-        return {"text": datasets.Value("string")}
+    def every_column(self) -> list[str]:
+        return [*self.column_names]
 
     @property
     def nbytes(self) -> int:
@@ -201,58 +388,3 @@ def _lines(path: str, stop: int) -> int:
     """Line ends in the first `stop` bytes of a file."""
     with open(path, "rb") as file:
         return sum(file.read(min(PIECE, stop - at)).count(b"\n") for at in range(0, stop, PIECE))
-
-
-def in_files(files: list[str], kind: str, row: int) -> str | None:
-    """The file and line, or row, of a row of some files that were read one after the other. None if
-    it cannot be told. Reads the files: only an error asks.
-    """
-    for path in files:
-        numbers = _json_lines(path) if kind == "json" else None
-        if numbers is None and kind == "json":
-            return f"{path}: row {row + 1}" if len(files) == 1 else None
-        count = _count(path, kind) if numbers is None else len(numbers)
-        if row < count:
-            at = f"row {row + 1}" if numbers is None else f"line {numbers[row]}"
-            return f"{path}: {at}"
-        row -= count
-    return None
-
-
-def _json_lines(path: str) -> array.array | None:
-    """The numbers of lines that hold a row; None for a file whose rows are not lines: it is one
-    array, or a line has a part of a row or several.
-    """
-    numbers = array.array("q")
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig", "replace"))
-            except ValueError:
-                return None
-            if not isinstance(row, dict):
-                return None
-            numbers.append(number)
-    return numbers
-
-
-def _count(path: str, kind: str) -> int:
-    """Rows of a file."""
-    if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        return pq.ParquetFile(path).metadata.num_rows
-    if kind == "csv":
-        with open(path, newline="", encoding="utf-8", errors="replace") as file:
-            return max(0, sum(1 for row in csv.reader(file) if row) - 1)
-    import pyarrow as pa
-
-    with pa.OSFile(path) as file:
-        try:
-            return sum(batch.num_rows for batch in pa.ipc.open_stream(file))
-        except pa.ArrowInvalid:  # Arrow's file format
-            file.seek(0)
-            reader = pa.ipc.open_file(file)
-            return sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,10 @@ from tilewright.core import platform
 from tilewright.core.files import is_hub_id
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.trainer.config import Data, Dataset
-from tilewright.trainer.data import defects
-from tilewright.trainer.data.rows import Documents, Rows, in_files
+from tilewright.trainer.data.csv_file import CsvFile
+from tilewright.trainer.data.json_file import JsonFile
+from tilewright.trainer.data.rows import Documents, Range, Rows
+from tilewright.trainer.data.typed_file import SetFile, TypedFile
 
 FORMATS = {
     ".json": "json",
@@ -31,6 +36,9 @@ READERS = {
     **dict.fromkeys(("http", "https"), "aiohttp"),
 }
 DUMMY_SAMPLES = 512
+READ = ("json", "csv", "parquet", "arrow")  # formats of files of rows
+# Of the datasets package's configurations: which files they are, and types, which rows have.
+OF_CONFIG = ("name", "version", "data_dir", "data_files", "description", "features")
 
 
 def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
@@ -151,89 +159,123 @@ def place_of(origin: str, entries: list[Dataset], data: Data) -> str:
 
 def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
     """The rows of an entry. Raises ValueError or OSError with one sentence."""
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
     kind, files = located(entry)
     token = data.hf_use_auth_token
-
-    def by_row(row: int) -> str:
-        return f"{entry.path}: row {row + 1}"
-
     if kind is None and files:
-        return Rows(_only(datasets.load_from_disk(entry.path), entry), by_row)
-    if kind is None:  # a Hub id
-        options: dict[str, Any] = {
-            "name": entry.name,
-            "revision": entry.revision,
-            "split": entry.split,
-        }
-        try:
-            loaded: Any = datasets.load_dataset(entry.path, **options, token=token)
-        except OSError as error:
-            raise FileNotFoundError(
-                f"{entry.path}: no file here, and the Hub does not give it: {error}"
-            ) from error
-        return Rows(loaded if entry.split is not None else _only(loaded, entry), by_row)
-    split = entry.split or "train"
-    plain = not any("://" in f or f.endswith(COMPRESSED) for f in files)
+        import datasets
+
+        return Rows.of([SetFile(_only(datasets.load_from_disk(entry.path), entry), entry.path)])
+    if kind is None:
+        kind, splits = _on_hub(entry, token)
+    else:
+        splits = {"train": files}
+    if not isinstance(splits, Mapping):
+        return Rows.of([splits])
+    split = entry.split or (next(iter(splits)) if len(splits) == 1 else None)
+    if split is None:
+        _only(splits, entry)  # raises
+    named = {split: splits[split]} if split in splits else splits
+    local = {name: _local(some, entry, token) for name, some in named.items()}
+    if kind == "text":
+        [(name, documents)] = local.items()
+        ranges = _absolute(split, {name: len(documents)})
+        some = [documents[i] for _, first, stop in ranges for i in range(first, stop)]
+        return Documents([path for path, _ in some])
+    return _joined(kind, local, split)
+
+
+def _joined(kind: str, local: dict[str, list[tuple[str, str]]], split: str | None) -> Rows:
+    """The rows of a split of files, each with the name that errors show."""
+    read = {name: [_opened(kind, *file) for file in files] for name, files in local.items()}
+    ranges, files = [], [file for some in read.values() for file in some]
+    for name, first, stop in _absolute(split, {n: sum(map(len, r)) for n, r in read.items()}):
+        before = 0
+        for file in read[name]:
+            own = max(first - before, 0), min(stop - before, len(file))
+            if own[0] < own[1]:
+                ranges.append(Range(files.index(file), *own))
+            before += len(file)
+    return Rows(files, ranges)
+
+
+def _opened(kind: str, path: str, shown: str) -> JsonFile | CsvFile | TypedFile:
+    if kind == "json":
+        return JsonFile(path, shown)
+    return CsvFile(path, shown) if kind == "csv" else TypedFile(path, kind, shown)
+
+
+def _absolute(split: str, counts: dict[str, int]) -> list[tuple[str, int, int]]:
+    """The splits, and the ranges of their rows, that are named.   counts: rows of each."""
+    import datasets
+
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    return [(part.splitname, part.from_, part.to) for part in parts]
+
+
+def _on_hub(entry: Dataset, token: bool | None) -> tuple[str, Any]:
+    """(format, addresses of each split's files) of a set on the Hub; of another format than those
+    that are read here, the set as the datasets package makes it.
+    """
+    import datasets
+
     try:
-        if kind == "text":
-            return Documents(_selected(_downloaded(files, token), split))
-        options = {"data_files": {"train": files}, "split": split, "token": token}
-        if "://" in files[0]:  # else a file that has changed is not downloaded again
-            options["download_config"] = datasets.DownloadConfig(use_etag=True)
-        loaded = datasets.load_dataset(kind, **options)
+        given = {"name": entry.name, "revision": entry.revision, "token": token}
+        builder = datasets.load_dataset_builder(entry.path, **given)
+        if builder.name in READ and builder.config.data_files:
+            _check_options(entry.path, builder)
+            return builder.name, {str(s): list(f) for s, f in builder.config.data_files.items()}
+        loaded = datasets.load_dataset(entry.path, **given, split=entry.split)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{entry.path}: no file here, and the Hub does not give it: {error}"
+        ) from error
+    return "", SetFile(loaded if entry.split is not None else _only(loaded, entry), entry.path)
+
+
+def _check_options(path: str, builder: Any) -> None:
+    """Raises ValueError for a way of reading that a set's card asks for, and that is none here."""
+    own = builder.config
+    for field in dataclasses.fields(own):
+        given, usual = getattr(own, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            usual = field.default_factory()
+        if field.name not in OF_CONFIG and given != usual:
+            raise ValueError(
+                f"{path}: its card has {field.name} = {given!r:.80} for files of {builder.name}, "
+                "which is not read here; download them, and convert them to jsonl"
+            )
+
+
+def _local(files: list[str], entry: Dataset, token: bool | None) -> list[tuple[str, str]]:
+    """Local, decompressed copies of files, and the names that errors show."""
+    if not any("://" in f or f.endswith(COMPRESSED) for f in files):
+        return [(f, f) for f in files]
+    try:
+        return _downloaded(files, token)
     except Exception as error:  # readers of URLs raise exceptions without a common base
-        of_data = isinstance(error, DatasetGenerationError | StopIteration)
-        if "://" in files[0] and not of_data:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise OSError(f"{entry.path}: cannot be read: {reason}") from error
-        if not of_data and not isinstance(error, OSError | ValueError):
-            raise
-        if plain and (found := defects.find(files, kind)):
-            raise ValueError(found) from error
-        # StopIteration, which says nothing, is of empty files.
-        reason = " ".join(str(error.__cause__ or error).split()) or "there is nothing in it"
-        wrong = OSError if isinstance(error, OSError) else ValueError
-        raise wrong(f"{entry.path}: cannot be read as {kind}: {reason}") from error
-
-    def by_line(row: int) -> str:
-        whole = loaded.info.splits["train"].num_examples
-        return (plain and in_files(files, kind, _absolute(row, split, whole))) or by_row(row)
-
-    return Rows(loaded, by_line)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise OSError(f"{entry.path}: cannot be read: {reason}") from error
 
 
-def _absolute(row: int, split: str, count: int) -> int:
-    """The row of a split's row among all `count` rows."""
-    import datasets
-
-    for part in datasets.ReadInstruction.from_spec(split).to_absolute({"train": count}):
-        if row < part.to - part.from_:
-            return part.from_ + row
-        row -= part.to - part.from_
-    return row
-
-
-def _selected(files: list[str], split: str) -> list[str]:
-    """The files, each of which is a document, of a split."""
-    import datasets
-
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(files)})
-    return [file for part in parts for file in files[part.from_ : part.to]]
-
-
-def _downloaded(files: list[str], token: bool | None) -> list[str]:
-    """Local, decompressed copies of files that are elsewhere, or compressed."""
+def _downloaded(files: list[str], token: bool | None) -> list[tuple[str, str]]:
     import datasets
     from datasets.data_files import DataFilesList
 
-    if not any("://" in f or f.endswith(COMPRESSED) for f in files):
-        return files
-    manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(token=token))
-    found = DataFilesList.from_patterns(files, download_config=manager.download_config)
-    return list(manager.iter_files(manager.download_and_extract(list(found))))
+    config = datasets.DownloadConfig(token=token)
+    found, local = DataFilesList.from_patterns(files, download_config=config), []
+    for file in found:
+        if "://" not in file:  # what was decompressed before may be of another content
+            stat = os.stat(file)
+            state = f"{stat.st_size}-{stat.st_mtime_ns}"
+            config = datasets.DownloadConfig(
+                cache_dir=f"{datasets.config.HF_DATASETS_CACHE}/{state}"
+            )
+        manager = datasets.DownloadManager(download_config=config)
+        made = manager.download_and_extract(file)
+        for path in manager.iter_files([made]):
+            inner = os.path.relpath(path, made) if os.path.isdir(made) else ""
+            local.append((path, f"{file}/{inner}" if inner else file))
+    return local
 
 
 def dummy(data: Data, vocab: int, seed: tuple[int, ...]) -> Rows:
@@ -246,5 +288,4 @@ def dummy(data: Data, vocab: int, seed: tuple[int, ...]) -> Rows:
         rng.integers(0, vocab, rng.integers(max(2, longest // 8), longest + 1))
         for _ in range(DUMMY_SAMPLES)
     ]
-    made = datasets.Dataset.from_dict({"input_ids": rows})
-    return Rows(made, lambda row: f"dummy: row {row + 1}")
+    return Rows.of([SetFile(datasets.Dataset.from_dict({"input_ids": rows}), "dummy")])

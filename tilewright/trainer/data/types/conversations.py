@@ -9,8 +9,6 @@ from tilewright.trainer.data import chat
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType
 from tilewright.trainer.tables import DATASETS
 
-STRINGS = ("string", "large_string")
-
 
 def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
@@ -18,9 +16,14 @@ def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
 
 
 def _prompt_completion(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
-    messages = getattr(asked.features["prompt"], "dtype", "list") not in STRINGS
-    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=messages)
-    return lambda row: chat.prompt_completion(asked.tokenizer, row)
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=False)
+
+    def samples(row: dict[str, Any]) -> list[chat.Sample]:
+        if isinstance(row.get("completion"), list):
+            chat.check_template(asked.kind, asked.tokenizer)
+        return chat.prompt_completion(asked.tokenizer, row)
+
+    return samples
 
 
 DATASETS.add(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ WHOLE = Prompts()
 @dataclass(frozen=True)
 class Asked:
     """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
-    most: tokens of a sample.   features: of the rows' columns, as the datasets package has them.
+    most: tokens of a sample.   columns: names of the rows' columns, as far as the first rows tell.
     prompts: of types that cut them.   told: for the log, how often each sentence holds of a sample.
     """
 
@@ -33,13 +34,31 @@ class Asked:
     kind: str
     most: int
     tokenizer: Any
-    features: Any
+    columns: Collection[str]
     prompts: Prompts = WHOLE
     told: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
 # (input_ids, labels), or with a third item: values of columns that the type `yields`, by name.
 Sample = Iterable[Any]
+
+
+DIGITS = 4000  # of a number, at most: Python reads no more
+NUMBER = re.compile(r"[-+]?([0-9]+|([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?)")
+FLAGS = {"true": True, "false": False}
+
+
+def number(cell: str) -> int | float | str:
+    """A cell's text as a number, exactly; as it is if it is none, which its reader refuses."""
+    found = NUMBER.fullmatch(cell.strip())
+    if found is None or len(cell) > DIGITS:
+        return cell
+    return float(cell) if found[2] else int(cell)
+
+
+def flag(cell: str) -> bool | str:
+    """True and false, in small letters, capitals or with a capital; else the text."""
+    return FLAGS.get(cell.strip().lower(), cell)
 
 
 def _no_check(path: str, features: Any) -> None:
@@ -56,7 +75,10 @@ class DatasetType:
         It raises Refused for a row that cannot be used, and ValueError if the tokenizer cannot
         serve.
     says: what the samples are, for the hint to another type.
-    check: (path, features) -> raises ValueError for columns of another kind.
+    check: (path, features) -> raises ValueError for columns of another kind, in a file that
+        declares them: features of some or none of the columns, as the datasets package has them.
+    cells: how the text of a cell is read, in tables of text alone (CSV), of columns that are no
+        text.
     tokenizer: whether it needs one.
     arrow: its lists are read as Arrow arrays.
     aligned: a row's tokens are its sample's, so that columns with numbers per token can be read
@@ -73,6 +95,7 @@ class DatasetType:
     optional: tuple[str, ...] = ()
     says: str = "rows"
     check: Callable[[str, Any], None] = _no_check
+    cells: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
     tokenizer: bool = True
     arrow: bool = False
     aligned: bool = False

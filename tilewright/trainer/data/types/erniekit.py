@@ -40,7 +40,7 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
             raise Refused(f"its label must be {len(tgt)} values of 0 and 1, got {label!r:.80}")
         if label is not None and not any(label):
             raise Refused("its label has no 1, so that nothing is learned")
-        return _samples(asked, _text(row, "system"), src, tgt, label)
+        return _samples(asked, chat.text(row, "system"), src, tgt, label)
 
     return samples
 
@@ -49,27 +49,21 @@ def _alpaca(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
 
     def samples(row: dict[str, Any]) -> list[chat.Sample]:
-        earlier = row.get("history") or []
+        earlier = [] if row.get("history") is None else row["history"]
         if not isinstance(earlier, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
             for pair in earlier
         ):
             raise Refused(f"its history must be pairs of strings, got {earlier!r:.80}")
         instruction, output, more = (
-            _text(row, name) for name in ("instruction", "output", "input")
+            chat.text(row, name) for name in ("instruction", "output", "input")
         )
         if not instruction + more or not output:
             raise Refused("its instruction or its output is empty")
         src = [question for question, _ in earlier] + [instruction + more]
-        return _samples(asked, _text(row, "system"), src, [a for _, a in earlier] + [output])
+        return _samples(asked, chat.text(row, "system"), src, [a for _, a in earlier] + [output])
 
     return samples
-
-
-def _text(row: dict[str, Any], name: str) -> str:
-    if not isinstance(found := row.get(name) or "", str):
-        raise Refused(f"its {name} must be a string, got {found!r:.80}")
-    return found
 
 
 DATASETS.add(

@@ -21,8 +21,9 @@ from tilewright.trainer.data.types.dataset_type import (
     Prompts,
     Refused,
     Sample,
+    number,
 )
-from tilewright.trainer.data.types.tokenized import NotIntegers
+from tilewright.trainer.data.types.tokenized import check_tokens, tokens
 from tilewright.trainer.tables import DATASETS
 
 ROLES = (("chosen", 0), ("rejected", 1))
@@ -172,7 +173,7 @@ def _of_strings(tokenizer: Any, row: dict[str, Any], name: str) -> chat.Sample:
 
 def check_text(asked: Asked) -> None:
     """Raises ValueError for TRL's columns of pictures."""
-    if pictures := {"images", "image"} & {*asked.features}:
+    if pictures := {"images", "image"} & {*asked.columns}:
         raise ValueError(
             f"{asked.path}: type {asked.kind} reads no column `{min(pictures)}`: models here read "
             "text alone; data.select_columns leaves a column out"
@@ -180,13 +181,13 @@ def check_text(asked: Asked) -> None:
 
 
 def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    listed = getattr(asked.features["chosen"], "dtype", "list") not in ("string", "large_string")
     check_text(asked)
-    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=listed)
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=False)
 
     def sample(row: dict[str, Any], name: str) -> chat.Sample:
-        if not listed:
+        if not any(isinstance(row.get(n), list) for n, _ in ROLES):
             return _of_strings(asked.tokenizer, row, name)
+        chat.check_template(asked.kind, asked.tokenizer)
         prompt, answer = _messages_of(row, name)
         given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
         return last(chat.prompt_completion(asked.tokenizer, given), name)
@@ -196,12 +197,17 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 
 def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
     """Of columns of tokens, a prompt and answers to it, the sample of each answer."""
+    found = []
     for name in names:
-        if not row.get(name):
-            raise Refused(f"its {name} are {'null' if row.get(name) is None else 'empty'}")
-        if any(token is None for token in row[name]):
+        given = row.get(name)
+        if given is None or given == []:
+            raise Refused(f"its {name} are {'null' if given is None else 'empty'}")
+        if isinstance(given, list) and None in given:
             raise Refused(f"a token of its {name} is null")
-    prompt, *answers = (list(row[name]) for name in names)
+        ids = tokens(given, name)
+        assert ids is not None
+        found.append(ids.tolist())
+    prompt, *answers = found
     return [(prompt + a, [IGNORE] * len(prompt) + a) for a in answers]
 
 
@@ -220,7 +226,7 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         if len(src) != len(tgt) + 1:
             raise Refused(f"it has {len(src)} src and {len(tgt)} tgt; accepted is one src more")
         texts = [t for pair in itertools.zip_longest(src, tgt) for t in pair if t is not None]
-        prompt = chat.turns(texts, "user", row.get("system"))
+        prompt = chat.turns(texts, "user", chat.text(row, "system"))
         ranks, responses = row["sort"], row["response"]
         if not isinstance(responses, list) or len(responses) < 2:
             raise Refused("its response must be a list of two responses or more")
@@ -248,20 +254,13 @@ def _response(tokenizer: Any, prompt: list[dict[str, Any]], given: Any) -> chat.
     )
 
 
-def check_tokens(path: str, features: Any, names: tuple[str, ...]) -> None:
-    """Raises NotIntegers for a column that does not hold tokens."""
-    for name in names:
-        kind = getattr(getattr(features[name], "feature", None), "dtype", "")
-        if not kind.startswith(("int", "uint")):
-            raise NotIntegers(path, name, features[name])
-
-
 DATASETS.add(
     "preference",
     DatasetType(
         (("chosen", "rejected"),),
         _preference,
         optional=("prompt", "tools", *SCORES),
+        cells=dict.fromkeys(SCORES, number),
         says="pairs of answers",
         yields=YIELDS,
         prompts=True,
@@ -286,6 +285,7 @@ DATASETS.add(
         (IDS,),
         _tokenized,
         optional=SCORES,
+        cells=dict.fromkeys(SCORES, number),
         says="pairs of answers that are tokens",
         check=functools.partial(check_tokens, names=IDS),
         tokenizer=False,

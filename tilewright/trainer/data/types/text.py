@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.trainer.data.defects import kind_of
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
 from tilewright.trainer.tables import DATASETS
 
@@ -20,8 +21,8 @@ WORD = re.compile(r".+(?=\s)", re.DOTALL)
 
 
 def _check(path: str, features: Any) -> None:
-    kind = getattr(features["text"], "dtype", "list")
-    if kind not in ("string", "large_string"):
+    kind = getattr(features.get("text"), "dtype", "list")
+    if "text" in features and kind not in ("string", "large_string", "null"):
         raise ValueError(f"{path}: the column `text` must hold strings, not {kind}")
 
 
@@ -33,6 +34,9 @@ def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         text = row["text"]
         if text is None:
             raise Refused("it has no text")
+        if not isinstance(text, str):
+            said = f"{kind_of(text)}, {text!r:.60}"
+            raise Refused(f"the column `text` must hold strings, not {said}")
         tokens = [start_token] if row.get("first", True) else []
         for piece in pieces(text):
             found = asked.tokenizer(piece, add_special_tokens=False)["input_ids"]

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from tilewright.trainer.columns import TOKENS
+from tilewright.trainer.data.defects import kind_of
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
 from tilewright.trainer.tables import DATASETS
 
@@ -17,24 +18,45 @@ class NotIntegers(ValueError):
     """A column that does not hold lists of integers."""
 
     def __init__(self, place: str, column: str, kind: object):
-        mixed = "Json(" in str(kind)  # how the datasets package calls it
         self.column, self.kind = column, kind
-        super().__init__(
-            f"{place}: the column `{column}` must hold lists of integers, not "
-            f"{'values of several types' if mixed else kind}"
-        )
+        super().__init__(f"{place}: {_said(column, kind)}")
 
 
-def _check(path: str, features: Any) -> None:
-    for name in sorted({*TOKENS} & {*features}):
-        kind = getattr(getattr(features[name], "feature", None), "dtype", "")
-        if not kind.startswith(("int", "uint")):
-            raise NotIntegers(path, name, features[name])
+def _said(column: str, kind: object) -> str:
+    return f"the column `{column}` must hold lists of integers, not {kind}"
+
+
+def check_tokens(path: str, features: Any, names: tuple[str, ...] = TOKENS) -> None:
+    """Raises NotIntegers for a column that does not hold tokens."""
+    for name in names:
+        found = features.get(name)
+        kind = getattr(getattr(found, "feature", found), "dtype", "")
+        listed = hasattr(found, "feature") or kind == "null"
+        if name in features and not (listed and kind.startswith(("int", "uint", "null"))):
+            raise NotIntegers(path, name, found)
+
+
+def tokens(values: Any, name: str) -> np.ndarray | None:
+    """A row's tokens, of a list or an Arrow array. Raises Refused."""
+    if values is None:
+        return None
+    if isinstance(values, pa.Array):
+        if values.null_count:
+            raise Refused("a token in it is null")
+        return values.to_numpy(zero_copy_only=False).astype(np.int64)
+    if not isinstance(values, list):
+        raise Refused(_said(name, f"{kind_of(values)}, {values!r:.60}"))
+    if {*map(type, values)} <= {int}:
+        return np.array(values, np.int64)
+    other = next(v for v in values if type(v) is not int)
+    raise Refused(
+        "a token in it is null" if other is None else _said(name, f"lists with {other!r:.60}")
+    )
 
 
 def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
-        ids, labels = _integers(row["input_ids"]), _integers(row.get("labels"))
+        ids, labels = (tokens(row.get(name), name) for name in TOKENS)
         if ids is None:
             raise Refused("it has no input_ids")
         labels = ids if labels is None else labels
@@ -45,14 +67,6 @@ def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     return samples
 
 
-def _integers(values: pa.Array | None) -> np.ndarray | None:
-    if values is None:
-        return None
-    if values.null_count:
-        raise Refused("a token in it is null")
-    return values.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
 DATASETS.add(
     "tokenized",
     DatasetType(
@@ -60,7 +74,7 @@ DATASETS.add(
         _samples,
         optional=("labels",),
         says="tokens",
-        check=_check,
+        check=check_tokens,
         tokenizer=False,
         arrow=True,
         aligned=True,

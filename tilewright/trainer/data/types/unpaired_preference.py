@@ -8,14 +8,14 @@ from typing import Any
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
+from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample, flag
 from tilewright.trainer.data.types.preference import (
     check_text,
-    check_tokens,
     last,
     tokens_of,
     with_shorter_prompt,
 )
+from tilewright.trainer.data.types.tokenized import check_tokens
 from tilewright.trainer.tables import DATASETS
 
 YIELDS = ("desirable",)
@@ -34,12 +34,12 @@ def _judged(row: dict[str, Any], sample: chat.Sample, asked: Asked) -> Sample:
 
 
 def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    kind = getattr(asked.features["completion"], "dtype", "list")
     check_text(asked)
-    template = kind not in ("string", "large_string")
-    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=template)
+    chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=False)
 
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
+        if isinstance(row.get("completion"), list):
+            chat.check_template(asked.kind, asked.tokenizer)
         found = chat.prompt_completion(asked.tokenizer, row)
         yield _judged(row, last(found, "completion"), asked)
 
@@ -60,6 +60,7 @@ DATASETS.add(
         (("prompt", "completion", "label"),),
         _unpaired,
         optional=("tools",),
+        cells={"label": flag},
         says="answers that are desirable or not",
         yields=YIELDS,
         prompts=True,
@@ -70,6 +71,7 @@ DATASETS.add(
     DatasetType(
         ((*IDS, "label"),),
         _tokenized,
+        cells={"label": flag},
         says="answers that are tokens, desirable or not",
         check=functools.partial(check_tokens, names=IDS),
         tokenizer=False,

@@ -1,0 +1,254 @@
+"""Files of JSON: a row in a line, several in one, rows of several lines, or one array of all.
+
+Python's own reader gives what the file says: integers of any length, strings that look like dates,
+and the nulls of each object.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tilewright.trainer.data import rows
+from tilewright.trainer.data.defects import Defect, kind_of, undecoded
+from tilewright.trainer.data.types.dataset_type import Refused
+
+BOM = codecs.BOM_UTF8
+SPACE = re.compile(r"[ \t\n\r]*")
+# Between two objects in a line, or in a string of one.
+BETWEEN = re.compile(rb"\}\s*\{")
+ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair, or of two
+# A value above this size is none of several rows without commas, but a line that is damaged.
+MOST = 64 << 20
+
+
+class _Several(Exception):
+    """A line is not one row."""
+
+
+class JsonFile(rows.TextFile):
+    array = False  # its rows are the items of one array
+
+    def index(self) -> Any:
+        with open(self.path, "rb") as file:
+            start = file.read(3) == BOM
+            file.seek(3 * start)
+            while (first := file.read(1)) and first.isspace():
+                pass
+        self.array = first == b"["
+        if self.array:
+            self.of_lines = False
+            found = self.indexed(self._values())
+        else:
+            try:
+                found = self.indexed(self._lines(check=True))
+            except _Several:
+                self.of_lines = False
+                try:
+                    found = self.indexed(self._values())
+                except Defect:  # a line is damaged: its row is refused
+                    self.of_lines = True
+                    found = self.indexed(self._lines(check=False))
+        if not found.rows:
+            raise Defect("", "there is nothing in it")
+        return found
+
+    def _lines(self, check: bool) -> Iterator[tuple[int, int]]:
+        """The first byte of each line that is not blank, and the lines before it."""
+        start = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file):
+                text = line.removeprefix(BOM).strip()
+                if text:
+                    if check and not _is_one(text):
+                        raise _Several
+                    yield start, number
+                start += len(line)
+
+    def _values(self) -> Iterator[tuple[int, int]]:
+        with open(self.path, "rb") as file:
+            start = 3 * (file.read(3) == BOM)
+            file.seek(start)
+            scan = _Scan(file, start, self.array)
+            if self.array:
+                scan.skip("[")
+            for first, _, line in scan.values():
+                yield first, line
+
+    def _split(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        if self.of_lines:
+            for number, line in enumerate(data.split(b"\n")):
+                if text := line.removeprefix(BOM).strip():
+                    yield number, text
+            return
+        import io
+
+        for first, stop, line in _Scan(io.BytesIO(data), 0, self.array).values():
+            yield line, data[first:stop]
+
+    def _row(self, raw: bytes, asking: rows.Asking) -> rows.Row:
+        try:
+            text, strict = raw.decode(), True
+        except UnicodeDecodeError as error:
+            text, strict = raw.decode("utf-8", "surrogateescape"), False
+            reason = f"it is not UTF-8: {error.reason} at byte {error.start + 1}"
+        try:
+            value = json.loads(text, object_pairs_hook=_once)
+            if ESCAPED.search(raw):
+                errors = "strict" if strict else "surrogateescape"
+                json.dumps(value, ensure_ascii=False).encode("utf-8", errors)
+        except _Twice as twice:
+            return Refused(f"{twice} is there twice in one object")
+        except UnicodeEncodeError:
+            return Refused("a string in it has half of a surrogate pair")
+        except json.JSONDecodeError as error:
+            if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
+                return Refused("it ends within a JSON value")
+            return Refused(f"it is not JSON: {error.msg} at character {error.pos + 1}")
+        except RecursionError:
+            return Refused("it is nested too deeply")
+        except ValueError as error:  # an integer of thousands of digits
+            return Refused(f"it cannot be read: {error}")
+        if self.array and isinstance(value, str):
+            value = {"text": value}
+        if not isinstance(value, dict):
+            return Refused(f"it is {kind_of(value)}, and must be an object")
+        row = asking.of(value)
+        if not strict:
+            if any(map(undecoded, _keys(value))):
+                return Refused(reason)
+            if wrong := next(filter(None, map(undecoded, _strings([*row.values()]))), None):
+                return Refused(wrong)
+        return row
+
+
+def _is_one(line: bytes) -> bool:
+    """Whether a line without spaces around it may be one object, and is no second one."""
+    if not (line.startswith(b"{") and line.endswith(b"}")):
+        return False
+    if BETWEEN.search(line):
+        try:
+            json.loads(line.decode("utf-8", "surrogateescape"))
+        except json.JSONDecodeError as error:
+            return error.msg != "Extra data"
+        except (RecursionError, ValueError):
+            return True
+    return True
+
+
+class _Twice(Exception):
+    """A key of an object."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+def _keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+        value = [*value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _keys(one)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings(one)
+
+
+class _Scan:
+    """Finds values that follow each other, in an array with commas between them. It holds the text
+    of one value, and of what was read with it.
+    """
+
+    def __init__(self, file: Any, start: int, array: bool):
+        self.file, self.array = file, array
+        self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        # The text that has been read, where it is read next, and of which character the byte and
+        # the lines before it are known.
+        self.text, self.at, self.known, self.byte, self.line = "", 0, 0, start, 0
+
+    def _more(self) -> bool:
+        self._count(self.at)
+        self.text, self.at, self.known = self.text[self.at :], 0, 0
+        chunk = self.file.read(max(rows.PIECE, len(self.text)))
+        self.text += self.decoder.decode(chunk, not chunk)
+        return bool(chunk)
+
+    def _count(self, to: int) -> None:
+        passed = self.text[self.known : to]
+        size = len(passed) if passed.isascii() else len(passed.encode("utf-8", "surrogateescape"))
+        self.byte, self.line, self.known = self.byte + size, self.line + passed.count("\n"), to
+
+    def _next(self) -> str:
+        """The next character that is no space; nothing at the end."""
+        while True:
+            self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self._more():
+                return self.text[self.at : self.at + 1]
+
+    def skip(self, character: str) -> None:
+        if self._next() != character:
+            raise self._wrong(f"Expecting '{character}'", self.at)
+        self.at += 1
+
+    def _wrong(self, reason: str, at: int) -> Defect:
+        self._count(self.at)
+        start = self.text.rfind("\n", 0, at)
+        line = self.line + self.text.count("\n", self.known, at) + 1
+        return Defect(f"line {line}", f"it is not JSON: {reason} at character {at - start}")
+
+    def values(self) -> Iterator[tuple[int, int, int]]:
+        """The first and the last byte of each, and the lines before it."""
+        first = True
+        while (found := self._next()) and not (self.array and found == "]"):
+            if self.array and not first and found == ",":
+                self.at += 1
+                self._next()
+            elif self.array and not first:
+                raise self._wrong("Expecting ',' delimiter", self.at)
+            if self.at < len(self.text) or not self.array:
+                stop = self._value()
+                self._count(self.at)
+                start, line = self.byte, self.line
+                self._count(stop)
+                self.at = stop
+                yield start, self.byte, line
+            first = False
+        if found:
+            self.at += 1
+            if self._next():
+                raise self._wrong("Extra data", self.at)
+
+    def _value(self) -> int:
+        """Where the value ends that begins here."""
+        while True:
+            try:
+                _, stop = DECODER.raw_decode(self.text, self.at)
+                wrong = None
+                if stop < len(self.text) or not self._more():
+                    return stop
+            except (json.JSONDecodeError, RecursionError) as error:
+                wrong = error
+            if wrong is None:
+                continue
+            if isinstance(wrong, RecursionError):
+                raise self._wrong("it is nested too deeply", self.at) from wrong
+            cut = wrong.msg.startswith("Unterminated") or wrong.pos >= len(self.text) - 16
+            if not (cut and (self.array or len(self.text) - self.at < MOST) and self._more()):
+                raise self._wrong(wrong.msg, wrong.pos) from wrong
+
+
+DECODER = json.JSONDecoder()

@@ -1,0 +1,254 @@
+"""Files that declare the types of their columns: Parquet, Arrow, and sets of the datasets package.
+Each is read by its own types, and only in the columns that are asked for.
+
+An Arrow struct has the keys of all rows, so that a null of it may be none of the row's own: keys
+that are null are left out. Columns of JSON text (`datasets.Json`) say themselves what is null.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from tilewright.trainer.data import rows
+from tilewright.trainer.data.defects import Defect
+from tilewright.trainer.data.types.dataset_type import Refused
+
+
+class _Typed:
+    """What both kinds share."""
+
+    shown: str
+    nbytes: int
+    names: list[str]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _size(self, asking: rows.Asking) -> int:
+        """Bytes of all rows."""
+        raise NotImplementedError
+
+    def _slice(self, first: int, stop: int, asking: rows.Asking) -> pa.Table:
+        raise NotImplementedError
+
+    def every_name(self) -> list[str]:
+        return self.names
+
+    def place(self, row: int) -> str:
+        return f"{self.shown}: row {row + 1}"
+
+    def parts(self, first: int, stop: int, asking: rows.Asking) -> Iterator[tuple[int, int]]:
+        if first < stop:
+            mean = max(1, self._size(asking) // len(self))
+            step = max(1, min(rows.MOST_ROWS, rows.PIECE // mean))
+            for at in range(first, stop, step):
+                yield at, min(at + step, stop)
+
+    def read(self, first: int, stop: int, asking: rows.Asking) -> Iterator[rows.Row]:
+        if asking.columns is not None and not {*self.names} & {*asking.columns}:
+            yield from (asking.of({}) for _ in range(first, stop))
+            return
+        table = self._slice(first, stop, asking)
+        try:
+            found: list[rows.Row] = [asking.of(row) for row in _rows(table, asking.arrow)]
+        except UnicodeDecodeError as error:
+            if stop - first == 1:
+                at = error.start + 1
+                yield Refused(f"it is not UTF-8: {error.reason} at byte {at} of a text")
+                return
+            found = [row for i in range(first, stop) for row in self.read(i, i + 1, asking)]
+        yield from found
+
+
+def _rows(table: pa.Table, arrow: bool) -> Iterator[dict[str, Any]]:
+    columns = {}
+    for name in table.column_names:
+        column, own = table.column(name), _own(table.schema.field(name).type)
+        if arrow:  # a list as an array; a string has no values
+            columns[name] = [
+                c.values if isinstance(c, pa.ListScalar) else c.as_py() for c in column
+            ]
+        else:
+            columns[name] = column.to_pylist() if own is None else [*map(own, column.to_pylist())]
+    for i in range(table.num_rows):
+        yield {name: values[i] for name, values in columns.items()}
+
+
+def _own(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Of a value of some type, as Python has it, what is a row's own; None: all of it."""
+    if isinstance(kind, pa.JsonType):
+        return lambda text: None if text is None else json.loads(text)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _own(kind.storage_type)
+    if pa.types.is_struct(kind):
+        fields = {kind.field(i).name: _own(kind.field(i).type) for i in range(kind.num_fields)}
+        return lambda given: (
+            given
+            and {
+                k: v if (own := fields[k]) is None else own(v)
+                for k, v in given.items()
+                if v is not None
+            }
+        )
+    if any(is_list(kind) for is_list in LISTS) and (inner := _own(kind.value_type)) is not None:
+        return lambda given: given and [*map(inner, given)]
+    return None
+
+
+LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """None for a column whose type the datasets package does not know."""
+    import datasets
+
+    found = {}
+    for field in schema:
+        try:
+            own = datasets.Features.from_arrow_schema(pa.schema([field], schema.metadata))
+            found[field.name] = own[field.name]
+        except (ValueError, TypeError, KeyError, NotImplementedError):
+            found[field.name] = None
+    return found
+
+
+class SetFile(_Typed):
+    """A set of the datasets package."""
+
+    def __init__(self, loaded: Any, shown: str):
+        self.dataset, self.shown = loaded, shown
+        self.names, self.features = [*loaded.column_names], {**loaded.features}
+        self.nbytes = loaded.data.nbytes * len(loaded) // max(1, loaded.data.num_rows)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _size(self, asking: rows.Asking) -> int:
+        return self._asked(asking.columns).data.nbytes
+
+    @functools.lru_cache(1)  # noqa: B019 (lives as long as the set)
+    def _asked(self, columns: tuple[str, ...] | None) -> Any:
+        names = self.names if columns is None else [n for n in self.names if n in columns]
+        return self.dataset.select_columns(names).with_format("arrow")
+
+    def _slice(self, first: int, stop: int, asking: rows.Asking) -> pa.Table:
+        return self._asked(asking.columns)[first:stop]
+
+
+class TypedFile(_Typed):
+    """A file of Parquet or Arrow. What is read of it is first written as plain Arrow to a file
+    without a name, which processes share: a part of a row group cannot be read alone.
+    """
+
+    def __init__(self, path: str, kind: str, shown: str | None = None):
+        self.path, self.kind, self.shown = path, kind, shown or path
+        self.nbytes = os.path.getsize(path)
+        try:
+            self.schema, self._count = self._opened()
+        except Exception as error:  # readers' exceptions have no common base
+            raise ValueError(f"{self.shown}: {Defect('', error)}") from error
+        self.names = [*dict.fromkeys(self.schema.names)]
+        self._table: tuple[tuple[str, ...] | None, pa.Table] | None = None
+
+    @functools.cached_property
+    def features(self) -> Mapping[str, Any]:
+        return _features(self.schema)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _opened(self) -> tuple[pa.Schema, int]:
+        if self.kind == "parquet":
+            import pyarrow.parquet as pq
+
+            with pq.ParquetFile(self.path) as file:
+                return file.schema_arrow, file.metadata.num_rows
+        schema, count = None, 0
+        for batch in self._arrow():
+            if schema is None:
+                schema = batch
+            else:
+                count += batch.num_rows
+        assert schema is not None
+        return schema, count
+
+    def _arrow(self) -> Iterator[Any]:
+        """The schema, then the batches."""
+        with pa.memory_map(self.path) as file:
+            try:
+                stream = pa.ipc.open_stream(file)
+            except pa.ArrowInvalid:  # Arrow's file format
+                file.seek(0)
+                reader = pa.ipc.open_file(file)
+                yield reader.schema
+                for i in range(reader.num_record_batches):
+                    yield reader.get_batch(i)
+                return
+            yield stream.schema
+            yield from stream
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        """Raises ValueError, with the row."""
+        row = 0
+        try:
+            for batch in self._parquet(names) if self.kind == "parquet" else self._of_arrow(names):
+                yield batch
+                row += batch.num_rows
+        except Exception as error:  # readers' exceptions have no common base
+            raise ValueError(f"{self.shown}: {Defect(f'from row {row + 1} on', error)}") from error
+
+    def _parquet(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
+            groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
+            mean = sum(g.total_byte_size for g in groups) // max(1, len(self))
+            step = max(1, min(rows.MOST_ROWS, 8 * rows.PIECE // max(1, mean)))
+            yield from file.iter_batches(step, columns=names)
+
+    def _of_arrow(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        found = self._arrow()
+        next(found)
+        for batch in found:
+            batch = batch.select(names)
+            try:  # Arrow would read where a damaged file's offsets point
+                batch.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):  # which is the row's own matter
+                    raise
+            yield batch
+
+    def _whole(self, columns: tuple[str, ...] | None) -> pa.Table:
+        """Mapped, of the columns that are asked for."""
+        if self._table is None or self._table[0] != columns:
+            import datasets
+
+            names = [n for n in self.names if columns is None or n in columns]
+            schema = pa.schema([self.schema.field(n) for n in names])
+            folder = datasets.config.HF_DATASETS_CACHE
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as aside:
+                with pa.OSFile(aside.name, "wb") as out, pa.ipc.new_stream(out, schema) as stream:
+                    for batch in self._batches(names):
+                        stream.write_batch(batch)
+                self._table = columns, pa.ipc.open_stream(pa.memory_map(aside.name)).read_all()
+        return self._table[1]
+
+    def _size(self, asking: rows.Asking) -> int:
+        return self._whole(asking.columns).nbytes
+
+    def _slice(self, first: int, stop: int, asking: rows.Asking) -> pa.Table:
+        return self._whole(asking.columns).slice(first, stop - first)
