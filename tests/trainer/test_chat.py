@@ -117,10 +117,9 @@ def test_answers_alone_have_labels(template):
     turns.append({"from": "human", "value": "?"})
     assert chat.chat(tokenizer, {"conversations": turns}) == [sample]
     tools = [{"name": "f", "parameters": {"x": {"type": "string"}, "unset": None}}]
-    offered = [{"name": "f", "parameters": {"x": {"type": "string"}}}]
-    for given in (tools, json.dumps(offered)):
+    for given in (tools, json.dumps(tools)):
         [with_tools] = chat.chat(tokenizer, {"messages": TWO, "tools": given})
-        expected = tokenizer.apply_chat_template(TWO, tools=offered)["input_ids"]
+        expected = tokenizer.apply_chat_template(TWO, tools=tools)["input_ids"]
         assert with_tools[0] == expected
         assert (len(expected) > len(sample[0])) == template.startswith(TOOLS)
         assert seen(tokenizer, with_tools).endswith(TWO_SEEN)

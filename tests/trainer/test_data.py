@@ -4,6 +4,7 @@ ranks.
 
 import functools
 import http.server
+import importlib
 import itertools
 import json
 import logging
@@ -17,6 +18,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ pytest.importorskip("pydantic")
 
 import datasets
 import fsspec
-from preparing import prepare_of
+from preparing import prepare_of, write_rows
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
@@ -35,6 +37,7 @@ from tilewright.trainer.data import batches as module_of_batches
 from tilewright.trainer.data import cache_key, packing, sources
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import Bins, collate, evaluation_batches
+from tilewright.trainer.data.json_file import JsonFile
 from tilewright.trainer.data.packing import pack
 from tilewright.trainer.data.prepared import check_targets, split_validation
 
@@ -447,47 +450,95 @@ def test_splits(tmp_path, make):
                 "revision": "abc",
             },
             {"hf_use_auth_token": True},
-            (
-                ("csv",),
-                {
-                    "data_files": {"train": [f"hf://datasets/org/set@abc/{x}.csv" for x in "ab"]},
-                    "split": "train",
-                    "token": True,
-                },
-            ),
+            ([f"hf://datasets/org/set@abc/{x}.csv" for x in "ab"], True),
         ),
         (
             {"path": "s3://b/x.parquet"},
             {},
-            (
-                ("parquet",),
-                {"data_files": {"train": ["s3://b/x.parquet"]}, "split": "train", "token": None},
-            ),
+            (["s3://b/x.parquet"], None),
         ),
         (
             {"path": "https://b/x/", "data_files": "*.json", "ds_type": "json"},
             {},
-            (
-                ("json",),
-                {"data_files": {"train": ["https://b/x/*.json"]}, "split": "train", "token": None},
-            ),
+            (["https://b/x/*.json"], None),
         ),
     ],
 )
-def test_what_the_network_is_asked_for(make, monkeypatch, entry, fields, expected):
-    asked = []
+def test_what_the_network_is_asked_for(make, monkeypatch, tmp_path, entry, fields, expected):
+    asked, path = [], str(jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}]))
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
 
     def load_dataset(*arguments, **options):
-        if (config := options.pop("download_config", None)) is not None:
-            assert config.use_etag and "://" in options["data_files"]["train"][0]
         asked.append((arguments, options))
         return datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
 
+    def downloaded(files, token):
+        asked.append((files, token))
+        return [(path, file) for file in files]
+
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "downloaded", downloaded)
+    monkeypatch.setattr(sources, "_opened", lambda kind, path, shown: JsonFile(path, shown))
     monkeypatch.setattr(cache_key, "version", lambda entry, token: None)
     monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
-    assert rows(prepared(make(entry, **fields))) == [[1, 2]]
+    assert {*map(tuple, rows(prepared(make(entry, **fields))))} == {(1, 2)}
     assert asked == [expected]
+
+
+def unreachable(*arguments, **options):
+    raise OSError("the Hub cannot be reached")
+
+
+def on_hub(monkeypatch, kind, splits, **options):
+    """Lets a set on the Hub have some files, as the datasets package tells of them."""
+    loader = importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}")
+    files = {split: [str(f) for f in files] for split, files in splits.items()}
+    config = getattr(loader, f"{kind.capitalize()}Config")(**options)
+    config.data_files = datasets.data_files.DataFilesDict(
+        {s: datasets.data_files.DataFilesList(f, [()] * len(f)) for s, f in files.items()}
+    )
+    builder = types.SimpleNamespace(name=kind, config=config)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, **options: builder)
+    monkeypatch.setattr(cache_key, "version", lambda entry, token: "commit")
+
+
+def test_a_set_on_the_hub_is_read_from_its_files(make, monkeypatch, tmp_path):
+    """Not from what the datasets package guesses of them; splits are those of the set."""
+    texts = {"train": ["words", "2000-01-02"], "test": ["1.10", "007"]}
+    for kind in ("json", "csv", "parquet", "arrow"):
+        files = {s: [tmp_path / f"{kind}/{s}{i}.{kind}" for i in range(2)] for s in texts}
+        for split, paths in files.items():
+            for path, text in zip(paths, texts[split], strict=True):
+                path.parent.mkdir(exist_ok=True)
+                write_rows(path, [{"text": text}])
+        on_hub(monkeypatch, kind, files)
+        for split, wanted in (
+            ("train", texts["train"]),
+            ("test", texts["test"]),
+            ("train[50%:]+test[:1]", ["2000-01-02", "1.10"]),
+        ):
+            entry = {"path": "org/set", "type": "text", "split": split}
+            found = prepared(make(entry, dataset_prepared_path=str(tmp_path / kind)), Characters)
+            assert sorted("".join(map(chr, r[:-1])) for r in rows(found)) == sorted(wanted)
+        with pytest.raises(ValueError, match="org/set: has the splits test, train; set split"):
+            prepared(make({"path": "org/set", "type": "text"}), Characters)
+    on_hub(monkeypatch, "csv", files, sep=";")
+    with pytest.raises(ValueError, match="org/set: its card has sep = ';' for files of csv"):
+        prepared(make({"path": "org/set", "type": "text", "split": "train"}), Characters)
+
+
+def test_texts_whose_types_were_guessed_are_not_taken_from_the_cache(make, monkeypatch):
+    """Of the datasets package, which has them where the Hub cannot be asked."""
+    made = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: made)
+    monkeypatch.setattr(cache_key, "version", lambda entry, token: "commit")
+    assert rows(prepared(make("org/set"))) == [[1, 2]]
+    made.info.builder_name = "csv"
+    with pytest.raises(
+        FileNotFoundError, match="org/other: the Hub does not give its files of csv"
+    ):
+        prepared(make("org/other"))
 
 
 def test_addresses_are_read(tmp_path, make):
@@ -551,10 +602,10 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
     class NoCredentialsError(Exception):
         pass
 
-    def load_dataset(*arguments, **options):
+    def downloaded(files, token):
         raise NoCredentialsError("Unable to\n\tlocate credentials")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "downloaded", downloaded)
     monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     for entry in (
         {"path": "s3://b/x.jsonl"},
@@ -566,8 +617,6 @@ def test_whatever_a_file_system_raises_is_one_sentence(make, monkeypatch):
             str(caught.value)
             == f"{entry['path']}: cannot be read: NoCredentialsError: Unable to locate credentials"
         )
-    with pytest.raises(NoCredentialsError):  # for a local file it would be a bug
-        prepared(make({"path": __file__, "ds_type": "csv"}))
 
 
 def test_dummy_data(make):
@@ -774,11 +823,15 @@ def test_columns(tmp_path, make):
             "tokenized",
             "it has 20 input_ids and 21 labels",
         ),
-        ([{"input_ids": "1 2"}], "tokenized", "`input_ids` must hold lists of integers, not Value"),
+        (
+            [{"input_ids": "1 2"}],
+            "tokenized",
+            "a.jsonl: line 1: the column `input_ids` must hold lists of integers, not a string, '1 2'",
+        ),
         (
             [{"input_ids": [0.5, 1.5]}],
             "tokenized",
-            "`input_ids` must hold lists of integers, not List",
+            "a.jsonl: line 1: the column `input_ids` must hold lists of integers, not lists with 0.5",
         ),
         (
             [{"input_ids": [1, 2], "labels": ["a", "b"]}],
@@ -808,8 +861,8 @@ def test_columns(tmp_path, make):
             "tokenized",
             "token 5000 is not in the model's vocabulary",
         ),
-        ([{"text": 3}], "text", "the column `text` must hold strings, not int64"),
-        ([{"text": ["a"]}], "text", "the column `text` must hold strings, not list"),
+        ([{"text": 3}], "text", "line 1: the column `text` must hold strings, not a number, 3"),
+        ([{"text": ["a"]}], "text", "line 1: the column `text` must hold strings, not a list"),
         ([{"text": "a"}, {"text": None}], "text", "a.jsonl: line 2: it has no text"),
         ([{"text": "\u2192"}], "text", "token 8594 is not in the model's vocabulary"),
         (
@@ -1056,20 +1109,20 @@ def damaged(content, rng):
 @pytest.mark.parametrize(
     "other, kind, suffix",
     [
-        ([1, 2.5, 3], "List", "jsonl"),
+        ([1, 2.5, 3], "lists with 2.5", "jsonl"),
         ([1, 2.5, 3], "List", "parquet"),
-        ([1, float("nan")], "List", "jsonl"),
+        ([1, float("nan")], "lists with nan", "jsonl"),
         ([1, float("inf")], "List", "parquet"),
-        ([1, True], "values of several types", "jsonl"),
-        ([1, "x"], "values of several types", "jsonl"),
-        ("text", "values of several types", "jsonl"),
+        ([1, True], "lists with True", "jsonl"),
+        ([1, "x"], "lists with 'x'", "jsonl"),
+        ("text", "a string, 'text'", "jsonl"),
+        ({"a": 1}, "an object, {'a': 1}", "jsonl"),
+        ([1, 2**80], None, "jsonl"),
     ],
 )
 def test_one_row_of_another_type_is_named(other, kind, suffix, make, tmp_path):
     rows = [{"input_ids": [1, 2, 3]} for _ in range(30)]
     rows[17] = {"input_ids": other}
-    if suffix == "jsonl":
-        rows[3] = {"input_ids": None}  # a row without a value has no other type
     path = tmp_path / f"rows.{suffix}"
     if suffix == "jsonl":
         jsonl(path, rows)
@@ -1078,8 +1131,8 @@ def test_one_row_of_another_type_is_named(other, kind, suffix, make, tmp_path):
             [{"input_ids": [float(n) for n in r["input_ids"]]} for r in rows]
         ).to_parquet(path)
     where = {"jsonl": "line", "parquet": "row"}[suffix]
-    said = f"{re.escape(str(path))}: {where} 18: the column `input_ids` must hold lists of integers, not {kind}"
-    with pytest.raises(ValueError, match=said):
+    said = f"the column `input_ids` must hold lists of integers, not {kind}" if kind else ""
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {where} 18: {said}')}"):
         prepared(make(path))
 
 

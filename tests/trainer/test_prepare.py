@@ -147,7 +147,7 @@ def test_lines_and_rows_of_other_files(tmp_path, made):
         made({"path": path}, none)
     path = tmp_path / "a.csv"
     path.write_text('id,text\n1,"two\nlines"\n2,\n')
-    with pytest.raises(ValueError, match=rf"^{path}: row 2: it has no text"):
+    with pytest.raises(ValueError, match=rf"^{path}: line 4: it has no text"):
         made({"path": path, "type": "text"})
     saved = tmp_path / "saved"
     datasets.Dataset.from_dict(table(3, 1)).save_to_disk(saved)
@@ -210,7 +210,7 @@ def test_a_column_of_another_type_in_another_file_is_named(tmp_path, made):
     (folder / "a.jsonl").write_bytes(ROW)
     path = folder / "b.jsonl"
     path.write_bytes(ROW + b'{"input_ids": 5}\n')
-    said = f"^{path}: line 2: input_ids is a number, and a list in {folder}/a.jsonl: line 1$"
+    said = f"^{path}: line 2: the column `input_ids` must hold lists of integers, not a number, 5$"
     with pytest.raises(ValueError, match=said):
         made({"path": folder}, none)
 
@@ -647,6 +647,7 @@ def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
     entry = {"path": "org/set", "revision": "v1"}
     assert made(entry, none, hf_use_auth_token=True)["input_ids"][:] == [[1, 2]]
@@ -656,6 +657,10 @@ def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
     assert made(entry, none)["input_ids"][:] == [[3, 4]]
     assert asked == [("org/set", "v1", token) for token in (True, None, None)]
     assert np.all([sources.located(sources.Dataset(path="org/set"))[1] == []])
+
+
+def unreachable(*arguments, **options):
+    raise OSError("the Hub cannot be reached")
 
 
 def locked(path):
@@ -740,6 +745,7 @@ def test_data_of_no_known_version_are_named(made, monkeypatch, caplog, told):
 
     monkeypatch.setattr(cache_key, "version", version)
     loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
     with caplog.at_level(logging.WARNING, "tilewright"):
         made({"path": "org/set"}, none)

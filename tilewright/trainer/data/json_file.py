@@ -23,6 +23,7 @@ BETWEEN = re.compile(rb"\}\s*\{")
 ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair, or of two
 # A value above this size is none of several rows without commas, but a line that is damaged.
 MOST = 64 << 20
+LITERAL = 16  # characters before a cut, at most, at which what is cut seems wrong
 
 
 class _Several(Exception):
@@ -221,6 +222,8 @@ class _Scan:
                 raise self._wrong("Expecting ',' delimiter", self.at)
             if self.at < len(self.text) or not self.array:
                 stop = self._value()
+                if not self.array and self.text[self.at] != "{":
+                    raise self._wrong("Expecting '{'", self.at)
                 self._count(self.at)
                 start, line = self.byte, self.line
                 self._count(stop)
@@ -237,18 +240,19 @@ class _Scan:
         while True:
             try:
                 _, stop = DECODER.raw_decode(self.text, self.at)
-                wrong = None
-                if stop < len(self.text) or not self._more():
+            except RecursionError as error:
+                raise self._wrong("it is nested too deeply", self.at) from error
+            except json.JSONDecodeError as error:
+                size, after = len(self.text) - self.at, error.pos - self.at
+                cut = error.msg.startswith("Unterminated") or after >= size - LITERAL
+                if not (cut and (self.array or size < MOST) and self._more()):
+                    raise self._wrong(error.msg, self.at + after) from error
+            else:
+                if stop < len(self.text):
                     return stop
-            except (json.JSONDecodeError, RecursionError) as error:
-                wrong = error
-            if wrong is None:
-                continue
-            if isinstance(wrong, RecursionError):
-                raise self._wrong("it is nested too deeply", self.at) from wrong
-            cut = wrong.msg.startswith("Unterminated") or wrong.pos >= len(self.text) - 16
-            if not (cut and (self.array or len(self.text) - self.at < MOST) and self._more()):
-                raise self._wrong(wrong.msg, wrong.pos) from wrong
+                size = stop - self.at
+                if not self._more():
+                    return self.at + size
 
 
 DECODER = json.JSONDecoder()

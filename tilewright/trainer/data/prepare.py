@@ -195,17 +195,26 @@ def _first_other(source: Rows, column: str) -> str:
     return source.place(source.first)
 
 
-def _checked(source: Source, entry: Dataset, columns: Columns) -> Source:
+def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool) -> None:
+    """Checks the columns of all rows: one may begin late. Raises ValueError."""
+    try:
+        check_columns(entry, source.every_column(), {}, columns)
+    except ValueError:
+        nothing = source.select_columns([])
+        for part in () if skip else nothing.parts():
+            for row, found in nothing.read(part):
+                if isinstance(found, Refused):  # for which there is no column
+                    raise ValueError(f"{source.place(row)}: {found}") from None
+        raise
+
+
+def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool) -> Source:
     """With the columns that are read. Raises ValueError for columns of another kind."""
     kind = DATASETS[entry.type]
-    names = source.column_names
     try:
-        check_columns(entry, [*names], {}, columns)
+        check_columns(entry, [*source.column_names], {}, columns)
     except ValueError:
-        every = source.every_column()  # a column may begin late
-        if {*every} == {*names}:
-            raise
-        check_columns(entry, every, {}, columns)
+        _check_late(source, entry, columns, skip)
     for rows, path, features in source.declared():
         try:
             kind.check(path, features)
@@ -263,8 +272,8 @@ def prepare_entry(
     units.begin_set()
     most, kind = longest(entry, data), DATASETS[entry.type]
     names = source.column_names
-    source = _checked(source, entry, columns)
     skip = data.on_bad_row == "skip"
+    source = _checked(source, entry, columns, skip)
     encoder = Encoder(entry, most, vocab, tokenizer, names, columns, skip, number, prompts)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1

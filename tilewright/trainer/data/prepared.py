@@ -49,6 +49,8 @@ def _source(entry: Dataset, data: Data, vocab: int, seed: tuple[int, ...]):
     source = dummy(data, vocab, seed) if entry.path == "dummy" else read_raw(entry, data)
     if data.select_columns is not None:
         names = list(source.column_names)
+        if not {*data.select_columns} <= {*names}:
+            names = source.every_column()  # one may begin late
         if absent := [c for c in data.select_columns if c not in names]:
             raise ValueError(
                 f"data.select_columns: {absent} not in {entry.path}, which has {names}"

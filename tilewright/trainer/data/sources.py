@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -36,7 +37,8 @@ READERS = {
     **dict.fromkeys(("http", "https"), "aiohttp"),
 }
 DUMMY_SAMPLES = 512
-READ = ("json", "csv", "parquet", "arrow")  # formats of files of rows
+GUESSED = ("json", "csv")  # formats whose columns have no types
+READ = (*GUESSED, "parquet", "arrow")  # formats of files of rows
 # Of the datasets package's configurations: which files they are, and types, which rows have.
 OF_CONFIG = ("name", "version", "data_dir", "data_files", "description", "features")
 
@@ -218,18 +220,25 @@ def _on_hub(entry: Dataset, token: bool | None) -> tuple[str, Any]:
     """
     import datasets
 
-    try:
-        given = {"name": entry.name, "revision": entry.revision, "token": token}
+    given: Any = {"name": entry.name, "revision": entry.revision, "token": token}
+    with contextlib.suppress(OSError):  # load_dataset says why
         builder = datasets.load_dataset_builder(entry.path, **given)
         if builder.name in READ and builder.config.data_files:
             _check_options(entry.path, builder)
             return builder.name, {str(s): list(f) for s, f in builder.config.data_files.items()}
-        loaded = datasets.load_dataset(entry.path, **given, split=entry.split)
+    try:
+        loaded: Any = datasets.load_dataset(entry.path, **given, split=entry.split)
     except OSError as error:
         raise FileNotFoundError(
             f"{entry.path}: no file here, and the Hub does not give it: {error}"
         ) from error
-    return "", SetFile(loaded if entry.split is not None else _only(loaded, entry), entry.path)
+    loaded = loaded if entry.split is not None else _only(loaded, entry)
+    if loaded.info.builder_name in GUESSED:  # from the cache, where files cannot be had
+        raise FileNotFoundError(
+            f"{entry.path}: the Hub does not give its files of {loaded.info.builder_name}, and the "
+            "cache of the datasets package has their texts as values of types that were guessed"
+        )
+    return "", SetFile(loaded, entry.path)
 
 
 def _check_options(path: str, builder: Any) -> None:
@@ -251,13 +260,13 @@ def _local(files: list[str], entry: Dataset, token: bool | None) -> list[tuple[s
     if not any("://" in f or f.endswith(COMPRESSED) for f in files):
         return [(f, f) for f in files]
     try:
-        return _downloaded(files, token)
+        return downloaded(files, token)
     except Exception as error:  # readers of URLs raise exceptions without a common base
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise OSError(f"{entry.path}: cannot be read: {reason}") from error
 
 
-def _downloaded(files: list[str], token: bool | None) -> list[tuple[str, str]]:
+def downloaded(files: list[str], token: bool | None) -> list[tuple[str, str]]:
     import datasets
     from datasets.data_files import DataFilesList
 

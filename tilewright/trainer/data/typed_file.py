@@ -176,13 +176,13 @@ class TypedFile(_Typed):
 
             with pq.ParquetFile(self.path) as file:
                 return file.schema_arrow, file.metadata.num_rows
-        schema, count = None, 0
-        for batch in self._arrow():
-            if schema is None:
-                schema = batch
-            else:
+        found, count = self._arrow(), 0
+        schema = next(found)
+        try:
+            for batch in found:
                 count += batch.num_rows
-        assert schema is not None
+        except Exception as error:  # readers' exceptions have no common base
+            raise Defect(f"from row {count + 1} on", error) from error
         return schema, count
 
     def _arrow(self) -> Iterator[Any]:
