@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import signal
@@ -15,6 +16,7 @@ from tilewright.ops import checked_targets
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
 from tilewright.trainer.checkpoint.best import Best
+from tilewright.trainer.checkpoint.made_of import MadeOf
 from tilewright.trainer.config import Config, resolved
 from tilewright.trainer.config.section import certified
 from tilewright.trainer.data.batches import Batches, Bins
@@ -29,7 +31,7 @@ from tilewright.trainer.plugins.certificate import facts, files_of_data
 from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
-from tilewright.trainer.resume import resume
+from tilewright.trainer.resume import refuse_others, resume
 from tilewright.trainer.scoring import batches_of, evaluation, reported_names
 
 
@@ -95,6 +97,7 @@ class Run:
     witness: Witness
     saver: checkpoint.Saver
     identity: dict[str, dict[str, Any]]
+    made_of: MadeOf
     ops: dict[str, str]
     export_as: dict[str, Any]
     start: int
@@ -146,6 +149,8 @@ class Run:
             "data": self.batches.state_dict(),
             "tokens": self.batches.tokens,
             "run": self.identity,
+            "made_of": self.made_of.recorded(),
+            "empty_steps": self.engine.empty_steps,
             "ops": self.ops,
             "owes_evaluation": self.owes,
         }
@@ -232,9 +237,9 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path, not t.load_optimizer)
     writable.check(t, mesh)
     witness = Witness(t, mesh)
-    made = build.build(config, mesh)
+    made = build.build(config, mesh, functools.partial(refuse_others, config, mesh, folders))
     engine, batches, held = made.engine, made.batches, made.held
-    resumed, state = resume(t, mesh, made, folders)
+    resumed, state = resume(config, mesh, made, folders)
     start = state.get("step", 0)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
@@ -245,7 +250,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
     best = Best.of(t, state.get("best"), held, names)
     deep_ep = config.model.ep_dispatch == "deepep"
-    own = facts(certified(config), deep_ep, mesh, (batches, held), made.identity, made.ops)
+    belongs = {**made.identity, "read": build.certified_things(config, made.made_of)}
+    own = facts(certified(config), deep_ep, mesh, (batches, held), belongs, made.ops)
     files = files_of_data(config.data) if mesh.main else {}
     told = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
@@ -289,6 +295,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             states=t.save_optimizer,
         ),
         identity=made.identity,
+        made_of=MadeOf(made.made_of),
         ops=made.ops,
         export_as=made.export_as,
         start=start,

@@ -55,6 +55,7 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
     verify,
     write_state,
 )
+from tilewright.trainer.checkpoint.made_of import ACCEPTS, NOTHING, MadeOf
 from tilewright.trainer.checkpoint.run_folder import (
     candidates,
     claim,
@@ -419,6 +420,7 @@ def restore(
     checked: bool = True,
     states: bool = True,
     reference: Reference | None = None,
+    made_of: MadeOf = NOTHING,
 ) -> dict[str, Any]:
     """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
 
@@ -426,7 +428,7 @@ def restore(
     reference: that moves, filled with the states: of a run in which it did not, it is not yet.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
-    base).   checked: compare the checksums of all files.
+    base).   checked: compare the checksums of all files.   made_of: of a run that goes on.
     Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
     or has changed since it was written; warns if ops were computed by other implementations.
     """
@@ -435,7 +437,7 @@ def restore(
     adapters_alone, large = False, {}
     try:
         state = read_state(folder)
-        _check(folder, state, run)
+        check(folder, state, run, made_of)
         if states and not state.get("optimizer", True):
             raise ValueError(
                 f"{folder} holds no states of the optimizer (train.save_optimizer was false), so no "
@@ -462,6 +464,8 @@ def restore(
         log.warning(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
+    for line in made_of.told(state) if mesh.main else ():
+        log.warning("%s: %s", folder, line)
     tensors, moments = _contents(parts.model, optimizer if states else None, adapters_alone)
     if states and state.get("reference"):
         tensors["reference"] = reference  # filled in place
@@ -567,23 +571,39 @@ def _completed(had: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
     return {**added, **had, **inner}
 
 
-def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
+def check(
+    folder: pathlib.Path,
+    state: dict[str, Any],
+    run: dict[str, dict[str, Any]],
+    made_of: MadeOf = NOTHING,
+) -> None:
+    """Raises ValueError if a run is not the one that wrote a checkpoint. See `restore`."""
     now = json.loads(json.dumps(run))  # tuples as lists
     then = {kind: _completed(state["run"].get(kind, {}), ADDED.get(kind, {})) for kind in now}
-    # Differences first: another optimizer may have keys that this checkpoint's has not.
-    for kind, keys in now.items():
-        had = then[kind]
+    # Differences first: another optimizer may have keys that this checkpoint's has not. The base
+    # before the data: what is read from its folder are other things, too.
+    for kind in sorted(now, key=lambda kind: kind == "data"):
+        had, keys = then[kind], now[kind]
         differ = {k: (had[k], v) for k, v in keys.items() if k in had and had[k] != v}
         if differ and kind == "base":
+            places = made_of.changed(state).get("base")
+            read = f"{places[0]} then, {places[1]} now. " if places else ""
             raise ValueError(
                 f"{folder} belongs to a run that began from other weights than those of "
-                f"model.model_path: {differ} (checkpoint, configuration). Set model.model_path to "
-                "the former ones, or train.allow_other_base to true to go on with these"
+                f"model.model_path: {differ} (checkpoint, configuration). {read}Set "
+                "model.model_path to the former ones, or train.allow_other_base to true to go on "
+                "with these"
             )
+        if kind == "data":
+            differ = made_of.unexplained(state, differ)
+            if why := made_of.refused(state, differ):
+                raise ValueError(f"{folder} {why}")
         if differ:
+            old = "contents" in differ and "made_of" not in state
+            accept = f"; {ACCEPTS} = [data] goes on with these" if old else ""
             raise ValueError(
                 f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). "
-                f"{_ANEW}"
+                f"{_ANEW}{accept}"
             )
     for kind, keys in now.items():
         if absent := keys.keys() - then[kind].keys():
