@@ -487,14 +487,16 @@ def certified_things(config: Config, things: Things) -> dict[str, str]:
     """What a certificate holds of what a run is made of. Its base and samples are other facts, and
     no number depends on a tokenizer that is exported alone.
     """
-    known = {"base", "data"} if tokenizes(config.data) else {"base", "data", "tokenizer", "template"}
+    known = (
+        {"base", "data"} if tokenizes(config.data) else {"base", "data", "tokenizer", "template"}
+    )
     return {name: thing.digest for name, thing in things.items() if name not in known}
 
 
 def weights_read(config: Config, policy: Parts, reference: Parts | None) -> Things:
     """The weights that a run began from, and those that it compares with.   reference: a model
-    that is not the policy's; None: it is, if there is one. Drawn weights are none of these: the seed
-    is in the identity.
+    that is not the policy's; None: it is, if there is one. Drawn weights are none of these: the
+    seed is in the identity.
     """
     path, other = config.model.model_path, config.preference.reference_path
     found: Things = {}

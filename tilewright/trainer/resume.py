@@ -25,9 +25,7 @@ def accepted(config: Config) -> set[str]:
     return found
 
 
-def refuse_others(
-    config: Config, mesh: Mesh, folders: list[pathlib.Path], things: Things
-) -> None:
+def refuse_others(config: Config, mesh: Mesh, folders: list[pathlib.Path], things: Things) -> None:
     """Raises ValueError, on every rank, if a run that goes on from the first folder is made of
     other things than it was.
     """

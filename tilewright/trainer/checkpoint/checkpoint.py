@@ -62,6 +62,7 @@ from tilewright.trainer.checkpoint.run_folder import (
     complete,
     earlier,
     find,
+    prune,
     publish,
     recover,
     step_of,
@@ -156,7 +157,7 @@ class Saver:
     Every rank must create one, and call its methods at the same steps.   last: the newest complete
     checkpoint; at first the one resumed from.   keep: `run_folder.publish`'s.   base: store frozen
     weights in any case.   best: the best so far, one that is being written included.   states: of
-    the optimizer, store them too.
+    the optimizer, store them too.   former: the best by other evaluations, which stay.
     """
 
     def __init__(
@@ -169,11 +170,12 @@ class Saver:
         base: bool = False,
         best: Best | None = None,
         states: bool = True,
+        former: tuple[Best, ...] = (),
     ):
         self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
         self.last, self.keep, self.base = last, keep, base
         self.best = self._best_before = best
-        self.states = states
+        self.states, self.former = states, former
         here = last is not None and last.resolve().parent == self.root.resolve()
         self.resumed = last if here else None
         self.pending: tuple[Future[None], pathlib.Path] | None = (
@@ -192,6 +194,13 @@ class Saver:
     def improves(self, values: Mapping[str, float] | None) -> bool:
         """Whether there was an evaluation, and better than that of the best checkpoint."""
         return self.best is not None and self.best.improved_by(values or {})
+
+    def offer(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the checkpoint that the run goes on from for the best, if these values of an
+        evaluation that it could not wait for are better.
+        """
+        if self.best is not None and self.resumed is not None and step_of(self.resumed) == step:
+            self.best = self._best_before = self.best.at(step, values)
 
     def save(
         self,
@@ -253,17 +262,26 @@ class Saver:
         return target
 
     def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """What a checkpoint of this step says of the best one: itself, if it is better."""
+        """What a checkpoint of this step says of the best ones: itself, if it is better."""
+        former = [dataclasses.asdict(one) for one in self.former]
+        found: dict[str, Any] = {"former_bests": former} if former else {}
         if self.best is None:
-            return {}
+            return found
         self._best_before, self.best = self.best, self.best.at(step, values)
-        return {"best": dataclasses.asdict(self.best)}
+        return {"best": dataclasses.asdict(self.best), **found}
 
     def _spared(self, state: dict[str, Any]) -> list[str]:
         """The names of checkpoints that stay whatever their age."""
-        best = state.get("best", {}).get("step")
+        steps = [b["step"] for b in (state.get("best"), *state.get("former_bests", ())) if b]
         names = [] if self.resumed is None else [self.resumed.name]
-        return names if best is None else [*names, self.folder(best).name]
+        return [*names, *(self.folder(step).name for step in steps if step is not None)]
+
+    def prune(self) -> None:
+        """Removes what a run that was killed when it had written its last checkpoint could not."""
+        if self.mesh.main and self.last is not None and self.last.parent == self.root:
+            named = {"best": self.best and dataclasses.asdict(self.best)}
+            former = {"former_bests": [dataclasses.asdict(one) for one in self.former]}
+            prune(self.root, self.keep, {self.last.name, *self._spared({**named, **former})})
 
     def _failed(self) -> bool:
         """Waits for a checkpoint in progress; whether it could not be written."""

@@ -54,7 +54,9 @@ class MadeOf(NamedTuple):
         thing that is in the samples.
         """
         changed, recorded = self.changed(state).keys() & PARTS, "made_of" in state
-        known = OF_SAMPLES if "data" in self.accepted and ("data" in changed or not recorded) else ()
+        known = (
+            OF_SAMPLES if "data" in self.accepted and ("data" in changed or not recorded) else ()
+        )
         if changed and "data" not in changed:
             known = ("contents",)
         return {k: v for k, v in differ.items() if k not in known}

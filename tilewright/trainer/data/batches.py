@@ -466,7 +466,18 @@ def evaluation_batches(
     keys: list[Key] = keyed([*every]) if bins.mismatched else [*every]
     groups = [keys[i : i + size] for i in range(0, len(bins), size)]
     groups.extend([None] for _ in range(-len(groups) % world_size))
-    own = groups[rank::world_size]
-    if most:
-        own = own[: most if isinstance(most, int) else math.ceil(most * len(own))]
+    own = groups[rank::world_size][: _batches(len(bins), size, world_size, most)]
     return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)
+
+
+def _batches(bins: int, size: int, world_size: int, most: float | None) -> int:
+    """Of each rank. See `evaluation_batches`."""
+    every = math.ceil(math.ceil(bins / size) / world_size)
+    if not most:
+        return every
+    return min(every, most if isinstance(most, int) else math.ceil(most * every))
+
+
+def evaluated_bins(bins: Bins, size: int, world_size: int, most: float | None) -> list[np.ndarray]:
+    """The bins that `evaluation_batches` has over all ranks."""
+    return bins.bins[: _batches(len(bins), size, world_size, most) * world_size * size]

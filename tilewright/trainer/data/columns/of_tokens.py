@@ -30,9 +30,7 @@ COLUMNS.add("advantage", Column("token", "float32", target=True))
 # are others, under a teacher, and under a reference model.
 COLUMNS.add("old_logprob", Column("token", "float32", target=True, most=0.0))
 COLUMNS.add("rollout_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add(
-    "teacher_logprob", Column("token", "float32", target=True, most=0.0, part="teacher")
-)
+COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0, part="teacher"))
 COLUMNS.add(
     "reference_logprob", Column("token", "float32", target=True, most=0.0, part="reference")
 )
