@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from tilewright.core.files import no_space, writing
 from tilewright.nn.sharded import shard
 from tilewright.nn.weights import adapted
 from tilewright.trainer.checkpoint.best import Best
@@ -92,9 +93,11 @@ Reference = Mapping[str, dict[str, torch.Tensor]]  # `reference.Compared.moved`
 
 
 @contextlib.contextmanager
-def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
+def _first_failure(
+    kind: type[Exception], what: str, written: pathlib.Path | None = None
+) -> Iterator[None]:
     """DCP's exception collects the failures of all ranks, with their traces, and is not an
-    Exception: reduces it to one sentence.
+    Exception: reduces it to one sentence.   written: a folder on the disk that was written to.
     """
     try:
         yield
@@ -102,8 +105,10 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
         [(rank, (first, _)), *_] = error.failures.items()
         if isinstance(first, KeyboardInterrupt):
             raise first from None
-        reason = str(first).partition("\n")[0]
-        raise kind(f"{what} (rank {rank}: {type(first).__name__}: {reason})") from first
+        reason = f"rank {rank}: {type(first).__name__}: {str(first).partition(chr(10))[0]}"
+        if written is not None and (full := no_space(written)):
+            reason = f"{full}; {reason}"
+        raise kind(f"{what} ({reason})") from first
 
 
 def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -220,19 +225,12 @@ class Saver:
         """
         again = self._failed()
         self.check(step, parts.model, optimizer, "no checkpoint is written")
-        target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
-        if self.mesh.main:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        self.mesh.control.barrier()
+        target, aside = self.folder(step), self._aside(step)
+        self._begin(aside)
         adapters_alone = adapters_suffice(parts) and not self.base
         tensors, _ = _contents(parts.model, optimizer if self.states else None, adapters_alone)
         if reference and self.states:
             tensors["reference"] = reference
-        random = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            random["cuda"] = torch.cuda.get_rng_state()
-        save_file(random, aside / f"random_{self.mesh.rank}.safetensors")
         state = {
             "step": step,
             "weights": "adapters" if adapters_alone else "all",
@@ -255,11 +253,36 @@ class Saver:
             if again:
                 self.finish()
         else:
-            with _first_failure(OSError, f"{aside}: cannot be written"):
+            with _first_failure(OSError, f"{aside}: cannot be written", self.root):
                 state_dict_saver.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
             self._publish(self.mesh.control, aside, target, state)
             self.last = target
         return target
+
+    def _aside(self, step: int) -> pathlib.Path:
+        """Where a checkpoint is written."""
+        return self.root / f".global_step_{step}.partial"
+
+    def _begin(self, aside: pathlib.Path) -> None:
+        """Makes the folder, with every rank's random state. Raises OSError on all of them."""
+        problem = None
+        if self.mesh.main:
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                aside.mkdir(parents=True)
+            except OSError as error:
+                problem = error
+        self.mesh.control.agree(problem)
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        file = aside / f"random_{self.mesh.rank}.safetensors"
+        try:
+            with writing(file):
+                save_file(random, file)
+        except OSError as error:
+            problem = error
+        self.mesh.control.agree(problem)
 
     def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint of this step says of the best ones: itself, if it is better."""
@@ -284,13 +307,17 @@ class Saver:
             prune(self.root, self.keep, {self.last.name, *self._spared({**named, **former})})
 
     def _failed(self) -> bool:
-        """Waits for a checkpoint in progress; whether it could not be written."""
+        """Waits for a checkpoint in progress; whether it could not be written. What there is of it
+        is removed: the next one may need its space.
+        """
+        step = -1 if self.pending is None else step_of(self.pending[1])
         try:
             self.finish()
         except OSError as error:
             self.best = self._best_before
             if self.mesh.main:
                 log.warning("%s; another one is written now", error)
+                shutil.rmtree(self._aside(step), ignore_errors=True)
             return True
         return False
 
@@ -359,7 +386,7 @@ class Saver:
         """Waits for a checkpoint in progress."""
         if self.pending is not None:
             (published, target), self.pending = self.pending, None
-            with _first_failure(OSError, f"{target}: cannot be written"):
+            with _first_failure(OSError, f"{target}: cannot be written", self.root):
                 published.result()
             self.last = target
 

@@ -194,7 +194,11 @@ class Metrics:
         return any(row["step"] == step and "test_loss" in row for row in found)
 
     def write(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(row) + "\n")
+        """Raises OSError, naming the file."""
+        try:
+            self.file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.file.name}: cannot be written ({error.strerror})") from error
         if self.wandb is not None and (
             "grad_norm" not in row or row["step"] % self.train.wandb_log_interval == 0
         ):
