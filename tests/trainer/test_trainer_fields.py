@@ -330,6 +330,14 @@ ROWS = [
         model__model_path="@weights",
         train__load_checkpoint_path="@of_others",
     ),
+    row(
+        "train.accept_changes",
+        ["data"],
+        "resumed",
+        data__datasets="@two",
+        model__model_path="@weights2",
+        train__load_checkpoint_path="@of_others",
+    ),
     row("train.checksum_steps", 2, "checksums"),
     row("train.assert_deterministic", "@earlier", "asserted"),
     row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
@@ -929,6 +937,7 @@ NOT_RESUMED = {
     "train.assert_deterministic",
     "train.verify_checkpoint",
     "train.allow_other_base",
+    "train.accept_changes",
 }
 
 
@@ -1007,10 +1016,10 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
             free[path] = resume_of(path)
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
-    # A revision of the weights is known by their checksums, shared prompts and a teacher's entries
+    # A revision of the weights, and a reference, are known by their checksums, shared prompts and a teacher's entries
     # by the bins that they make, prompts that are cut by their samples; options are those of an
     # optimizer that reads some, which none of these does.
-    preferences = ("share_prefix", "max_prompt_len", "truncation_mode")
+    preferences = ("share_prefix", "max_prompt_len", "truncation_mode", "reference_path")
     names = "model.revision", "train.optimizer_args", "distillation.top_k"
     known = {free.pop(n) for n in (*names, *(f"preference.{n}" for n in preferences))}
     assert known == {"refused"} and {*free.values()} == {"free"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -103,6 +104,36 @@ def replace_folder(aside: pathlib.Path, target: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+PROBE = 1 << 24  # bytes: what cannot be written of a file of tensors is more, as a rule
+
+
+def no_space(folder: pathlib.Path) -> str | None:
+    """The system's words for a folder in which no space is left, whoever could not write: libraries
+    say where they stood in a file alone. None if there is some.
+    """
+    probe = folder / ".space"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
+
+
+@contextlib.contextmanager
+def writing(file: str | pathlib.Path) -> Iterator[None]:
+    """Raises OSError, naming the file, where safetensors cannot write it: its error is none."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{file}: cannot be written ({error})") from error
+
+
 def write_text(file: pathlib.Path, text: str) -> None:
     """Writes a file aside and renames it: a reader finds the old contents or the new ones."""
     aside = file.with_name(f".{file.name}.partial")
@@ -139,7 +170,8 @@ def save_tensors(
         n: t.detach().cpu().contiguous().view(-1).view(torch.uint8).clone()
         for n, t in tensors.items()
     }
-    save_file(data, file, {"kinds": json.dumps(kinds), "about": json.dumps(about)})
+    with writing(file):
+        save_file(data, file, {"kinds": json.dumps(kinds), "about": json.dumps(about)})
 
 
 def load_tensors(file: str | pathlib.Path) -> tuple[dict[str, torch.Tensor], Any]:

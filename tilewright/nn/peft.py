@@ -20,6 +20,7 @@ from tilewright.core.files import (
     publish,
     read_json,
     target_folder,
+    writing,
     written_aside,
 )
 from tilewright.nn.adapt import add_lora
@@ -100,7 +101,8 @@ def save_adapter(
     many = dist.is_available() and dist.is_initialized()
     if not many or dist.get_rank() == 0:
         with written_aside(target) as aside:
-            save_file(tensors, aside / ADAPTER_FILE, metadata={"format": "pt"})
+            with writing(target / ADAPTER_FILE):
+                save_file(tensors, aside / ADAPTER_FILE, metadata={"format": "pt"})
             (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             for file in files:
                 copy_into(file, aside)

@@ -18,6 +18,7 @@ from tilewright.nn.weights import base_weights
 from tilewright.trainer import precomputed as precompute
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, with_head
+from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Data, Dataset, Lora, Model, Train
 from tilewright.trainer.config.preference import Preference, kind_of_reference
@@ -26,6 +27,7 @@ from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
 from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.contents import digest, of_samples, of_tokenizer
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import Agreed, check_targets, prepare, split_validation
 from tilewright.trainer.data.sources import titles
@@ -46,7 +48,7 @@ from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.reference import Reference
-from tilewright.trainer.tables import COLUMNS
+from tilewright.trainer.tables import COLUMNS, DATASETS
 
 log = logging.getLogger("tilewright")
 
@@ -461,6 +463,53 @@ def identity(
     }
 
 
+Things = dict[str, Thing]
+
+
+def things_read(config: Config, mesh: Mesh, bins: Bins) -> Things:
+    """What a run reads beside weights (`MadeOf`), as rank 0 sees it. The tokenizer is there where
+    samples are made with it, or it is exported.
+    """
+    found: Things = {}
+    if mesh.main:
+        found |= of_samples(config.data, bins)
+        if config.train.save_hf_weights or tokenizes(config.data):
+            found |= of_tokenizer(config.model)
+    return {n: Thing(*thing) for n, thing in mesh.control.broadcast(found).items()}
+
+
+def tokenizes(data: Data) -> bool:
+    """Whether samples are made with the tokenizer."""
+    return any(DATASETS[e.type].tokenizer for e in (*data.datasets, *data.test_datasets))
+
+
+def certified_things(config: Config, things: Things) -> dict[str, str]:
+    """What a certificate holds of what a run is made of. Its base and samples are other facts, and
+    no number depends on a tokenizer that is exported alone.
+    """
+    known = (
+        {"base", "data"} if tokenizes(config.data) else {"base", "data", "tokenizer", "template"}
+    )
+    return {name: thing.digest for name, thing in things.items() if name not in known}
+
+
+def weights_read(config: Config, policy: Parts, reference: Parts | None) -> Things:
+    """The weights that a run began from, and those that it compares with.   reference: a model
+    that is not the policy's; None: it is, if there is one. Drawn weights are none of these: the
+    seed is in the identity.
+    """
+    path, other = config.model.model_path, config.preference.reference_path
+    found: Things = {}
+    if policy.origin is not None and path is not None:
+        found["base"] = Thing(policy.origin, [path])
+    compared = policy if reference is None else reference
+    if kind_of_reference(config) in ("none", "column") or compared.origin is None:
+        return found
+    # Weights mean nothing without the shape, which a folder of its own may have changed.
+    known = digest([compared.origin, dataclasses.asdict(compared.model.config)])
+    return {**found, "reference": Thing(known, [other or path or ""])}
+
+
 def free(mesh: Mesh) -> None:
     """Frees what nothing holds any longer."""
     gc.collect()
@@ -474,6 +523,7 @@ class Built:
 
     held: the data sets that it is evaluated on, by name.   last: once, after the last step.
     identity: see `identity`.
+    made_of: what it reads (`MadeOf`).
     ops: the implementation of each op.
     export_as: the arguments of `Engine.export`.
     """
@@ -484,12 +534,18 @@ class Built:
     held: dict[str, Bins]
     last: dict[str, Bins]
     identity: dict[str, dict[str, Any]]
+    made_of: Things
     ops: dict[str, str]
     export_as: dict[str, Any]
 
 
-def build(config: Config, mesh: Mesh) -> Built:
-    """The parts of a configuration. Steps that can fail by a user's mistake come first."""
+def build(
+    config: Config, mesh: Mesh, agreed: Callable[[Things], None] = lambda things: None
+) -> Built:
+    """The parts of a configuration. Steps that can fail by a user's mistake come first.
+
+    agreed: refuses what a run is made of, on every rank, before a pass over all data.
+    """
     t, loss, prefixes = config.train, loss_of_run(config), config.preference.share_prefix
     shape = shape_of_run(config.model, loss.head)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
@@ -503,17 +559,21 @@ def build(config: Config, mesh: Mesh) -> Built:
     dropout.check(t, shape, batches.per_step)
     read = kind_of_reference(config) == "precomputed"
     sets, compared = [batches.bins, *held.values(), *last.values()], None
+    things, known = things_read(config, mesh, batches.bins), None
     if read and not begins_as_policy(config.model, config.preference):
         # A model for what is not there yet alone, before there is a policy, and gone before it: two
         # are never in memory.
         second = functools.partial(second_model, config, shape, mesh, ops)
         known = second(lambda plain, other, *_: described(plain.model, other, mesh, ops))
+        agreed(things | weights_read(config, known, known))
         compared = precomputed(config, mesh, ops, known, sets, second)
         free(mesh)
     engine = build_engine(config, shape, mesh, ops)
     if read and compared is None:
+        agreed(things | weights_read(config, engine.parts, None))
         compared = precomputed(config, mesh, ops, engine.parts, sets)
     engine.reference = compared or reference(config, shape, mesh, ops, engine.parts)
+    parts = known or getattr(engine.reference, "parts", None)
     return Built(
         shape,
         engine,
@@ -521,6 +581,7 @@ def build(config: Config, mesh: Mesh) -> Built:
         held,
         last,
         identity(config, shape, batches, engine.parts.origin),
+        things | weights_read(config, engine.parts, parts),
         names_of_ops(ops, engine, t),
         export_as,
     )

@@ -22,6 +22,7 @@ import torch
 from tilewright.core.torch_names import FakeTensor
 from tilewright.nn.peft import save_adapter
 from tilewright.trainer.checkpoint import checkpoint, hf
+from tilewright.trainer.checkpoint.made_of import NOTHING, MadeOf
 from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.models.head import LossFunction, OfSequence, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
@@ -348,9 +349,11 @@ class Engine:
         ops: dict[str, str],
         checked: bool = True,
         states: bool = True,
+        made_of: MadeOf = NOTHING,
     ) -> tuple[pathlib.Path, dict[str, Any]]:
         """See `checkpoint.resume`."""
         options = {"run": identity, "ops": ops, "checked": checked, "states": states}
+        options["made_of"] = made_of
         options["reference"] = self._moved()
         return checkpoint.resume(folders, self.parts, self.optimizer, self.mesh, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import signal
@@ -14,10 +15,13 @@ from typing import Any, NoReturn
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
-from tilewright.trainer.checkpoint.best import Best
+from tilewright.trainer.checkpoint.best import Best, history, over
+from tilewright.trainer.checkpoint.made_of import MadeOf
 from tilewright.trainer.config import Config, resolved
 from tilewright.trainer.config.section import certified
-from tilewright.trainer.data.batches import Batches, Bins
+from tilewright.trainer.data import packing
+from tilewright.trainer.data.batches import Batches, Bins, evaluated_bins
+from tilewright.trainer.data.contents import digest
 from tilewright.trainer.engine import Engine, NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss
@@ -29,7 +33,7 @@ from tilewright.trainer.plugins.certificate import facts, files_of_data
 from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
-from tilewright.trainer.resume import resume
+from tilewright.trainer.resume import refuse_others, resume
 from tilewright.trainer.scoring import batches_of, evaluation, reported_names
 
 
@@ -74,8 +78,7 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             if (signum := interrupts.asked()) and run.done < plan.total:
                 run.stop(signum)
             values = run.evaluate() if plan.evaluates(run.done) else None
-            best = run.config.train.save_best and run.saver.improves(values)
-            if plan.saves(run.done) or best:
+            if run.saves(values):
                 run.save(values)
 
 
@@ -95,6 +98,7 @@ class Run:
     witness: Witness
     saver: checkpoint.Saver
     identity: dict[str, dict[str, Any]]
+    made_of: MadeOf
     ops: dict[str, str]
     export_as: dict[str, Any]
     start: int
@@ -104,13 +108,22 @@ class Run:
 
     def begin(self) -> None:
         """Evaluates before the first step, and where the run that it resumes was stopped before it
-        could.
+        could: what was saved then may be the best.
         """
         if number := self.config.train.eval_sanity_batches:
             self._evaluated(self.held, number)
             self.metrics.restart_clock()
         if self.plan.evaluates(self.done) and (self.done == 0 or self.owes):
-            self.evaluate()
+            values = self.evaluate()
+            if values and self.saves(values):
+                self.saver.offer(self.done, values)
+
+    def saves(self, values: Mapping[str, float] | None) -> bool:
+        """Whether a checkpoint is due, which no signal has asked for.   values: of an evaluation
+        of these weights.
+        """
+        best = self.config.train.save_best and self.saver.improves(values)
+        return self.plan.saves(self.done) or best
 
     def _evaluated(self, held: dict[str, Bins], most: float | None = None) -> dict[str, float]:
         """What an evaluation reports of so many batches of each of these; nothing without any."""
@@ -132,8 +145,14 @@ class Run:
         return values
 
     def test(self) -> None:
-        """Reports an evaluation on train.do_test's data sets, of a run that has taken steps."""
-        if self.last and self.done > self.start:
+        """Reports an evaluation on train.do_test's data sets, where none is: an earlier run may
+        have ended before it, or after it.
+        """
+        if not self.last:
+            return
+        if self.mesh.control.broadcast(self.mesh.main and self.metrics.tested(self.done)):
+            self.metrics.say(f"the test after step {self.done} is in metrics.jsonl")
+        else:
             values = self._evaluated(self.last, self.config.train.test_max_batches)
             found = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
             self.metrics.evaluation(self.done, found)
@@ -146,6 +165,8 @@ class Run:
             "data": self.batches.state_dict(),
             "tokens": self.batches.tokens,
             "run": self.identity,
+            "made_of": self.made_of.recorded(),
+            "empty_steps": self.engine.empty_steps,
             "ops": self.ops,
             "owes_evaluation": self.owes,
         }
@@ -168,13 +189,13 @@ class Run:
     def export(self) -> None:
         """Waits for the last checkpoint, and writes Hugging Face's files beside it."""
         self.saver.finish()
+        self.saver.prune()
         if self.config.train.save_hf_weights:
             self.engine.export(self.saver.folder(self.plan.total) / "hf", **self.export_as)
 
     def close(self) -> None:
         if empty := self.engine.empty_steps:
-            steps = self.done - self.start
-            self.metrics.say(f"{empty} of {steps} steps had no label, and no effect")
+            self.metrics.say(f"{empty} of {self.done} steps had no label, and no effect")
         for callback in self.callbacks:
             callback.close()
         self.metrics.close()
@@ -223,6 +244,22 @@ class Run:
             ) from None
 
 
+def _by(config: Config, made: build.Built, mesh: Mesh) -> str:
+    """A hash of what the values of evaluations depend on beside weights and data sets."""
+    t, loss = config.train, build.loss_of_run(config)
+    size = t.eval_micro_batch_size or t.micro_batch_size
+    some = {
+        name: packing.fingerprint(found)
+        for name, bins in made.held.items()
+        if len(found := evaluated_bins(bins, size, mesh.layout.data, t.eval_max_batches))
+        < len(bins)
+    }
+    own = {k: v for k, v in certified(config).items() if k.startswith(f"{loss.section}.")}
+    reference = made.made_of.get("reference")
+    temperature = str(t.loss_temperature) if loss.section == "policy" else None
+    return digest([t.loss, own, some, reference and reference.digest, temperature])
+
+
 # Long: the parts of a run in the order in which mistakes are found, and a field of Run for each.
 def prepare(config: Config, mesh: Mesh) -> Run:
     """Builds everything, and resumes if configured. Steps that can fail by a user's mistake come
@@ -232,9 +269,9 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path, not t.load_optimizer)
     writable.check(t, mesh)
     witness = Witness(t, mesh)
-    made = build.build(config, mesh)
+    made = build.build(config, mesh, functools.partial(refuse_others, config, mesh, folders))
     engine, batches, held = made.engine, made.batches, made.held
-    resumed, state = resume(t, mesh, made, folders)
+    resumed, state = resume(config, mesh, made, folders)
     start = state.get("step", 0)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
@@ -243,9 +280,11 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(problem)
     loss = build.loss_of_run(config)
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
-    best = Best.of(t, state.get("best"), held, names)
+    of = over([b.fingerprint() for b in held.values()], _by(config, made, mesh), t.eval_max_batches)
+    best = history(t, Best.of(t, of, names), state)
     deep_ep = config.model.ep_dispatch == "deepep"
-    own = facts(certified(config), deep_ep, mesh, (batches, held), made.identity, made.ops)
+    belongs = {**made.identity, "read": build.certified_things(config, made.made_of)}
+    own = facts(certified(config), deep_ep, mesh, (batches, held), belongs, made.ops)
     files = files_of_data(config.data) if mesh.main else {}
     told = witness.start(engine, own, files, start, plan.total)
     if mesh.main:
@@ -258,6 +297,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         tokens=batches.tokens,
         work=(flops, mesh.size),
         settings=config.model_dump(mode="json"),
+        owed=(owes := state.get("owes_evaluation", False)) and plan.evaluates(start),
     )
     for line in (
         *summary(engine, batches, plan, mesh, config.data.pad_to_multiple_of, t.enable_compile),
@@ -265,6 +305,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         metrics.basis(),
         *choices(made.ops, engine.model.ops.numerics),
         *told,
+        *best.told,
     ):
         metrics.say(line)
     run = Run(
@@ -285,15 +326,17 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             resumed,
             keep=t.save_total_limit or 0,
             base=config.lora.save_base,
-            best=best,
+            best=best.best,
+            former=best.former,
             states=t.save_optimizer,
         ),
         identity=made.identity,
+        made_of=MadeOf(made.made_of),
         ops=made.ops,
         export_as=made.export_as,
         start=start,
         done=start,
-        owes=state.get("owes_evaluation", False),
+        owes=owes,
     )
     run.callbacks = callbacks(run)
     return run

@@ -79,6 +79,28 @@ def asked_report(argv: list[str]) -> tuple[pathlib.Path | None, list[str]]:
     return pathlib.Path(folder[0], report.PAGE), rest
 
 
+# What a stopped run has done: its own checkpoint is of what it has accepted.
+OF_ONE_START = (
+    "train.load_checkpoint_path",
+    "train.load_optimizer",
+    "train.accept_changes",
+    "train.allow_other_base",
+)
+
+
+def without(argv: list[str], *fields: str) -> list[str]:
+    """Arguments without these overrides, each `--field value` or `--field=value`."""
+    found, rest = [], [*argv]
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name.replace("-", "_") not in fields:
+            found.append(word)
+        elif not equals:
+            rest[:1] = []
+    return found
+
+
 @platform.command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code, as `launch.run` has it."""
@@ -107,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     # A run that began with the weights of a checkpoint goes on from its own.
     rest = [] if config.train.load_optimizer else ["--train.load_optimizer", "true"]
     rest += [] if page is None else ["--report", str(page.parent)]
-    again = [*argv, *rest, "--train.load_checkpoint_path", "auto"]
+    again = [*without(argv, *OF_ONE_START), *rest, "--train.load_checkpoint_path", "auto"]
     if only_plan:
         return launch.run(None, lambda mesh: None, first=plan)
     return launch.run(

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from tilewright.core.files import no_space, writing
 from tilewright.nn.sharded import shard
 from tilewright.nn.weights import adapted
 from tilewright.trainer.checkpoint.best import Best
@@ -55,12 +56,14 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
     verify,
     write_state,
 )
+from tilewright.trainer.checkpoint.made_of import ACCEPTS, NOTHING, MadeOf
 from tilewright.trainer.checkpoint.run_folder import (
     candidates,
     claim,
     complete,
     earlier,
     find,
+    prune,
     publish,
     recover,
     step_of,
@@ -90,9 +93,11 @@ Reference = Mapping[str, dict[str, torch.Tensor]]  # `reference.Compared.moved`
 
 
 @contextlib.contextmanager
-def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
+def _first_failure(
+    kind: type[Exception], what: str, written: pathlib.Path | None = None
+) -> Iterator[None]:
     """DCP's exception collects the failures of all ranks, with their traces, and is not an
-    Exception: reduces it to one sentence.
+    Exception: reduces it to one sentence.   written: a folder on the disk that was written to.
     """
     try:
         yield
@@ -100,8 +105,10 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
         [(rank, (first, _)), *_] = error.failures.items()
         if isinstance(first, KeyboardInterrupt):
             raise first from None
-        reason = str(first).partition("\n")[0]
-        raise kind(f"{what} (rank {rank}: {type(first).__name__}: {reason})") from first
+        reason = f"rank {rank}: {type(first).__name__}: {str(first).partition(chr(10))[0]}"
+        if written is not None and (full := no_space(written)):
+            reason = f"{full}; {reason}"
+        raise kind(f"{what} ({reason})") from first
 
 
 def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -155,7 +162,7 @@ class Saver:
     Every rank must create one, and call its methods at the same steps.   last: the newest complete
     checkpoint; at first the one resumed from.   keep: `run_folder.publish`'s.   base: store frozen
     weights in any case.   best: the best so far, one that is being written included.   states: of
-    the optimizer, store them too.
+    the optimizer, store them too.   former: the best by other evaluations, which stay.
     """
 
     def __init__(
@@ -168,11 +175,12 @@ class Saver:
         base: bool = False,
         best: Best | None = None,
         states: bool = True,
+        former: tuple[Best, ...] = (),
     ):
         self.root, self.mesh = pathlib.Path(output_dir, "checkpoints"), mesh
         self.last, self.keep, self.base = last, keep, base
         self.best = self._best_before = best
-        self.states = states
+        self.states, self.former = states, former
         here = last is not None and last.resolve().parent == self.root.resolve()
         self.resumed = last if here else None
         self.pending: tuple[Future[None], pathlib.Path] | None = (
@@ -192,6 +200,13 @@ class Saver:
         """Whether there was an evaluation, and better than that of the best checkpoint."""
         return self.best is not None and self.best.improved_by(values or {})
 
+    def offer(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the checkpoint that the run goes on from for the best, if these values of an
+        evaluation that it could not wait for are better.
+        """
+        if self.best is not None and self.resumed is not None and step_of(self.resumed) == step:
+            self.best = self._best_before = self.best.at(step, values)
+
     def save(
         self,
         step: int,
@@ -210,19 +225,12 @@ class Saver:
         """
         again = self._failed()
         self.check(step, parts.model, optimizer, "no checkpoint is written")
-        target, aside = self.folder(step), self.root / f".global_step_{step}.partial"
-        if self.mesh.main:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        self.mesh.control.barrier()
+        target, aside = self.folder(step), self._aside(step)
+        self._begin(aside)
         adapters_alone = adapters_suffice(parts) and not self.base
         tensors, _ = _contents(parts.model, optimizer if self.states else None, adapters_alone)
         if reference and self.states:
             tensors["reference"] = reference
-        random = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            random["cuda"] = torch.cuda.get_rng_state()
-        save_file(random, aside / f"random_{self.mesh.rank}.safetensors")
         state = {
             "step": step,
             "weights": "adapters" if adapters_alone else "all",
@@ -245,33 +253,71 @@ class Saver:
             if again:
                 self.finish()
         else:
-            with _first_failure(OSError, f"{aside}: cannot be written"):
+            with _first_failure(OSError, f"{aside}: cannot be written", self.root):
                 state_dict_saver.save(tensors, checkpoint_id=aside / "dcp", planner=SavePlanner())
             self._publish(self.mesh.control, aside, target, state)
             self.last = target
         return target
 
+    def _aside(self, step: int) -> pathlib.Path:
+        """Where a checkpoint is written."""
+        return self.root / f".global_step_{step}.partial"
+
+    def _begin(self, aside: pathlib.Path) -> None:
+        """Makes the folder, with every rank's random state. Raises OSError on all of them."""
+        problem = None
+        if self.mesh.main:
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                aside.mkdir(parents=True)
+            except OSError as error:
+                problem = error
+        self.mesh.control.agree(problem)
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        file = aside / f"random_{self.mesh.rank}.safetensors"
+        try:
+            with writing(file):
+                save_file(random, file)
+        except OSError as error:
+            problem = error
+        self.mesh.control.agree(problem)
+
     def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """What a checkpoint of this step says of the best one: itself, if it is better."""
+        """What a checkpoint of this step says of the best ones: itself, if it is better."""
+        former = [dataclasses.asdict(one) for one in self.former]
+        found: dict[str, Any] = {"former_bests": former} if former else {}
         if self.best is None:
-            return {}
+            return found
         self._best_before, self.best = self.best, self.best.at(step, values)
-        return {"best": dataclasses.asdict(self.best)}
+        return {"best": dataclasses.asdict(self.best), **found}
 
     def _spared(self, state: dict[str, Any]) -> list[str]:
         """The names of checkpoints that stay whatever their age."""
-        best = state.get("best", {}).get("step")
+        steps = [b["step"] for b in (state.get("best"), *state.get("former_bests", ())) if b]
         names = [] if self.resumed is None else [self.resumed.name]
-        return names if best is None else [*names, self.folder(best).name]
+        return [*names, *(self.folder(step).name for step in steps if step is not None)]
+
+    def prune(self) -> None:
+        """Removes what a run that was killed when it had written its last checkpoint could not."""
+        if self.mesh.main and self.last is not None and self.last.parent == self.root:
+            named = {"best": self.best and dataclasses.asdict(self.best)}
+            former = {"former_bests": [dataclasses.asdict(one) for one in self.former]}
+            prune(self.root, self.keep, {self.last.name, *self._spared({**named, **former})})
 
     def _failed(self) -> bool:
-        """Waits for a checkpoint in progress; whether it could not be written."""
+        """Waits for a checkpoint in progress; whether it could not be written. What there is of it
+        is removed: the next one may need its space.
+        """
+        step = -1 if self.pending is None else step_of(self.pending[1])
         try:
             self.finish()
         except OSError as error:
             self.best = self._best_before
             if self.mesh.main:
                 log.warning("%s; another one is written now", error)
+                shutil.rmtree(self._aside(step), ignore_errors=True)
             return True
         return False
 
@@ -340,7 +386,7 @@ class Saver:
         """Waits for a checkpoint in progress."""
         if self.pending is not None:
             (published, target), self.pending = self.pending, None
-            with _first_failure(OSError, f"{target}: cannot be written"):
+            with _first_failure(OSError, f"{target}: cannot be written", self.root):
                 published.result()
             self.last = target
 
@@ -419,6 +465,7 @@ def restore(
     checked: bool = True,
     states: bool = True,
     reference: Reference | None = None,
+    made_of: MadeOf = NOTHING,
 ) -> dict[str, Any]:
     """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
 
@@ -426,7 +473,7 @@ def restore(
     reference: that moves, filled with the states: of a run in which it did not, it is not yet.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
-    base).   checked: compare the checksums of all files.
+    base).   checked: compare the checksums of all files.   made_of: of a run that goes on.
     Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
     or has changed since it was written; warns if ops were computed by other implementations.
     """
@@ -435,7 +482,7 @@ def restore(
     adapters_alone, large = False, {}
     try:
         state = read_state(folder)
-        _check(folder, state, run)
+        check(folder, state, run, made_of)
         if states and not state.get("optimizer", True):
             raise ValueError(
                 f"{folder} holds no states of the optimizer (train.save_optimizer was false), so no "
@@ -462,6 +509,8 @@ def restore(
         log.warning(
             "ops are computed differently from when %s was written: %s (then, now)", folder, changed
         )
+    for line in made_of.told(state) if mesh.main else ():
+        log.warning("%s: %s", folder, line)
     tensors, moments = _contents(parts.model, optimizer if states else None, adapters_alone)
     if states and state.get("reference"):
         tensors["reference"] = reference  # filled in place
@@ -567,23 +616,39 @@ def _completed(had: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
     return {**added, **had, **inner}
 
 
-def _check(folder: pathlib.Path, state: dict[str, Any], run: dict[str, dict[str, Any]]) -> None:
+def check(
+    folder: pathlib.Path,
+    state: dict[str, Any],
+    run: dict[str, dict[str, Any]],
+    made_of: MadeOf = NOTHING,
+) -> None:
+    """Raises ValueError if a run is not the one that wrote a checkpoint. See `restore`."""
     now = json.loads(json.dumps(run))  # tuples as lists
     then = {kind: _completed(state["run"].get(kind, {}), ADDED.get(kind, {})) for kind in now}
-    # Differences first: another optimizer may have keys that this checkpoint's has not.
-    for kind, keys in now.items():
-        had = then[kind]
+    # Differences first: another optimizer may have keys that this checkpoint's has not. The base
+    # before the data: what is read from its folder are other things, too.
+    for kind in sorted(now, key=lambda kind: kind == "data"):
+        had, keys = then[kind], now[kind]
         differ = {k: (had[k], v) for k, v in keys.items() if k in had and had[k] != v}
         if differ and kind == "base":
+            places = made_of.changed(state).get("base")
+            read = f"{places[0]} then, {places[1]} now. " if places else ""
             raise ValueError(
                 f"{folder} belongs to a run that began from other weights than those of "
-                f"model.model_path: {differ} (checkpoint, configuration). Set model.model_path to "
-                "the former ones, or train.allow_other_base to true to go on with these"
+                f"model.model_path: {differ} (checkpoint, configuration). {read}Set "
+                "model.model_path to the former ones, or train.allow_other_base to true to go on "
+                "with these"
             )
+        if kind == "data":
+            differ = made_of.unexplained(state, differ)
+            if why := made_of.refused(state, differ):
+                raise ValueError(f"{folder} {why}")
         if differ:
+            old = "contents" in differ and "made_of" not in state
+            accept = f"; {ACCEPTS} = [data] goes on with these" if old else ""
             raise ValueError(
                 f"{folder} was written with another {kind}: {differ} (checkpoint, configuration). "
-                f"{_ANEW}"
+                f"{_ANEW}{accept}"
             )
     for kind, keys in now.items():
         if absent := keys.keys() - then[kind].keys():

@@ -171,17 +171,21 @@ def recover(output_dir: str, mesh: Mesh, *, alone: bool = True) -> None:
 def publish(
     aside: pathlib.Path, target: pathlib.Path, keep: int = 0, spared: Collection[str] = ()
 ) -> None:
-    """Gives a complete checkpoint its name.
-
-    keep: how many of the folder's checkpoints stay, of which the oldest go first; 0: all. Removed
-    ones lose their name first, so that none is found half removed.   spared: names of folders that
-    stay in any case, as this one does.
-    """
+    """Gives a complete checkpoint its name.   keep, spared: see `prune`; this one stays, too."""
     replace_folder(aside, target)
     log.info("checkpoint %s", target)
+    prune(target.parent, keep, {target.name, *spared})
+
+
+def prune(root: pathlib.Path, keep: int, spared: Collection[str]) -> None:
+    """Removes old checkpoints. They lose their name first, so that none is found half removed.
+
+    keep: how many of the folder's checkpoints stay, of which the oldest go first; 0: all.
+    spared: names of folders that stay in any case.
+    """
     if keep:
-        written = sorted(complete(str(target.parent.parent)), key=_written)
-        may_go = [old for old in written if old.name not in {target.name, *spared}]
+        written = sorted(complete(str(root.parent)), key=_written)
+        may_go = [old for old in written if old.name not in spared]
         for old in may_go[: max(0, len(written) - keep)]:
             old.rename(gone := old.with_name(f".{old.name}.deleted"))
             shutil.rmtree(gone)

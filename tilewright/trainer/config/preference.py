@@ -193,6 +193,7 @@ class Preference(Section):
             )
         ),
         names={"TRL": "ref_model"},
+        resume=Resume.OTHER_CONTENTS,
         certified=False,
     )
     """The folder of the reference model; null: model.model_path."""

@@ -115,7 +115,7 @@ class Resume(enum.StrEnum):
     )
     OTHER_CONTENTS = (
         "refused with other contents: the run continues with the weights, the model and the "
-        "samples it had"
+        "samples it had, unless train.accept_changes names what is another"
     )
     NEXT_STEP = "free: it holds from the next step on"
     ROUNDING = "free: it changes how results are rounded, from the next step on"

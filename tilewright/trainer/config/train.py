@@ -1176,6 +1176,17 @@ class Train(Section):
     """Resume although model.model_path holds other weights than those the run began from. Adapters
     go on with these, unless merges have changed the former ones.
     """
+    accept_changes: list[
+        Literal["reference", "teacher", "tokenizer", "template", "data", "routes"]
+    ] = field(
+        [],
+        Resume.THIS_START,
+        differs=("none", "ours: a run belongs to what it was made of"),
+    )
+    """Resume although these have other contents than when the checkpoint was written: the reference
+    that answers are compared with, the columns of a teacher, the tokenizer, its chat template, the
+    other samples, the recorded routes. The run goes on with what is there now, at its position.
+    """
     # logging
     log_format: Literal["progress_bar", "structured"] = field("progress_bar", Resume.OUTPUT)
     """progress_bar, or structured: key=value lines."""

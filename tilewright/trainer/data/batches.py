@@ -47,6 +47,7 @@ NONE: Mapping[str, Column] = {}
 # A bin's index; where documents are mismatched, also that of the bin before it.
 Key = int | tuple[int, int] | None
 DOCUMENT = {"document": Column("document", "int64", fill=-1)}
+HASHED = 1 << 22  # tokens of a data set whose samples are all hashed
 
 
 def lengths_of(dataset) -> np.ndarray:
@@ -130,22 +131,40 @@ class Bins(torch.utils.data.Dataset):
 
     def fingerprint(self) -> str:
         """A hash of the contents. They are read once."""
-        return self._contents
+        return self._hashes[0]
+
+    def parts(self) -> dict[str, str]:
+        """The same of what the contents are made of, by `Column.part`."""
+        return dict(self._hashes[1])
+
+    @property
+    def _hashed(self) -> int:
+        """How many samples are hashed: all of them, or as many as have four million tokens."""
+        return max(2, min(len(self.lengths), HASHED * len(self.lengths) // max(1, self.tokens)))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some samples are not hashed."""
+        return self._hashed < len(self.lengths)
 
     @functools.cached_property
-    def _contents(self) -> str:
-        """A hash of every sample's length, and of the contents of samples spread over the data: all
-        of them, or as many as have four million tokens in total.
+    def _hashes(self) -> tuple[str, dict[str, str]]:
+        """A hash of every sample's length, and of the contents of samples spread over the data;
+        and such a hash for each part of them.
         """
-        few = max(2, min(len(self.lengths), (1 << 22) * len(self.lengths) // max(1, self.tokens)))
-        rows = self.dataset[np.unique(np.linspace(0, len(self.lengths) - 1, few).astype(np.int64))]
-        digest = hashlib.sha256(self.lengths.tobytes())
+        at = np.linspace(0, len(self.lengths) - 1, self._hashed).astype(np.int64)
+        rows = self.dataset[np.unique(at)]
+        whole = hashlib.sha256(self.lengths.tobytes())
+        parts = {"data": whole.copy()}
         for name in self._names:
+            part = "data" if name in TOKENS else self._read[name].part
+            own = parts.setdefault(part, hashlib.sha256())
             for sample in rows[name]:
                 values = np.asarray(sample)
-                whole = values.dtype.kind in "iu"
-                digest.update(values.astype(np.int64 if whole else np.float64).tobytes())
-        return digest.hexdigest()[:16]
+                kind = np.int64 if values.dtype.kind in "iu" else np.float64
+                for digest in (whole, own):
+                    digest.update(values.astype(kind).tobytes())
+        return whole.hexdigest()[:16], {name: d.hexdigest()[:16] for name, d in parts.items()}
 
     def origin(self, document: int) -> str:
         """The column `origin` of a document; "" of a set without it."""
@@ -355,7 +374,8 @@ class Batches:
         return {"epoch": self.epoch, "used": self.used}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.used = state["epoch"], state["used"]
+        # Other data, which a run can accept, may have fewer bins.
+        self.epoch, self.used = state["epoch"], min(state["used"], len(self.bins))
 
     def order(self, epoch: int) -> np.ndarray:
         """Indices of all bins in the order of an epoch."""
@@ -446,7 +466,18 @@ def evaluation_batches(
     keys: list[Key] = keyed([*every]) if bins.mismatched else [*every]
     groups = [keys[i : i + size] for i in range(0, len(bins), size)]
     groups.extend([None] for _ in range(-len(groups) % world_size))
-    own = groups[rank::world_size]
-    if most:
-        own = own[: most if isinstance(most, int) else math.ceil(most * len(own))]
+    own = groups[rank::world_size][: _batches(len(bins), size, world_size, most)]
     return _loader(bins, own, bins.data, pin, cp or ContextParallel(), tp)
+
+
+def _batches(bins: int, size: int, world_size: int, most: float | None) -> int:
+    """Of each rank. See `evaluation_batches`."""
+    every = math.ceil(math.ceil(bins / size) / world_size)
+    if not most:
+        return every
+    return min(every, most if isinstance(most, int) else math.ceil(most * every))
+
+
+def evaluated_bins(bins: Bins, size: int, world_size: int, most: float | None) -> list[np.ndarray]:
+    """The bins that `evaluation_batches` has over all ranks."""
+    return bins.bins[: _batches(len(bins), size, world_size, most) * world_size * size]

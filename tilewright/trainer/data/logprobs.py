@@ -19,6 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tilewright.core.files import writing
 from tilewright.trainer.columns import IGNORE
 
 KEY = "S32"
@@ -65,7 +66,9 @@ def write(
     name = hashlib.sha256(arrays["keys"].data).hexdigest()[:16]
     aside = folder / f".{name}.{rank}.partial"
     checksum = _checksum(about, (arrays[n] for n in NAMES))
-    save_file(arrays, aside, {"reference": about, "checksum": checksum, "tokenizer": tokenizer})
+    said = {"reference": about, "checksum": checksum, "tokenizer": tokenizer}
+    with writing(aside):
+        save_file(arrays, aside, said)
     aside.replace(folder / f"{name}.safetensors")
 
 

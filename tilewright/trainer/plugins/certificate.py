@@ -61,6 +61,7 @@ HASHES = {
     "data evaluation": "the content of the evaluation data",
     "data order": "the order of samples",
     "data packing": "the packing of samples",
+    "read": "the content of the {}",
 }
 # Other facts in a sentence, by kind, or kind and name.
 NAMES = {
@@ -104,8 +105,8 @@ def facts(
     """This rank's, causes before what they have an effect on; without the initial weights.
 
     fields: what `certified` returns.   deep_ep: whether DeepEP sends tokens to experts.
-    data: what `build.build_data` returns.   belongs: what `build.identity` returns.   chosen: the
-    implementation of each op.
+    data: what `build.build_data` returns.   belongs: what `build.identity` returns, and as "read"
+    the hashes of what else the run reads.   chosen: the implementation of each op.
     """
     batches, held = data
     device = platform.device_name(mesh.device.type)
@@ -126,6 +127,7 @@ def facts(
         "package": packages(chosen, deep_ep),
         "launch": launches(chosen, mesh.device),
         "tuned table": {f"{op} for {device}": h for op, h in tuning.hashes(mesh.device).items()},
+        "read": belongs["read"],
         "data": {
             **belongs["data"],
             "evaluation": " ".join(bins.fingerprint() for bins in held.values()) or None,

@@ -65,9 +65,13 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     return found
 
 
-def drop_after(path: pathlib.Path, step: int) -> None:
-    """Leaves the rows up to a step in a file: a resumed run repeats the later ones."""
+def drop_after(path: pathlib.Path, step: int, owed: bool = False) -> None:
+    """Leaves the rows up to a step in a file: a resumed run repeats the later ones.   owed: and
+    the evaluation after that step.
+    """
     kept = [r for r in rows(path) if r["step"] <= step] if step else []
+    if owed:
+        kept = [r for r in kept if r["step"] < step or "grad_norm" in r]
     write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
@@ -83,9 +87,11 @@ class Metrics:
         tokens: int,
         work: tuple[float, int],
         settings: dict[str, Any],
+        owed: bool = False,
     ):
         """steps: (done, total).   tokens: of the steps done.   work: FLOPs per token, and devices.
-        settings: of the run, for Weights & Biases.
+        settings: of the run, for Weights & Biases.   owed: whether the run begins with the
+        evaluation after its last step.
         """
         (self.start, self.total), (self.flops, self.devices) = steps, work
         self.train, self.main, self.tokens = train, main, tokens
@@ -97,7 +103,7 @@ class Metrics:
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        drop_after(path, start)
+        drop_after(path, start, owed)
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
@@ -182,8 +188,17 @@ class Metrics:
             self.write(row)
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
 
+    def tested(self, step: int) -> bool:
+        """Whether the test after this step is reported. Of rank 0."""
+        found = rows(pathlib.Path(self.train.output_dir, "metrics.jsonl"))
+        return any(row["step"] == step and "test_loss" in row for row in found)
+
     def write(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(row) + "\n")
+        """Raises OSError, naming the file."""
+        try:
+            self.file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.file.name}: cannot be written ({error.strerror})") from error
         if self.wandb is not None and (
             "grad_norm" not in row or row["step"] % self.train.wandb_log_interval == 0
         ):

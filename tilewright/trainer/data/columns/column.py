@@ -49,6 +49,7 @@ class Column:
     depends: what `reader` depends on, in JSON: prepared sets of another value are not used.
     of_model: the shape of a model -> the column as that model reads it.
     asked_by: the setting that needs it, in errors.
+    part: what a run is made of that it holds, by the name that checkpoints have for it.
     """
 
     each: Literal["token", "document"]
@@ -66,6 +67,7 @@ class Column:
     depends: Any = None
     of_model: Callable[[ModelConfig], Column] | None = None
     asked_by: str = ""
+    part: str = "data"
 
     def of(self, shape: ModelConfig, asked_by: str, width: int | None = None) -> Column:
         """The column as a model reads it.   width: where a loss decides on it."""

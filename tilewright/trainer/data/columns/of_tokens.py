@@ -20,7 +20,7 @@ def recorded(routes: Routes) -> Column:
 
 # Experts are below 4,096; -1 is a token without a record.
 ROUTED_EXPERTS = Column(
-    "token", "int16", fill=-1, of_model=lambda shape: recorded(Routes.of(shape))
+    "token", "int16", fill=-1, of_model=lambda shape: recorded(Routes.of(shape)), part="routes"
 )
 
 COLUMNS.add("routed_experts", ROUTED_EXPERTS)
@@ -30,8 +30,10 @@ COLUMNS.add("advantage", Column("token", "float32", target=True))
 # are others, under a teacher, and under a reference model.
 COLUMNS.add("old_logprob", Column("token", "float32", target=True, most=0.0))
 COLUMNS.add("rollout_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("reference_logprob", Column("token", "float32", target=True, most=0.0))
+COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0, part="teacher"))
+COLUMNS.add(
+    "reference_logprob", Column("token", "float32", target=True, most=0.0, part="reference")
+)
 
 
 def _twice(ids: np.ndarray) -> tuple[np.ndarray, str]:
@@ -52,10 +54,17 @@ def _in_vocabulary(shape: ModelConfig) -> Column:
 
 # A teacher's most probable tokens, in any order, and their log-probabilities. -1 is no token.
 TEACHER_IDS = Column(
-    "token", "int32", fill=-1, target=True, least=-1, among=_twice, of_model=_in_vocabulary
+    "token",
+    "int32",
+    fill=-1,
+    target=True,
+    least=-1,
+    among=_twice,
+    of_model=_in_vocabulary,
+    part="teacher",
 )
 COLUMNS.add("teacher_ids", TEACHER_IDS)
 COLUMNS.add(
     "teacher_logprobs",
-    Column("token", "float32", target=True, most=0.0, among=_too_probable),
+    Column("token", "float32", target=True, most=0.0, among=_too_probable, part="teacher"),
 )

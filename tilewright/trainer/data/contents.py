@@ -1,0 +1,80 @@
+"""What a run's samples are made of, by content: the data, what their columns hold of others, and
+the tokenizer with its chat template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
+from tilewright.trainer.checkpoint.made_of import Thing
+from tilewright.trainer.config import Data, Dataset, Model
+from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.cache_key import files_of
+from tilewright.trainer.data.prepared import is_saved
+
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+VOCABULARIES = (".model", ".tiktoken")
+
+
+def digest(what: Any) -> str:
+    """A hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def of_samples(data: Data, bins: Bins) -> dict[str, Thing]:
+    """The samples to train on, and what a teacher, an engine or a reference has written beside
+    them (`Column.part`). Where not all samples are hashed, their files are.
+    """
+    places = [str(data.dataset_prepared_path)] if is_saved(data) else _places(data.datasets)
+    found = {part: Thing(digest, places) for part, digest in bins.parts().items()}
+    if bins.sampled and not is_saved(data):
+        files = [f["sha256"] for f in files_of(data.datasets, data.dataset_prepared_path, 1)]
+        found["data"] = Thing(digest([found["data"].digest, files]), places)
+    return found
+
+
+def _places(entries: Sequence[Dataset]) -> list[str]:
+    return [*dict.fromkeys(entry.path for entry in entries)]
+
+
+def of_tokenizer(model: Model) -> dict[str, Thing]:
+    """The tokenizer and its chat template, wherever in its folder that is; {} without one."""
+    path = model.tokenizer_path
+    try:
+        folder = pathlib.Path(local_folder(path, model.revision)) if path else None
+    except FileNotFoundError:
+        return {}
+    if path is None or folder is None or not folder.is_dir():
+        return {}
+    files, templates = {}, {}
+    for file in sorted(folder.iterdir()):
+        if file.name == TEMPLATE:
+            templates["default"] = file.read_text("utf-8", "replace")
+        elif file.name == SETTINGS:
+            files[file.name], within = _settings(file)
+            templates = {**within, **templates}
+        elif file.name in hf.TOKENIZER_FILES or file.suffix in VOCABULARIES:
+            files[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for file in sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")):
+        templates[file.stem] = file.read_text("utf-8", "replace")
+    found = {"tokenizer": files, "template": templates}
+    return {name: Thing(digest(what), [path]) for name, what in found.items() if what}
+
+
+def _settings(file: pathlib.Path) -> tuple[Any, dict[str, str]]:
+    """tokenizer_config.json without its templates, and these by name."""
+    text = file.read_bytes()
+    try:
+        settings = json.loads(text)
+        given = settings.pop("chat_template", None) or {}
+    except (ValueError, AttributeError):  # transformers says what is wrong with it
+        return hashlib.sha256(text).hexdigest(), {}
+    if isinstance(given, list):
+        given = {str(one.get("name")): one.get("template") for one in given}
+    return settings, given if isinstance(given, dict) else {"default": given}
