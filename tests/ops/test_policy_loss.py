@@ -368,6 +368,49 @@ def test_bad_input_is_named(given, message):
         linear_policy_loss(X, W, Y, **{**GIVEN, **given})
 
 
+TIS = {"loss": "policy_loss", "use_tis": True, "rollout_logprob": GIVEN["old_logprob"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"clip_low_threshold": 2, "clip_high_threshold": 1},
+            "clip_low_threshold must be at most clip_high_threshold = 1, got 2",
+        ),
+        (
+            {"loss": "gspo", "cu_seqlens": torch.tensor([0, 3]), "clip_low_threshold": 1.5},
+            "clip_low_threshold must be at most clip_high_threshold = 1.2, got 1.5",
+        ),
+        (
+            {"loss": "cispo", "clip_high_threshold": 0},
+            "clip_high_threshold must be above 0, or nothing is learned, got 0",
+        ),
+        (
+            {"loss": "dr_grpo", "clip_high_threshold": 0.5},
+            "clip_high_threshold must be at least clip_low_threshold = 0.8, got 0.5",
+        ),
+        ({"loss": "dr_grpo", "kl_type": "k1"}, "kl_type needs beta above 0, got 'k1'"),
+        ({"loss": "dr_grpo", "kl_type": "k1", "beta": 0}, "kl_type needs beta above 0"),
+        ({"loss": "policy_loss", "tis_clip_low": 0.5}, "tis_clip_low needs use_tis, got 0.5"),
+        (TIS | {"use_tis": False, "tis_clip_high": 3}, "tis_clip_high needs use_tis, got 3"),
+        (TIS | {"tis_clip_low": 3}, "tis_clip_low must be at most tis_clip_high = 2.0, got 3"),
+        (TIS | {"tis_clip_high": 0.05}, "tis_clip_high must be at least tis_clip_low = 0.1"),
+        (TIS | {"tis_clip_low": 0, "tis_clip_high": 0}, "tis_clip_high must be above 0"),
+    ],
+)
+def test_options_that_do_not_fit_to_each_other_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(X, W, Y, **{**GIVEN, **given})
+
+
+def test_thresholds_of_tokens_are_not_compared_with_numbers():
+    """Their values would have to be waited for."""
+    high = torch.full_like(GIVEN["old_logprob"], 3.0)
+    given = GIVEN | {"clip_low_threshold": 2.0, "clip_high_threshold": high}
+    assert linear_policy_loss(X, W, Y, **given).loss.isfinite()
+
+
 def test_every_option_reaches_the_formulas_by_its_name(monkeypatch):
     values = {name: 1.5 + i / 8 for i, name in enumerate(OPTIONS)}
     values |= {"use_tis": True, "kl_type": "k1", "ratio_type": "sequence"}

@@ -869,15 +869,15 @@ def test_check_prints_what_loads_again(write, capsys):
         (["--train.max-steps=3"], "train.max_steps", 3),
         (["--train.data_parallel_shard_size", "-1"], "train.data_parallel_shard_size", -1),
         (["--train.save_hf_weights", "false"], "train.save_hf_weights", False),
-        (["--train.wandb_name", "a=b"], "train.wandb_name", "a=b"),
-        (["--train.wandb_name=a=b"], "train.wandb_name", "a=b"),
-        (["--train.wandb_name=--x"], "train.wandb_name", "--x"),
-        (["--train.wandb_name", '"null"'], "train.wandb_name", "null"),
-        (["--train.wandb_name", "12"], "train.wandb_name", "12"),
+        (["--train.assert_deterministic", "a=b"], "train.assert_deterministic", "a=b"),
+        (["--train.assert_deterministic=a=b"], "train.assert_deterministic", "a=b"),
+        (["--train.assert_deterministic=--x"], "train.assert_deterministic", "--x"),
+        (["--train.assert_deterministic", '"null"'], "train.assert_deterministic", "null"),
+        (["--train.assert_deterministic", "12"], "train.assert_deterministic", "12"),
         (["--train.max_steps", "null"], "train.max_steps", None),
         (["--train.load_checkpoint_path", ""], "train.load_checkpoint_path", None),
-        (["--train.wandb_tags", '["a", "b"]'], "train.wandb_tags", ["a", "b"]),
-        (["--train.wandb_tags=[a, b]"], "train.wandb_tags", ["a", "b"]),
+        (["--data.select_columns", '["a", "b"]'], "data.select_columns", ["a", "b"]),
+        (["--data.select_columns=[a, b]"], "data.select_columns", ["a", "b"]),
         (["--data.val_set_size", "100"], "data.val_set_size", 100),
         (["--data.val_set_size", "0.05"], "data.val_set_size", 0.05),
         (["--data.datasets.0.path", "hub/name"], "data.datasets.0.path", "hub/name"),
@@ -948,8 +948,8 @@ def test_wrong_override(least, arguments, expected):
 
 
 def test_broken_json_is_named(least):
-    [line] = errors(least, "--train.wandb_tags", "[a,]]")
-    assert line.startswith("train.wandb_tags = [a,]]: not JSON:")
+    [line] = errors(least, "--data.select_columns", "[a,]]")
+    assert line.startswith("data.select_columns = [a,]]: not JSON:")
 
 
 def test_without_a_file_arguments_are_enough():
@@ -975,9 +975,9 @@ def test_without_a_file_arguments_are_enough():
         ["--model.config_path", "a/config.json"],
         ["--train.data_parallel_mode", "none", "--train.lr", "3e-7"],
         ["--data.val_set_size", "0.1"],
-        ["--train.wandb_name", "null"],
-        ["--train.wandb_name", '"null"'],
-        ["--train.wandb_name", "ünïcode: [x]"],
+        ["--train.assert_deterministic", "null"],
+        ["--train.assert_deterministic", '"null"'],
+        ["--train.assert_deterministic", "ünïcode: [x]"],
         ["--train.optimizer", "sgd", "--train.recompute_modules", '["mlp"]'],
         [
             "--lora.enable_qlora",
@@ -1052,10 +1052,18 @@ MUON = "--train.optimizer=muon"
 LORA, QLORA, WEIGHTS = "--lora.enable_lora=true", "--lora.enable_qlora=true", "--model.model_path=x"
 PP, STEPS = "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps"
 SCHEDULE, STAGES = "--train.pipeline_parallel_schedule", "--train.virtual_pipeline_size"
+EVAL_PACKING, ALL_READ = "--data.eval_sample_packing=true", "--train.load_weights_mode=all_ranks"
+SHARED_PREFIX = "--preference.share_prefix=true"
 TP = "--train.tensor_parallel_size=2 --model.merge_qkv=false"
 REENTRANT = "--train.enable_gradient_checkpointing=true --train.enable_reentrant=true"
 HELD = "--data.val_set_size=4"
 BEST = f"{HELD} --train.best_metric=eval_loss"
+PROFILE = "--train.enable_profiling=true"
+DPO = f"--train.loss=preference {FIRST}path=/ {FIRST}type=preference_tokenized"
+KTO = f"{DPO} --preference.loss=kto {FIRST}type=unpaired_preference_tokenized"
+NO_WEIGHTS = "--preference.kto_desirable_weight=0 --preference.kto_undesirable_weight=0"
+POLICY = f"--train.loss=policy {FIRST}path=/"
+TEACHER = f"--train.loss=distillation {FIRST}path=/"
 # A violation of the rule, the error, and a similar value that is accepted.
 RULES = [
     *(
@@ -1456,12 +1464,12 @@ RULES = [
     (
         "--train.lr_decay_style=cosine --train.lr_min=1e-3",
         "the decay would rise",
-        "--train.lr_min=1e-3",
+        "--train.lr_decay_style=cosine --train.lr_min=1e-6",
     ),
     (
         "--train.lr_warmup_ratio=0.1 --train.lr_start=1",
         "the warmup would fall",
-        "--train.lr_start=1",
+        "--train.lr_warmup_ratio=0.1 --train.lr_start=1e-6",
     ),
     (
         "--train.lr_decay_style=linear --train.lr_warmup_ratio=0.5 --train.lr_decay_ratio=0.4",
@@ -1496,7 +1504,7 @@ RULES = [
     (
         "--train.lr_decay_style=noam --train.lr_decay_ratio=0.4",
         "noam has no end",
-        "--train.lr_decay_ratio=0.4",
+        "--train.lr_decay_style=linear --train.lr_decay_ratio=0.4",
     ),
     (
         "--train.lr_decay_style=cosine_with_restarts --train.lr_cycles=1.5",
@@ -1524,9 +1532,9 @@ RULES = [
         "--train.enable_full_determinism=true --train.allow_cuda_launch_blocking=true",
     ),
     (
-        "--train.profile_start_step=2",
+        f"{PROFILE} --train.profile_start_step=2",
         "profiling must end after it starts",
-        "--train.profile_start_step=2 --train.profile_end_step=3",
+        f"{PROFILE} --train.profile_start_step=2 --train.profile_end_step=3",
     ),
     (
         f"{DDP} --train.expert_parallel_size=2",
@@ -1580,6 +1588,123 @@ RULES = [
         "--train.cp_fsdp_mode=none --train.ringattn_parallel_size=2",
     ),
     (f"{QLORA} --lora.enable_lora=false", "QLoRA implies LoRA", QLORA),
+    (f"{HELD} --train.eval_strategy=no --data.eval_sample_packing=false", "nothing is eval", HELD),
+    ("--data.eval_sample_packing=true", "nothing to evaluate on", f"{HELD} {EVAL_PACKING}"),
+    # An option that cannot act where it is given.
+    *(
+        (f"{POLICY} --policy.loss={given}", sentence, f"{POLICY} --policy.loss={right}")
+        for given, sentence, right in (
+            ("dr_grpo --policy.kl_type=k1", "needs beta above 0", "dr_grpo --policy.beta=0.1"),
+            (
+                "dr_grpo --policy.beta=0 --policy.kl_type=k3",
+                "needs beta above 0",
+                "dr_grpo --policy.beta=0.1 --policy.kl_type=k3",
+            ),
+            (
+                "policy_loss --policy.tis_clip_low=0.5",
+                "needs use_tis",
+                "policy_loss --policy.use_tis=true --policy.tis_clip_low=0.5",
+            ),
+            (
+                "policy_loss --policy.use_tis=false --policy.tis_clip_high=5",
+                "needs use_tis",
+                "policy_loss --policy.use_tis=true --policy.tis_clip_high=5",
+            ),
+            (
+                "ppo --policy.clip_low_threshold=1.3 --policy.clip_high_threshold=1.1",
+                "must be at most clip_high_threshold = 1.1",
+                "ppo --policy.clip_low_threshold=1.1 --policy.clip_high_threshold=1.1",
+            ),
+            (
+                "gspo --policy.clip_low_threshold=1.3",
+                "must be at most clip_high_threshold = 1.2",
+                "cispo --policy.clip_low_threshold=1.3",
+            ),
+            (
+                "dr_grpo --policy.clip_high_threshold=0.7",
+                "must be at least clip_low_threshold = 0.8",
+                "cispo --policy.clip_high_threshold=0.7",
+            ),
+            (
+                "policy_loss --policy.use_tis=true --policy.tis_clip_low=3",
+                "must be at most tis_clip_high = 2",
+                "policy_loss --policy.use_tis=true --policy.tis_clip_low=3 --policy.tis_clip_high=4",
+            ),
+            (
+                "policy_loss --policy.use_tis=true --policy.tis_clip_high=0.05",
+                "must be at least tis_clip_low = 0.1",
+                "policy_loss --policy.use_tis=true --policy.tis_clip_high=0.5",
+            ),
+            (
+                "policy_loss --policy.use_tis=true --policy.tis_clip_low=0 --policy.tis_clip_high=0",
+                "or nothing is learned",
+                "policy_loss --policy.use_tis=true --policy.tis_clip_low=0",
+            ),
+            ("cispo --policy.clip_high_threshold=0", "or nothing is learned", "cispo"),
+        )
+    ),
+    (f"{KTO} {NO_WEIGHTS}", "both weights are 0", f"{KTO} {NO_WEIGHTS.split()[0]}"),
+    (
+        f"{KTO} {NO_WEIGHTS} --preference.loss=apo_zero_unpaired",
+        "both weights are 0",
+        f"{KTO} {NO_WEIGHTS} --preference.sft_ratio=1",
+    ),
+    (f"{KTO} --preference.share_prefix=true", "are not paired", f"{DPO} {SHARED_PREFIX}"),
+    *(
+        (
+            f"{TEACHER} --distillation.cross_entropy_share=1 --distillation.{given}",
+            "nothing of the divergence",
+            f"{TEACHER} --distillation.cross_entropy_share=0.9 --distillation.{given}",
+        )
+        for given in ("divergence=reverse", "divergence=jsd --distillation.beta=0.2")
+    ),
+    (
+        "--data.sample_packing_group_size=9",
+        "only multipack packs groups",
+        "--data.sample_packing_group_size=9 --data.sample_packing_method=multipack",
+    ),
+    (
+        "--data.sample_packing_method=multipack --data.sample_packing_sequentially=true "
+        "--data.sample_packing_group_size=9",
+        "only multipack packs groups",
+        "",
+    ),
+    ("--train.lr_min=1e-6", "constant stays at the peak", "--train.lr_min=1e-7"),
+    (
+        "--train.lr_decay_style=constant_with_warmup --train.lr_min=1e-6",
+        "constant_with_warmup stays at the peak",
+        "--train.lr_decay_style=noam --train.lr_min=1e-6",
+    ),
+    ("--train.lr_decay_ratio=0.5", "constant has no end", "--train.lr_decay_ratio=1"),
+    ("--train.lr_start=1e-6", "there is no warmup", ""),
+    (
+        '--train.optimizer=sgd --train.optimizer_args={"dampening":0.5}',
+        "dampening does nothing without momentum",
+        '--train.optimizer=sgd --train.optimizer_args={"dampening":0.5,"momentum":0.9}',
+    ),
+    ("--train.load_weights_mode=all_ranks", "weights are drawn", f"{WEIGHTS} {ALL_READ}"),
+    *(
+        (f"--train.{field}", f"only {switch} makes", "")
+        for switch, fields in (
+            (
+                "use_wandb",
+                ("wandb_project=p", "wandb_name=n", "wandb_tags=[a]", "wandb_log_interval=2"),
+            ),
+            (
+                "enable_profiling",
+                (
+                    "profile_start_step=0",
+                    "profile_end_step=3",
+                    "profile_trace_dir=x",
+                    "profile_record_shapes=false",
+                    "profile_profile_memory=false",
+                    "profile_with_stack=false",
+                    "profile_rank0_only=false",
+                ),
+            ),
+        )
+        for field in fields
+    ),
     *(
         (f"--lora.{field}", "only enable_lora makes", f"{LORA} --lora.{field} {WEIGHTS}")
         for field in (

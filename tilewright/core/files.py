@@ -141,6 +141,21 @@ def write_text(file: pathlib.Path, text: str) -> None:
     aside.replace(file)
 
 
+def check_writable(file: pathlib.Path, named: str) -> None:
+    """Tries a file that `write_text` is to write later. Raises ValueError, with what names it."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{named} {file}: there is no folder {folder}")
+    if file.is_dir():
+        raise ValueError(f"{named} {file}: is a folder; give a file")
+    probe = file.with_name(f".{file.name}.partial")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{named} {file}: cannot be written: {error.strerror}") from error
+
+
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, naming the file, if it holds none."""
     try:

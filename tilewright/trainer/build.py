@@ -230,6 +230,23 @@ def prepared(
     )
 
 
+def split(
+    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None, *, push: bool = True
+) -> tuple[Any, Any]:
+    """The samples of data.datasets: those that are trained on, and those held out, or None.
+
+    columns: at least those of training, by which samples that belong together stay together.
+    """
+    whole = prepared(config.data.datasets, config, mesh, vocab, columns, shuffle=True, push=push)
+    return split_validation(whole, config.data.val_set_size, config.train.seed, columns)
+
+
+def columns_of_run(config: Config, shape: ModelConfig) -> dict[str, Column]:
+    """`columns_of` a configuration."""
+    loss, referenced = loss_of_run(config), kind_of_reference(config) != "none"
+    return columns_of(config.train, loss, shape, config.preference.share_prefix, referenced)
+
+
 def build_data(
     config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
 ) -> tuple[Batches, dict[str, Bins]]:
@@ -238,8 +255,7 @@ def build_data(
     columns: further ones that batches have.
     """
     d, t, loss = config.data, config.train, loss_of_run(config)
-    whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
-    training, held = split_validation(whole, d.val_set_size, t.seed, columns)
+    training, held = split(config, mesh, vocab, columns)
     columns = columns or {}
     check_samples(training, "the data sets to train on", loss, columns)
     options = {"mismatched": loss.mismatched, "numbered": "origin" in columns}
@@ -552,8 +568,7 @@ def build(
     export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
     dropped = t.attention_dropout > 0
     ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
-    referenced = kind_of_reference(config) != "none"
-    columns = columns_of(t, loss, shape, prefixes, referenced)
+    columns = columns_of_run(config, shape)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
     dropout.check(t, shape, batches.per_step)

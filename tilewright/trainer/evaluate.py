@@ -1,8 +1,9 @@
 """Scores documents: torchrun -m tilewright.trainer.evaluate config.yaml [--scores FILE] [...]
 
 The configuration is the trainer's. Evaluated are the weights of model.model_path, or of the
-checkpoint that train.load_checkpoint_path names, on each of data.test_datasets, or of data.datasets
-where there are none.
+checkpoint that train.load_checkpoint_path names, on what a run with it evaluates: each of
+data.test_datasets, and the samples of data.datasets that data.val_set_size holds out; without
+either, on each of data.datasets.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from typing import Any
 import torch
 
 from tilewright.core import platform
-from tilewright.core.files import write_text
+from tilewright.core.files import check_writable, write_text
 from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
-from tilewright.trainer.config import Config, Model, from_command_line
+from tilewright.trainer.config import Config, Data, Dataset, Model, from_command_line
 from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.models.model_config import ModelConfig
@@ -50,11 +52,12 @@ OPTIONS = {
 
 @dataclasses.dataclass
 class Set:
-    """A data set to evaluate on."""
+    """A data set to evaluate on.   most: batches of it, as train.eval_max_batches."""
 
     name: str
     bins: Bins
     ids: list[str]
+    most: float | None = None
 
 
 @dataclasses.dataclass
@@ -105,16 +108,51 @@ class Rewards:
         return f"{name}: documents={self.documents} reward={self.reward / self.documents:.6g}"
 
 
-def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
-    data, loss = config.data, build.loss_of_run(config)
-    entries = data.test_datasets or data.datasets
-    # A folder that was prepared for training has no other columns than those of the loss.
-    columns = {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
+def sets(config: Config, mesh: Mesh, shape: ModelConfig) -> Iterator[Set]:
+    """What a run evaluates and tests on, or without anything each of data.datasets."""
+    data, t = config.data, config.train
+    if (held := data.val_set_size is not None) or data.test_datasets:
+        most = t.test_max_batches if t.do_test else t.eval_max_batches
+        yield from whole_sets(config, mesh, shape, data.test_datasets, most)
+    else:
+        yield from whole_sets(config, mesh, shape, data.datasets, t.eval_max_batches)
+    if held:
+        columns = build.columns_of_run(config, shape) | _identified(data)
+        dataset = build.split(config, mesh, shape.vocab_size, columns, push=False)[1]
+        name = "held_out" if "held_out" not in titles(data.test_datasets) else "held_out#2"
+        yield _set(name, dataset, config, shape, t.eval_max_batches)
+
+
+def whole_sets(
+    config: Config,
+    mesh: Mesh,
+    shape: ModelConfig,
+    entries: list[Dataset],
+    most: float | None = None,
+) -> Iterator[Set]:
+    columns = _routed(config, shape) | _identified(config.data)
     for name, entry in zip(titles(entries), entries, strict=True):
-        dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False, push=False)
-        bins = build.held_bins(name, dataset, data, loss, {}, numbered=True)
-        ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
-        yield Set(name, bins, ids)
+        options: dict[str, bool] = {"shuffle": False, "push": False}
+        dataset = build.prepared([entry], config, mesh, shape.vocab_size, columns, **options)
+        yield _set(name, dataset, config, shape, most)
+
+
+def _identified(data: Data) -> dict[str, Column]:
+    """The column of rows' names. A folder that was prepared for training has none."""
+    return {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
+
+
+def _routed(config: Config, shape: ModelConfig) -> dict[str, Column]:
+    """The column that scores depend on beside tokens and labels."""
+    columns = build.columns_of_run(config, shape)
+    return {name: c for name, c in columns.items() if name == "routed_experts"}
+
+
+def _set(name: str, dataset: Any, config: Config, shape: ModelConfig, most: float | None) -> Set:
+    loss, columns = build.loss_of_run(config), _routed(config, shape)
+    bins = build.held_bins(name, dataset, config.data, loss, columns, numbered=True)
+    ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
+    return Set(name, bins, ids, most)
 
 
 def evaluate(
@@ -131,13 +169,18 @@ def evaluate(
         shape = shape_of(config.model, build.loss_of_run(config).head)
         if each_token and shape.head == "reward":
             raise ValueError("--per-token: a reward model has one number for each document")
-        chosen = list(sets(config, mesh, shape.vocab_size))
+        chosen = list(sets(config, mesh, shape))
         engine = filled_engine(config, shape, mesh)
         size = t.eval_micro_batch_size or t.micro_batch_size
         found, lines = {}, []
         for one in chosen:
             of_set: list[Any] = sorted(_scores(engine, one, size, each_token))
             found[one.name] = (Rewards if shape.head == "reward" else Totals).of(of_set)
+            if not (shape.head == "reward" or sum(s.tokens for s in of_set)):
+                raise ValueError(
+                    f"{one.name}: none of the {len(of_set)} documents in the first batches, of which "
+                    f"{one.most} are evaluated, has a label after its first token"
+                )
             lines += [_line(one, s) for s in of_set] if file is not None else []
     if mesh.main:
         for name, totals in found.items():
@@ -187,7 +230,7 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
 
 
 def _scores(engine: Engine, one: Set, size: int, each_token: bool) -> Iterator[Score | Rewarded]:
-    batches = batches_of(one.bins, size, engine.mesh)
+    batches = batches_of(one.bins, size, engine.mesh, one.most)
     found: Iterable[list[Score] | list[Rewarded]] = (
         rewards(engine, batches)
         if engine.model.config.head == "reward"
@@ -242,11 +285,11 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code, as `launch.run` has it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     file, each, argv = asked(sys.argv[1:] if argv is None else argv)
-    config = from_command_line(argv, PROGRAM, OPTIONS)
+    config = from_command_line(argv, PROGRAM, OPTIONS, training=False)
 
     def first(rank: int, size: int, device: torch.device) -> None:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"--scores {file}: there is no folder {file.absolute().parent}")
+        if file is not None and rank == 0:
+            check_writable(file, "--scores")
 
     def work(mesh: Mesh) -> None:
         evaluate(config, mesh, file, each_token=each)

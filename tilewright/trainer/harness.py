@@ -59,11 +59,12 @@ class LanguageModel(Base):
 
         Raises ConfigError for the configuration, and what `evaluate` raises.
         """
-        config = load(path, overrides)
+        config = load(path, overrides, training=False)
         mesh: Mesh = join(config.train)
         engine = filled_engine(config, build.shape_of_run(config.model, "language_model"), mesh)
         tokenizer = build.tokenizer_of(config.model)
-        return cls(engine, config.data, config.train.micro_batch_size, tokenizer)
+        size = config.train.eval_micro_batch_size or config.train.micro_batch_size
+        return cls(engine, config.data, size, tokenizer)
 
     @property
     def eot_token_id(self) -> int:

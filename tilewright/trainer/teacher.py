@@ -2,9 +2,10 @@
 FOLDER [...]
 
 Rows of type `tokenized` with the columns that train.loss = distillation reads, in a Parquet file
-for each process of data parallelism. The configuration is the trainer's; the weights and the data
-sets are those that `tilewright.trainer.evaluate` takes, distillation.top_k and
-distillation.temperature say what is written.
+for each process of data parallelism. The configuration is the trainer's; the weights are those that
+`tilewright.trainer.evaluate` takes. Every document of data.test_datasets, or of data.datasets where
+there are none, gets its row, whatever data.val_set_size and limits of evaluations say;
+distillation.top_k and distillation.temperature say what is written.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pyarrow.parquet as pq
 import torch
 
 from tilewright.core import platform
+from tilewright.core.files import check_writable
 from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer import build, launch
 from tilewright.trainer.columns import IGNORE, TOKENS
@@ -35,7 +37,7 @@ from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.encode import lists
 from tilewright.trainer.engine import Engine, reproducible
-from tilewright.trainer.evaluate import check_weights, filled_engine, sets, shape_of
+from tilewright.trainer.evaluate import check_weights, filled_engine, shape_of, whole_sets
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.parallel.mesh import Mesh
@@ -158,10 +160,21 @@ class Writer:
 
 
 def _taken(folder: pathlib.Path) -> ValueError | None:
-    """Makes the folder; an error if it has files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        return ValueError(f"--to {folder}: has files; give another folder")
+    """Makes the folder; an error if it cannot be made, or has files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            return ValueError(f"--to {folder}: has files; give another folder")
+    except OSError as error:
+        return ValueError(f"--to {folder}: cannot be written: {error.strerror}")
+    return None
+
+
+def _unwritable(file: pathlib.Path) -> ValueError | None:
+    try:
+        check_writable(file, "--to")
+    except ValueError as error:
+        return error
     return None
 
 
@@ -170,7 +183,7 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
 
     folder: which is not there, or has no files.
     """
-    t, d = config.train, config.distillation
+    t, d, data = config.train, config.distillation, config.data
     check_weights(config.model.model_path, t.load_checkpoint_path)
     with reproducible(t.seed, t.enable_full_determinism):
         shape = shape_of(config.model, build.loss_of_run(config).head)
@@ -181,9 +194,10 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
                 f"distillation.top_k = {d.top_k}: the model has {shape.vocab_size} tokens"
             )
         mesh.control.agree(_taken(folder) if mesh.main else None)
-        chosen = list(sets(config, mesh, shape.vocab_size))
-        engine = filled_engine(config, shape, mesh)
         writer = Writer(folder / f"{mesh.rank:05}.parquet")
+        mesh.control.agree(_unwritable(writer.file))
+        chosen = list(whole_sets(config, mesh, shape, data.test_datasets or data.datasets))
+        engine = filled_engine(config, shape, mesh)
         size = t.eval_micro_batch_size or t.micro_batch_size
         for one in chosen:
             for found in rows(engine, one.bins, size, d.top_k, d.temperature):
@@ -202,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     if "--to" in argv:
         at = argv.index("--to")
         to, argv = argv[at + 1 : at + 2], argv[:at] + argv[at + 2 :]
-    config = from_command_line(argv, PROGRAM, OPTIONS)
+    config = from_command_line(argv, PROGRAM, OPTIONS, training=False)
     if not to or to[0].startswith("--"):
         print("--to needs a FOLDER", file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ import sys
 import torch
 
 from tilewright.core import platform
+from tilewright.core.files import check_writable
 from tilewright.trainer import launch, memory_plan, report
 from tilewright.trainer.config import Data, from_command_line
 from tilewright.trainer.data.sources import check_sources
@@ -115,8 +116,11 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(memory_plan.report(config, world or size, device)))
 
     def check(rank: int, size: int, device: torch.device) -> None:
-        if page is not None and page.parent.exists() and not page.parent.is_dir():
-            raise ValueError(f"--report {page.parent}: is no folder")
+        if page is not None and rank == 0:
+            if page.parent.exists() and not page.parent.is_dir():
+                raise ValueError(f"--report {page.parent}: is no folder")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(page, "--report")
         check_data(config.data)  # before a model is downloaded for its plan
         memory_plan.check(config, size, rank, device)
 

@@ -11,7 +11,7 @@ that of lp - teacher, which is 0 on average. The estimators k1, k2 and k3 of a K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -219,6 +219,13 @@ def opd(t: Tokens, o: Options) -> torch.Tensor:
 
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 OF_TIS = ("use_tis", "tis_clip_low", "tis_clip_high")
+# The lower and the upper limit of an interval, and the option without which neither is read.
+INTERVALS = ((*THRESHOLDS, None), (*OF_TIS[1:], "use_tis"))
+# Options that are read only where another one is on, and that other one, in words too.
+READ_WITH = {
+    "kl_type": ("beta", "beta above 0"),
+    **dict.fromkeys(OF_TIS[1:], ("use_tis", "use_tis")),
+}
 FORMULAS = {
     "reinforce": Formula(reinforce, reinforce_slope, needs=("advantage",)),
     "importance_sampling": Formula(importance_sampling, importance_sampling),
@@ -246,7 +253,7 @@ FORMULAS = {
 
 def settled(name: str, given: Mapping[str, torch.Tensor | float | str | None]) -> Options:
     """The options of a formula: those given that are not None, and else its defaults. Raises
-    ValueError for one that it does not read.
+    ValueError for one that it does not read, and as `contradiction`.
 
     given: a threshold may be a tensor, which is of the tokens.
     """
@@ -258,7 +265,39 @@ def settled(name: str, given: Mapping[str, torch.Tensor | float | str | None]) -
                 f"{option} must be None for loss={name!r}, which reads {accepted}; got {value!r}"
             )
     numbers = {n: v for n, v in given.items() if v is not None and not isinstance(v, torch.Tensor)}
-    return Options(**{**row.defaults, **numbers})
+    options = Options(**{**row.defaults, **numbers})
+    of_tokens = {n for n, v in given.items() if isinstance(v, torch.Tensor)}
+    if wrong := contradiction(name, numbers, options, of_tokens):
+        option, _, why = wrong
+        raise ValueError(f"{option} {why}, got {getattr(options, option)!r}")
+    return options
+
+
+def contradiction(
+    name: str, given: Mapping[str, Any], o: Options, of_tokens: Set[str] = frozenset()
+) -> tuple[str, str, str] | None:
+    """What is wrong with a formula's options together: the option at fault, the other one, and why;
+    or None.
+
+    given: those that are.   o: with the others' defaults.   of_tokens: thresholds that tokens have
+    of their own, whose values are not looked at.
+    """
+    for option, (other, needed_value) in READ_WITH.items():
+        if option in given and not getattr(o, other):
+            return option, other, f"needs {needed_value}"
+    for low, high, switch in INTERVALS:
+        read = low in FORMULAS[name].reads and (switch is None or getattr(o, switch))
+        if not read or {low, high} & of_tokens:
+            continue
+        least, most = getattr(o, low), getattr(o, high)
+        if least > most and low in given:
+            return low, high, f"must be at most {high} = {most}"
+        if least > most:
+            return high, low, f"must be at least {low} = {least}"
+        # The factor of every token's gradient is clipped to it.
+        if most == 0 and (switch is not None or name == "cispo"):
+            return high, switch or "loss", "must be above 0, or nothing is learned"
+    return None
 
 
 # What only some formulas read; the others are read by `statistics`.

@@ -48,7 +48,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:
-        broken = list(problems(self))
+        broken = list(problems(self, getattr(info.context, "training", True)))
         if isinstance(info.context, list):  # `load` reports them together with every other error
             info.context.extend(broken)
         elif broken:
@@ -56,13 +56,15 @@ class Config(Section):
         return self
 
 
-def load(path: str | None, overrides: list[str] | None = None) -> Config:
+def load(path: str | None, overrides: list[str] | None = None, *, training: bool = True) -> Config:
     """The configuration in a YAML file, with `--section.field value` (or `=value`) overrides.
+
+    training: whether it is trained with; False: weights that are there score documents.
 
     Raises ConfigError with every misspelled key, wrong type, refused value and contradiction, one
     line each.
     """
-    return reading.build(Config, path, overrides or [])
+    return reading.build(Config, path, overrides or [], training=training)
 
 
 def resolved(config: Config) -> str:
@@ -74,9 +76,12 @@ def from_command_line(
     argv: list[str] | None = None,
     program: str = "python -m tilewright.trainer.train",
     options: dict[str, str] | None = None,
+    *,
+    training: bool = True,
 ) -> Config:
     """Parses `config.yaml [--section.field value ...]`. Prints all errors and exits with 2, or
     prints the help and exits. options: further arguments of the program, for the help.
+    training: as in `load`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or {"-h", "--help"} & set(argv):
@@ -89,7 +94,7 @@ def from_command_line(
         sys.exit(0 if argv else 2)
     path = None if argv[0].startswith("--") else argv[0]
     try:
-        return load(path, argv[1 if path else 0 :])
+        return load(path, argv[1 if path else 0 :], training=training)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

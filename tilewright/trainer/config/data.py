@@ -155,11 +155,36 @@ class Dataset(Section):
     """Prepare in this many chunks, one after the other."""
 
 
-def _packs_no_groups(config: Config) -> bool:
+def _grouped(name: str) -> Refuse:
+    """A field of the groups that multipack packs."""
+
+    def unread(config: Config) -> bool:
+        data = config.data
+        given = getattr(data, name) != Data.model_fields[name].default
+        groups = data.sample_packing_method == "multipack" and not data.sample_packing_sequentially
+        return given and not groups
+
+    return Refuse(
+        "only multipack packs groups, in processes or not",
+        "sample_packing_method",
+        "sample_packing_sequentially",
+    ).when(unread)
+
+
+def nothing_held_out(config: Config) -> str | None:
+    """Why nothing is evaluated during training, if that is so."""
     data = config.data
-    return data.sample_packing_mp_start_method is not None and (
-        data.sample_packing_method != "multipack" or bool(data.sample_packing_sequentially)
-    )
+    during = [] if config.train.do_test else data.test_datasets
+    held = during or data.val_set_size is not None
+    return None if held else "there is nothing to evaluate on"
+
+
+def nothing_scored(config: Config) -> str | None:
+    """Why nothing is evaluated, neither during training nor after it."""
+    if config.train.do_test:
+        return None
+    never = config.train.eval_strategy == "no"
+    return "nothing is evaluated" if never else nothing_held_out(config)
 
 
 def _weighs_some(config: Config) -> bool:
@@ -240,16 +265,16 @@ class Data(Section):
         ge=2,
     )
     """Tokens of a packed bin, at most."""
-    sample_packing_group_size: int = field(100000, Resume.OTHER_BINS, ge=1)
+    sample_packing_group_size: int = field(
+        100000, Resume.OTHER_BINS, _grouped("sample_packing_group_size"), ge=1
+    )
     """Samples that multipack packs together."""
     sample_packing_sequentially: bool | None = field(None, Resume.OTHER_BINS)
     """true: sequential whatever the method."""
     sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
         None,
         Resume.COST,
-        Refuse("only multipack packs groups, in processes or not", "sample_packing_method").when(
-            _packs_no_groups
-        ),
+        _grouped("sample_packing_mp_start_method"),
         differs=(
             "a start method",
             "the same; null packs in one process, which takes seconds for a million samples",
@@ -257,7 +282,13 @@ class Data(Section):
         certified=False,
     )
     """Pack the groups of multipack in processes that are started so; null: in this process."""
-    eval_sample_packing: bool | None = field(None, Resume.EVALUATION)
+    eval_sample_packing: bool | None = field(
+        None,
+        Resume.EVALUATION,
+        Refuse(
+            nothing_scored, "train.eval_strategy", "train.do_test", "test_datasets", "val_set_size"
+        ).in_training(),
+    )
     """false: one document a bin in evaluation."""
     dataloader_num_workers: int = field(
         0,

@@ -8,11 +8,12 @@ from tilewright.trainer.config.section import Only, Refuse, Resume, Section, fie
 
 OURS = "ours: xorl's local configuration has no distillation"
 DISTILLED = Only("train.loss", "distillation")
+COMPARED = Only("cross_entropy_share", but=1.0).because("nothing of the divergence is in the loss")
 
 
 class Distillation(Section):
     divergence: Literal["forward", "reverse", "jsd"] = field(
-        "forward", Resume.NEXT_STEP, DISTILLED, differs=("none", OURS)
+        "forward", Resume.NEXT_STEP, DISTILLED, COMPARED, differs=("none", OURS)
     )
     """forward: KL(teacher || student); reverse: KL(student || teacher); jsd: the generalized
     Jensen-Shannon divergence (arXiv:2306.13649, equation 1).
@@ -22,6 +23,7 @@ class Distillation(Section):
         Resume.NEXT_STEP,
         DISTILLED,
         Only("divergence", "jsd"),
+        COMPARED,
         differs=("none", OURS),
         gt=0,
         lt=1,

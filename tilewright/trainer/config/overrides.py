@@ -26,7 +26,7 @@ from tilewright.trainer.config.field_tree import (
     submodel,
     without_index,
 )
-from tilewright.trainer.config.section import properties
+from tilewright.trainer.config.section import Broken, properties
 
 MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 
@@ -230,15 +230,18 @@ def unknown(model: type[BaseModel], path: str) -> str:
 # ---- validation
 
 
-def build(model: type[BaseModel], path: str | None, arguments: list[str]) -> Any:
-    """The validated model. Raises ConfigError with all errors."""
+def build(
+    model: type[BaseModel], path: str | None, arguments: list[str], *, training: bool = True
+) -> Any:
+    """The validated model. Raises ConfigError with all errors.   training: see `Broken`."""
     data = _underscored(read_yaml(path) if path is not None else {}, model)
     for section in model.model_fields:
         data.setdefault(section, {})
     errors = apply(data, model, arguments)
     invalid: set[str] = set()
     while True:
-        broken: list[Any] = []
+        broken = Broken()
+        broken.training = training
         try:
             config = model.model_validate(data, context=broken)
             break

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from tilewright.ops.loss.policy import FORMULAS
-from tilewright.trainer.config.section import Only, Resume, Section, field
+from tilewright.ops.loss.policy import (
+    FORMULAS,
+    INTERVALS,
+    READ_WITH,
+    Options,
+    contradiction,
+)
+from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+
+if TYPE_CHECKING:
+    from tilewright.trainer.config import Config
 
 OURS = "ours: xorl's local configuration has no policies"
 POLICY = Only("train.loss", "policy")
@@ -19,10 +29,36 @@ def _known(name: str) -> str:
     return name
 
 
+def _contradicted(name: str, other: str) -> Callable[[Config], str | None]:
+    """Why an option does not fit to this other one."""
+
+    def why(config: Config) -> str | None:
+        policy = config.policy
+        row, values = FORMULAS[policy.loss], {n: getattr(policy, n) for n in Options._fields}
+        given = {n: v for n, v in values.items() if v is not None and n in row.reads}
+        wrong = contradiction(policy.loss, given, Options(**{**row.defaults, **given}))
+        return wrong[2] if wrong is not None and wrong[:2] == (name, other) else None
+
+    return why
+
+
+# Pairs of options that may not fit to each other.
+TOGETHER = {
+    *((option, other) for option, (other, _) in READ_WITH.items()),
+    *(pair for low, high, _ in INTERVALS for pair in ((low, high), (high, low))),
+    *((high, switch or "loss") for _, high, switch in INTERVALS),
+}
+
+
 def _option(name: str, **more: Any) -> Any:
     """An option of formulas; null: what the formula has."""
     readers = Only("loss", table=lambda: [n for n, row in FORMULAS.items() if name in row.reads])
-    return field(None, Resume.NEXT_STEP, POLICY, readers, differs=("none", OURS), **more)
+    fits = (
+        Refuse(_contradicted(name, other), other)
+        for option, other in sorted(TOGETHER)
+        if option == name
+    )
+    return field(None, Resume.NEXT_STEP, POLICY, readers, *fits, differs=("none", OURS), **more)
 
 
 class Policy(Section):

@@ -23,10 +23,10 @@ def _field(
     return field(default, resume, PREFERRED, *rules, differs=("none", why), **more)
 
 
-def _option(name: str, default: float, **more: Any) -> Any:
+def _option(name: str, default: float, *rules: Rule, **more: Any) -> Any:
     """An option of formulas."""
     readers = Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if name in row.reads])
-    return _field(default, readers, **more)
+    return _field(default, readers, *rules, **more)
 
 
 def kind_of_reference(config: Config) -> str:
@@ -37,6 +37,16 @@ def kind_of_reference(config: Config) -> str:
     if section.reference != "auto":
         return section.reference
     return "adapters_off" if config.lora.enable_lora else "model"
+
+
+def _learns_nothing(config: Config) -> bool:
+    section = config.preference
+    weights = section.kto_desirable_weight, section.kto_undesirable_weight
+    return (
+        "kto_desirable_weight" in PREFERENCES[section.loss].reads
+        and not max(weights)
+        and not section.sft_ratio
+    )
 
 
 def _cuts_none(config: Config) -> bool:
@@ -87,7 +97,13 @@ class Preference(Section):
     offset_alpha: float = _option("offset_alpha", 0.0, ge=0)
     """The margin to aim at: the logarithm of the difference of a pair's scores, times this."""
     kto_desirable_weight: float = _option(
-        "kto_desirable_weight", 1.0, names={"TRL": "desirable_weight"}, ge=0
+        "kto_desirable_weight",
+        1.0,
+        Refuse("nothing is learned where both weights are 0", "kto_undesirable_weight").when(
+            _learns_nothing
+        ),
+        names={"TRL": "desirable_weight"},
+        ge=0,
     )
     """The weight of the loss of a desirable answer."""
     kto_undesirable_weight: float = _option(
@@ -135,6 +151,9 @@ class Preference(Section):
         ),
         Only("train.enable_compile", False).because(
             "compiled code would have each batch's prefixes as constants"
+        ),
+        Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.paired]).because(
+            "answers that are not paired share no prompt"
         ),
         resume=Resume.OTHER_BINS,
     )

@@ -158,11 +158,17 @@ class _Rule:
     """What a field's values follow: whether it is `broken`, and what is `wanted`, in words.
 
     others: the fields that it concerns beside its own. why: the sentence where it is broken, or a
-    function that returns it, or None if nothing is wrong: on this machine, say.
+    function that returns it, or None if nothing is wrong: on this machine, say. training: whether
+    it is one of training alone.
     """
 
     others: tuple[str, ...] = ()
     why: str | Callable[[Any], str | None] = ""
+    training: bool = False
+
+    def in_training(self) -> Self:
+        """Not where documents are scored alone."""
+        return self._with(training=True)
 
     def because(self, why: str) -> Self:
         return self._with(why=why)
@@ -338,11 +344,21 @@ class Problem(NamedTuple):
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
-def problems(config: Config) -> Iterator[Problem]:
-    """Every rule that is broken."""
+class Broken(list[Problem]):
+    """The rules that a configuration breaks.   training: whether it is one to train with."""
+
+    training = True
+
+
+def problems(config: Config, training: bool = True) -> Iterator[Problem]:
+    """Every rule that is broken.   training: with those of training alone."""
     for at in places(config):
         for rule in properties(at.field).rules:
-            if rule.broken(at) and (sentence := rule.sentence(at)):
+            if (
+                (training or not rule.training)
+                and rule.broken(at)
+                and (sentence := rule.sentence(at))
+            ):
                 yield Problem(at.paths(rule), sentence)
 
 

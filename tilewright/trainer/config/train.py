@@ -10,6 +10,7 @@ from pydantic import field_validator, model_validator
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
 from tilewright.trainer.columns import TOKENS
+from tilewright.trainer.config.data import nothing_held_out, nothing_scored
 from tilewright.trainer.config.section import (
     Accepts,
     Only,
@@ -82,10 +83,8 @@ def _ending() -> list[str]:
     return [name for name, row in SCHEDULES.items() if row.ends]
 
 
-def _endless(config: Config) -> bool:
-    """Of a schedule without an end; `constant` has always taken the fields of the others."""
-    style = config.train.lr_decay_style
-    return style != "constant" and not SCHEDULES[style].ends
+def _warms_up(config: Config) -> bool:
+    return config.train.lr_warmup_ratio > 0 or config.train.lr_warmup_steps > 0
 
 
 def _shaped(field: str) -> Only:
@@ -197,21 +196,6 @@ def _bf16(name: str, *optimizers: str) -> Refuse:
     )
 
 
-def _nothing_held_out(config: Config) -> str | None:
-    data = config.data
-    during = [] if config.train.do_test else data.test_datasets
-    held = during or data.val_set_size is not None
-    return None if held else "there is nothing to evaluate on"
-
-
-def _nothing_scored(config: Config) -> str | None:
-    """Neither during training nor after it."""
-    if config.train.do_test:
-        return None
-    never = config.train.eval_strategy == "no"
-    return "nothing is evaluated" if never else _nothing_held_out(config)
-
-
 def _batches(name: str) -> Refuse:
     """Of a limit that is a count or a share."""
 
@@ -226,10 +210,11 @@ def _wants(config: Config, *strategies: str) -> bool:
     return config.train.save_strategy in strategies
 
 
-HELD_OUT = Refuse(_nothing_held_out, "data.test_datasets", "data.val_set_size")
+WANDB, PROFILED = Only("use_wandb", True), Only("enable_profiling", True)
+HELD_OUT = Refuse(nothing_held_out, "data.test_datasets", "data.val_set_size")
 EVALUATED = Only("eval_strategy", but="no").because("nothing is evaluated")
 SCORED = Refuse(
-    _nothing_scored, "eval_strategy", "do_test", "data.test_datasets", "data.val_set_size"
+    nothing_scored, "eval_strategy", "do_test", "data.test_datasets", "data.val_set_size"
 )
 
 
@@ -531,6 +516,9 @@ class Train(Section):
         Refuse("the decay would rise", "lr").when(
             lambda c: _decays(c) and c.train.lr_min > c.train.lr
         ),
+        Refuse(lambda c: f"{c.train.lr_decay_style} stays at the peak", "lr_decay_style").when(
+            lambda c: not _decays(c) and c.train.lr_min != Train.model_fields["lr_min"].default
+        ),
         ge=0,
         names={"ERNIEKit": "min_lr lr_end", "NxDT": "min_lr"},
     )
@@ -541,10 +529,10 @@ class Train(Section):
         0.0,
         Resume.NEXT_STEP,
         Refuse("the warmup would fall", "lr").when(
-            lambda c: (
-                (c.train.lr_warmup_ratio > 0 or c.train.lr_warmup_steps > 0)
-                and c.train.lr_start > c.train.lr
-            )
+            lambda c: _warms_up(c) and c.train.lr_start > c.train.lr
+        ),
+        Refuse("there is no warmup", "lr_warmup_ratio", "lr_warmup_steps").when(
+            lambda c: c.train.lr_start > 0 and not _warms_up(c)
         ),
         ge=0,
     )
@@ -582,7 +570,7 @@ class Train(Section):
             lambda c: _decays(c) and c.train.lr_decay_ratio < c.train.lr_warmup_ratio
         ),
         Refuse(lambda c: f"{c.train.lr_decay_style} has no end", "lr_decay_style").when(
-            lambda c: _endless(c) and c.train.lr_decay_ratio != 1
+            lambda c: not SCHEDULES[c.train.lr_decay_style].ends and c.train.lr_decay_ratio != 1
         ),
         ge=0,
         le=1,
@@ -837,8 +825,8 @@ class Train(Section):
     eval_max_batches: int | float | None = field(
         None,
         Resume.EVALUATION,
-        EVALUATED,
-        HELD_OUT,
+        EVALUATED.in_training(),
+        HELD_OUT.in_training(),
         _batches("eval_max_batches"),
         differs=OURS,
         names={"ERNIEKit": "max_evaluate_steps", "NxDT": "limit_val_batches"},
@@ -850,7 +838,7 @@ class Train(Section):
     eval_micro_batch_size: int | None = field(
         None,
         Resume.EVALUATION,
-        SCORED,
+        SCORED.in_training(),
         differs=OURS,
         names={
             "transformers": "per_device_eval_batch_size",
@@ -862,7 +850,7 @@ class Train(Section):
     eval_accuracy: bool = field(
         False,
         Resume.EVALUATION,
-        SCORED,
+        SCORED.in_training(),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.eval_accuracy and _scored(c)),
         differs=OURS,
     )
@@ -998,7 +986,16 @@ class Train(Section):
     lora.enable_qlora always meta.
     """
     load_weights_mode: Literal["broadcast", "all_ranks"] = field(
-        "broadcast", Resume.COST, certified=False
+        "broadcast",
+        Resume.COST,
+        Refuse("weights are drawn, not read", "model.model_path").when(
+            lambda c: (
+                c.train.load_weights_mode == "all_ranks"
+                and c.model.model_path is None
+                and c.preference.reference_path is None
+            )
+        ),
+        certified=False,
     )
     """broadcast: rank 0 (of a pipeline, the first of each stage) reads the weights and sends them;
     all_ranks: each reads.
@@ -1213,14 +1210,14 @@ class Train(Section):
     )
     """Log to Weights & Biases."""
     wandb_project: str = field(
-        "tilewright", Resume.OUTPUT, differs=("Xorl", "the project's own name")
+        "tilewright", Resume.OUTPUT, WANDB, differs=("Xorl", "the project's own name")
     )
     """W&B project."""
-    wandb_name: str | None = field(None, Resume.OUTPUT, names={"transformers": "run_name"})
+    wandb_name: str | None = field(None, Resume.OUTPUT, WANDB, names={"transformers": "run_name"})
     """W&B run name."""
-    wandb_tags: list[str] | None = field(None, Resume.OUTPUT)
+    wandb_tags: list[str] | None = field(None, Resume.OUTPUT, WANDB)
     """W&B tags."""
-    wandb_log_interval: int = field(1, Resume.OUTPUT, ge=1)
+    wandb_log_interval: int = field(1, Resume.OUTPUT, WANDB, ge=1)
     """Log to W&B every so many steps."""
     use_tensorboard: bool = field(
         False,
@@ -1285,26 +1282,27 @@ class Train(Section):
     # profiling
     enable_profiling: bool = field(False, Resume.OUTPUT)
     """Run PyTorch's profiler."""
-    profile_start_step: int = field(1, Resume.OUTPUT, ge=0)
+    profile_start_step: int = field(1, Resume.OUTPUT, PROFILED, ge=0)
     """First step that is profiled."""
     profile_end_step: int = field(
         2,
         Resume.OUTPUT,
+        PROFILED,
         Refuse("profiling must end after it starts", "profile_start_step").when(
             lambda c: c.train.profile_end_step <= c.train.profile_start_step
         ),
         ge=1,
     )
     """Step at which profiling ends."""
-    profile_trace_dir: str = field("./trace", Resume.OUTPUT)
+    profile_trace_dir: str = field("./trace", Resume.OUTPUT, PROFILED)
     """Folder for traces."""
-    profile_record_shapes: bool = field(True, Resume.OUTPUT)
+    profile_record_shapes: bool = field(True, Resume.OUTPUT, PROFILED)
     """Record input shapes."""
-    profile_profile_memory: bool = field(True, Resume.OUTPUT)
+    profile_profile_memory: bool = field(True, Resume.OUTPUT, PROFILED)
     """Record memory."""
-    profile_with_stack: bool = field(True, Resume.OUTPUT)
+    profile_with_stack: bool = field(True, Resume.OUTPUT, PROFILED)
     """Record Python stacks."""
-    profile_rank0_only: bool = field(True, Resume.OUTPUT)
+    profile_rank0_only: bool = field(True, Resume.OUTPUT, PROFILED)
     """Profile rank 0 only; false: every rank."""
     seed: int = field(42, Resume.OTHER_ORDER, ge=0, lt=2**32)
     """Seed of weights and shuffling."""

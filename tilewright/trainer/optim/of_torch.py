@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ OWNED = {"params", "lr", "weight_decay", "betas", "maximize"}
 OWNED |= {"foreach", "fused", "capturable", "differentiable"}
 
 
-def options_of(kind: type[torch.optim.Optimizer], *owned: str) -> type[BaseModel] | None:
+def options_of(
+    kind: type[torch.optim.Optimizer], *owned: str, needs: Mapping[str, str] = MappingProxyType({})
+) -> type[BaseModel] | None:
     """A model of the arguments of an optimizer that are not OWNED, nor in `owned`; None if there
     are none. Values that the class refuses are refused with its sentence.
+
+    needs: options that do nothing without another one, by name.
     """
     found = {
         name: (p.annotation, p.default)
@@ -49,7 +54,11 @@ def options_of(kind: type[torch.optim.Optimizer], *owned: str) -> type[BaseModel
 
         @model_validator(mode="after")
         def _accepted(self) -> Any:
-            kind([torch.zeros(1)], **self.model_dump())
+            values = self.model_dump()
+            for name, other in needs.items():
+                if values[name] and not values[other]:
+                    raise ValueError(f"{name} does nothing without {other}")
+            kind([torch.zeros(1)], **values)
             return self
 
     fields: dict[str, Any] = found
@@ -62,13 +71,14 @@ def row(
     *,
     needs_whole: str | None = None,
     ignores: Mapping[str, str] | None = None,
+    needs: Mapping[str, str] = MappingProxyType({}),
 ) -> Optimizer:
-    """fields: ADAM, or none."""
+    """fields: ADAM, or none.   needs: as in `options_of`."""
 
     def build(groups: list[dict[str, Any]], apart: Any, **values: Any) -> torch.optim.Optimizer:
         return kind(groups, **betas_and_eps(values))
 
-    options = options_of(kind, *(["eps"] if fields else []))
+    options = options_of(kind, *(["eps"] if fields else []), needs=needs)
     return Optimizer(build, fields, options, needs_whole=needs_whole, ignores=ignores or {})
 
 
@@ -106,7 +116,8 @@ FACTORED = (
     "ddp and none leave parameters whole"
 )
 FIRST = "rprop reads the learning rate of its first step alone"
-OPTIMIZERS.add("sgd", row(on_shards(torch.optim.SGD, shard)))
+PLAIN = on_shards(torch.optim.SGD, shard)
+OPTIMIZERS.add("sgd", row(PLAIN, needs={"dampening": "momentum"}))
 OPTIMIZERS.add("adam", row(torch.optim.Adam, ADAM))
 OPTIMIZERS.add("adamax", row(torch.optim.Adamax, ADAM))
 OPTIMIZERS.add("nadam", row(torch.optim.NAdam, ADAM))
