@@ -194,10 +194,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rmsnorm_quantize(Tensor x, std::optio
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("silu_mul_cpp_quantize(Tensor gate, Tensor up, int R, int rows, int columns, bool mx, int? seed, "
+  m.def("silu_mul_cpp_quantize(Tensor gate, Tensor up, int R, int rows, int columns, bool mx, SymInt? seed, "
         "bool transpose) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("rmsnorm_cpp_quantize(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, float offset, "
-        "bool round_xhat, bool keep, int rows, int columns, bool mx, int? seed, bool transpose) -> "
+        "bool round_xhat, bool keep, int rows, int columns, bool mx, SymInt? seed, bool transpose) -> "
         "(Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -30,7 +30,7 @@ Tensor hadamard(Tensor x, int64_t size, std::optional<int64_t> seed, bool invers
 }  // namespace tw
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def("hadamard_cpp(Tensor x, int size, int? seed, bool inverse) -> Tensor");
+  m.def("hadamard_cpp(Tensor x, int size, SymInt? seed, bool inverse) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("hadamard_cpp", TORCH_BOX(&tw::hadamard)); }

@@ -587,12 +587,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("nf4_cpp_quantize(Tensor x, int block) -> (Tensor, Tensor)");
   m.def("nf4_cpp_dequantize(Tensor data, Tensor absmax, Tensor? nested_absmax, Tensor? table, Tensor? offset, int n, "
         "int block, ScalarType dtype, float alpha, SymInt seed, SymInt step, SymInt layer) -> Tensor");
-  m.def("nvfp4_cpp_quantize(Tensor x, Tensor global_scale, bool square, int? seed, int hadamard, int? hadamard_seed, "
+  m.def("nvfp4_cpp_quantize(Tensor x, Tensor global_scale, bool square, SymInt? seed, int hadamard, SymInt? hadamard_seed, "
         "bool transpose) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("nvfp4_cpp_largest(Tensor x, int hadamard, int? hadamard_seed) -> Tensor");
+  m.def("nvfp4_cpp_largest(Tensor x, int hadamard, SymInt? hadamard_seed) -> Tensor");
   m.def("nvfp4_cpp_dequantize(Tensor data, Tensor scale, Tensor global_scale, int columns, ScalarType dtype, "
         "float alpha, SymInt seed, SymInt step, SymInt layer) -> Tensor");
-  m.def("fp8_cpp_quantize(Tensor x, int rows, int columns, bool mx, int? seed, bool transpose) -> "
+  m.def("fp8_cpp_quantize(Tensor x, int rows, int columns, bool mx, SymInt? seed, bool transpose) -> "
         "(Tensor, Tensor, Tensor, Tensor)");
   m.def("fp8_cpp_dequantize(Tensor data, Tensor scale, int rows, int columns, ScalarType dtype, float alpha, "
         "SymInt seed, SymInt step, SymInt layer) -> Tensor");

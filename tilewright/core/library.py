@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tilewright.core import schema, torch_names
+from tilewright.core import dynamic, schema, torch_names
 from tilewright.core.formula import Formula
 from tilewright.core.installed import PACKAGE
 from tilewright.core.schema import Signature
@@ -80,6 +80,8 @@ class Operator:
         self.overload, self._launch, self.cuda, self.plain = overload, launch, cuda, plain
         self.signature = signature
         self._expand = signature.expand if signature.expands else None
+        self._floats = dynamic.places_of_floats(overload)
+        self.numbers: Callable | None = None  # the overload that takes tensors in their place
         self.__name__ = self.__qualname__ = overload.name()  # function attributes
         self._apply: Callable | None = None  # the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`
@@ -135,7 +137,10 @@ class Operator:
 
     def through_dispatcher(self, *args):
         """Calls the operator of PyTorch."""
-        return self.signature.read_result(self.overload(*self.signature.flat(args)))
+        flat = self.signature.flat(args)
+        if self.numbers is not None and (numbers := dynamic.written(flat, self._floats)):
+            return self.signature.read_result(self.numbers(*numbers))
+        return self.signature.read_result(self.overload(*flat))
 
     def launch(self, *args):
         """Calls the launcher itself, through its autograd.Function where a graph is recorded."""
@@ -269,9 +274,29 @@ class Declaration:
         return overload
 
     def _differentiated(self, op: Operator, backward_op: Any) -> Operator:
+        self._take_numbers(op)
         if self._formula is not None:
             _differentiate(op, self._formula, op if backward_op is None else backward_op)
         return op
+
+    def _take_numbers(self, op: Operator) -> None:
+        """Registers the overload for floats that compiled code has as symbols; see `dynamic`."""
+        if not (places := op._floats):
+            return
+        _LIBRARY.define(
+            dynamic.schema_of_numbers(op.overload), tags=(torch.Tag.pt2_compliant_tag,)
+        )
+        base = op.overload.name()
+        name = f"{base}.{dynamic.OVERLOAD}"
+        kernel, fake = dynamic.reading(op.overload, places), self._flat(self.allocate)
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name.split("::")[1], kernel, key)
+        torch.library.register_fake(
+            name, lambda *flat: fake(*dynamic.some(flat, places)), lib=_LIBRARY
+        )
+        overload = getattr(getattr(torch.ops, PACKAGE), base.split("::")[1])
+        op.numbers = getattr(overload, dynamic.OVERLOAD)
+        _count_writes(op.numbers)
 
 
 declare = Declaration
@@ -348,7 +373,7 @@ def _count_writes(overload) -> None:
         with torch_names.BelowCounters():
             return overload.redispatch(keyset & torch_names.BELOW_COUNTERS, *args)
 
-    _LIBRARY.impl(name, counted, "ADInplaceOrView", with_keyset=True)
+    _LIBRARY.impl(overload.name().split("::")[1], counted, "ADInplaceOrView", with_keyset=True)
 
 
 class _Needs:
@@ -468,6 +493,16 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
 
     # What torch.library.register_autograd does, with the guard around its kernel.
     _LIBRARY.impl(name.split("::")[1], guarded, "Autograd", with_keyset=True)
+    if op.numbers is None:
+        return
+
+    def save_numbers(ctx, inputs, output):
+        save(ctx, dynamic.read(inputs, op._floats), output)
+
+    of_numbers = torch_names.make_autograd_impl(
+        op.numbers, torch_names.Info(listed if op.has_lists else formula, save_numbers)
+    )
+    _LIBRARY.impl(op.numbers.name().split("::")[1], of_numbers, "Autograd", with_keyset=True)
 
 
 def refuse_tangents(name: str, *args: object) -> None:

@@ -190,6 +190,15 @@ def dynamo() -> ModuleType:
     return torch._dynamo
 
 
+def is_symbolic(value: float) -> bool:
+    """Whether a number is a symbol of a graph, not a constant of it."""
+    if not torch.compiler.is_dynamo_compiling():
+        return isinstance(value, (torch.SymInt, torch.SymFloat))
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which Dynamo has imported
+
+    return not has_static_value(value)
+
+
 # ---- collectives
 
 

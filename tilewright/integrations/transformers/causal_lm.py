@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -305,9 +306,8 @@ class Logits:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         self._check_x()
         shape = ()
-        item = getattr(num_items_in_batch, "item", None)
-        if item is not None and not isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = item()  # NumPy's
+        if not isinstance(num_items_in_batch, (int, float, torch.Tensor, NoneType)):
+            num_items_in_batch = num_items_in_batch.item()  # NumPy's
         if isinstance(num_items_in_batch, torch.Tensor):  # by which transformers' loss broadcasts
             shape = num_items_in_batch.shape
             if num_items_in_batch.numel() != 1:
