@@ -60,10 +60,10 @@ PER_TOKEN = dict.fromkeys(
         "ref_logprob",
         "teacher_logprob",
     ),
-    "float [*T]",
+    "constant float [*T]",
 )
 OPTIONS = {
-    **dict.fromkeys(policy.THRESHOLDS, "float [*T] or number [0, inf)"),
+    **dict.fromkeys(policy.THRESHOLDS, "constant float [*T] or number [0, inf)"),
     "dual_clip": "number (1, inf)",
     "use_tis": "bool",
     "tis_clip_low": "number [0, inf)",
@@ -99,7 +99,7 @@ class PolicyLoss(NamedTuple):
     **OPTIONS,
     **SHARED,
     reduction=REDUCTIONS,
-    num_tokens="float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
+    num_tokens="constant float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
     return_statistics="bool",
 )
 def linear_policy_loss(

@@ -46,7 +46,7 @@ class PreferenceLoss(NamedTuple):
     "n % 2 == 1",
     **HEAD,
     cu_seqlens="int32 | int64 [n]",
-    ref_logprob="float [n-1]",
+    ref_logprob="constant float [n-1]",
     loss=PAIRED,
     beta="number (0, inf)",
     label_smoothing="number [0, 0.5)",

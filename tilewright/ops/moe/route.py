@@ -47,7 +47,7 @@ class Routing(NamedTuple):
     groups="int [1, E]",
     topk_groups="int [1, groups]",
     k="int [1, topk_groups * E // groups]",
-    bias="float32 | float64 [E]",
+    bias="constant float32 | float64 [E]",
     scale="number",
     round_to="int [0, 2**31)",
     expert_index="int32 | int64 [T, k]",

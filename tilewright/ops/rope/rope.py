@@ -22,8 +22,8 @@ from tilewright.ops.rope.rope_fused import in_place
 
 # Tables for tokens [B, S] and heads of width D, and what they are read by.
 TABLES = {
-    "cos": "float [P, W] | [1, S, W] | [B, S, W]",
-    "sin": "float [cos]",
+    "cos": "constant float [P, W] | [1, S, W] | [B, S, W]",
+    "sin": "constant float [cos]",
     "rotary_dim": "int [2, D]",
     "position_ids": "int64 | int32 | int16 | uint8 [S] | [B, S]",
     "cu_seqlens": "int32 | int64 [ends]",

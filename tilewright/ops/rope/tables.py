@@ -74,8 +74,8 @@ def rope_tables(
 
 @takes(
     "cos: P > 0",
-    cos="float [P, W]",
-    sin="float [cos]",
+    cos="constant float [P, W]",
+    sin="constant float [cos]",
     position_ids="int64 | int32 [3, B, S]",
     interleaved="bool",
 )
