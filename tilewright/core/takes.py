@@ -265,9 +265,7 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     shapes = tuple(Shape.parse(s.strip()) for s in (bracket + rest).split("|") if s.strip())
     others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
     if declared.startswith(("a ", "an ")):
-        return ObjectArgument(
-            name, declared, optional, (), shapes, others, what=first.strip()
-        )
+        return ObjectArgument(name, declared, optional, (), shapes, others, what=first.strip())
     if torch.Tensor in kinds:
         dtypes = tuple(d.strip() for d in first.split("|") if d.strip())
         return TensorArgument(name, declared, optional, dtypes, shapes, others, constant)

@@ -138,7 +138,7 @@ def cross_entropy(
         label_smoothing: e in [0, 1].
         z_loss: coefficient of lse^2, >= 0 and finite in float32.
         softcap: > 0 and finite in float32; None: no softcap.
-        class_weight: [V] float, or None. Not differentiable.
+        class_weight: [V] float, or None. Not differentiable: refused if it requires a gradient.
         token_weight: [...] float, multiplies each token's loss, or None.
         reduction: "none" gives [...]; "sum" the sum; "mean" the sum divided by num_tokens if given,
             else by the sum of w_y over tokens that are not ignored (PyTorch's rule). token_weight

@@ -48,7 +48,7 @@ class Quantized:
     @property
     def requires_grad(self) -> bool:
         """Whether one of its tensors does, which gets no gradient."""
-        return any([t.requires_grad for t in self.tensors()])
+        return any(t.requires_grad for t in self.tensors())
 
     @property
     def device(self) -> torch.device:
