@@ -637,7 +637,9 @@ def test_a_forward_mode_derivative_is_right_or_refused(op, name):
 )  # vmap calls operators once per element
 @EVERY_DIFFERENTIABLE
 def test_derivatives_by_torch_func_are_right_or_refused(op, name):
-    """vmap, grad, vmap of grad, grad of grad, and grad below autograd."""
+    """vmap, grad, vmap of grad, grad of grad, and grad below autograd. vjp, whose backward runs when
+    its level has ended: once, again, without a graph, for a batch and as jacrev has it.
+    """
     skip_unless_usable(op, name, torch.float32)
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the operators' formulas are made as those of the others")
@@ -663,6 +665,27 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
         leaf = x.clone().requires_grad_()
         return torch.autograd.grad(of_grad(f)(leaf), leaf)
 
+    def result(implementation):
+        def call(t):
+            outs = contract.leaves(op.public(**{**fixed, first: t}, implementation=implementation))
+            return next(o for o in outs if o.is_floating_point())
+
+        return call
+
+    def of_vjp(use):
+        def derivative(implementation):
+            y, back = torch.func.vjp(result(implementation), x)
+            return use(back, y.cos(), y.sin())
+
+        return derivative
+
+    def rows(implementation):
+        return (torch.func.jacrev(lambda t: result(implementation)(t).flatten()[:3])(x),)
+
+    def in_no_graph(back, u, v):
+        with torch.no_grad():
+            return back(u)
+
     refusal = (
         r"tilewright::\w+ (is differentiable once; use implementation='eager' for higher "
         r"derivatives|"
@@ -678,6 +701,13 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
     right = {
         how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
     }
+    for f in (
+        of_vjp(lambda back, u, v: (*back(u), *back(v), *back(u))),
+        of_vjp(in_no_graph),
+        of_vjp(lambda back, u, v: torch.func.vmap(back)(torch.stack((u, v)))),
+        rows,
+    ):
+        assert right_or_refused(f, name, refusal)
     made_in_forward = op.name in ("linear_cross_entropy", "linear_policy_loss")
     saves_no_leaf = op.name in ("permute", "low_precision_grouped_gemm") or (
         op.name == "qk_norm_rope" and kwargs.get("q_weight") is None
