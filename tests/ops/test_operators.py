@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DEVICE, OperatorNames, skip_unless_usable
-from small_cases import differentiable, differentiate, inputs, small_cases, whole_case
+from small_cases import (
+    differentiable,
+    differentiate,
+    inputs,
+    small_cases,
+    whole_case,
+    whole_cases,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
@@ -26,6 +33,7 @@ from tilewright.bench import contract
 from tilewright.core import checks, explain, platform, schema
 from tilewright.core import library as _library
 from tilewright.core.registry import DispatchOn, Implementation, Op, short
+from tilewright.core.takes import NumberOrTensorArgument, ObjectArgument, TensorArgument
 from tilewright.kernels.rope.operators import HeadNorm, Heads, Rotation, prepare
 from tilewright.ops import OPS
 from tilewright.ops.quant.quantize import Quantized
@@ -629,7 +637,9 @@ def test_a_forward_mode_derivative_is_right_or_refused(op, name):
 )  # vmap calls operators once per element
 @EVERY_DIFFERENTIABLE
 def test_derivatives_by_torch_func_are_right_or_refused(op, name):
-    """vmap, grad, vmap of grad, grad of grad, and grad below autograd."""
+    """vmap, grad, vmap of grad, grad of grad, and grad below autograd. vjp, whose backward runs when
+    its level has ended: once, again, without a graph, for a batch and as jacrev has it.
+    """
     skip_unless_usable(op, name, torch.float32)
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the operators' formulas are made as those of the others")
@@ -655,6 +665,27 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
         leaf = x.clone().requires_grad_()
         return torch.autograd.grad(of_grad(f)(leaf), leaf)
 
+    def result(implementation):
+        def call(t):
+            outs = contract.leaves(op.public(**{**fixed, first: t}, implementation=implementation))
+            return next(o for o in outs if o.is_floating_point())
+
+        return call
+
+    def of_vjp(use):
+        def derivative(implementation):
+            y, back = torch.func.vjp(result(implementation), x)
+            return use(back, y.cos(), y.sin())
+
+        return derivative
+
+    def rows(implementation):
+        return (torch.func.jacrev(lambda t: result(implementation)(t).flatten()[:3])(x),)
+
+    def in_no_graph(back, u, v):
+        with torch.no_grad():
+            return back(u)
+
     refusal = (
         r"tilewright::\w+ (is differentiable once; use implementation='eager' for higher "
         r"derivatives|"
@@ -670,6 +701,13 @@ def test_derivatives_by_torch_func_are_right_or_refused(op, name):
     right = {
         how: right_or_refused(lambda n, f=f: f(loss(n)), name, refusal) for how, f in of.items()
     }
+    for f in (
+        of_vjp(lambda back, u, v: (*back(u), *back(v), *back(u))),
+        of_vjp(in_no_graph),
+        of_vjp(lambda back, u, v: torch.func.vmap(back)(torch.stack((u, v)))),
+        rows,
+    ):
+        assert right_or_refused(f, name, refusal)
     made_in_forward = op.name in ("linear_cross_entropy", "linear_policy_loss")
     saves_no_leaf = op.name in ("permute", "low_precision_grouped_gemm") or (
         op.name == "qk_norm_rope" and kwargs.get("q_weight") is None
@@ -784,6 +822,107 @@ def test_create_graph_under_checkpointing_gives_the_same_first_derivative():
         checkpoint(fn, x, w, use_reentrant=False).pow(2).sum(), (x, w), create_graph=True
     )
     assert_same([f.detach() for f in found], expected)
+
+
+# ---- gradients that are asked for
+
+
+def floating(value):
+    """Whether a value has what a gradient may be asked of."""
+    return isinstance(value, Quantized) or (
+        isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
+
+
+def learning(value):
+    """A copy that requires a gradient."""
+
+    def leaf(t):
+        real = isinstance(t, torch.Tensor) and t.is_floating_point() and t.itemsize > 1
+        return t.detach().clone().requires_grad_(real) if isinstance(t, torch.Tensor) else t
+
+    return pytree.tree_map(leaf, value)
+
+
+def frozen(kwargs):
+    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()}
+
+
+def asked_of(op):
+    """(argument, the inputs of a small case, with a gradient asked of it alone) for each argument
+    of which one can be. One that is a number in all cases is a tensor here.
+    """
+    made = {}
+    for case in [*whole_cases(op), *small_cases(op)]:
+        kwargs = frozen(inputs(case))
+        for n, value in kwargs.items():
+            if floating(value):
+                made.setdefault((n, type(value)), (n, {**kwargs, n: learning(value)}))
+        for a in op.takes.arguments:
+            if isinstance(a, NumberOrTensorArgument) and "float" in a.tensor.dtypes:
+                number = torch.ones((), device=DEVICE, requires_grad=True)
+                made.setdefault((a.name, torch.Tensor), (a.name, {**kwargs, a.name: number}))
+    return made.values()
+
+
+@EVERY_IMPLEMENTATION
+def test_a_gradient_that_is_asked_for_comes_or_the_call_is_refused(op, name):
+    """That of each argument alone, held to the twin's in float64; an op that says it is not
+    differentiable gives results that require none. Without a graph nothing is refused.
+    """
+    skip_unless_usable(op, name, torch.float32)
+    slow = name == "triton" and DEVICE == "cpu"
+    for argument, kwargs in asked_of(op):
+        if slow and sum(t.numel() for t in contract.leaves(kwargs)) > 600:
+            continue  # the interpreter; refusals come before any implementation is chosen
+        try:
+            outs = contract.leaves(op.public(**kwargs, implementation=name))
+        except ImplementationUnavailable:
+            continue
+        except ValueError as error:
+            assert re.match(rf"{argument} (must not require|requires) a gradient", str(error))
+            with torch.no_grad():
+                if not isinstance(kwargs[argument], torch.Tensor) or kwargs[argument].dim():
+                    op.public(**kwargs, implementation=name)
+            continue
+        if not says_it_is_differentiable(op):
+            assert not any(t.requires_grad for t in outs), argument
+            continue
+        found = gradients(op, name, kwargs, argument)
+        expected = gradients(op, "eager", contract.convert(kwargs, torch.float64), argument)
+        for f, e in zip(found, expected, strict=True):
+            assert e is not None and f is not None, f"{argument} gets no gradient"
+            # 1e-2: whether it is this gradient; the contract says how precise it is.
+            assert contract.error(f, e)[0] < 1e-2, argument
+
+
+def says_it_is_differentiable(op):
+    about, _, _ = op.public.__doc__.partition("Args:")
+    return not re.search(r"\bNot\s+differentiable", about)
+
+
+def gradients(op, name, kwargs, argument):
+    """Of the tensors of an argument, of the sum of all results times some numbers."""
+    outs = contract.leaves(op.public(**kwargs, implementation=name))
+    real = [t for t in outs if t.is_floating_point() and t.itemsize > 1]
+    numbers = contract.upstream([t.detach() for t in real], "contiguous", 1)
+    pairs = [(t, n.to(t.dtype)) for t, n in zip(real, numbers, strict=True) if t.requires_grad]
+    leaves = [t for t in contract.leaves(kwargs[argument]) if t.requires_grad]
+    outs, numbers = zip(*pairs, strict=True) if pairs else ((), ())
+    return torch.autograd.grad(outs, leaves, numbers, allow_unused=True)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_a_gradient_is_asked_of_every_argument_that_takes_a_floating_point_tensor(op):
+    asked = {argument for argument, _ in asked_of(op)}
+    for a in op.takes.arguments:
+        takes_floats = isinstance(a, TensorArgument) and not isinstance(a, ObjectArgument)
+        takes_floats = takes_floats and any(d not in INTEGERS for d in a.dtypes)
+        if takes_floats and says_it_is_differentiable(op):
+            assert a.name in asked, f"no small case gives {a.name}"
+
+
+INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64")
 
 
 # ---- tensors without elements

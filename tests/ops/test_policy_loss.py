@@ -141,6 +141,45 @@ def test_gradients_are_those_of_finite_differences(name):
     assert torch.autograd.gradcheck(lambda t: policy.losses(name, tokens(t), o), lp)
 
 
+EXTREME = [-1e30, -1e4, -200.0, -89.0, -1.0, -1e-3, 0.0]
+
+
+@pytest.mark.parametrize("name, given", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-")
+def test_what_is_finite_stays_so_though_a_ratio_overflows(name, given):
+    """In float32 against float64, each token a document: 0 times infinity is 0 where the advantage
+    is, and where a ratio is clipped, masked or limited.
+    """
+    lp, old, advantage = (
+        torch.tensor(values)
+        for values in zip(*itertools.product(EXTREME, EXTREME, [-2.0, 0.0, 2.0]), strict=True)
+    )
+    o = policy.settled(name, given)
+
+    def found(dtype):
+        leaf = lp.to(dtype).requires_grad_()
+        others = {"advantage": advantage} | dict.fromkeys(
+            ("old_logprob", "rollout_logprob", "teacher_logprob"), old
+        )
+        t = tokens(
+            leaf,
+            documents=Documents.of(torch.arange(len(lp) + 1), len(lp)),
+            ref_logprob=leaf.detach() + 0.5,
+            **{n: v.to(dtype) for n, v in others.items()},
+        )
+        loss = policy.losses(name, t, o)
+        results = [loss.detach(), *torch.autograd.grad(loss.sum(), leaf)]
+        if policy.by_token(name, o):
+            slope = policy.slopes(name, t._replace(logprob=leaf.detach()), o)
+            torch.testing.assert_close(slope, results[1], equal_nan=True)
+        return results
+
+    narrow, wide = found(torch.float32), found(F64)
+    for f, t in zip(narrow, wide, strict=True):
+        finite = t.float().isfinite()
+        assert finite.any() and not f[finite].isnan().any()
+        torch.testing.assert_close(f[finite], t.float()[finite], rtol=1e-3, atol=1e-6)
+
+
 def test_constants_have_no_gradient():
     """cispo's ratio, the weight of truncated importance sampling, tokens that IcePop masks, and the
     log-ratio to a teacher.
@@ -276,6 +315,26 @@ def test_what_ignored_tokens_have_changes_nothing(name):
     assert found.statistics == other.statistics
     assert found.statistics["entropy"] == found.entropy.sum() / 7
     assert not found.logprob.requires_grad and not found.entropy.requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clipped_token_has_no_gradient_though_its_ratio_overflows(name, reduction):
+    skip_unless_usable(OP, name, torch.float32)
+    given = {"advantage": ADVANTAGE.abs() + 1, "old_logprob": torch.full((8,), -100.0)}
+    for loss, more in (
+        ("ppo", {}),
+        ("dr_grpo", {}),
+        ("dr_grpo", {"ratio_type": "sequence", "cu_seqlens": DOCUMENTS}),
+        ("gspo", {"cu_seqlens": DOCUMENTS}),
+        ("policy_loss", {}),
+        ("policy_loss", {"icepop_beta": 2.0}),
+        ("policy_loss", {"dual_clip": 3.0, "advantage": -given["advantage"]}),
+        ("importance_sampling", {"advantage": torch.zeros(8)}),
+    ):
+        found, grads = call(name, {**given, **more}, loss=loss, reduction=reduction)
+        assert found.loss.isfinite().all(), (loss, more)
+        assert not any(g.any() for g in grads), (loss, more)
 
 
 RATED = ("advantage", "old_logprob")

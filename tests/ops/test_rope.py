@@ -189,12 +189,18 @@ def test_backward_is_the_rotation_by_the_opposite_angle(name, interleaved):
 
 @EVERY
 @pytest.mark.parametrize("inplace", [False, True])
-def test_tables_get_no_gradient(name, inplace):
+def test_tables_that_require_a_gradient_are_refused_where_a_graph_is_recorded(name, inplace):
     skip_unless_usable(ROPE, name, torch.float32)
-    cos, sin = (t.requires_grad_() for t in tables())
+    learned = [t.requires_grad_() for t in tables()]
     q = heads(HQ).requires_grad_()
-    rope(q * 1, None, cos, sin, inplace=inplace, implementation=name)[0].sum().backward()
-    assert q.grad.any() and cos.grad is None and sin.grad is None
+    for i, argument in enumerate(("cos", "sin")):
+        given = list(tables())
+        given[i] = learned[i]
+        with pytest.raises(ValueError, match=rf"^{argument} must not require a gradient .*detach"):
+            rope(q * 1, None, *given, inplace=inplace, implementation=name)
+    with torch.no_grad():
+        found = rope(q * 1, None, *learned, inplace=inplace, implementation=name)[0]
+    assert torch.equal(found, rope(q.detach(), None, *tables(), implementation=name)[0])
 
 
 @EVERY

@@ -475,6 +475,8 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
             _refuse_beneath(name, args)
             with torch_names.BelowAutograd():
                 result = op.overload.redispatch(keyset & torch_names.BELOW_AUTOGRAD, *args)
+            # Of this level, as long as it lasts.
+            ctx.level = next(t for t in _tensors(args) if t.requires_grad).new_empty(0)
             save(_WithoutFirst(ctx), args, result)
             return result
 
@@ -482,7 +484,8 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
         def backward(ctx, *grads):
             _refuse_beneath(name, grads)
             ctx = _WithoutFirst(ctx)
-            return None, *formula(ctx, *grads)
+            ended = torch_names.unwrapped_if_ended
+            return None, *formula(ctx, *(g if g is None else ended(g) for g in grads))
 
     def guarded(keyset, *args):
         refuse_tangents(name, *args)
@@ -540,10 +543,23 @@ def _refuse_beneath(name, tensors):
 
 
 class _WithoutFirst:
-    """A context without its first input."""
+    """A context without its first input.
+
+    torch.func.vjp's backward may run when the level of its forward has ended: launchers cannot read
+    that level's tensors, and nothing can ask for a derivative of the gradients in its inputs.
+    """
 
     def __init__(self, ctx):
         self.__dict__.update(_ctx=ctx, needs_input_grad=ctx.needs_input_grad[1:])
+
+    @property
+    def has_ended(self):
+        return torch_names.has_ended(self._ctx.level)
+
+    @property
+    def saved_tensors(self):
+        ended = torch_names.unwrapped_if_ended
+        return tuple(t if t is None else ended(t) for t in self._ctx.saved_tensors)
 
     def __getattr__(self, name):
         return getattr(self._ctx, name)
@@ -565,7 +581,7 @@ def once(name: str, backward: Callable) -> Callable:
             return backward(ctx, *grads)
         ctx = _ReadOnce(ctx)
         behind = [t for t in ctx.saved_tensors if t is not None and t.requires_grad]
-        if not behind:
+        if not behind and not getattr(ctx, "has_ended", False):
             # As where the forward computes gradients: there is no tensor to attach an error to.
             raise RuntimeError(
                 f"{name} has no derivative within torch.func; {_ADVICE}"
@@ -575,6 +591,8 @@ def once(name: str, backward: Callable) -> Callable:
         with torch.no_grad():
             results = backward(ctx, *grads)
         behind += [g for g in grads if g is not None and g.requires_grad]
+        if not behind:
+            return results
         # torch.autograd.function.once_differentiable attaches its error to new leaves, so that
         # autograd.grad with respect to the real ones bypasses it. This one is attached to the
         # inputs of the result.

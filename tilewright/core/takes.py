@@ -15,6 +15,11 @@ A tensor's declaration is its dtypes, then its shape:
     [D] | [H, D]        one of these shapes, the first that fits; one whose names an earlier
                         argument declares fits only where that argument gave them sizes
 
+A tensor that gets no gradient, though results of the call do, is declared a constant. It is refused
+where it requires one and a graph is recorded, as are objects with such tensors:
+
+    constant float [classes]
+
 A number's is its type, and an interval that is open at a round bracket. A number is also finite in
 float32, in which kernels compute, and so is its inverse where the interval is open at 0:
 
@@ -59,6 +64,7 @@ FLOAT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 INT64 = torch.iinfo(torch.int64)
 NAME = r"\b[A-Za-z_]\w*\b"
+CONSTANT = "constant "
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -103,7 +109,16 @@ def _wrong_value(name: str, value: object, accepted: str, sizes: Mapping[str, An
     return ValueError(f"{name} must be {accepted}{_where(sizes)}, got {value!r}")
 
 
+def _wrong_gradient(name: str, value: Any) -> ValueError:
+    if isinstance(value, torch.Tensor):
+        got = f"got one that does; pass {name}.detach()"
+    else:
+        got = f"got a {type(value).__name__} with a tensor that does; detach that"
+    return ValueError(f"{name} must not require a gradient (it gets none), {got}")
+
+
 ERRORS = (
+    _wrong_gradient,
     _wrong_class,
     _wrong_dtype,
     _not_dense,
@@ -140,7 +155,7 @@ class Shape(NamedTuple):
 @dataclass(frozen=True)
 class Argument:
     """text: the declaration.   optional: None is accepted.   others: the types that its annotation
-    accepts beside a tensor's.
+    accepts beside a tensor's.   constant: a tensor that gets no gradient.
     """
 
     name: str
@@ -160,6 +175,7 @@ class TensorArgument(Argument):
     dtypes: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
     others: tuple[type, ...] = ()
+    constant: bool = False
 
     def names(self) -> set[str]:
         return set().union(*(shape.names() for shape in self.shapes))
@@ -244,14 +260,15 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
         return NumberOrTensorArgument(**parts)
     if isinstance(declared, tuple):
         return ChoiceArgument(name, str(list(declared)), optional, declared)
-    first, bracket, rest = declared.partition("[")
+    constant = declared.startswith(CONSTANT)
+    first, bracket, rest = declared.removeprefix(CONSTANT).partition("[")
     shapes = tuple(Shape.parse(s.strip()) for s in (bracket + rest).split("|") if s.strip())
     others = tuple(k for k in kinds if k not in (torch.Tensor, type(None)))
     if declared.startswith(("a ", "an ")):
-        return ObjectArgument(name, declared, optional, (), shapes, others, first.strip())
+        return ObjectArgument(name, declared, optional, (), shapes, others, what=first.strip())
     if torch.Tensor in kinds:
         dtypes = tuple(d.strip() for d in first.split("|") if d.strip())
-        return TensorArgument(name, declared, optional, dtypes, shapes, others)
+        return TensorArgument(name, declared, optional, dtypes, shapes, others, constant)
     kind, _, interval = declared.partition(" ")
     if kind == "bool":
         return ChoiceArgument(name, "a bool", optional, (True, False))
@@ -367,6 +384,7 @@ class _Code:
             body += 1
         if isinstance(a, ObjectArgument):
             self.add(body, f"raise _wrong_class({name!r}, {name}, {a.accepted(a.what)!r})")
+            self.gradient(a, depth)
             self.shape(a, depth, new)
             return
         accepted = a.accepted(_or(["a torch.Tensor", *(t.__name__ for t in a.others)]))
@@ -381,7 +399,19 @@ class _Code:
             f"if {name}.layout is not _STRIDED or {name}.is_nested:",
             f"    raise _not_dense({name!r}, {name})",
         )
+        self.gradient(a, depth)
         self.shape(a, depth, new)
+
+    def gradient(self, a: TensorArgument, depth: int) -> None:
+        """Refuses a gradient that would be dropped."""
+        name, learns = a.name, f"_recording() and {a.name}.requires_grad"
+        frozen = tuple(kind for kind in a.others if hasattr(kind, "requires_grad"))
+        if not a.constant:
+            if not frozen:
+                return
+            if frozen != a.others or not isinstance(a, ObjectArgument):
+                learns = f"{learns} and isinstance({name}, {self.object(frozen)})"
+        self.add(depth, f"if {learns}:", f"    raise _wrong_gradient({name!r}, {name})")
 
     def dtype(self, a: TensorArgument, depth: int) -> None:
         fixed: list[torch.dtype] = []
@@ -529,6 +559,7 @@ class _Code:
         names = {
             "_Tensor": torch.Tensor,
             "_STRIDED": torch.strided,
+            "_recording": torch.is_grad_enabled,
             "_short": short,
             **{error.__name__: error for error in ERRORS},
             **self.objects,

@@ -244,7 +244,10 @@ def _rotate(own: Callable, interleaved: bool, apart: bool, whole: bool) -> Calla
         q, k, cos, sin = (*args[:4], *(kwargs[name] for name in named))
         others = (*args[4:], *(value for name, value in kwargs.items() if name not in named))
         other = any(value is not None and value != 1 for value in others)
-        if other or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype:
+        # `ops.rope` gives tables no gradient.
+        learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+        fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype
+        if other or learned or not fits:
             return own(*args, **kwargs)
         width = cos.shape[-1] * (1 if whole else 2)
         if apart:

@@ -68,10 +68,10 @@ LOSS = {
     "label_smoothing": "number [0, 1]",
     "z_loss": "number [0, inf)",
     "softcap": SOFTCAP,
-    "class_weight": "float [classes]",
+    "class_weight": "constant float [classes]",
     "token_weight": "float [*T]",
     "reduction": REDUCTIONS,
-    "num_tokens": "float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
+    "num_tokens": "constant float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
     "return_lse": "bool",
     "return_entropy": "bool",
     "return_argmax": "bool",
@@ -138,7 +138,7 @@ def cross_entropy(
         label_smoothing: e in [0, 1].
         z_loss: coefficient of lse^2, >= 0 and finite in float32.
         softcap: > 0 and finite in float32; None: no softcap.
-        class_weight: [V] float, or None. Not differentiable.
+        class_weight: [V] float, or None. Not differentiable: refused if it requires a gradient.
         token_weight: [...] float, multiplies each token's loss, or None.
         reduction: "none" gives [...]; "sum" the sum; "mean" the sum divided by num_tokens if given,
             else by the sum of w_y over tokens that are not ignored (PyTorch's rule). token_weight
@@ -263,11 +263,6 @@ def check_class_weight(
     if class_weight is None:
         return
     checks.shape("class_weight", class_weight, (V,), "the vocabulary")
-    if class_weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "class_weight must not require a gradient (it gets none), got one that does; "
-            "pass class_weight.detach()"
-        )
 
 
 def output(

@@ -305,7 +305,8 @@ def times_upstream(
     """acc * factor in dtype, in acc's memory if the graph is freed; scale_(acc, factor) then skips
     a factor of 1.
     """
-    if torch_names.in_legacy_vmap():  # factor has a hidden dimension that acc does not have
+    # The factor may have a hidden dimension that acc does not have.
+    if torch_names.in_legacy_vmap() or torch_names.in_transform():
         return (acc * factor).to(dtype)
     if type(acc) is not torch.Tensor or torch_names.keeps_graph():
         # Tensor subclasses: torch.compile traces.

@@ -60,10 +60,10 @@ PER_TOKEN = dict.fromkeys(
         "ref_logprob",
         "teacher_logprob",
     ),
-    "float [*T]",
+    "constant float [*T]",
 )
 OPTIONS = {
-    **dict.fromkeys(policy.THRESHOLDS, "float [*T] or number [0, inf)"),
+    **dict.fromkeys(policy.THRESHOLDS, "constant float [*T] or number [0, inf)"),
     "dual_clip": "number (1, inf)",
     "use_tis": "bool",
     "tis_clip_low": "number [0, inf)",
@@ -99,7 +99,7 @@ class PolicyLoss(NamedTuple):
     **OPTIONS,
     **SHARED,
     reduction=REDUCTIONS,
-    num_tokens="float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
+    num_tokens="constant float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
     return_statistics="bool",
 )
 def linear_policy_loss(
@@ -164,13 +164,14 @@ def linear_policy_loss(
     Args:
         x, weight, target, bias, ignore_index: as in `linear_cross_entropy`.
         loss: the name of a formula.
-        advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob: [...] float, not
-            differentiated: log-probabilities under the policy before the update, the sampler, the
-            reference and the teacher. A formula refuses to run without what it reads.
+        advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob: [...] float:
+            log-probabilities under the policy before the update, the sampler, the reference and the
+            teacher. Not differentiated: refused if they require a gradient (pass x.detach()). A
+            formula refuses to run without what it reads.
         cu_seqlens: int32 or int64 [documents + 1], 0 .. T: documents of the tokens in order,
             flattened; for losses of documents.
         clip_low_threshold, clip_high_threshold: absolute ratios, [...] float or numbers; default
-            0.8 and 1.2.
+            0.8 and 1.2. Not differentiated either.
         dual_clip: > 1, of policy_loss: where A < 0 the loss is at most -dual_clip A.
         use_tis: of policy_loss: times sg(exp(old - rollout)), clipped.
         tis_clip_low, tis_clip_high: its limits, by default 0.1 and 2.

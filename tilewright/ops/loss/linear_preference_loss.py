@@ -46,7 +46,7 @@ class PreferenceLoss(NamedTuple):
     "n % 2 == 1",
     **HEAD,
     cu_seqlens="int32 | int64 [n]",
-    ref_logprob="float [n-1]",
+    ref_logprob="constant float [n-1]",
     loss=PAIRED,
     beta="number (0, inf)",
     label_smoothing="number [0, 0.5)",
@@ -95,9 +95,9 @@ def linear_preference_loss(
         x, weight, target, bias, ignore_index: as in `linear_cross_entropy`.
         cu_seqlens: int32 or int64 [documents + 1], 0 .. T, non-decreasing: documents of the tokens
             in order, flattened; two a pair.
-        ref_logprob: [documents] float, not differentiated: sums over each document's tokens under
-            the reference. (Formulas read nothing else of it, and it is one number to store.) None
-            for simpo and orpo, which have no reference.
+        ref_logprob: [documents] float, not differentiated (refused if it requires a gradient):
+            sums over each document's tokens under the reference. (Formulas read nothing else of it,
+            and it is one number to store.) None for simpo and orpo, which have no reference.
         loss: one of sigmoid (DPO), robust, sigmoid_norm, hinge, ipo, exo_pair, nca_pair, bco_pair,
             sppo_hard, apo_zero, apo_down, kto_pair (whose mean log-ratios are over these pairs),
             dpop, simpo, orpo.

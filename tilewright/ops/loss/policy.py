@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
     logprob: under the policy, differentiable.   old_logprob: under the policy that the update
     began with, or that sampled.   rollout_logprob: under the sampler, where that is another.
     ratio_low, ratio_high: thresholds of each token; None for those of the options.
-    known: `of_document`, where it is computed (`with_ratio`).
+    known: `log_of_document`, where it is computed (`with_ratio`).
     """
 
     logprob: torch.Tensor
@@ -77,21 +77,29 @@ class Tokens(NamedTuple):
 
     def with_ratio(self) -> Tokens:
         """With the ratios of documents, which the loss and its statistics then share."""
-        return self._replace(known=self.masked().of_document)
+        return self._replace(known=self.masked().log_of_document)
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        return self.logprob - self.old_logprob
 
     @property
     def ratio(self) -> torch.Tensor:
-        return torch.exp(self.logprob - self.old_logprob)
+        return torch.exp(self.log_ratio)
 
     @property
-    def of_document(self) -> torch.Tensor:
-        """exp(mean(lp - old)) of each token's document, over those that are not ignored."""
+    def log_of_document(self) -> torch.Tensor:
+        """mean(lp - old) of each token's document, over those that are not ignored; float64."""
         if self.known is not None:
             return self.known
         by = self.documents
-        mean = by.sums((self.logprob - self.old_logprob) * self.valid)
-        mean = mean / by.sums(self.valid).clamp_min(1)
-        return by.each(torch.exp(mean)).to(self.logprob.dtype)
+        mean = by.sums(self.log_ratio * self.valid) / by.sums(self.valid).clamp_min(1)
+        return by.each(mean)
+
+    @property
+    def of_document(self) -> torch.Tensor:
+        """The ratio of each token's document."""
+        return torch.exp(self.log_of_document).to(self.logprob.dtype)
 
     def clipped(self, ratio: torch.Tensor, o: Options) -> torch.Tensor:
         low = o.clip_low_threshold if self.ratio_low is None else self.ratio_low
@@ -138,13 +146,33 @@ def kl_slope(of: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.Tenso
     return torch.ones_like(d) if of == "k1" else d if of == "k2" else -torch.expm1(-d)
 
 
-def surrogate(t: Tokens, o: Options, ratio: torch.Tensor) -> torch.Tensor:
-    return -torch.minimum(ratio * t.advantage, t.clipped(ratio, o) * t.advantage)
+def times(log_ratio: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio) * factor: 0 where the factor is 0, though the ratio overflow."""
+    nothing = (factor == 0) & log_ratio.isfinite()
+    return torch.exp(log_ratio.masked_fill(nothing, 0.0)).to(factor.dtype) * factor
+
+
+def beyond(t: Tokens, o: Options, log_ratio: torch.Tensor) -> torch.Tensor:
+    """Where the clipped ratio is taken, of which there is no gradient."""
+    log_ratio = log_ratio.detach()
+    limit = t.clipped(torch.exp(log_ratio).to(t.advantage.dtype), o) * t.advantage
+    return times(log_ratio, t.advantage) > limit
+
+
+def surrogate(
+    t: Tokens, o: Options, log_ratio: torch.Tensor, still: torch.Tensor | None = None
+) -> torch.Tensor:
+    """still: where the caller has no gradient either."""
+    outside = beyond(t, o, log_ratio)
+    # Ahead of exp, whose slope overflows with it: 0 times infinity would be NaN.
+    constant = outside if still is None else outside | still
+    log_ratio = torch.where(constant, log_ratio.detach(), log_ratio)
+    limit = t.clipped(torch.exp(log_ratio.detach()).to(t.advantage.dtype), o) * t.advantage
+    return -torch.where(outside, limit, times(log_ratio, t.advantage))
 
 
 def surrogate_slope(t: Tokens, o: Options) -> torch.Tensor:
-    r = t.ratio
-    return torch.where(r * t.advantage > t.clipped(r, o) * t.advantage, 0.0, -r * t.advantage)
+    return -times(t.log_ratio, t.advantage).masked_fill(beyond(t, o, t.log_ratio), 0.0)
 
 
 def reinforce(t: Tokens, o: Options) -> torch.Tensor:
@@ -156,11 +184,11 @@ def reinforce_slope(t: Tokens, o: Options) -> torch.Tensor:
 
 
 def importance_sampling(t: Tokens, o: Options) -> torch.Tensor:
-    return -t.ratio * t.advantage
+    return -times(t.log_ratio, t.advantage)
 
 
 def ppo(t: Tokens, o: Options) -> torch.Tensor:
-    return surrogate(t, o, t.ratio)
+    return surrogate(t, o, t.log_ratio)
 
 
 def cispo(t: Tokens, o: Options) -> torch.Tensor:
@@ -180,11 +208,11 @@ def dro_slope(t: Tokens, o: Options) -> torch.Tensor:
 
 
 def gspo(t: Tokens, o: Options) -> torch.Tensor:
-    return surrogate(t, o, t.of_document)
+    return surrogate(t, o, t.log_of_document)
 
 
 def dr_grpo(t: Tokens, o: Options) -> torch.Tensor:
-    loss = surrogate(t, o, t.of_document if o.ratio_type == "sequence" else t.ratio)
+    loss = surrogate(t, o, t.log_of_document if o.ratio_type == "sequence" else t.log_ratio)
     return loss + o.beta * kl(o.kl_type, t.logprob, t.ref_logprob) if o.beta else loss
 
 
@@ -194,27 +222,31 @@ def dr_grpo_slope(t: Tokens, o: Options) -> torch.Tensor:
 
 
 def policy_loss(t: Tokens, o: Options) -> torch.Tensor:
-    loss, r = surrogate(t, o, t.ratio), t.ratio
+    loss = surrogate(t, o, t.log_ratio, _still(t, o))
     if o.dual_clip:
         loss = torch.where(t.advantage < 0, torch.minimum(loss, -o.dual_clip * t.advantage), loss)
-    if o.icepop_beta:
-        outside = (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
-        loss = torch.where(outside, loss.detach(), loss)
     return loss * t.tis(o) if o.use_tis else loss
 
 
 def policy_slope(t: Tokens, o: Options) -> torch.Tensor:
-    slope, r = surrogate_slope(t, o), t.ratio
-    if o.dual_clip:
-        slope = slope.masked_fill((t.advantage < 0) & (r > o.dual_clip), 0.0)
-    if o.icepop_beta:
-        slope = slope.masked_fill((r < 1 / o.icepop_beta) | (r > o.icepop_beta), 0.0)
+    slope = surrogate_slope(t, o).masked_fill(_still(t, o), 0.0)
     return slope * t.tis(o) if o.use_tis else slope
+
+
+def _still(t: Tokens, o: Options) -> torch.Tensor:
+    """Where dual_clip or icepop_beta leave no gradient."""
+    r = t.ratio.detach()
+    still = torch.zeros_like(r, dtype=torch.bool)
+    if o.dual_clip:
+        still |= (t.advantage < 0) & (r > o.dual_clip)
+    if o.icepop_beta:
+        still |= (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
+    return still
 
 
 def opd(t: Tokens, o: Options) -> torch.Tensor:
     before = t.logprob.detach() if t.old_logprob is None else t.old_logprob
-    return torch.exp(t.logprob - before) * (t.logprob - t.teacher_logprob).detach()
+    return times(t.logprob - before, (t.logprob - t.teacher_logprob).detach())
 
 
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")

@@ -135,7 +135,7 @@ def moe_lora(
     for name, w in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if isinstance(w, Quantized):
             continue
-        if w.requires_grad:
+        if w.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient: under adapters it is frozen")
         if noise is not None:
             raise ValueError("noise is for quantized weights, got it with tensors")

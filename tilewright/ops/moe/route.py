@@ -47,7 +47,7 @@ class Routing(NamedTuple):
     groups="int [1, E]",
     topk_groups="int [1, groups]",
     k="int [1, topk_groups * E // groups]",
-    bias="float32 | float64 [E]",
+    bias="constant float32 | float64 [E]",
     scale="number",
     round_to="int [0, 2**31)",
     expert_index="int32 | int64 [T, k]",
@@ -85,7 +85,8 @@ def route(
         score: "softmax" for s = softmax(logits) over experts, "sigmoid" for s = sigmoid(logits); in
             float32.
         renormalize: divide the k weights by their sum + 1e-20.
-        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; not differentiable.
+        bias: [E] fp32 (fp64 with fp64 logits), added to s for the choice only; not differentiable:
+            refused if it requires a gradient.
         groups, topk_groups: the E experts are `groups` equal runs, and only those of the
             `topk_groups` best runs can be chosen. A group's value is its largest score
             (DeepSeek-V2's softmax router); with a bias or with sigmoid scores it is the sum of its

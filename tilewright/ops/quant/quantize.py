@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -34,15 +34,21 @@ class Quantized:
     """Base class of the quantized tensors NF4, NVFP4, BlockFP8 and MXFP8, each a frozen dataclass
     and a pytree node.
 
-    data: the codes.   shape, dtype: of the tensor that was quantized.
+    data: the codes.   shape, dtype: of the tensor that was quantized.   names: of its tensors.
     """
 
+    names: ClassVar[tuple[str, ...]]
     data: torch.Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in pytree.tree_leaves(self) if t is not None]
+        return [t for n in self.names if (t := getattr(self, n)) is not None]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one of its tensors does, which gets no gradient."""
+        return any(t.requires_grad for t in self.tensors())
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +64,7 @@ def register(cls, tensors: tuple[str, ...]):
     """Registers a dataclass as a pytree node: its tensors are the children, all else is the
     context, which is compared.
     """
+    cls.names = tensors
     rest = tuple(n for n in cls.__dataclass_fields__ if n not in tensors)
 
     def flatten(q):

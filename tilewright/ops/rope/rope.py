@@ -22,8 +22,8 @@ from tilewright.ops.rope.rope_fused import in_place
 
 # Tables for tokens [B, S] and heads of width D, and what they are read by.
 TABLES = {
-    "cos": "float [P, W] | [1, S, W] | [B, S, W]",
-    "sin": "float [cos]",
+    "cos": "constant float [P, W] | [1, S, W] | [B, S, W]",
+    "sin": "constant float [cos]",
     "rotary_dim": "int [2, D]",
     "position_ids": "int64 | int32 | int16 | uint8 [S] | [B, S]",
     "cu_seqlens": "int32 | int64 [ends]",
@@ -65,7 +65,7 @@ def rope(
         k: [B, Hk, S, D], as q, or None (then None is returned for it).
         cos, sin: [P, R / 2], or [P, R] with the same values in both halves, as in transformers;
             also [B, S, ...] with a row per token (then without position_ids). Any float
-            dtype. Not differentiable.
+            dtype. Not differentiable: refused if they require a gradient.
         interleaved: pairs are neighbors (2 i, 2 i + 1), as in GPT-J; default (i, R / 2 + i), as in
             NeoX and Llama.
         rotary_dim: R; default D. Features from R on pass through.
@@ -118,13 +118,11 @@ def prepare_tables(
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Converts tables and positions of a valid call to the form that implementations
-    take: cos and sin [P, R / 2] without gradients, and the table row of each token, int64 [B, S],
+    take: cos and sin [P, R / 2], and the table row of each token, int64 [B, S],
     or None if token s of a sequence has row s.
 
     Raises ValueError and IndexError as `rope`.
     """
-    if cos.requires_grad or sin.requires_grad:  # no implementation differentiates them
-        cos, sin = cos.detach(), sin.detach()
     if cos.dim() == 3:
         if position_ids is not None or cu_seqlens is not None:
             raise ValueError(

@@ -74,8 +74,8 @@ def rope_tables(
 
 @takes(
     "cos: P > 0",
-    cos="float [P, W]",
-    sin="float [cos]",
+    cos="constant float [P, W]",
+    sin="constant float [cos]",
     position_ids="int64 | int32 [3, B, S]",
     interleaved="bool",
 )
@@ -91,7 +91,8 @@ def mrope_tables(
     one of three axes: time, height and width. `rope` reads them as cos and sin.
 
     Args:
-        cos, sin: [P, R / 2], of `rope_tables`. Not differentiable.
+        cos, sin: [P, R / 2], of `rope_tables`. Not differentiable: refused if they require a
+            gradient.
         position_ids: integers [3, B, S], rows of the tables on each axis; for text the three are
             equal.
         sections: the numbers of pairs of each axis, whose sum is R / 2: mrope_section of a
