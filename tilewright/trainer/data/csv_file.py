@@ -72,29 +72,22 @@ def _records(file: Any, start: int) -> Iterator[tuple[int, int, list[str]]]:
     """The first byte of each record that is not blank, the lines before it, and its cells."""
     csv.field_size_limit(sys.maxsize)
     taken: list[bytes] = []
+    ended = False
 
     def lines() -> Iterator[str]:
+        nonlocal ended
         for raw in file:
             for line in ENDED.findall(raw):
                 taken.append(line)
                 yield line.decode("utf-8", "surrogateescape")
+        ended = True
 
-    reader, number = csv.reader(lines()), 0
-    for cells in reader:
+    number = 0
+    for cells in csv.reader(lines()):
+        if ended:  # the reader has asked for another line of this record
+            raise Defect(f"line {number + 1}", "it ends within a quoted cell")
         if cells:
-            if not taken[-1].endswith((b"\n", b"\r")):
-                _check_end(taken, number)
             yield start, number, cells
         start += sum(map(len, taken))
         number += len(taken)
         taken.clear()
-
-
-def _check_end(lines: list[bytes], number: int) -> None:
-    """Raises Defect for a file that ends within quotes."""
-    texts = [line.decode("utf-8", "surrogateescape") for line in lines]
-    try:
-        [*csv.reader(texts, strict=True)]
-    except csv.Error as error:
-        if "end of data" in str(error):
-            raise Defect(f"line {number + 1}", "it ends within a quoted cell") from error
