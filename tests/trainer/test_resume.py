@@ -13,6 +13,7 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
@@ -30,7 +31,7 @@ from tilewright.trainer.config import load  # noqa: E402
 from tilewright.trainer.config.train import Train  # noqa: E402
 from tilewright.trainer.data import batches  # noqa: E402
 from tilewright.trainer.interrupts import Interrupts, Stopped  # noqa: E402
-from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh, join  # noqa: E402
 from tilewright.trainer.plugins.assertion import OF_TIME  # noqa: E402
 from tilewright.trainer.tables import COLUMNS  # noqa: E402
 
@@ -42,9 +43,14 @@ VOCAB = 64
 
 def trained(path, *options):
     """What a run in this process says."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        train.train(load(str(path), list(options)), Mesh())
+    said, config = io.StringIO(), load(str(path), list(options))
+    joined = config.train.save_async  # a group of processes writes
+    try:
+        with contextlib.redirect_stdout(said):
+            train.train(config, join(config.train) if joined else Mesh())
+    finally:
+        if joined:
+            dist.destroy_process_group()
     return said.getvalue()
 
 
@@ -352,3 +358,168 @@ def test_fewer_samples_that_are_accepted_begin_their_next_epoch(tmp_path):
     trained(config, length, AUTO, "--train.max_steps=10", accepted)
     state = read_state(tmp_path / "out/checkpoints/global_step_10")
     assert state["data"] == {"epoch": 1, "used": 2}
+
+
+# ---- when it was stopped
+
+
+class Killed(BaseException):
+    """As SIGKILL, which nothing handles."""
+
+
+# What a run does, in the order of an evaluated step that is saved, and at its end.
+MOMENTS = {
+    "before an evaluation": (loop.Run, "evaluate", False),
+    "in an evaluation": (loop, "evaluation", True),
+    "after an evaluation": (loop.Run, "evaluate", True),
+    "before a save": (loop.Run, "save", False),
+    "in a save": (checkpoint.Saver, "_publish", False),
+    "before old ones go": (run_folder, "prune", False),
+    "after old ones went": (run_folder, "prune", True),
+    "after a save": (loop.Run, "save", True),
+    "before the export": (loop.Run, "export", False),
+    "before the test": (loop.Run, "test", False),
+    "after the test": (loop.Run, "test", True),
+    "at the end": (loop.Run, "close", True),
+}
+
+
+@contextlib.contextmanager
+def killed_at(moment, number):
+    """Within, a run ends at that moment, the number of times that it has been there before."""
+    (owner, name, after), calls = MOMENTS[moment], itertools.count()
+    real = getattr(owner, name)
+
+    def stopped(*arguments, **options):
+        here = next(calls) == number
+        if here and not after:
+            raise Killed
+        found = real(*arguments, **options)
+        if here:
+            raise Killed
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, stopped)
+        yield
+
+
+@contextlib.contextmanager
+def signaled_at(step):
+    """Within, a signal arrives in that step."""
+    steps = itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Interrupts, "asked", lambda _: 15 if next(steps) == step else 0)
+        yield
+
+
+VALUES = 5.0, 3.0, 1.0, 4.0, 2.0  # after so many steps with a label
+
+
+def by_steps(engine, sets, loss, **_):
+    """An evaluation whose least and greatest values are those of steps in the middle."""
+    found = {int(state["step"]) for state in engine.optimizer.state.values()} or {0}
+    [steps] = found
+    return {"eval_loss": VALUES[steps]} if sets else {}
+
+
+STOPS = {
+    "steps": {"save_steps": 2, "save_total_limit": 1},
+    "best": {"save_strategy": "best", "best_metric": "eval_loss", "save_total_limit": 1},
+    "best and epochs": {
+        "best_metric": "eval_loss",
+        "save_epochs": 0.5,
+        "save_best": True,
+        "save_total_limit": 2,
+        "save_async": True,
+    },
+    "worst of some": {"best_metric": "eval_loss", "best_mode": "max", "save_steps": 3},
+}
+STEPS = 6
+
+
+def a_run(folder, settings, **more):
+    """In which two steps have no label, and what follows the last one is a test."""
+    draw = random.Random(1)
+    rows = [{"input_ids": ids(draw, 32)} for _ in range(STEPS // 2 + 2)]
+    rows[0]["labels"] = [-100] * 32
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "test.jsonl", [{"input_ids": ids(draw, 32)}])
+    given = {
+        "num_train_epochs": 2,
+        "max_steps": None,
+        "do_test": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_hf_weights": False,
+        **settings,
+    }
+    path = write_config(
+        folder,
+        data__datasets=[{"path": str(folder / "rows.jsonl")}],
+        data__test_datasets=[{"path": str(folder / "test.jsonl")}],
+        data__val_set_size=2,
+        **{f"train__{name}": value for name, value in given.items()},
+        **more,
+    )
+    if "save_strategy" in settings:  # which decides on it
+        file = pathlib.Path(path)
+        file.write_text(file.read_text().replace("  save_epochs: 0\n", ""))
+    return path
+
+
+def left_by(folder, said):
+    """The rows without times, the last state, the checkpoints that are there, and the last lines."""
+    out = folder / "out"
+    rows = [{k: v for k, v in row.items() if k not in OF_TIME} for row in metrics(folder)]
+    state = read_state(max(checkpoint.complete(str(out)), key=checkpoint.step_of))
+    kept = {k: state[k] for k in ("step", "data", "tokens", "empty_steps", "best") if k in state}
+    lines = [n for n in said.splitlines() if "best checkpoint is" in n or "had no label" in n]
+    there = {checkpoint.step_of(p) for p in checkpoint.complete(str(out))}
+    assert not [*(out / "checkpoints").glob(".*")]
+    return rows, kept, lines, there
+
+
+def stopped(path, within):
+    """Whether a run was stopped, and the step that the next one goes on from."""
+    folder = pathlib.Path(path).parent
+    with within:
+        try:
+            trained(path, AUTO)
+        except (Killed, Stopped):
+            pass
+        else:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("settings", STOPS)
+def test_a_run_that_was_stopped_leaves_what_one_that_was_not_leaves(
+    settings, tmp_path, monkeypatch
+):
+    """At every moment. The checkpoints that were there when it went on may stay beside the rest."""
+    monkeypatch.setattr(loop, "evaluation", by_steps)
+    path = a_run(tmp_path, STOPS[settings])
+    whole = left_by(tmp_path, trained(path))
+    tests = [row for row in whole[0] if "test_loss" in row]
+    assert len(tests) == 1 and whole[1]["empty_steps"] == 2 and "2 of 6 steps" in str(whole[2])
+    best = whole[1].get("best", {}).get("step")
+    assert best is None or best in whole[3]
+    assert best is None or best < STEPS or "save_steps" in STOPS[settings]
+    seen = 0
+    stops = [(f"a signal in step {n}", lambda n=n: signaled_at(n)) for n in range(1, STEPS)]
+    turn = [*STOPS].index(settings)
+    for i, moment in enumerate(MOMENTS):
+        for number in range(2 * STEPS):
+            if (number + i) % len(STOPS) == turn or number == 0:
+                stops.append((f"{moment}, {number}", lambda m=moment, n=number: killed_at(m, n)))
+    for named, within in stops:
+        shutil.rmtree(tmp_path / "out")
+        if not stopped(path, within()):
+            continue
+        seen += 1
+        folders = checkpoint.complete(str(tmp_path / "out"))
+        rows, kept, lines, there = left_by(tmp_path, trained(path, AUTO))
+        assert (rows, kept, lines) == whole[:3], named
+        assert whole[3] <= there <= whole[3] | {checkpoint.step_of(p) for p in folders}, named
+    assert seen >= len(MOMENTS)
