@@ -2,6 +2,7 @@
 reported, counted and kept, whatever the moment of the stop.
 """
 
+import collections
 import contextlib
 import io
 import itertools
@@ -25,7 +26,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from tilewright.trainer import loop, train  # noqa: E402
 from tilewright.trainer.checkpoint import checkpoint, run_folder  # noqa: E402
-from tilewright.trainer.checkpoint.best import Best, history, over  # noqa: E402
 from tilewright.trainer.checkpoint.checkpoint_files import read_state, write_state  # noqa: E402
 from tilewright.trainer.config import load  # noqa: E402
 from tilewright.trainer.config.train import Train  # noqa: E402
@@ -243,7 +243,7 @@ def test_a_run_goes_on_with_what_it_was_made_of(case, tmp_path):
     write(1)
     asserted = f"--train.assert_deterministic={tmp_path / 'out'}"
     other = f"--train.output_dir={tmp_path / 'other'}"
-    with pytest.raises(ValueError, match="this run is not that one: .*the content of") as caught:
+    with pytest.raises(ValueError, match=r"this run is not that one: .*the content of") as caught:
         trained(config, asserted, other, "--train.max_steps=2")
     for name in names:
         assert f"the content of the {name} differs in this run" in str(caught.value)
@@ -385,23 +385,36 @@ MOMENTS = {
 
 
 @contextlib.contextmanager
-def killed_at(moment, number):
-    """Within, a run ends at that moment, the number of times that it has been there before."""
-    (owner, name, after), calls = MOMENTS[moment], itertools.count()
-    real = getattr(owner, name)
+def watched(moments, reached):
+    """Within, `reached` is called with each of these moments when a run is there."""
 
-    def stopped(*arguments, **options):
-        here = next(calls) == number
-        if here and not after:
-            raise Killed
-        found = real(*arguments, **options)
-        if here:
-            raise Killed
-        return found
+    def around(moment, real, after):
+        def call(*arguments, **options):
+            if not after:
+                reached(moment)
+            found = real(*arguments, **options)
+            if after:
+                reached(moment)
+            return found
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, stopped)
+        for moment in moments:
+            owner, name, after = MOMENTS[moment]
+            patch.setattr(owner, name, around(moment, getattr(owner, name), after))
         yield
+
+
+def killed_at(moment, number):
+    """Within, a run ends at that moment, when it has been there so many times before."""
+    calls = itertools.count()
+
+    def reached(_):
+        if next(calls) == number:
+            raise Killed
+
+    return watched([moment], reached)
 
 
 @contextlib.contextmanager
@@ -469,7 +482,7 @@ def a_run(folder, settings, **more):
 
 
 def left_by(folder, said):
-    """The rows without times, the last state, the checkpoints that are there, and the last lines."""
+    """The rows without times, the last state, the last lines, and which checkpoints are there."""
     out = folder / "out"
     rows = [{k: v for k, v in row.items() if k not in OF_TIME} for row in metrics(folder)]
     state = read_state(max(checkpoint.complete(str(out)), key=checkpoint.step_of))
@@ -480,17 +493,18 @@ def left_by(folder, said):
     return rows, kept, lines, there
 
 
-def stopped(path, within):
-    """Whether a run was stopped, and the step that the next one goes on from."""
-    folder = pathlib.Path(path).parent
-    with within:
-        try:
-            trained(path, AUTO)
-        except (Killed, Stopped):
-            pass
-        else:
-            return False
-    return True
+def stops(settings, counts):
+    """Names of stops, and what makes them: one at each moment, in each of STOPS at another of the
+    times that a run is there, and signals.   counts: of these times.
+    """
+    turn = [*STOPS].index(settings)
+    for i, moment in enumerate(MOMENTS):
+        if counts[moment] > 1 or (i + turn) % 2:
+            number = counts[moment] * (2 * turn + 1) // (2 * len(STOPS))
+            yield f"{moment}, {number}", killed_at(moment, number)
+    for step in range(1, STEPS):
+        if "best" in settings or step == turn + 2:
+            yield f"a signal in step {step}", signaled_at(step)
 
 
 @pytest.mark.parametrize("settings", STOPS)
@@ -500,26 +514,41 @@ def test_a_run_that_was_stopped_leaves_what_one_that_was_not_leaves(
     """At every moment. The checkpoints that were there when it went on may stay beside the rest."""
     monkeypatch.setattr(loop, "evaluation", by_steps)
     path = a_run(tmp_path, STOPS[settings])
-    whole = left_by(tmp_path, trained(path))
+    counts = collections.Counter()
+    with watched(MOMENTS, lambda moment: counts.update([moment])):
+        whole = left_by(tmp_path, trained(path))
     tests = [row for row in whole[0] if "test_loss" in row]
     assert len(tests) == 1 and whole[1]["empty_steps"] == 2 and "2 of 6 steps" in str(whole[2])
     best = whole[1].get("best", {}).get("step")
     assert best is None or best in whole[3]
     assert best is None or best < STEPS or "save_steps" in STOPS[settings]
-    seen = 0
-    stops = [(f"a signal in step {n}", lambda n=n: signaled_at(n)) for n in range(1, STEPS)]
-    turn = [*STOPS].index(settings)
-    for i, moment in enumerate(MOMENTS):
-        for number in range(2 * STEPS):
-            if (number + i) % len(STOPS) == turn or number == 0:
-                stops.append((f"{moment}, {number}", lambda m=moment, n=number: killed_at(m, n)))
-    for named, within in stops:
+    assert all(counts[moment] for moment in MOMENTS)
+    for named, within in stops(settings, counts):
         shutil.rmtree(tmp_path / "out")
-        if not stopped(path, within()):
-            continue
-        seen += 1
+        with within, pytest.raises((Killed, Stopped)):
+            trained(path)
         folders = checkpoint.complete(str(tmp_path / "out"))
         rows, kept, lines, there = left_by(tmp_path, trained(path, AUTO))
         assert (rows, kept, lines) == whole[:3], named
         assert whole[3] <= there <= whole[3] | {checkpoint.step_of(p) for p in folders}, named
-    assert seen >= len(MOMENTS)
+
+
+def test_an_evaluation_that_is_made_up_again_is_reported_once(tmp_path, monkeypatch):
+    """Of a run that is killed once it has made it up, and goes on from the same checkpoint."""
+    monkeypatch.setattr(loop, "evaluation", by_steps)
+    path = a_run(tmp_path, STOPS["steps"])
+    with signaled_at(2), pytest.raises(Stopped):
+        trained(path)
+    for _ in range(2):
+        with killed_at("after an evaluation", 0), pytest.raises(Killed):
+            trained(path, AUTO)
+    trained(path, AUTO)
+    found = [row["step"] for row in metrics(tmp_path) if "eval_loss" in row]
+    assert found == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_test_is_not_repeated_and_says_that_it_is_there(tmp_path):
+    path = a_run(tmp_path, STOPS["steps"])
+    trained(path)
+    assert "the test after step 6 is in metrics.jsonl\n" in trained(path, AUTO)
+    assert sum("test_loss" in row for row in metrics(tmp_path)) == 1
