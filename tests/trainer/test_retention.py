@@ -18,7 +18,12 @@ from test_trainer import QWEN3, Mesh, rows, run, tensors, write_config
 from tilewright.trainer import loop
 from tilewright.trainer.checkpoint import run_folder
 from tilewright.trainer.checkpoint.best import Best
-from tilewright.trainer.checkpoint.checkpoint_files import read_metadata, read_state, verify
+from tilewright.trainer.checkpoint.checkpoint_files import (
+    read_metadata,
+    read_state,
+    verify,
+    write_state,
+)
 
 pytestmark = pytest.mark.packages
 
@@ -292,6 +297,81 @@ def test_the_best_of_other_data_or_of_another_folder_does_not_count(losses, tmp_
     )
     state = read_state(tmp_path / "elsewhere/checkpoints/global_step_3")["best"]
     assert (state["value"], state["step"]) == (6.0, 3)
+
+
+# What an evaluation is of, as `Best.apart` tells it, by the arguments that change it.
+OTHER_EVALUATIONS = {
+    "--train.eval_max_batches=1": "of other batches, or of another loss or reference",
+    "--data.val_set_size=3": None,  # which changes what is trained on, and is refused
+    "--train.best_metric=eval_perplexity": "by eval_loss",
+    "--train.best_mode=max": "by the min of eval_loss",
+    "--data.test_datasets=[{'path': 'OTHER'}]": "of other data sets",
+    "--train.best_metric=null": "",
+}
+
+
+@pytest.mark.parametrize("change", OTHER_EVALUATIONS)
+def test_the_best_by_another_evaluation_stays_and_is_said(change, monkeypatch, tmp_path, capsys):
+    """And is the best again where a run evaluates as it did."""
+    why = OTHER_EVALUATIONS[change]
+    given = [3.0, 1.0, 2.0, 4.0, 5.0, 6.0, 3.0, 0.5]
+
+    def evaluation(*_, **__):
+        return dict.fromkeys(("eval_loss", "eval_perplexity"), given.pop(0))
+
+    monkeypatch.setattr(loop, "evaluation", evaluation)
+    held = tmp_path / "held.jsonl"
+    for file, token in ((held, 5), (tmp_path / "other.jsonl", 6)):
+        file.write_text("".join(json.dumps({"input_ids": [token] * 30}) + "\n" for _ in range(4)))
+    sets = {"data__test_datasets": [{"path": str(held)}]} if why is not None else HELD
+    options = {"train__save_steps": 1, "train__save_total_limit": 1}
+    path = write_config(tmp_path, **sets, **BEST, **options)
+    run(path, "--train.max_steps=3")
+    assert there(tmp_path) == [2, 3]
+    change = change.replace("OTHER", str(tmp_path / "other.jsonl"))
+    capsys.readouterr()
+    if why is None:
+        with pytest.raises(ValueError, match="another data"):
+            run(path, AUTO, change, "--train.max_steps=5")
+        return
+    run(path, AUTO, change, "--train.max_steps=5")
+    said = capsys.readouterr().out
+    named = "the best so far, global_step_2 (eval_loss=1), stays"
+    if why:
+        named = f"the best checkpoint so far, global_step_2 (eval_loss=1), was the best {why}: "
+    assert said.count(named) == 1 and 2 in there(tmp_path)
+    run(path, AUTO, change, "--train.max_steps=6")
+    assert 2 in there(tmp_path) and named not in capsys.readouterr().out
+    run(path, AUTO, "--train.max_steps=7")
+    assert best_of(tmp_path, 7)["step"] == 2 and best_of(tmp_path, 7)["value"] == 1.0
+    run(path, AUTO, "--train.max_steps=8")
+    assert best_of(tmp_path, 8)["step"] == 8 and not given
+
+
+def test_the_best_that_is_in_another_folder_is_said_not_to_be_there(losses, tmp_path, capsys):
+    path = write_config(tmp_path, **HELD, **BEST, train__save_steps=1)
+    losses += [2.0, 3.0, 6.0]
+    run(path, "--train.max_steps=2")
+    folder, elsewhere = tmp_path / "out/checkpoints/global_step_2", tmp_path / "elsewhere"
+    given = f"--train.load_checkpoint_path={folder}", f"--train.output_dir={elsewhere}"
+    run(path, "--train.max_steps=3", *given)
+    said = f"global_step_1 (eval_loss=2), is not in {elsewhere / 'checkpoints'}\n"
+    assert said in capsys.readouterr().out
+
+
+def test_the_best_of_a_version_that_said_less_compares(losses, tmp_path):
+    path = write_config(tmp_path, **HELD, **BEST, train__save_steps=1)
+    losses += [2.0, 3.0]
+    run(path, "--train.max_steps=2")
+    folder = tmp_path / "out/checkpoints/global_step_2"
+    state = read_state(folder)
+    first, by, most = state["best"]["over"].split(" ")
+    assert by.startswith("by=")
+    state["best"]["over"] = f"{first} {most}"
+    write_state(folder, state)
+    losses += [2.5]
+    run(path, AUTO, "--train.max_steps=3")
+    assert best_of(tmp_path, 3)["step"] == 1
 
 
 def test_a_name_that_depends_on_labels_is_known_without_them(tmp_path):

@@ -1016,9 +1016,9 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
             free[path] = resume_of(path)
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
-    # A revision of the weights, and a reference, are known by their checksums, shared prompts and a teacher's entries
-    # by the bins that they make, prompts that are cut by their samples; options are those of an
-    # optimizer that reads some, which none of these does.
+    # A revision of the weights, and a reference, are known by their checksums, shared prompts and a
+    # teacher's entries by the bins that they make, prompts that are cut by their samples; options
+    # are those of an optimizer that reads some, which none of these does.
     preferences = ("share_prefix", "max_prompt_len", "truncation_mode", "reference_path")
     names = "model.revision", "train.optimizer_args", "distillation.top_k"
     known = {free.pop(n) for n in (*names, *(f"preference.{n}" for n in preferences))}
