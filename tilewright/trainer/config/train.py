@@ -417,7 +417,7 @@ class Train(Section):
     """
     loss: Annotated[str, RowOf(LOSSES)] = field(
         "language_modeling",
-        Resume.NEXT_STEP,
+        Resume.OTHER_CONTENTS,
         Refuse(_absent_columns),
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
