@@ -361,7 +361,9 @@ def test_sets_of_one_name_are_told_apart(tmp_path):
 def sums(settings, *options, capsys):
     """(name -> the line of each set, as numbers) of the command."""
     assert evaluate.main([settings[1], *options]) == 0
-    lines = [line.split(": ") for line in capsys.readouterr().out.splitlines() if ": documents=" in line]
+    lines = [
+        line.split(": ") for line in capsys.readouterr().out.splitlines() if ": documents=" in line
+    ]
     return {
         name: {key: float(value) for key, _, value in (p.partition("=") for p in rest.split())}
         for name, rest in lines
