@@ -1790,6 +1790,12 @@ def test_rule(least, broken, sentence, neighbor, monkeypatch):
     least(*neighbor.split())
 
 
+def test_only_the_field_at_fault_is_named(least):
+    for field, value in (("loss_temperature", "0.5"), ("z_loss", "0.1")):
+        [line] = errors(least, *DPO.split(), f"--train.{field}={value}")
+        assert line.startswith(f"train.{field} = {value}, train.loss = preference: a preference is")
+
+
 def test_the_best_is_the_least_or_the_most_as_its_name_says(least):
     for name, mode in (
         ("eval_loss", "min"),

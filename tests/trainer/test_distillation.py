@@ -537,3 +537,42 @@ def test_a_teacher_overwrites_nothing(texts, tmp_path, capsys):
     assert teacher.main([*texts, "--to", str(tmp_path)]) == 1
     assert "has files; give another folder" in capsys.readouterr().err
     assert [f.name for f in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("file", "cannot be written: File exists"),
+        ("file/rows", "cannot be written: Not a dir"),
+        ("/proc/rows", "cannot be written"),
+        ("x" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_found_before_the_teacher_is_read(
+    where, said, texts, tmp_path, capsys, monkeypatch
+):
+    def begun(*_, **__):
+        raise AssertionError("documents or weights are read")
+
+    for name in ("whole_sets", "filled_engine"):
+        monkeypatch.setattr(teacher, name, begun)
+    (tmp_path / "file").touch()
+    assert teacher.main([*texts, "--to", str(tmp_path / where)]) == 1
+    assert f"--to {tmp_path / where}: {said}" in capsys.readouterr().err
+
+
+def test_a_process_that_cannot_write_its_rows_says_so_first(texts, tmp_path, capsys, monkeypatch):
+    def refused(file, named):
+        raise ValueError(f"{named} {file}: cannot be written: Read-only file system")
+
+    monkeypatch.setattr(teacher, "check_writable", refused)
+    monkeypatch.setattr(teacher, "filled_engine", None)
+    assert teacher.main([*texts, "--to", str(tmp_path / "rows")]) == 1
+    assert "rows/00000.parquet: cannot be written" in capsys.readouterr().err
+
+
+def test_what_evaluations_take_is_not_what_a_teacher_writes(texts, settings, tmp_path):
+    """A configuration to train with says both."""
+    own = ["--data.val_set_size=4", "--train.eval_max_batches=1", "--distillation.top_k=2"]
+    assert teacher.main([*texts, *own, "--to", str(tmp_path / "rows")]) == 0
+    assert len(read(tmp_path / "rows")) == len(settings[1])

@@ -17,7 +17,7 @@ from ranks import run_modes  # noqa: E402
 
 from tilewright.trainer import evaluate, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
-from tilewright.trainer.config import load  # noqa: E402
+from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.data import prepared  # noqa: E402
 from tilewright.trainer.data.sources import titles  # noqa: E402
 from tilewright.trainer.models import head  # noqa: E402
@@ -353,3 +353,150 @@ def test_sets_of_one_name_are_told_apart(tmp_path):
         ],
     )
     assert titles(config.data.datasets) == ["x", "x#2", "y:test", "x#3"]
+
+
+# ---- what is evaluated
+
+
+def sums(settings, *options, capsys):
+    """(name -> the line of each set, as numbers) of the command."""
+    assert evaluate.main([settings[1], *options]) == 0
+    lines = [
+        line.split(": ") for line in capsys.readouterr().out.splitlines() if ": documents=" in line
+    ]
+    return {
+        name: {key: float(value) for key, _, value in (p.partition("=") for p in rest.split())}
+        for name, rest in lines
+    }
+
+
+def evaluated(settings, folder, *options):
+    """The first evaluation of a run."""
+    more = [f"--train.output_dir={folder}", "--train.max_steps=1", "--train.save_hf_weights=false"]
+    assert train.main([settings[1], *more, *options]) == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next(r for r in rows if "eval_loss" in r)
+
+
+@pytest.mark.parametrize("shuffled", ["true", "false"])
+def test_held_out_rows_alone_are_evaluated_as_in_training(shuffled, settings, tmp_path, capsys):
+    own = ["--data.test_datasets=[]", "--data.val_set_size=5"]
+    own += [f"--data.shuffle_merged_datasets={shuffled}", "--train.eval_accuracy=true"]
+    want = evaluated(settings, tmp_path, *own)
+    file = tmp_path / "scores.jsonl"
+    found = sums(settings, *own, "--scores", str(file), capsys=capsys)
+    assert [*found] == ["held_out"] and found["held_out"]["documents"] == 5
+    assert found["held_out"]["loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
+    assert found["held_out"]["accuracy"] == pytest.approx(want["eval_accuracy"], rel=1e-5)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["id"] for line in lines} < {row["id"] for row in rows(17, 1)}
+    other = sums(settings, *own, "--train.seed=7", capsys=capsys)
+    assert other["held_out"]["loss"] != found["held_out"]["loss"]
+
+
+def test_held_out_pairs_stay_together(settings, tmp_path, capsys):
+    rng = random.Random(4)
+
+    def tokens(n):
+        return [rng.randrange(VOCAB) for _ in range(n)]
+
+    pairs = [
+        {"prompt_ids": tokens(3), "chosen_ids": tokens(4), "rejected_ids": tokens(5)}
+        for _ in range(9)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    entry = [{"path": str(tmp_path / "pairs.jsonl"), "type": "preference_tokenized"}]
+    own = [f"--data.datasets={json.dumps(entry)}", "--data.test_datasets=[]"]
+    own += ["--data.val_set_size=3", "--train.loss=preference", "--model.batch_invariant=false"]
+    want = evaluated(settings, tmp_path / "run", *own)
+    found = sums(settings, *own, capsys=capsys)["held_out"]
+    assert (found["documents"], found["tokens"]) == (6, 27)
+    both = want["eval_logprob_chosen"] + want["eval_logprob_rejected"]
+    assert found["loss"] == pytest.approx(-3 * both / 27, rel=1e-5)
+
+
+def test_a_run_s_limits_of_batches_are_those_of_evaluate(settings, tmp_path, capsys):
+    whole = sums(settings, capsys=capsys)
+    few = ["--train.eval_max_batches=2", "--train.eval_micro_batch_size=2"]
+    want = evaluated(settings, tmp_path / "run", *few)
+    found = sums(settings, *few, capsys=capsys)
+    assert found["first"]["documents"] < whole["first"]["documents"]
+    for name in ("first", "second"):
+        assert found[name]["loss"] == pytest.approx(want[f"eval_loss/{name}"], rel=1e-5)
+    assert sums(settings, "--train.eval_max_batches=1.0", capsys=capsys) == whole
+    # Of test sets, beside rows that are held out of those to train on.
+    tests = ["--train.do_test=true", "--train.test_max_batches=1", "--data.val_set_size=4"]
+    found = sums(settings, *tests, capsys=capsys)
+    assert [*found] == ["first", "second", "held_out"]
+    assert found["first"]["documents"] < whole["first"]["documents"]
+    assert found["held_out"]["documents"] == 4
+    limit = sums(settings, *tests, "--train.eval_max_batches=1", capsys=capsys)
+    assert limit["first"] == found["first"]
+    assert limit["held_out"]["documents"] < 4
+    # Without sets of their own, what is trained on is evaluated with the same limit.
+    some = sums(settings, "--data.test_datasets=[]", *few, capsys=capsys)
+    assert [*some] == ["first"] and some["first"]["documents"] < 17
+
+
+def test_batches_without_a_label_are_a_sentence(settings, tmp_path, capsys):
+    ids = [1, 2, 3]
+    blank = [{"input_ids": ids, "labels": [IGNORE] * 3}, {"input_ids": ids}]
+    (tmp_path / "blank.jsonl").write_text("".join(json.dumps(row) + "\n" for row in blank))
+    entry = json.dumps([{"path": str(tmp_path / "blank.jsonl")}])
+    own = [f"--data.test_datasets={entry}", "--data.eval_sample_packing=false"]
+    assert evaluate.main([settings[1], *own, "--train.eval_max_batches=1"]) == 1
+    assert "blank: none of the 1 documents in the first batches" in capsys.readouterr().err
+    assert evaluate.main([settings[1], *own]) == 0
+
+
+def test_rules_of_training_alone_are_not_those_of_evaluate(settings, capsys):
+    own = ["--data.test_datasets=[]", "--train.eval_strategy=no"]
+    for field in ("train.eval_micro_batch_size=3", "data.eval_sample_packing=false"):
+        with pytest.raises(ConfigError, match="nothing is evaluated"):
+            load(settings[1], [*own, f"--{field}"])
+        assert sums(settings, *own, f"--{field}", capsys=capsys)
+
+
+def test_adapters_over_other_weights_are_refused(settings, tmp_path, capsys):
+    folder, _ = settings
+    torch.manual_seed(1)
+    shape = transformers.AutoConfig.from_pretrained(folder / "model")
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "other")
+    own = ["--lora.enable_lora=true", "--model.batch_invariant=false"]
+    own += ["--train.save_epochs=0", "--train.lr=0.05"]
+    evaluated(settings, tmp_path, *own)
+    own += [f"--train.load_checkpoint_path={tmp_path / 'checkpoints/global_step_1'}"]
+    capsys.readouterr()
+    right = sums(settings, *own, capsys=capsys)
+    other = [*own, f"--model.model_path={tmp_path / 'other'}"]
+    assert evaluate.main([settings[1], *other]) == 1
+    assert "began from other weights" in capsys.readouterr().err
+    assert sums(settings, *other, "--train.allow_other_base=true", capsys=capsys) != right
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (".", "is a folder; give a file"),
+        ("nowhere/x.jsonl", "there is no folder"),
+        ("file/x.jsonl", "there is no folder"),
+        ("x" * 250 + ".jsonl", "cannot be written: File name too long"),
+        ("/proc/x.jsonl", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
+    where, said, settings, tmp_path, capsys, monkeypatch
+):
+    def computed(*_, **__):
+        raise AssertionError("the evaluation has begun")
+
+    for name in ("shape_of", "sets", "filled_engine"):
+        monkeypatch.setattr(evaluate, name, computed)
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    assert evaluate.main([settings[1], "--scores", str(tmp_path / where)]) == 1
+    assert said in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

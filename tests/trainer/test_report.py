@@ -138,6 +138,31 @@ def test_a_page_that_no_run_would_draw_is_refused(given, sentence, capsys):
     assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1] == sentence
 
 
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("file", "is no folder"),
+        ("full", "is a folder; give a file"),
+        ("/proc/pages", "/proc/pages"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_found_before_the_run(
+    where, said, tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("datasets")
+    from test_trainer import write_config
+
+    from tilewright.trainer import train
+
+    monkeypatch.setattr(train, "train", None)
+    monkeypatch.setattr(train, "check_data", None)
+    (tmp_path / "file").touch()
+    (tmp_path / "full" / report.PAGE).mkdir(parents=True)
+    path = write_config(tmp_path, train__max_steps=1)
+    assert train.main([path, "--report", str(tmp_path / where)]) == 1
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
 def test_a_browser_without_a_network_shows_the_charts(tmp_path):
     """In its picture are the colors of both runs' lines."""

@@ -114,6 +114,18 @@ PROFILE = {
 TWO = {"data__datasets": "@two"}
 EIGHT = {"train__data_parallel_mode": "fsdp2"}
 
+WEIGHTED = {"train__loss": "weighted_language_modeling", "data__datasets": "@weighted"}
+POLICY = {"train__loss": "policy", "data__datasets": "@policy"}
+GRPO = {**POLICY, "policy__loss": "dr_grpo"}
+PPO = {**POLICY, "policy__loss": "policy_loss"}
+TIS = {**PPO, "policy__use_tis": True}
+DPO = {"train__loss": "preference", "data__datasets": "@pairs"}
+KTO = {"train__loss": "preference", "preference__loss": "kto", "data__datasets": "@answers"}
+CUT = {**DPO, "preference__max_prompt_len": 2}
+MOVING = {**DPO, "preference__reference_update_steps": 1}
+TEACHER = {"train__loss": "distillation", "distillation__top_k": 3, "data__datasets": "@teacher"}
+REWARD = {"train__loss": "reward", "data__datasets": "@pairs", "model__config_path": "@scored"}
+
 STEPS = {"train__gradient_accumulation_steps": 4}
 PIPELINE = {**EIGHT, **STEPS, "train__pipeline_parallel_size": 2}
 
@@ -394,13 +406,57 @@ ROWS = [
     row("lora.reset_optimizer_on_merge", True, "weights", **LORA, lora__merge_lora_interval=2),
     row("lora.enable_aqn", True, "losses", **QLORA),
     row("lora.aqn_alpha", 2.0, "losses", **QLORA, lora__enable_aqn=True),
+    row("train.loss", "language_modeling", "losses", **WEIGHTED),
+    row("policy.loss", "reinforce", "losses", **POLICY),
+    row("policy.average", "documents", "losses", **POLICY),
+    row("policy.clip_low_threshold", 0.95, "losses", **POLICY),
+    row("policy.clip_high_threshold", 1.05, "losses", **POLICY),
+    row("policy.dual_clip", 1.05, "losses", **PPO),
+    row("policy.use_tis", True, "losses", **PPO),
+    row("policy.tis_clip_low", 0.9, "losses", **TIS),
+    row("policy.tis_clip_high", 1.1, "losses", **TIS),
+    row("policy.icepop_beta", 1.05, "weights", **PPO),
+    row("policy.beta", 0.5, "losses", **GRPO),
+    row("policy.kl_type", "k1", "losses", **GRPO, policy__beta=0.5),
+    row("policy.ratio_type", "sequence", "losses", **GRPO),
+    row("preference.loss", "hinge", "losses", **DPO),
+    row("preference.beta", 0.5, "losses", **DPO),
+    row("preference.label_smoothing", 0.2, "losses", **DPO),
+    row("preference.simpo_gamma", 1.5, "losses", **DPO, preference__loss="simpo"),
+    row(
+        "preference.dpop_lambda",
+        5.0,
+        "losses",
+        **DPO,
+        preference__loss="dpop",
+        preference__reference_path="@weights2",  # which finds chosen answers more probable
+    ),
+    row("preference.offset_alpha", 0.5, "losses", **DPO),
+    row("preference.loss_ratio", 2.0, "losses", **DPO),
+    row("preference.sft_ratio", 0.5, "losses", **DPO),
+    row("preference.kto_desirable_weight", 0.0, "losses", **KTO),
+    row("preference.kto_undesirable_weight", 2.0, "losses", **KTO),
+    row("preference.kl_scope", "step", "losses", **KTO, train__gradient_accumulation_steps=2),
+    row("preference.max_prompt_len", 2, "size", **DPO),
+    row("preference.truncation_mode", "keep_end", "losses", **CUT),
+    row("preference.share_prefix", True, "size", **DPO),
+    row("preference.reference", "none", "losses", **DPO),
+    row("preference.reference_path", "@weights2", "losses", **DPO),
+    row("preference.reference_update_steps", 1, "losses", **DPO),
+    row("preference.reference_ema", 0.5, "losses", **MOVING),
+    row("distillation.divergence", "reverse", "losses", **TEACHER),
+    row("distillation.beta", 0.2, "losses", **TEACHER, distillation__divergence="jsd"),
+    row("distillation.outside", "renormalize", "losses", **TEACHER),
+    row("distillation.temperature", 2.0, "losses", **TEACHER),
+    row("distillation.cross_entropy_share", 0.5, "losses", **TEACHER),
+    row("reward.center_rewards_coefficient", 0.5, "losses", **REWARD),
+    row("train.eval_accuracy", True, "evaluated", **EVAL),
 ]
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
     "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
     "train.do_test": "test_evaluation.py::test_a_test_split_is_evaluated_once_after_the_last_step",
     "train.test_max_batches": "test_evaluation.py::test_a_test_split_is_cut_to_its_own_limit",
-    "train.eval_accuracy": "test_evaluation.py::test_accuracy_is_the_share_of_most_probable_labels",
     "model.revision": "test_commands.py::test_what_the_hub_is_asked_for",
     "data.datasets.name": "test_data.py::test_what_the_network_is_asked_for",
     "data.datasets.revision": "test_data.py::test_what_the_network_is_asked_for",
@@ -409,45 +465,8 @@ HELD = {
     "data.datasets.trust_remote_code": "test_config.py::test_unsupported_fields_are_refused_with_their_sentence",
     "train.allow_cuda_launch_blocking": "test_config.py::test_rules_of_the_machine",
     "train.init_device": "test_config.py::test_rules_of_the_machine",
-    "train.loss": "test_extend.py::test_each_file_of_the_page_is_a_row",
-    "preference.loss": "test_preference.py::test_every_formula_trains",
-    "preference.beta": "test_preference.py::test_an_option_changes_the_loss",
-    "preference.label_smoothing": "test_preference.py::test_an_option_changes_the_loss",
-    "preference.simpo_gamma": "test_preference.py::test_an_option_changes_the_loss",
-    "preference.dpop_lambda": "test_preference.py::test_an_option_changes_the_loss",
-    "preference.offset_alpha": "test_preference.py::test_scores_of_answers_are_an_offset_and_are_asked_for",
-    "preference.kl_scope": "test_preference.py::test_mean_log_ratios_are_those_of_a_micro_batch_or_of_a_step",
-    "preference.kto_desirable_weight": "test_unpaired_preference.py::test_a_run_is_kto_on_two_models",
-    "preference.kto_undesirable_weight": "test_unpaired_preference.py::test_a_run_is_kto_on_two_models",
-    "preference.loss_ratio": "test_preference.py::test_the_formula_has_a_weight_beside_the_likelihood",
-    "preference.max_prompt_len": "test_preference.py::test_prompts_of_a_run_are_cut_and_counted",
-    "preference.truncation_mode": "test_preference.py::test_prompts_of_a_run_are_cut_and_counted",
-    "preference.sft_ratio": "test_preference.py::test_the_likelihood_of_chosen_answers_is_added",
-    "preference.reference": "test_preference.py::test_adapters_off_is_the_model_that_they_are_on",
-    "preference.reference_path": "test_preference.py::test_a_run_is_dpo_on_two_models",
     "preference.reference_cache": "test_references.py::test_another_reference_is_refused_with_both",
-    "preference.reference_update_steps": "test_references.py::test_a_reference_becomes_the_policy",
-    "preference.reference_ema": "test_references.py::test_a_run_is_trls_tr_dpo",
-    "policy.loss": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.average": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.clip_low_threshold": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.clip_high_threshold": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.dual_clip": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.use_tis": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.tis_clip_low": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.tis_clip_high": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.icepop_beta": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.beta": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.kl_type": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "policy.ratio_type": "test_policy.py::test_a_step_is_that_of_a_plain_loop",
-    "distillation.divergence": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
-    "distillation.beta": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
     "distillation.top_k": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
-    "distillation.outside": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
-    "distillation.temperature": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
-    "distillation.cross_entropy_share": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
-    "reward.center_rewards_coefficient": "test_reward.py::test_a_run_is_one_of_transformers_model",
-    "preference.share_prefix": "test_shared_prefix.py::test_a_run_has_the_numbers_of_whole_documents",
     "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.callbacks": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.layout_args": "test_extend.py::test_copies_of_the_page_train_apart",
@@ -515,6 +534,23 @@ def make_world(root):
         {"input_ids": x, "routed_experts": [[[2 * (i % 2), 3], [i % 3, 3]] for i in range(len(x))]}
         for x in ids(6)
     ]
+    weighted = [{"input_ids": x, "weight": [i % 3 for i in range(len(x))]} for x in ids(7)]
+    policy, teacher = [], []
+    for x in ids(8):
+        near = [-4.6 + 0.3 * ((5 * t) % 3 - 1) for t in x]
+        older = [p + 0.2 * (t % 3 - 1) for p, t in zip(near, x, strict=True)]
+        named = {"old_logprob": near, "rollout_logprob": older, "reference_logprob": older}
+        policy.append({"input_ids": x, "advantage": [(t % 5) - 2.0 for t in x], **named})
+        entries = [[t, (t + 1) % 97, (t + 2) % 97] for t in x]
+        logprobs = [[-0.7, -1.5, -2.5 - (t % 2)] for t in x]
+        teacher.append({"input_ids": x, "teacher_ids": entries, "teacher_logprobs": logprobs})
+    pairs, answers = [], []
+    for i, x in enumerate(ids(9)):
+        parts = {"prompt_ids": x[:4], "chosen_ids": x[4:8], "rejected_ids": x[3:9][::-1]}
+        parts = {k: v + [i + 1] * (4 if k == "prompt_ids" else 2) for k, v in parts.items()}
+        pairs.append({**parts, "chosen_score": 2.0 + i, "rejected_score": 1.0})
+        answer = {"prompt_ids": parts["prompt_ids"], "completion_ids": parts["chosen_ids"]}
+        answers.append({**answer, "label": i % 2 == 0})
     rows("files/a.jsonl", *({"input_ids": x} for x in ids(4)))
     rows("files/b.jsonl", *({"input_ids": x} for x in ids(5)))
     rows("mixed/a.jsonl", *({"text": t} for t in texts))
@@ -528,6 +564,14 @@ def make_world(root):
         "both": [{"path": both}],
         "routes": [{"path": rows("routes.jsonl", *routes)}],
         "labels": [{"path": rows("labels.jsonl", *masked)}],
+        "weighted": [{"path": rows("weighted.jsonl", *weighted)}],
+        "policy": [{"path": rows("policy.jsonl", *policy)}],
+        "teacher": [{"path": rows("teacher.jsonl", *teacher)}],
+        "pairs": [{"path": rows("pairs.jsonl", *pairs), "type": "preference_tokenized"}],
+        "answers": [
+            {"path": rows("answers.jsonl", *answers), "type": "unpaired_preference_tokenized"}
+        ],
+        "scored": model("scored", {**DENSE, "pad_token_id": 0}),
         "shards": [{"path": main, "shards": 2, "shards_idx": 0}],
         "files": [{"path": str(root / "files"), "data_files": "a.jsonl", "ds_type": "json"}],
         "mixed": [{"path": str(root / "mixed"), "ds_type": "json", "type": "text"}],
@@ -593,7 +637,7 @@ def settings_of(world, changes):
             "save_hf_weights": False,
             "gc_steps": 0,
         },
-        "lora": {},
+        **{name: {} for name in Config.model_fields if name not in ("model", "data", "train")},
     }
 
     def value(v):
@@ -757,6 +801,7 @@ def outcome(run, config, out, said, world):
         "checksums": [r["step"] for r in metrics.rows(out / "checksums.jsonl")],
         "reported": sorted({key for r in logged for key in r}),
         "asserted": [line for line in said.splitlines() if line.startswith("deterministic:")],
+        "evaluated": sorted({key for r in rows if "eval_loss" in r for key in r}),
         "evaluations": [r["step"] for r in rows if "eval_loss" in r],
         "weights": fingerprint(state),
         "gates": torch.equal(*gates(model, config)),
@@ -1016,12 +1061,10 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
             free[path] = resume_of(path)
         changed = config.model_copy(update={section: part})
         assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
-    # A revision of the weights, and a reference, are known by their checksums, shared prompts and a
-    # teacher's entries by the bins that they make, prompts that are cut by their samples; options
-    # are those of an optimizer that reads some, which none of these does.
-    preferences = ("share_prefix", "max_prompt_len", "truncation_mode", "reference_path")
+    # A revision of the weights is known by their checksums, a teacher's entries by the bins that
+    # they make; options are those of an optimizer that reads some, which none of these does.
     names = "model.revision", "train.optimizer_args", "distillation.top_k"
-    known = {free.pop(n) for n in (*names, *(f"preference.{n}" for n in preferences))}
+    known = {free.pop(n) for n in names}
     assert known == {"refused"} and {*free.values()} == {"free"}
 
 

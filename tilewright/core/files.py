@@ -143,17 +143,20 @@ def write_text(file: pathlib.Path, text: str) -> None:
 
 def check_writable(file: pathlib.Path, named: str) -> None:
     """Tries a file that `write_text` is to write later. Raises ValueError, with what names it."""
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"{named} {file}: there is no folder {folder}")
-    if file.is_dir():
-        raise ValueError(f"{named} {file}: is a folder; give a file")
-    probe = file.with_name(f".{file.name}.partial")
+    folder, wrong = file.absolute().parent, None
     try:
-        probe.touch()
-        probe.unlink()
+        if not folder.is_dir():
+            wrong = f"there is no folder {folder}"
+        elif file.is_dir():
+            wrong = "is a folder; give a file"
+        else:
+            probe = file.with_name(f".{file.name}.partial")
+            probe.touch()
+            probe.unlink()
     except OSError as error:
-        raise ValueError(f"{named} {file}: cannot be written: {error.strerror}") from error
+        wrong = f"cannot be written: {error.strerror}"
+    if wrong is not None:
+        raise ValueError(f"{named} {file}: {wrong}")
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

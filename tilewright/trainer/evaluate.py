@@ -224,6 +224,8 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
         if not folders:
             raise ValueError(f"train.load_checkpoint_path = {path}: there is no checkpoint")
         wanted = {"model": build.model_identity(m, config.lora, shape)}
+        if config.lora.enable_lora and not config.train.allow_other_base:
+            wanted["base"] = {"weights": engine.parts.origin}  # adapters are of these weights
         names = build.names_of_ops(ops, engine, config.train)
         engine.load(folders, wanted, names, config.train.verify_checkpoint, states=False)
     return engine

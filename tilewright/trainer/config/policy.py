@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OURS = "ours: xorl's local configuration has no policies"
 POLICY = Only("train.loss", "policy")
+COLUMNS_READ = Resume.OTHER_CONTENTS  # of a field that decides which columns samples have
 
 
 def _known(name: str) -> str:
@@ -50,7 +51,7 @@ TOGETHER = {
 }
 
 
-def _option(name: str, **more: Any) -> Any:
+def _option(name: str, *, resume: Resume = Resume.NEXT_STEP, **more: Any) -> Any:
     """An option of formulas; null: what the formula has."""
     readers = Only("loss", table=lambda: [n for n, row in FORMULAS.items() if name in row.reads])
     fits = (
@@ -58,12 +59,12 @@ def _option(name: str, **more: Any) -> Any:
         for option, other in sorted(TOGETHER)
         if option == name
     )
-    return field(None, Resume.NEXT_STEP, POLICY, readers, *fits, differs=("none", OURS), **more)
+    return field(None, resume, POLICY, readers, *fits, differs=("none", OURS), **more)
 
 
 class Policy(Section):
     loss: Annotated[str, AfterValidator(_known)] = field(
-        "ppo", Resume.NEXT_STEP, POLICY, differs=("none", OURS)
+        "ppo", COLUMNS_READ, POLICY, differs=("none", OURS)
     )
     """The formula: a loss for each token, of its log-probability and of the columns that it reads,
     among them advantage, old_logprob, rollout_logprob, reference_logprob and teacher_logprob.
@@ -78,7 +79,7 @@ class Policy(Section):
     """The greatest ratio to the old policy that is not clipped; null: the formula's, mostly 1.2."""
     dual_clip: float | None = _option("dual_clip", gt=1)
     """Where an advantage is negative, the loss is at most -advantage times this; null: no limit."""
-    use_tis: bool | None = _option("use_tis")
+    use_tis: bool | None = _option("use_tis", resume=COLUMNS_READ)
     """Weigh tokens by the old policy's probability over the sampler's, clipped: truncated
     importance sampling.
     """
@@ -88,7 +89,7 @@ class Policy(Section):
     """The greatest weight of use_tis; null: 2."""
     icepop_beta: float | None = _option("icepop_beta", ge=1)
     """Nothing is learned where the ratio is not between 1 / this and this; null: everywhere."""
-    beta: float | None = _option("beta", ge=0)
+    beta: float | None = _option("beta", resume=COLUMNS_READ, ge=0)
     """Of dro's square (null: 0.05), or of dr_grpo's KL to the reference (null: 0)."""
     kl_type: Literal["k1", "k2", "k3"] | None = _option("kl_type")
     """The estimate of that KL; null: k3."""

@@ -94,7 +94,7 @@ class Preference(Section):
     """The mean negative log-probability of the tokens of all chosen answers of a step, or of
     desirable ones, times this is added to the loss.
     """
-    offset_alpha: float = _option("offset_alpha", 0.0, ge=0)
+    offset_alpha: float = _option("offset_alpha", 0.0, resume=Resume.OTHER_CONTENTS, ge=0)
     """The margin to aim at: the logarithm of the difference of a pair's scores, times this."""
     kto_desirable_weight: float = _option(
         "kto_desirable_weight",

@@ -119,11 +119,10 @@ def _absent_columns(config: Config) -> str | None:
 
 
 # Of a loss whose values per token are compared with those of a model that does not learn.
-UNSHAPED = Refuse("a preference is one of log-probabilities as they are", "loss").when(
-    lambda c: (
-        c.train.loss == "preference" and (c.train.loss_temperature != 1.0 or c.train.z_loss != 0.0)
+def _unshaped(field: str, neutral: float) -> Refuse:
+    return Refuse("a preference is one of log-probabilities as they are", "loss").when(
+        lambda c: c.train.loss == "preference" and getattr(c.train, field) != neutral
     )
-)
 
 
 def _scored(config: Config) -> bool:
@@ -417,7 +416,7 @@ class Train(Section):
     """
     loss: Annotated[str, RowOf(LOSSES)] = field(
         "language_modeling",
-        Resume.NEXT_STEP,
+        Resume.OTHER_CONTENTS,
         Refuse(_absent_columns),
         differs=("none", "ours: a loss is a row of a table, and a file of its own"),
     )
@@ -429,7 +428,7 @@ class Train(Section):
     loss_temperature: Number = field(
         1.0,
         Resume.NEXT_STEP,
-        UNSHAPED,
+        _unshaped("loss_temperature", 1.0),
         Refuse("a distillation's is distillation.temperature", "loss").when(
             lambda c: c.train.loss_temperature != 1.0 and c.train.loss == "distillation"
         ),
@@ -441,7 +440,7 @@ class Train(Section):
     z_loss: Number = field(
         0.0,
         Resume.NEXT_STEP,
-        UNSHAPED,
+        _unshaped("z_loss", 0.0),
         Refuse("this loss is one of log-probabilities as they are", "loss").when(
             lambda c: c.train.z_loss != 0.0 and c.train.loss in ("policy", "distillation")
         ),

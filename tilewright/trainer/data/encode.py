@@ -93,7 +93,11 @@ def check_columns(entry: Dataset, names: list[str], features: Any, columns: Colu
         )
     for name, column in columns.items():
         if column.default is None and name not in (*names, *row.yields):
-            raise ValueError(f"{column.asked_by}: {entry.path} has no column {name}, has {names}")
+            kinds = [kind for kind, one in DATASETS.items() if name in one.yields]
+            also = f"; data of type {' or '.join(kinds)} have it" if kinds else ""
+            raise ValueError(
+                f"{column.asked_by}: {entry.path} has no column {name}, has {names}{also}"
+            )
     read = {*row.columns, *columns}
     for name in sorted({*names} - read):
         if near := difflib.get_close_matches(name, sorted(read - {*names}), 1, cutoff=0.8):
