@@ -363,7 +363,7 @@ class _Work:
             self.left["loss"] = 'its logits were asked for (logits="always")'
             return
 
-        if any(_is_cpt(module) for module in self.modules):
+        if any(causal_lm.is_cpt(module) for module in self.modules):
             self.left["loss"] = "PEFT's CPT computes its loss from the logits"
             return
 
@@ -509,13 +509,6 @@ def _models(model: nn.Module) -> list[Any]:
     if isinstance(model, PreTrainedModel):
         return [model]
     return [found for child in model.children() for found in _models(child)]
-
-
-def _is_cpt(module: nn.Module) -> bool:
-    configs = getattr(module, "peft_config", None)
-    return isinstance(configs, dict) and any(
-        getattr(config, "peft_type", None) == "CPT" for config in configs.values()
-    )
 
 
 def _asks_for(model, table: str) -> bool:
