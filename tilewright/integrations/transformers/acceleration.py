@@ -342,7 +342,7 @@ class _Work:
                 return "rmsnorm_gated", found, layers.gated_norm_forward
             return "rmsnorm", layers.norm_options(module), layers.norm_forward
 
-        self._replace("norm", layers.is_norm, options)
+        self._replace("norm", layers.is_norm, options, layers.norm_unknown)
 
     def rope(self) -> None:
         def options(module):
@@ -356,7 +356,7 @@ class _Work:
             silu = isinstance(found, str) or found[0] == layers.SILU
             return "silu_mul" if silu else "gelu_mul", found, layers.mlp_forward
 
-        self._replace("mlp", layers.is_mlp, options)
+        self._replace("mlp", layers.is_mlp, options, layers.mlp_unknown)
 
     def loss(self) -> None:
         if self.logits == "always":
@@ -374,9 +374,11 @@ class _Work:
         tops = set(map(id, self.tops))
         self._replace("loss", lambda m: id(m) in tops, options)
 
-    def _replace(self, part: str, is_one, options) -> None:
+    def _replace(self, part: str, is_one, options, unknown=None) -> None:
         """Replaces the forward of the modules that are one, by `options(module)`: an op or several,
         the arguments of what makes its forward or the reason why there is none, and that function.
+
+        unknown: (module, *arguments) -> why it may compute something else elsewhere, or None.
         """
         found = [m for m in self.modules if is_one(m)]
         if not found:
@@ -393,6 +395,8 @@ class _Work:
                 reasons[f"{name} {arguments}"] += 1
             elif "forward" in module.__dict__:
                 reasons[f"{name} has a forward of its own instance"] += 1
+            elif unknown and (reason := unknown(module, *arguments)):
+                reasons[f"{name} {reason}"] += 1
             elif lacking := [op for op in ops if self._by(op) is None]:
                 reasons[self._no_fused(" and ".join(lacking))] += 1
             else:
