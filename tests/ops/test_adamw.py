@@ -6,7 +6,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.core.registry import short
 from tilewright.ops import adamw_
-from tilewright.ops.optim.adamw import ADAMW
+from tilewright.ops.optim.adamw import ADAMW, LISTS
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", ADAMW.names())
 F32, BF16 = torch.float32, torch.bfloat16
@@ -187,6 +187,40 @@ def test_bad_input(changes, error, sentence):
     given = {n: [torch.ones(2, 3)] for n in names} | GOOD | changes
     with pytest.raises(error, match=sentence):
         adamw_(**given)
+
+
+def test_tensors_that_share_memory_are_refused_where_one_is_overwritten():
+    memory = torch.zeros(40, device=DEVICE)
+
+    def given(**changes):
+        lists = {n: draw(seed=i, shapes=[(4,), (4,)]) for i, n in enumerate(LISTS)}
+        return {**lists, **changes}
+
+    p = draw(shapes=[(4,)])[0]
+    for name in LISTS:
+        if name != "grads":
+            with pytest.raises(ValueError, match=rf"^{name}\[1\] must not share .* {name}\[0\]:"):
+                adamw_(**given(**{name: [p, p]}), step=1, lr=0.1)
+            twins = [p, torch.nn.Parameter(p)]
+            with pytest.raises(ValueError, match="must not share memory"):
+                adamw_(**given(**{name: twins}), step=1, lr=0.1)
+            for at in (3, 0):
+                views = [memory[:4], memory[at : at + 4]]
+                with pytest.raises(ValueError, match="must not share memory"):
+                    adamw_(**given(**{name: views}), step=1, lr=0.1)
+        for other in LISTS:
+            if other != name:
+                shared = given()
+                shared[other] = [shared[name][1], shared[other][1]]
+                with pytest.raises(ValueError, match="must not share memory"):
+                    adamw_(**shared, step=1, lr=0.1)
+    # One gradient of two, another view's end, and tensors without elements are apart.
+    parts = memory.split(4)
+    adamw_(**given(params=parts[:2], grads=[p, p], exp_avgs=parts[2:4]), step=1, lr=0.1)
+    empty = given()
+    for n in LISTS:
+        empty[n] = [t[4:] for t in empty["params"]]
+    adamw_(**empty, step=1, lr=0.1)
 
 
 def test_gradients_of_other_dtypes_and_betas_that_are_not_two():

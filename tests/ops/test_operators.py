@@ -637,8 +637,8 @@ def test_a_forward_mode_derivative_is_right_or_refused(op, name):
 )  # vmap calls operators once per element
 @EVERY_DIFFERENTIABLE
 def test_derivatives_by_torch_func_are_right_or_refused(op, name):
-    """vmap, grad, vmap of grad, grad of grad, and grad below autograd. vjp, whose backward runs when
-    its level has ended: once, again, without a graph, for a batch and as jacrev has it.
+    """vmap, grad, vmap of grad, grad of grad, and grad below autograd. vjp, whose backward runs
+    when its level has ended: once, again, without a graph, for a batch and as jacrev has it.
     """
     skip_unless_usable(op, name, torch.float32)
     if name == "triton" and DEVICE == "cpu":

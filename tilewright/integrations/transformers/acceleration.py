@@ -342,7 +342,7 @@ class _Work:
                 return "rmsnorm_gated", found, layers.gated_norm_forward
             return "rmsnorm", layers.norm_options(module), layers.norm_forward
 
-        self._replace("norm", layers.is_norm, options)
+        self._replace("norm", layers.is_norm, options, layers.norm_unknown)
 
     def rope(self) -> None:
         def options(module):
@@ -356,14 +356,14 @@ class _Work:
             silu = isinstance(found, str) or found[0] == layers.SILU
             return "silu_mul" if silu else "gelu_mul", found, layers.mlp_forward
 
-        self._replace("mlp", layers.is_mlp, options)
+        self._replace("mlp", layers.is_mlp, options, layers.mlp_unknown)
 
     def loss(self) -> None:
         if self.logits == "always":
             self.left["loss"] = 'its logits were asked for (logits="always")'
             return
 
-        if any(_is_cpt(module) for module in self.modules):
+        if any(causal_lm.is_cpt(module) for module in self.modules):
             self.left["loss"] = "PEFT's CPT computes its loss from the logits"
             return
 
@@ -374,9 +374,11 @@ class _Work:
         tops = set(map(id, self.tops))
         self._replace("loss", lambda m: id(m) in tops, options)
 
-    def _replace(self, part: str, is_one, options) -> None:
+    def _replace(self, part: str, is_one, options, unknown=None) -> None:
         """Replaces the forward of the modules that are one, by `options(module)`: an op or several,
         the arguments of what makes its forward or the reason why there is none, and that function.
+
+        unknown: (module, *arguments) -> why it may compute something else elsewhere, or None.
         """
         found = [m for m in self.modules if is_one(m)]
         if not found:
@@ -393,6 +395,8 @@ class _Work:
                 reasons[f"{name} {arguments}"] += 1
             elif "forward" in module.__dict__:
                 reasons[f"{name} has a forward of its own instance"] += 1
+            elif unknown and (reason := unknown(module, *arguments)):
+                reasons[f"{name} {reason}"] += 1
             elif lacking := [op for op in ops if self._by(op) is None]:
                 reasons[self._no_fused(" and ".join(lacking))] += 1
             else:
@@ -509,13 +513,6 @@ def _models(model: nn.Module) -> list[Any]:
     if isinstance(model, PreTrainedModel):
         return [model]
     return [found for child in model.children() for found in _models(child)]
-
-
-def _is_cpt(module: nn.Module) -> bool:
-    configs = getattr(module, "peft_config", None)
-    return isinstance(configs, dict) and any(
-        getattr(config, "peft_type", None) == "CPT" for config in configs.values()
-    )
 
 
 def _asks_for(model, table: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from types import NoneType
 from typing import Any
@@ -80,10 +81,31 @@ def loss_forward(base: type, logits: str) -> Callable:
         wanted = logits == "eval" and not self.training
         if labels is None or wanted or _head_reason(self) or _loss_reason(self, plain):
             return own(self, *args, **kwargs)
+        if _is_called_by_cpt():
+            return own(self, *args, **kwargs)
         view = _View if torch.compiler.is_compiling() else _SeenView
         return _without_logits(own(view(self), *args, **kwargs))
 
     return forward
+
+
+def is_cpt(module: Any) -> bool:
+    """Whether PEFT's CPT is around the module, which computes a loss of its own from the logits."""
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, dict) and any(
+        getattr(config, "peft_type", None) == "CPT" for config in configs.values()
+    )
+
+
+@torch_names.constant
+def _is_called_by_cpt() -> bool:
+    """Whether a forward of CPT is calling: nothing in the model or in the call tells of it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name.endswith("forward") and is_cpt(frame.f_locals.get("self")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _View:

@@ -15,13 +15,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tilewright.integrations.transformers.known import read_by
 from tilewright.integrations.transformers.tables import register_once
 
 BASE = "_tilewright_base"
 # Projections of an MLP, which adapters and quantizers replace, and which are called as before.
 SPLIT, MERGED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
-# Of its other attributes: whether one was given a callable since the module's forward was replaced,
-# and the names and classes of the children that it had then.
+# Numbers and flags that replaced forwards read at each call, or that nothing depends on.
+READ, PLAIN = {"eps", "variance_epsilon", "training"}, (int, float, str, type(None))
+# Of its other attributes: whether one was given a callable, or another number or flag that the
+# module's own forward may read, since that was replaced; and the names and classes of the children
+# that it had then.
 REPLACED, CHILDREN = "_tilewright_replaced", "_tilewright_children"
 
 
@@ -62,10 +66,17 @@ def was_given(module: nn.Module) -> bool:
     replaced, as a layer or an activation, or such a child has hooks.
     """
     return (
-        REPLACED in module.__dict__
+        was_changed(module)
         or module.__dict__[CHILDREN] != _children(module)
         or any(has_hooks(child) for _, child in _others(module))
     )
+
+
+def was_changed(module: nn.Module) -> bool:
+    """Whether an attribute was set, since the module's forward was replaced, that its own forward
+    may read and the replacement does not.
+    """
+    return REPLACED in module.__dict__
 
 
 def _others(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -106,9 +117,12 @@ def _subclass(
         _, _, *state = base.__reduce_ex__(self, protocol)
         return _new, (base, make, options), *state
 
+    read = read_by(base) - READ
+
     def set_attribute(self, name, value):
+        other = name in read and isinstance(value, PLAIN) and value != getattr(self, name, None)
         base.__setattr__(self, name, value)
-        if callable(value) and name not in (*SPLIT, *MERGED):
+        if other or (callable(value) and name not in (*SPLIT, *MERGED)):
             self.__dict__[REPLACED] = True
 
     names = ("__module__", "__qualname__", "__doc__")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,21 @@ from torch import nn
 from tilewright import ops
 from tilewright.core import checks
 from tilewright.integrations.transformers.functions import called_by, calling
-from tilewright.integrations.transformers.instance import MERGED, SPLIT, generator, probe, was_given
+from tilewright.integrations.transformers.instance import (
+    MERGED,
+    SPLIT,
+    generator,
+    probe,
+    was_changed,
+    was_given,
+)
+from tilewright.integrations.transformers.known import (
+    DTYPES,
+    LENGTHS,
+    is_known_class,
+    may_depend,
+    why_unknown,
+)
 from tilewright.ops.activation.activation import GELU_ERF, GELU_TANH, SILU, act_mul_eager
 from tilewright.ops.norm.rmsnorm import rmsnorm_eager
 from tilewright.ops.norm.rmsnorm_gated import rmsnorm_gated_eager
@@ -25,6 +40,15 @@ from tilewright.ops.rope.rope import prepare_tables, rope_eager
 
 # 1e-5: a few roundings in float32.
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+
+
+DIFFERS = "computes something else in another dtype, or for another number of rows"
+
+
+def _agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """To some roundings of their dtype, which must be one."""
+    within = 16 * torch.finfo(wanted.dtype).eps
+    return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=within, atol=within)
 
 
 # ---- norms
@@ -80,12 +104,34 @@ def norm_options(module: nn.Module) -> tuple | str:
     return "does not compute x / rms(x) * (offset + weight)"
 
 
+def norm_unknown(module: nn.Module, eps: str, *computed: Any) -> str | None:
+    """Why nobody can tell that a norm computes what its options say wherever it is called."""
+    if (reason := why_unknown(module, ("weight", eps))) or is_known_class(type(module)):
+        return reason
+    g, D, value = generator(), module.weight.shape[0], getattr(module, eps)
+    for dtype, length in itertools.product(DTYPES, LENGTHS):
+        x = (torch.randn(length, D, generator=g) * 10.0 ** torch.randn(length, 1, generator=g)).to(
+            dtype
+        )
+        w = (torch.rand(D, generator=g) + 0.5).to(dtype)
+        own = probe(module, parameters={"weight": w})
+        if is_gated_norm(module):
+            gate = torch.randn(length, D, generator=g).to(dtype)
+            found, wanted = own(x, gate), rmsnorm_gated_eager(x, gate, w, value)
+        else:
+            offset, cast, _ = computed
+            found, wanted = own(x), rmsnorm_eager(x, w, None, value, offset, cast)
+        if not _agree(found, wanted):
+            return DIFFERS
+    return None
+
+
 def norm_forward(base: type, eps: str, offset: float, cast: str, promotes: bool) -> Callable:
     own = base.forward
 
     @functools.wraps(own)
     def forward(self, hidden_states):
-        if not isinstance(getattr(self, eps), float):
+        if not isinstance(getattr(self, eps), float) or was_changed(self):
             return own(self, hidden_states)
         weight = self.weight
         if promotes and weight.dtype != hidden_states.dtype:
@@ -125,7 +171,8 @@ def gated_norm_forward(base: type, eps: str) -> Callable:
 
     @functools.wraps(own)
     def forward(self, hidden_states, gate):
-        if not isinstance(getattr(self, eps), float) or gate.dtype != hidden_states.dtype:
+        fits = isinstance(getattr(self, eps), float) and gate.dtype == hidden_states.dtype
+        if not fits or was_changed(self):
             return own(self, hidden_states, gate)
         with checks.no_autocast(hidden_states):
             return ops.rmsnorm_gated(hidden_states, gate, self.weight, getattr(self, eps))
@@ -150,11 +197,7 @@ def mlp_options(module: nn.Module) -> tuple | str:
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
         return "has dropout"
     merged, g = "up_proj" not in module._modules, generator()
-    widths = {"gate_up_proj": (4, 12)} if merged else {"gate_proj": (4, 6), "up_proj": (4, 6)}
-    linears = {}
-    for name, (n, m) in {**widths, "down_proj": (6, 4)}.items():
-        linears[name] = nn.Linear(n, m, bias=False)
-        linears[name].weight.data.normal_(generator=g)
+    linears = _linears(merged, g)
     # Large values, which a limit would clamp.
     x = torch.randn(1, 12, 4, generator=g) * torch.logspace(-1, 3, 12)[:, None]
     down = linears["down_proj"]
@@ -168,6 +211,34 @@ def mlp_options(module: nn.Module) -> tuple | str:
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
     return "does not compute down_proj(silu(gate) * up), nor with GELU"
+
+
+def mlp_unknown(module: nn.Module, kind: int, merged: bool) -> str | None:
+    """Why nobody can tell that an MLP computes this wherever it is called."""
+    if (reason := why_unknown(module, tuple(module._modules))) or is_known_class(type(module)):
+        return reason
+    g = generator()
+    for dtype, length in itertools.product(DTYPES, LENGTHS):
+        linears = _linears(merged, g, dtype)
+        x = torch.randn(2, length, 4, generator=g).to(dtype)
+        inputs = [linear(x) for linear in list(linears.values())[:-1]]
+        gate, up = inputs[0].chunk(2, -1) if merged else inputs
+        wanted = linears["down_proj"](act_mul_eager(gate, up, kind))
+        # Its own rounds between the activation and the product.
+        if not _agree(probe(module, modules=linears)(x), wanted):
+            return DIFFERS
+    return None
+
+
+def _linears(merged: bool, g: torch.Generator, dtype: torch.dtype = torch.float32) -> dict:
+    """Small projections of an MLP."""
+    widths = {"gate_up_proj": (4, 12)} if merged else {"gate_proj": (4, 6), "up_proj": (4, 6)}
+    linears = {}
+    for name, (n, m) in {**widths, "down_proj": (6, 4)}.items():
+        linears[name] = nn.Linear(n, m, bias=False)
+        linears[name].weight.data.normal_(generator=g)
+        linears[name].to(dtype)
+    return linears
 
 
 def mlp_forward(base: type, kind: int, merged: bool) -> Callable:
@@ -205,7 +276,10 @@ def rotations_of(cls: type) -> dict[str, Callable]:
 
 def rope_reason(cls: type) -> str | None:
     """Why `rope_forward` cannot be made for this class of attention, or None."""
-    if not any(_rotation(f) for f in rotations_of(cls).values()):
+    found = rotations_of(cls)
+    if any(may_depend(f) for f in found.values()):
+        return "rotates by a function that may compute something else for other tensors"
+    if not any(_rotation(f) for f in found.values()):
         return "does not rotate pairs of features as ops.rope does"
     found = _rotating(cls)
     return found if isinstance(found, str) else None

@@ -18,6 +18,7 @@ from torch import nn
 from tilewright import ops
 from tilewright.integrations.transformers.functions import called_by, calling
 from tilewright.integrations.transformers.instance import generator
+from tilewright.integrations.transformers.known import may_depend
 from tilewright.ops.linear_attention.causal_conv1d import CAUSAL_CONV1D, causal_conv1d_eager
 from tilewright.ops.linear_attention.gated_delta_rule import GATED_DELTA_RULE
 
@@ -43,7 +44,8 @@ def is_linear_attention(module: nn.Module) -> bool:
 def ops_of(cls: type) -> tuple[str, ...] | str:
     """The ops that compute what the class's forward calls, or the reason why none does."""
     agrees = {CAUSAL_CONV1D.name: _convolves, GATED_DELTA_RULE.name: _is_the_rule}
-    found = {FUNCTIONS[n] for n, own in called(cls).items() if agrees[FUNCTIONS[n]](own)}
+    own = {n: f for n, f in called(cls).items() if not may_depend(f)}
+    found = {FUNCTIONS[n] for n, f in own.items() if agrees[FUNCTIONS[n]](f)}
     if not found:
         return "does not call functions that compute what ops.gated_delta_rule does"
     forward = _forward(cls, found)

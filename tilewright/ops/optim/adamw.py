@@ -7,6 +7,7 @@ p <- (1 - lr weight_decay) p - lr / (1 - beta1^step) m / (sqrt(v / (1 - beta2^st
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Judged, Op, in_cpp, in_triton
+from tilewright.core.schema import PLAIN
 from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.optim.operators import Step, update
 from tilewright.ops import cases
@@ -52,7 +54,8 @@ def adamw_(
 
     Args:
         params: Tensors of any shapes, fp32 | bf16 | fp16 (fp64 with eager), all of one dtype;
-            overwritten. Contiguous, as are all other tensors but the gradients.
+            overwritten. Contiguous, as are all other tensors but the gradients. No tensor that is
+            overwritten shares memory with another one (not checked in compiled code).
         grads: the gradients, of the shapes of params and all of one floating dtype; any strides.
         exp_avgs, exp_avg_sqs: the moments m and v, of the shapes of params, fp32 or bf16 (fp64 with
             eager), all of one dtype; overwritten. In bfloat16, which rounds to 8 bits, a moment
@@ -97,6 +100,8 @@ def adamw_(
     beta1, beta2 = map(float, betas)
     numbers = Step(float(lr), beta1, beta2, float(eps), float(weight_decay), step)
     if p:
+        if type(p[0]) in PLAIN and not p[0].is_meta and not torch.compiler.is_compiling():
+            _check_apart(tensors)
         run = ADAMW.pick(implementation, p[0])
         with torch.no_grad():
             run(*tensors, numbers)
@@ -143,6 +148,37 @@ def _checked(params, grads, exp_avgs, exp_avg_sqs, compensations):
     if g and g[0].dtype not in (params[0].dtype, torch.float32, torch.bfloat16):
         g = [t.to(torch.promote_types(params[0].dtype, torch.float32)) for t in g]
     return params, g, m, v, lists.get("compensations", [])
+
+
+LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "compensations"
+
+
+def _check_apart(lists):
+    """Raises ValueError for a tensor that is written and shares memory with another one: one launch
+    writes and reads all of them, in any order.
+    """
+    places = sorted([(t.data_ptr(), t.nbytes) for tensors in lists for t in tensors])
+    if all(start + size <= then for (start, size), (then, _) in itertools.pairwise(places)):
+        return  # as good as always, and an optimizer may have thousands
+    spans = [
+        (start := t.data_ptr(), start + t.nbytes, name, i)
+        for name, tensors in zip(LISTS, lists, strict=True)
+        for i, t in enumerate(tensors)
+    ]
+    # The last ends so far, of tensors that are written and of gradients, which may be shared.
+    none = (0, 0, "", 0)
+    last = {True: none, False: none}
+    for span in sorted(spans):
+        start, end, name, i = span
+        written = name != "grads"
+        for others in (True, False) if written else (True,):
+            _, other_end, other, at = last[others]
+            if start < other_end and start < end:
+                raise ValueError(
+                    f"{name}[{i}] must not share memory with {other}[{at}]: one launch writes all"
+                )
+        if end > last[written][1]:
+            last[written] = span
 
 
 def _check(name, i, t, like, p, first):
