@@ -68,10 +68,19 @@ class BlockFP8(quantize.Quantized):
         rows, columns = _block(block)
         quantize.part(prefix, data, quantize.E4M3, data.shape, data)
         quantize.part(name, scale, torch.float32, fp8.scales_shape(data.shape, rows, columns), data)
-        return cls(data, quantize.scales(name, scale), (rows, columns), dtype)
+        quantize.scales(name, scale, lambda zero: _blank(data, zero, rows, columns))
+        return cls(data, scale, (rows, columns), dtype)
 
 
 quantize.register(BlockFP8, ("data", "scale_inv"))
+
+
+def _blank(data: torch.Tensor, zero: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Which blocks have no code but 0, and -0."""
+    codes = (data.view(torch.uint8) & 0x7F).view(-1, *data.shape[-2:])  # of a row one matrix
+    of_blocks = quantize.pad_to(quantize.pad_to(codes, -1, columns), -2, rows)
+    of_blocks = of_blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    return (of_blocks == 0).all(-1).all(-2).view(zero.shape)
 
 
 @checks.autocast("inputs")
