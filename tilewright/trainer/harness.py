@@ -61,7 +61,9 @@ class LanguageModel(Base):
         """
         config = load(path, overrides)
         mesh: Mesh = join(config.train)
-        engine = filled_engine(config, build.shape_of_run(config.model, "language_model", mesh), mesh)
+        engine = filled_engine(
+            config, build.shape_of_run(config.model, "language_model", mesh), mesh
+        )
         tokenizer = build.tokenizer_of(config.model)
         return cls(engine, config.data, config.train.micro_batch_size, tokenizer)
 

@@ -234,9 +234,7 @@ class TilewrightHfQuantizer(HfQuantizer):
             if f".{known}" in f".{key}"
         )
         stem, format = name.removesuffix(".weight"), self.quantization_config.format
-        self.problems.append(
-            f"{next(files, '')}{stem} cannot be read as {format}: {error.args[0]}"
-        )
+        self.problems.append(f"{next(files, '')}{stem} cannot be read as {format}: {error.args[0]}")
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.problems:
@@ -436,9 +434,9 @@ def _finish_biases(model: nn.Module) -> None:
 
 
 def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError for checkpoints of which a quantized weight lacks a tensor, which would be
-    read as a dense one; and for those whose experts are quantized one by one: transformers stacks
-    their weights, and would stack the codes without their scales.
+    """The file of each tensor. Raises ValueError for checkpoints of which a quantized weight lacks
+    a tensor, which would be read as a dense one; and for those whose experts are quantized one by
+    one: transformers stacks their weights, and would stack the codes without their scales.
     """
     dtypes, file_of = {}, {}
     for file in files or ():

@@ -16,7 +16,7 @@ from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, fp8, quantize
+from tilewright.ops.quant import aqn, fp8, quantize, stored_scales
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_cases import (
     all_cases,
@@ -68,7 +68,7 @@ class BlockFP8(quantize.Quantized):
         rows, columns = _block(block)
         quantize.part(prefix, data, quantize.E4M3, data.shape, data)
         quantize.part(name, scale, torch.float32, fp8.scales_shape(data.shape, rows, columns), data)
-        quantize.scales(name, scale, lambda zero: _blank(data, zero, rows, columns))
+        stored_scales.check(name, scale, lambda zero: _blank(data, zero, rows, columns))
         return cls(data, scale, (rows, columns), dtype)
 
 

@@ -14,7 +14,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.registry import short
 from tilewright.kernels.quant.nf4_tables import bounds, codes, dynamic_map
-from tilewright.ops.quant import quantize
+from tilewright.ops.quant import quantize, stored_scales
 
 NESTED_BLOCK = 256  # scales in a block of double quantization
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -123,10 +123,12 @@ class NF4(quantize.Quantized):
         )
         if nested is None:
             size = state["blocksize"]
-            quantize.scales(f"{prefix}.absmax", absmax, lambda _: _alike(_codes(packed, n), size))
+            stored_scales.check(
+                f"{prefix}.absmax", absmax, lambda _: _alike(_codes(packed, n), size)
+            )
         else:
             name = f"{prefix}.nested_absmax"
-            quantize.scales(name, nested, lambda _: _alike(absmax, NESTED_BLOCK))
+            stored_scales.check(name, nested, lambda _: _alike(absmax, NESTED_BLOCK))
             # The mean of the scales.
             blank = not nested.any() and _alike(_codes(packed, n), state["blocksize"]).all()
             if state["nested_offset"] == 0 and not blank:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.core import checks
-from tilewright.ops.quant import quantize
+from tilewright.ops.quant import quantize, stored_scales
 
 BLOCK = 16
 LAYOUTS = ("compressed-tensors", "modelopt")
@@ -87,7 +87,7 @@ class NVFP4(quantize.Quantized):
         quantize.part(
             f"{prefix}_scale", scale, quantize.E4M3, (*shape[:-1], -(-shape[-1] // BLOCK)), data
         )
-        quantize.scales(f"{prefix}_scale", scale, lambda zero: _blank(data, zero))
+        stored_scales.check(f"{prefix}_scale", scale, lambda zero: _blank(data, zero))
         return cls(data, scale, total if modelopt else 1.0 / total, shape, dtype)
 
 

@@ -156,32 +156,13 @@ def key(tensors, name: str) -> torch.Tensor:
     return tensors[name]
 
 
-def scales(
-    name: str,
-    t: torch.Tensor,
-    blank: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Scales from a file. Their values are checked on any device: ValueError for an infinity, a
-    NaN, a negative number, and a 0 that takes the values of a block with it.
-
-    blank: of a mask of scales, those of them whose block can be one of zeros by its codes; None:
-        of a format that has no scale of 0.
+def scales(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Scales from a file. Their values are checked on any device: ValueError for an infinity or a
+    NaN.
     """
-    if t.is_meta:
-        return t
-    values = t.float()
-    _refuse_at(~(values.isfinite() & (values >= 0)), name, t, "be finite numbers of at least 0")
-    zero = values == 0
-    if blank is not None and zero.any():
-        _refuse_at(zero & ~blank(zero), name, t, "be > 0 where a block's codes are not of zeros")
+    if not t.is_meta and not t.float().isfinite().all():
+        raise ValueError(f"{name} must be finite, got an infinity or a NaN")
     return t
-
-
-def _refuse_at(wrong: torch.Tensor, name: str, t: torch.Tensor, must: str) -> None:
-    """Raises ValueError with the first of the values that are wrong, and its place."""
-    if wrong.any():
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name} must {must}, got {t[tuple(at)].float().item():g} at {at}")
 
 
 def float_scales(tensors, name: str) -> torch.Tensor:
