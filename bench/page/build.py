@@ -3,6 +3,8 @@ from raw results.
 
     python -m bench report [--results DIR] [--out docs/performance.md] [--check]
 
+Also the figures that README and other pages written by hand cite (cited.py).
+
 The pages depend only on the raw results, bench/results/reasons.toml, the tables of tuned constants,
 the counts of kernels, and the registry (ops, cases, goals), not on the day, machine or checkout.
 Of several results for the same device, op, case, dtype and provider, the newest is shown. A ratio
@@ -14,6 +16,7 @@ behind has no reason; 2 if a file cannot be read.
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import sys
@@ -21,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench import commands
-from bench.page import detail, files, raw, summary
+from bench.page import cited, detail, files, raw, summary
 from bench.page.comparisons import Device, behind
 from bench.page.goals import goals
 from bench.page.pictures import Picture, is_drawn
@@ -31,6 +34,8 @@ from bench.page.reasons import NO_REASON, Reason, read_reasons, why
 from bench.page.text import COMMAND, number
 from tilewright.bench import report
 from tilewright.core import platform
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def device_page(
@@ -152,6 +157,14 @@ def draw(page: Page, out: pathlib.Path) -> None:
         picture.draw(out.parent)
 
 
+def cited_pages(args: argparse.Namespace) -> list[tuple[pathlib.Path, str]]:
+    """The pages that cite these results: those of this checkout cite its own."""
+    own = (args.results.resolve(), args.out.resolve())
+    if own != (ROOT / "bench/results", ROOT / "docs/performance.md"):
+        return []
+    return list(cited.pages(args.results, ROOT))
+
+
 def main(argv: Sequence[str]) -> int:
     from tilewright.kernels.tuning import TABLES
 
@@ -194,10 +207,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"{NO_REASON}: {case}")
     if args.check:
         wrong = list(stale(page, args.out))
+        wrong += [
+            f"{path}: cites other figures; run `{COMMAND}`"
+            for path, text in cited_pages(args)
+            if path.read_text() != text
+        ]
         print("\n".join(wrong) or f"{args.out}: up to date")
         return 1 if wrong or page.unexplained else 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for path, text in page.texts.items():
+        path.write_text(text)
+    for path, text in cited_pages(args):
         path.write_text(text)
     draw(page, args.out)
     print(f"written to {' and '.join(map(str, page.texts))}")

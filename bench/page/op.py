@@ -24,7 +24,7 @@ KINDS = {
     "cpp": "C++ kernels: CPU tensors",
     "torch": "PyTorch's own function",
     "sdpa": "PyTorch's `scaled_dot_product_attention`",
-    "native": "PyTorch's `grouped_mm`: compute capability 9.0 and 10.x, or a CPU",
+    "native": "a composition over PyTorch's `grouped_mm`: compute capability 9.0 and 10.x, or a CPU",
     (
         "attention",
         "native",

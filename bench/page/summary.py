@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.page import raw
@@ -436,29 +436,41 @@ def steps(device: Device, results: Raw) -> list[str]:
             cells += [
                 f"{number(d['median_ms'])} [{number(d['p20_ms'])}, {number(d['p80_ms'])}]",
                 number(d["tokens_per_second"]),
-                "" if d["mfu"] is None else f"{d['mfu']:.1%}",
+                *("" if d.get(n) is None else f"{d[n]:.1%}" for n in ("mfu", "mfu_documents")),
                 number(d["peak_mib"]),
                 number(plain["median_ms"] / d["median_ms"]) if beside else "",
                 number(d["peak_mib"] / plain["peak_mib"]) if beside else "",
                 "" if apart is None else f"{apart:.1e}",
+                _norms_apart(d, call.get("trainer")),
             ]
         else:
-            cells += [f"{d['status']}: {d['reason']}", *[""] * 6]
+            cells += [f"{d['status']}: {d['reason']}", *[""] * 8]
         rows.append((cells, [e.source]))
     if not rows:
         return []
-    head = ["model", "dtype", "loop", "ms a step", "tokens/s", "MFU", "peak MiB"]
+    head = ["model", "dtype", "loop", "ms a step", "tokens/s", "MFU", "by documents", "peak MiB"]
+    beside_others = ["times as fast as transformers", "of its memory", "losses differ", "norms"]
     return [
         "## Optimizer steps",
         "",
         "Forward, backward and AdamW on packed documents, by the trainer's command, by transformers "
-        "with sdpa as it is, and by transformers after `accelerate`, each in its own process with "
-        "the same weights and tokens (`python -m bench end-to-end --device cuda`). MFU counts "
-        "attention as of one document in a bin. Losses: the largest relative difference from the "
-        "trainer's.",
+        "with sdpa, a mask for packed documents and no compilation, and by transformers after "
+        "`accelerate`, each in its own process with the same weights and tokens (`python -m bench "
+        "end-to-end --device cuda`). MFU counts attention as of one document in a bin, or as of the "
+        "documents that are trained. Losses, and norms of gradients: the largest relative difference "
+        "in a step from the trainer's of the same call.",
         "",
-        *table([*head, "times as fast as transformers", "of its memory", "losses differ"], rows),
+        *table([*head, *beside_others], rows),
     ]
+
+
+def _norms_apart(row: Mapping[str, Any], trainer: Entry | None) -> str:
+    """The largest relative difference of a step's gradient norm from the trainer's."""
+    ours = row.get("grad_norms")
+    theirs = trainer and trainer.data.get("grad_norms")
+    if row["provider"] == "trainer" or not ours or not theirs:
+        return ""
+    return f"{max(abs(a - b) / b for a, b in zip(ours, theirs, strict=False)):.0%}"
 
 
 def missing(device: Device, results: Raw) -> list[str]:

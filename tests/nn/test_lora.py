@@ -37,9 +37,12 @@ from tilewright.nn.quantized_layers import wrong_group_size  # noqa: E402
 from tilewright.nn.weights import adapted, dense_weights, is_adapter  # noqa: E402
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
 from tilewright.ops.quant.quantized_linear import dequantize  # noqa: E402
+from tilewright.trainer.build import shape_of_run  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
+from tilewright.trainer.config import Model  # noqa: E402
 from tilewright.trainer.models.initialize import init_weights  # noqa: E402
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
+from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
 
 pytestmark = pytest.mark.packages
@@ -922,6 +925,26 @@ def test_a_tensor_that_a_quantized_weight_lacks_is_named_before_anything_is_read
             for text in (key, f"{weight} is U8", f"{weight} is F8", f"missing {weight}")
         )
         assert all(p.eq(7).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_quantized_folder_keeps_a_head_beside_a_tied_embedding(name, tmp_path):
+    store(tmp_path, name)
+    folder, format = tmp_path / "stored", STORED[name][2]
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"] * 2
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+        hf.load_weights(empty(folder, format, True), folder)
+    model = Model(model_path=str(folder), config_path=str(folder))
+    shape = shape_of_run(model, "language_model", Mesh())
+    assert hf.load_config(folder).tied
+    assert shape == dataclasses.replace(hf.load_config(folder), tie_word_embeddings=False)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "tie_word_embeddings": False}))
+    untied = empty(folder, format, True)
+    hf.load_weights(untied, folder)
+    assert torch.equal(untied.lm_head.weight, head)
 
 
 def test_a_quantized_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import json
+import re
 import sys
 
 import pytest
@@ -41,6 +42,7 @@ from tilewright.nn import (  # noqa: E402
 )
 from tilewright.nn.modules_to_save import saved_modules  # noqa: E402
 from tilewright.nn.weights import adapted  # noqa: E402
+from tilewright.trainer.checkpoint.hf_folder import Folder  # noqa: E402
 
 pytestmark = pytest.mark.packages
 
@@ -156,7 +158,11 @@ def test_dense_weights_of_a_quantized_folder_have_the_models_dtype(dense, tmp_pa
         load(tmp_path, quantization_config=TilewrightConfig("nf4"))  # transformers' own refusal
     config = quantized_config(tmp_path)
     config.intermediate_size = 64
-    with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+    message = (
+        r"model\.safetensors: \S+_proj cannot be read as nf4: it is \[\d+, \d+\] in the checkpoint, "
+        r"and \[\d+, \d+\] in the model; and 5 more like it"
+    )
+    with pytest.raises(ValueError, match=message):
         load(tmp_path, config=config)
     model = again(tmp_path, dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -255,17 +261,178 @@ def test_a_tensor_that_a_quantized_layer_lacks_is_named(name, dense, tmp_path):
         with pytest.raises(ValueError, match=rf"{layer} cannot be read as nf4: ") as raised:
             again(tmp_path)
         assert f"{', '.join(nested)} are missing" in str(raised.value), raised.value
-    # All but the codes; by a state dict transformers says so, with the layer in its report.
+    # All but the codes, also by a state dict.
     codes = {k: t for k, t in tensors.items() if k not in stored[1:]}
     codes |= {stored[0]: tensors[stored[0]]}
     save_file(codes, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"{layer} cannot be read as {format}: "):
         again(tmp_path)
     if hasattr(HfQuantizer, "get_new_dtype"):  # else transformers has cast FP8 codes before
-        with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+        with pytest.raises(ValueError, match=rf"{layer} cannot be read as {format}: .* is missing"):
             transformers.LlamaForCausalLM.from_pretrained(
                 None, config=quantized_config(tmp_path), state_dict=codes
             )
+
+
+BAD = (0.0, -1.0, float("nan"), float("inf"))
+# By layout: the tensors with scales, and whether their file has numbers that no scale can be; and
+# what keeps a 0 there whole: the codes of zeros.
+SCALES = {
+    "nf4": {".absmax": BAD},
+    "nf4 nested": {".nested_absmax": BAD},
+    "nvfp4": {"_scale": BAD[:3], "_global_scale": BAD},
+    "modelopt": {"_scale": BAD[:3], "_scale_2": BAD},
+    "block_fp8": {"_scale_inv": BAD},
+    "mxfp8": {"_scale": (255,)},  # E8M0's NaN; it has neither 0 nor signs
+}
+
+
+def with_scale(tensor, value):
+    """A copy, whose last number is another."""
+    changed = tensor.clone()
+    changed.view(-1)[-1] = value
+    return changed
+
+
+def quantized_folder(layout, dense, folder):
+    """Its tensors, in a layout of SCALES."""
+    format = "nvfp4" if layout == "modelopt" else layout.split()[0]
+    model = load(dense, quantization_config=TilewrightConfig(format, **OPTIONS.get(layout, {})))
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    if layout == "modelopt":
+        for path, m in layers(model).items():
+            tensors = {k: t for k, t in tensors.items() if not k.startswith(f"{path}.weight")}
+            tensors |= m.weights()[0].to_safetensors(f"{path}.weight", "modelopt")
+    return tensors
+
+
+def save_tensors(tensors, folder):
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", SCALES)
+def test_a_scale_that_takes_the_values_of_codes_is_named(layout, dense, tmp_path):
+    tensors = quantized_folder(layout, dense, tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    beside = {key.removeprefix(name) for key in tensors if key.startswith(name) and key != name}
+    bytes_of_scales = {".absmax"} if layout == "nf4 nested" else set()  # codes of scales
+    other = {"_packed", ".quant_map", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"}
+    assert beside - other - bytes_of_scales == set(SCALES[layout])  # none is left out
+    for ending, values in SCALES[layout].items():
+        for value in values:
+            changed = with_scale(tensors[name + ending], value)
+            save_tensors({**tensors, name + ending: changed}, tmp_path)
+            shown = "an infinity or a NaN" if layout == "mxfp8" else f"{value:g}"
+            place = rf"{re.escape(name + ending)} must be .*, got {shown}\b"
+            with pytest.raises(ValueError, match=rf"model\.safetensors: .*{place}"):
+                again(tmp_path)
+            if layout == "mxfp8":  # which the trainer does not read
+                continue
+            with pytest.raises(ValueError, match=rf"{place}.*, in \S*model\.safetensors"):
+                Folder(tmp_path).read(name)
+
+
+ZEROS = {  # codes by layout: of elements that are all 0, however a writer divides by 0
+    "nf4": ("", [0x77, 0x00, 0x88]),
+    "nvfp4": ("_packed", [0x00, 0x88, 0x77, 0x7F]),  # those of 7: too small for a scale in FP8
+    "modelopt": ("", [0x00, 0x88, 0x77, 0x7F]),
+    "block_fp8": ("", [0x00, 0x80]),
+}
+
+
+@pytest.mark.parametrize("layout", ZEROS)
+def test_a_scale_of_zero_over_a_block_of_zeros_is_read(layout, dense, tmp_path):
+    tensors = quantized_folder(layout, dense, tmp_path)
+    name, [ending, *_] = "model.layers.1.mlp.down_proj.weight", SCALES[layout]
+    held, found = ZEROS[layout]
+    for code in found:
+        changed = {name + ending: with_scale(tensors[name + ending], 0.0)}
+        codes = tensors[name + held].clone()
+        if layout == "block_fp8":
+            codes.view(torch.uint8)[-32:, -32:] = code
+        else:
+            codes.view(-1)[{"nf4": -32}.get(layout, -8) :] = code
+        save_tensors({**tensors, **changed, name + held: codes}, tmp_path)
+        weight = layers(again(tmp_path))[name.removesuffix(".weight")].dense(torch.bfloat16)
+        assert torch.equal(Folder(tmp_path).read(name), weight)
+        assert not weight[-1, -16:].any() and weight[0].any()
+
+
+def test_fp8_with_partial_last_blocks_is_read_and_refused_where_it_would_be_written(tmp_path):
+    """DeepSeek's layers of 576 rows are such: 64 rows beside blocks of 128."""
+    model = tiny(hidden_size=192, intermediate_size=320, num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        tensors |= ops.quantize_block_fp8(tensors[key]).to_safetensors(key)
+    save_tensors(tensors, tmp_path)
+    file = tmp_path / "config.json"
+    written = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": written}))
+    read = again(tmp_path)
+    assert len(layers(read)) == 7
+    for path, layer in layers(read).items():
+        assert torch.equal(layer.dense(torch.bfloat16), Folder(tmp_path).read(f"{path}.weight"))
+    assert read.config.quantization_config.to_dict()["weight_block_size"] == [128, 128]
+    assert accelerate(read, quiet=True) and logits(read).isfinite().all()
+    with pytest.raises(ValueError, match="as BlockFP8: transformers reads whole blocks"):
+        read.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_head_that_is_stored_beside_a_tied_embedding_is_the_one_that_is_used(name, tmp_path):
+    tiny(dtype=torch.bfloat16, tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors, head = load_file(tmp_path / "model.safetensors"), torch.randn(96, 64).bfloat16()
+    save_tensors({**tensors, "lm_head.weight": head}, tmp_path)
+    config = TilewrightConfig(name.split()[0], **OPTIONS[name])
+    loaded, in_place = load(tmp_path, quantization_config=config), load(tmp_path)
+    quantize_(in_place, config.quantize, quiet=True)
+    for model, folder in ((loaded, tmp_path / "loaded"), (in_place, tmp_path / "in_place")):
+        model.save_pretrained(folder)
+        back = again(folder)
+        for one in (model, back):
+            accelerate(one, quiet=True)
+            with torch.no_grad():
+                hidden = one.model(IDS).last_hidden_state
+                assert torch.equal(one(IDS).logits, hidden @ head.T)
+
+
+FIELDS = {
+    "format": "nvfp4",
+    "group_size": 32,
+    "double_quant": True,
+    "modules_to_not_convert": ["layers.0.mlp"],
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_of_a_configuration_survives_a_dictionary_and_a_file(field, dense, tmp_path):
+    named = inspect.signature(TilewrightConfig).parameters
+    assert [n for n in named if n != "quant_method"] == list(FIELDS)  # none is left out
+    config, plain = TilewrightConfig(**{field: FIELDS[field]}), TilewrightConfig()
+    assert getattr(config, field) == FIELDS[field] != getattr(plain, field)
+    assert set(config.to_dict()) == set(named)
+    kept = AutoConfig.from_pretrained(dense)
+    kept.quantization_config = config.to_dict()
+    kept.save_pretrained(tmp_path / "config")
+    in_file = AutoConfig.from_pretrained(tmp_path / "config").quantization_config
+    for back in (config.to_dict(), json.loads(config.to_json_string(use_diff=False)), in_file):
+        assert TilewrightConfig.from_dict(back).to_dict() == config.to_dict(), back
+        assert getattr(TilewrightConfig.from_dict(back), field) == FIELDS[field]
+    # And a model that is quantized by it, saved and read.
+    model = load(dense, quantization_config=TilewrightConfig.from_dict(config.to_dict()))
+    model.save_pretrained(tmp_path / "model")
+    read = again(tmp_path / "model")
+    for (path, own), (_, back) in zip(layers(model).items(), layers(read).items(), strict=True):
+        assert twnn.format_of(own.weights()[0]) == twnn.format_of(back.weights()[0]), path
+        assert twnn.format_of(own.weights()[0]).name == config.format
+        assert getattr(own.weights()[0], "offset", None) is not None or not config.double_quant
+        assert torch.equal(own.dense(), back.dense())
+    assert ("model.layers.0.mlp.up_proj" in layers(read)) == (field != "modules_to_not_convert")
+    if field in ("format", "double_quant"):
+        of_file = quantized_config(tmp_path / "model").quantization_config
+        assert of_file[field] == FIELDS[field]
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench import overhead
-from tilewright.bench import contract, plan, providers, report, run, store, timing
+from tilewright.bench import contract, plan, providers, report, run, store, timing, units
 from tilewright.bench.__main__ import main
 from tilewright.bench.peers import PEERS
 from tilewright.bench.timed import RUN
@@ -277,6 +277,31 @@ def test_slack_is_for_baselines_only_and_is_shown():
     assert rows["mine"]["status"] == "failed" and rows["mine"]["forward"] is None
     assert rows["torch"]["status"] == "ok" and report.beyond(rows["torch"])
     assert "beyond the contract" in report.line(rows["torch"])
+
+
+@pytest.mark.parametrize("off, timed", [(1e-6, True), (1e-4, False)])
+def test_compiled_code_that_sums_in_another_order_is_timed_and_marked(off, timed, monkeypatch):
+    """In float32; what computes another thing has no time, and no implementation of ours."""
+
+    def slightly(x, *rest):
+        return rmsnorm_eager(x, *rest) * (1 + off)
+
+    op = _op(_fake("mine", slightly))
+    as_compiled = lambda op: lambda **kw: op.public(**kw, implementation="mine")  # noqa: E731
+    monkeypatch.setattr(providers, "compiled", as_compiled)
+    monkeypatch.setattr(units.store, "documents", lambda out: {"roofline": {"roofline": {}}})
+    monkeypatch.setattr(units.timing, "Roofline", lambda **roof: ROOF)
+    for dtype in (torch.float32, torch.bfloat16):
+        unit = units.time_unit(
+            op, op.cases[0], "cpu", dtype, QUICK, None, ["eager", "mine", "compile"]
+        )
+        assert (unit.options["settings"]["baseline_slack"] > 1) == (dtype == torch.float32)
+        if dtype == torch.bfloat16:
+            continue
+        rows = {r["provider"]: r for r in unit.make()["rows"]}
+        found = rows["compile"]
+        assert found["contract"].startswith("out 0: error") and rows["mine"]["status"] == "failed"
+        assert (found["forward"] is not None) == report.beyond(found) == timed
 
 
 def test_a_provider_that_overwrites_its_inputs_has_its_own(monkeypatch):

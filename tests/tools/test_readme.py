@@ -9,7 +9,9 @@ import re
 
 import pytest
 
+from bench.page import cited, raw
 from bench.page.build import build
+from bench.page.text import COMMAND
 from tilewright.ops import OPS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 
 def test_readme_is_one_screen_and_says_at_once_what_is_not_measured():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 100 and len(text.split()) <= 930
+    assert len(text.splitlines()) <= 100 and len(text.split()) <= 960
     assert 0 < text.index("**Not measured yet:**") < text.index("## Install")
 
 
@@ -48,6 +50,66 @@ def test_its_numbers_are_those_of_the_raw_results():
     ]  # fmt: skip
     [memory] = (line for name, line in rows.items() if name.startswith("peak memory of one layer"))
     assert re.findall(r"\d+ MiB", memory) == peaks
+
+
+@pytest.fixture(scope="module")
+def cites():
+    return cited.Results(raw.read(ROOT / "bench/results"), ROOT / "bench/results")
+
+
+def test_pages_cite_the_newest_raw_results():
+    for page, text in cited.pages(ROOT / "bench/results", ROOT):
+        assert page.read_text() == text, f"{page}: run `{COMMAND}`"
+
+
+@pytest.mark.parametrize("name", cited.CITED)
+def test_another_figure_of_a_page_is_seen(name, cites):
+    """Each figure of each phrase: one more in its last digit, and the phrase without figures."""
+    for phrase, figures in cited.CITED[name].items():
+        text, right = (ROOT / name).read_text(), figures(cites)
+        assert phrase.count("{}") == len(right) > 0 and text.count(phrase.format(*right)) == 1
+        for i, figure in enumerate(right):
+            digit = str((int(figure[-1]) + 1) % 10)
+            other = [*right[:i], figure[:-1] + digit, *right[i + 1 :]]
+            changed = text.replace(phrase.format(*right), phrase.format(*other))
+            assert cited.with_figures(changed, phrase, right, name) == text != changed
+        with pytest.raises(ValueError, match=r"must say .* once"):
+            cited.with_figures(text.replace(phrase.format(*right), ""), phrase, right, name)
+
+
+def test_a_cited_figure_is_of_the_newest_rounds_and_not_of_the_best(cites):
+    several = 0
+    for (op, case), name in (
+        (cited.UP, "forward"),
+        (cited.HEADS, "forward"),
+        (cited.HEADS, "backward"),
+        (("linear_logprob", "qwen3-8b"), "forward_backward"),
+    ):
+        rounds = {
+            g.source.when: g.rows["triton"][name]["tflop_per_s"]
+            for g in cites.raw.groups
+            if (g.source.device[1], g.op, g.case, g.dtype) == (cited.DEVICE, op, case, "bfloat16")
+            and g.rows.get("triton", {}).get("status") == "ok"
+        }
+        newest = rounds[max(rounds)]
+        assert cites.rate(op, case, name) == [f"{newest:.0f}"]
+        several += newest < max(rounds.values())
+    assert several == 4, "none of these is a case in which an older run was better"
+
+
+def test_rows_of_a_case_and_counts_of_utilization_are_the_raw_files_own(cites):
+    """Without what the page's writer uses."""
+    text = (ROOT / "README.md").read_text()
+    line = next(n for n in text.splitlines() if "RMSNorm with its residual" in n)
+    case = next(c for c in OPS["add_rmsnorm"].cases if c.name == "qwen3-8b")
+    rows = case.cost(2).forward_bytes // (4 * 2 * 4096)
+    assert f"{rows:,} rows of 4,096" in line
+    steps = json.loads((ROOT / "bench/results/nvidia-h100-2026-11-27/end_to_end.json").read_text())
+    [step] = steps["rows"]
+    ratio = step["mfu_documents"] / step["mfu"]
+    assert ratio == pytest.approx(step["flops_per_token_documents"] / step["flops_per_token"])
+    assert f"MFU {100 * step['mfu']:.0f} %, of the documents trained" in text
+    assert f"trained {100 * step['mfu_documents']:.1f} %" in text
 
 
 def test_its_counts_are_those_of_the_library_and_of_the_page():

@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 import distributed_worker
 from ranks import drawn, nearly_same_training, run_modes, same_training
 from safetensors.torch import load_file, save_file
-from test_trainer import QWEN3, check_moves, make_bins, run, write_config
+from test_trainer import MOE, QWEN3, check_moves, make_bins, run, write_config
 
 from tilewright import nn
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn.weights import is_adapter
-from tilewright.trainer.build import choose_ops
+from tilewright.trainer.build import build_model, choose_ops, second_model, shape_of_run
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Train, load
 from tilewright.trainer.models.initialize import init_weights
@@ -30,6 +30,7 @@ from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins.flops import flops_per_token
+from tilewright.trainer.tables import FAMILIES
 
 pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
 
@@ -584,6 +585,113 @@ def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path
         found.append(model(ids).detach())
     for logits in found[1:]:
         torch.testing.assert_close(logits, found[0], rtol=1e-4, atol=1e-4)
+
+
+BY_TYPE = {
+    **{shape["model_type"]: shape for shape in reversed(SHAPES.values())},
+    **{kind: {**SMALL, "model_type": kind} for kind in ("llama", "qwen3")},
+    "qwen3_moe": MOE,
+}
+
+
+def store_head(folder, head):
+    """Another file holds it, and an index says so. head: of the embedding's tensor."""
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file(
+        {"lm_head.weight": head(stored["model.embed_tokens.weight"])}, folder / "2.safetensors"
+    )
+    files = dict.fromkeys(stored, "model-1.safetensors") | {"lm_head.weight": "2.safetensors"}
+    (folder / hf.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def in_one_file(folder):
+    stored = load_file(folder / "model-1.safetensors") | load_file(folder / "2.safetensors")
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", FAMILIES.names())
+def test_a_head_that_is_not_the_tied_embedding_is_the_one_that_is_used(kind, tmp_path, caplog):
+    import transformers
+
+    tied = {**two_layers(BY_TYPE[kind]), "tie_word_embeddings": True}
+    config = load(write_config(tmp_path, tied, model__model_path=str(tmp_path / "model")))
+    write_weights(tmp_path / "model", tied)
+    store_head(tmp_path / "model", lambda embedding: embedding.flip(0).contiguous())
+    ids, attention = torch.arange(20)[None], {"attn_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained
+    want = theirs(tmp_path / "model", **attention)(ids).logits
+    for one in (False, True):
+        if one:
+            in_one_file(tmp_path / "model")
+        caplog.clear()
+        shape = shape_of_run(config.model, "language_model", Mesh())
+        assert not shape.tied
+        [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert "lm_head.weight is stored and is not the embedding" in said
+        own = build_model(config, shape, Mesh(), ops_for(shape))
+        torch.testing.assert_close(own.model(ids), want, rtol=1e-4, atol=1e-5)
+    tied_model = Transformer(hf.load_config(tmp_path / "model"), ops_for(shape))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+        hf.load_weights(tied_model, tmp_path / "model")
+    hf.save_weights(own, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["tie_word_embeddings"] is False
+    back = theirs(tmp_path / "saved", **attention)(ids).logits
+    torch.testing.assert_close(back, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stored_head_that_is_the_embedding_stays_tied(tmp_path, caplog):
+    write_weights(tmp_path / "model", SMALL)
+    config = load(write_config(tmp_path, SMALL, model__model_path=str(tmp_path / "model")))
+    before = build_model(config, hf.shape_of(config.model), Mesh(), Ops.resolve()).origin
+    for head in (torch.clone, torch.Tensor.double):  # in another dtype, too
+        store_head(tmp_path / "model", head)
+        caplog.clear()
+        shape = shape_of_run(config.model, "language_model", Mesh())
+        assert shape.tied and not caplog.records
+        # A checkpoint of a run that began before the head was stored is of these weights.
+        assert build_model(config, shape, Mesh(), ops_for(shape)).origin == before
+        in_one_file(tmp_path / "model")
+
+
+def test_a_head_is_not_untied_where_it_cannot_be(tmp_path):
+    write_weights(tmp_path / "model", SMALL)
+    path = write_config(tmp_path, SMALL, model__model_path=str(tmp_path / "model"))
+    store_head(tmp_path / "model", lambda embedding: 2 * embedding)
+    tie = ["--model.foundation", '{"tie_word_embeddings": true}']
+    with pytest.raises(ValueError, match=r"^model\.foundation: tie_word_embeddings = True, and "):
+        shape_of_run(load(path, tie).model, "language_model", Mesh())
+    untie = ["--model.foundation", '{"tie_word_embeddings": false}']
+    assert not shape_of_run(load(path, untie).model, "language_model", Mesh()).tied
+    # Without the folder's weights the configuration alone says so.
+    drawn = load(path, ["--model.model_path", "null"]).model
+    assert shape_of_run(drawn, "language_model", Mesh()).tied
+    # A reward model has a head of its own, and no use for this one.
+    reward = ModelConfig.from_hf(
+        {**SMALL, "architectures": ["Qwen3ForSequenceClassification"]} | {"num_labels": 1}
+    )
+    hf.load_weights(
+        Transformer(reward, ops_for(reward)), tmp_path / "model", without=["score.weight"]
+    )
+    # A head of other rows does not fit.
+    store_head_again = {"lm_head.weight": torch.ones(3, SMALL["hidden_size"])}
+    save_file(store_head_again, tmp_path / "model/2.safetensors")
+    shape = shape_of_run(load(path).model, "language_model", Mesh())
+    with pytest.raises(ValueError, match=r"lm_head\.weight has shape \[3, 32\], the model's has"):
+        build_model(load(path), shape, Mesh(), ops_for(shape))
+
+
+def test_a_reference_keeps_the_head_of_its_folder(tmp_path):
+    for name in ("model", "reference"):
+        write_weights(tmp_path / name, SMALL)
+    store_head(tmp_path / "reference", lambda embedding: 2 * embedding)
+    config = load(write_config(tmp_path, SMALL, model__model_path=str(tmp_path / "model")))
+    other = config.preference.model_copy(update={"reference_path": str(tmp_path / "reference")})
+    shape = shape_of_run(config.model, "language_model", Mesh())
+    assert shape.tied
+    config = config.model_copy(update={"preference": other})
+    reference = second_model(config, shape, Mesh(), ops_for(shape)).model
+    assert torch.equal(reference.lm_head.weight, 2 * reference.model.embed_tokens.weight)
 
 
 def test_all_norms_of_a_layer_are_compiled_where_it_is_in_parts():

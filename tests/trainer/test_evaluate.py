@@ -5,6 +5,7 @@ spread over ranks.
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
 from ranks import run_modes  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from tilewright.trainer import evaluate, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
@@ -281,6 +283,32 @@ def test_a_checkpoint_is_scored_as_its_export(settings, tmp_path):
         settings[1], tmp_path / "hf.jsonl", f"--model.model_path={folder / 'hf'}"
     )
     assert found != scored(settings[1], tmp_path / "before.jsonl")
+
+
+def test_a_head_beside_a_tied_embedding_is_scored_trained_resumed_and_exported(settings, tmp_path):
+    """As merging adapters of a tied head writes it; beside the same weights, said to be two."""
+    folder, path = settings
+    shutil.copytree(folder / "model", tmp_path / "tied")
+    file = tmp_path / "tied/config.json"
+    written = json.loads(file.read_text())
+    assert not written["tie_word_embeddings"]
+    file.write_text(json.dumps({**written, "tie_word_embeddings": True}))
+    tied = f"--model.model_path={tmp_path / 'tied'}"
+    want = scored(path, tmp_path / "want.jsonl")
+    assert scored(path, tmp_path / "found.jsonl", tied) == want
+    more = ["--train.lr=0.01", "--train.save_epochs=0", "--train.seed=3", "--train.do_test=true"]
+    more += ["--train.load_checkpoint_path=auto"]
+    for name, weights in (("own", []), ("other", [tied])):
+        own = [*weights, *more, f"--train.output_dir={tmp_path / name}"]
+        assert train.main([path, *own, "--train.max_steps=1"]) == 0
+        assert train.main([path, *own, "--train.max_steps=2"]) == 0  # resumed
+    last = "checkpoints/global_step_2/hf"
+    exports = [load_file(tmp_path / name / last / "model.safetensors") for name in ("own", "other")]
+    assert "lm_head.weight" in exports[0] and exports[0].keys() == exports[1].keys()
+    assert all(torch.equal(exports[0][name], t) for name, t in exports[1].items())
+    exported = json.loads((tmp_path / "other" / last / "config.json").read_text())
+    assert exported["tie_word_embeddings"] is False
+    assert not torch.equal(exports[1]["lm_head.weight"], exports[1]["model.embed_tokens.weight"])
 
 
 def test_a_checkpoint_without_states_is_scored_without_a_warning(settings, tmp_path, caplog):

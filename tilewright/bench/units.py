@@ -4,6 +4,7 @@ that a result depends on, and how a document is described.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -66,6 +67,21 @@ def roofline_unit(device: str) -> Unit:
     return Unit("roofline", make, {"roofline": None}, limit, threads(device))
 
 
+# Other libraries sum float32 in another order: on a CPU gradients of weights by `torch.compile`
+# missed the contract by factors of 1.3 to 5.0, and by 8e5 where it computed another thing.
+REORDERED = 8.0
+
+
+def reordered(settings: run.Settings, dtype: torch.dtype) -> run.Settings:
+    """Settings by which a baseline is timed, and marked, that misses the contract in float32 by an
+    order of summation.
+    """
+    if dtype != torch.float32:
+        return settings
+    slack = max(settings.baseline_slack, REORDERED)
+    return dataclasses.replace(settings, baseline_slack=slack)
+
+
 def time_unit(
     op: Op,
     case: Case,
@@ -76,6 +92,8 @@ def time_unit(
     only: Sequence[str] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> Unit:
+    settings = reordered(settings, dtype)
+
     def make():
         roof = store.documents(out).get("roofline", {}).get("roofline")
         if roof is None:

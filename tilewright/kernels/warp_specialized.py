@@ -16,7 +16,7 @@ from there by threads.
 
 No clusters. A tile of 128 x 256 reads 2 (128 + 256) bytes from L2 for 2 * 128 * 256 FLOPs of a
 column of 16 bits, 85 FLOPs a byte; of two blocks that share 256 columns by multicast, each reads
-2 (128 + 128) bytes, 128 FLOPs a byte. An H100 did 712 TFLOP/s without (docs/predicted_measured.md),
+2 (128 + 128) bytes, 128 FLOPs a byte. An H100 did 699 TFLOP/s without (docs/predicted_measured.md),
 for which L2 gives 8.3 TB/s, and a large product 790: 11 % to gain at most, if L2 is what is
 missing. Gluon has multicast and barriers of clusters from Triton 3.9 on; 3.6, which GPUs are found
 with, has none, so that such a kernel would be a second one beside these. To be decided again where

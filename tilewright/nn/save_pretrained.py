@@ -151,8 +151,6 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
     Raises ValueError for weights that these readers cannot read, and for several formats.
     """
     weights: dict[str, Any] = dict(_quantized(model))
-    if not weights:
-        raise ValueError("the model has no quantized weight left to write")
     for name, parts in weights.items():
         if wrong := _why_not_stored(parts):
             raise ValueError(f"save_pretrained cannot write {name} {wrong}; {_WAY_OUT}")
@@ -162,20 +160,30 @@ def stored_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
         raise ValueError(
             f"save_pretrained cannot write weights of several formats ({several}); {_WAY_OUT}"
         )
-    state = model.state_dict()
+    configuration, state = stored_configuration(model), model.state_dict()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
             for name, _ in module.named_buffers():
                 del state[f"{path}.{name}"]
     for name, [q] in weights.items():
         state |= {key: t.contiguous() for key, t in q.to_safetensors(name).items()}
+    return state, configuration
+
+
+def stored_configuration(model: nn.Module) -> dict[str, Any]:
+    """The quantization_config of a model with quantized weights, whether its readers could read all
+    of them or not.
+    """
+    weights = [q for _, parts in _quantized(model) for q in parts]
+    if not weights:
+        raise ValueError("the model has no quantized weight left to write")
     # bitsandbytes replaces transformers' Conv1D, too.
     left = [
         path
         for path, m in model.named_modules()
         if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     ]
-    return state, _configuration([q for [q] in weights.values()], left)
+    return _configuration(weights, left)
 
 
 _WAY_OUT = (

@@ -17,7 +17,7 @@ from tilewright.nn.sharded import local
 from tilewright.nn.weights import base_weights
 from tilewright.trainer import precomputed as precompute
 from tilewright.trainer.checkpoint import hf
-from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, with_head
+from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, untied, with_head
 from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Data, Dataset, Lora, Model, Train
@@ -91,14 +91,41 @@ def choose_ops(
     )
 
 
-def shape_of_run(model: Model, head: str) -> ModelConfig:
-    """The shape of the model that a run trains.   head: the one that its loss reads."""
+def shape_of_run(model: Model, head: str, mesh: Mesh | None = None) -> ModelConfig:
+    """The shape of the model that a run trains.   head: the one that its loss reads.
+
+    mesh: of the run, whose ranks all call it: rank 0 looks at the weights. None: of this process.
+    """
     shape, padding = hf.shape_of(model), None
     if head == "reward" and shape.pad_token_id is None:
         assert model.config_path is not None and model.tokenizer_path is not None
         ends = ends_of_tokenizer(model.tokenizer_path, model.revision)
         padding = padding_of(hf.local_folder(model.config_path, model.revision), ends)
-    return with_head(shape, head, padding)
+    return as_stored(model, with_head(shape, head, padding), mesh)
+
+
+def as_stored(model: Model, shape: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The shape, without a tie that the weights in the model's folder do not have."""
+    path, control = model.model_path, (mesh or Mesh()).control
+    if path is None or not shape.tied:
+        return shape
+    other = problem = None
+    if mesh is None or mesh.main:
+        try:
+            folder = hf.local_folder(path, model.revision)
+            other = untied(folder, shape, model.foundation or {})
+        except (OSError, ValueError) as error:
+            problem = error
+    control.agree(problem)
+    if not control.broadcast(other):
+        return shape
+    if mesh is not None and mesh.main:
+        log.warning(
+            "%s: lm_head.weight is stored and is not the embedding, although config.json has "
+            "tie_word_embeddings = true: they are two weights here, as in transformers",
+            path,
+        )
+    return dataclasses.replace(shape, tie_word_embeddings=False)
 
 
 def ends_of_tokenizer(path: str, revision: str | None) -> tuple[int | None, int | None]:
@@ -329,7 +356,7 @@ def second_model(
     m, path, other = config.model, config.preference.reference_path, shape
     if not begins_as_policy(m, config.preference):
         m = m.model_copy(update={"model_path": path, "config_path": path})
-        other = with_head(hf.shape_of(m), shape.head, None)
+        other = as_stored(m, with_head(hf.shape_of(m), shape.head, None), mesh)
     if other.vocab_size != shape.vocab_size:
         raise ValueError(
             f"preference.reference_path = {path}: it has a vocabulary of {other.vocab_size}, the "
@@ -563,7 +590,7 @@ def build(
     agreed: refuses what a run is made of, on every rank, before a pass over all data.
     """
     t, loss, prefixes = config.train, loss_of_run(config), config.preference.share_prefix
-    shape = shape_of_run(config.model, loss.head)
+    shape = shape_of_run(config.model, loss.head, mesh)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
     export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
     dropped = t.attention_dropout > 0

@@ -166,7 +166,7 @@ def evaluate(
     t = config.train
     check_weights(config.model.model_path, t.load_checkpoint_path)
     with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config.model, build.loss_of_run(config).head)
+        shape = shape_of(config.model, build.loss_of_run(config).head, mesh)
         if each_token and shape.head == "reward":
             raise ValueError("--per-token: a reward model has one number for each document")
         chosen = list(sets(config, mesh, shape))
@@ -191,10 +191,10 @@ def evaluate(
     return found
 
 
-def shape_of(model: Model, head: str) -> ModelConfig:
+def shape_of(model: Model, head: str, mesh: Mesh) -> ModelConfig:
     """With the head that the loss reads, or that the model's folder has."""
     stored = hf.shape_of(model).head
-    return build.shape_of_run(model, stored if head == "language_model" else head)
+    return build.shape_of_run(model, stored if head == "language_model" else head, mesh)
 
 
 def check_weights(model_path: str | None, checkpoint: str | None) -> None:

@@ -61,7 +61,9 @@ class LanguageModel(Base):
         """
         config = load(path, overrides, training=False)
         mesh: Mesh = join(config.train)
-        engine = filled_engine(config, build.shape_of_run(config.model, "language_model"), mesh)
+        engine = filled_engine(
+            config, build.shape_of_run(config.model, "language_model", mesh), mesh
+        )
         tokenizer = build.tokenizer_of(config.model)
         size = config.train.eval_micro_batch_size or config.train.micro_batch_size
         return cls(engine, config.data, size, tokenizer)

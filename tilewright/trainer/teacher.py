@@ -186,7 +186,7 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
     t, d, data = config.train, config.distillation, config.data
     check_weights(config.model.model_path, t.load_checkpoint_path)
     with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config.model, build.loss_of_run(config).head)
+        shape = shape_of(config.model, build.loss_of_run(config).head, mesh)
         if shape.head != "language_model":
             raise ValueError("a reward model has no distributions of tokens")
         if d.top_k > shape.vocab_size:

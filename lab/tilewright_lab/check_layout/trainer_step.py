@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.trainer.build import build_engine, choose_ops, compute_dtype
-from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.build import build_engine, choose_ops, compute_dtype, shape_of_run
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.batches import collate
@@ -77,7 +76,7 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
     if config.train.drops:
         raise ConfigError(["train.hidden_dropout, attention_dropout, ffn_dropout: must be 0 here"])
     ranks = mesh.build(config.train, rank, world_size, torch.device("cpu"))
-    shape = hf.load_config(config.model.config_path, config.model.foundation)
+    shape = shape_of_run(config.model, "language_model", ranks)
     ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
     engine = build_engine(config, shape, ranks, ops)
     batches = _batches(config, ranks, shape.vocab_size)

@@ -38,6 +38,7 @@ from tilewright.nn.save_pretrained import (
     guard_save_pretrained,
     readable_conversions,
     refuse_wrapped,
+    stored_configuration,
     stored_state,
     why_unreadable,
 )
@@ -147,6 +148,8 @@ class TilewrightHfQuantizer(HfQuantizer):
         # A copy, because it gets what config.json says of this model.
         super().__init__(copy.copy(quantization_config), **kwargs)
         self.layers: set[str] = set()
+        self.file_of: dict[str, str] = {}  # by tensor, of a quantized checkpoint
+        self.problems: list[str] = []  # weights of it that cannot be read
         self.conversions: list[Any] | None = None  # those of transformers for the dense model
         if platform.no_module("peft") is None:
             from tilewright.integrations.peft import register
@@ -184,7 +187,8 @@ class TilewrightHfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         if self.pre_quantized:
-            _check_files(model, checkpoint_files, self.quantization_config.format)
+            format = self.quantization_config.format
+            self.file_of = _check_files(model, checkpoint_files, format)
             return model
         config = self.quantization_config
         layers, left = linear_layers(model, config.modules_to_not_convert)
@@ -218,7 +222,24 @@ class TilewrightHfQuantizer(HfQuantizer):
         """Adds `get_weight_conversions` to the model's own."""
         return weight_conversions + self.get_weight_conversions()
 
+    def unreadable(self, name: str, error: Exception) -> None:
+        """Notes a weight of the checkpoint that cannot be read. An exception would leave
+        transformers, which collects them, as one without the name.
+        """
+        # The file's names may have a further part in front, or one less.
+        files = (
+            f"{file}: "
+            for known in (name, name.partition(".")[2])
+            for key, file in self.file_of.items()
+            if f".{known}" in f".{key}"
+        )
+        stem, format = name.removesuffix(".weight"), self.quantization_config.format
+        self.problems.append(f"{next(files, '')}{stem} cannot be read as {format}: {error.args[0]}")
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.problems:
+            first, *more = self.problems
+            raise ValueError(first + (f"; and {len(more)} more like it" if more else ""))
         # Those that the file lacks, which transformers has initialized.
         for path in sorted(self.layers):
             layer = model.get_submodule(path)
@@ -238,7 +259,7 @@ class TilewrightHfQuantizer(HfQuantizer):
                 if not any(isinstance(op, _Read) for op in getattr(c, "operations", ()))
             ]
             self.conversions = model._weight_conversions
-        _, self.quantization_config.written = stored_state(model)
+        self.quantization_config.written = stored_configuration(model)
         for child in model.children():  # transformers saves the whole model by this quantizer alone
             guard_save_pretrained(child)
         return model
@@ -315,6 +336,10 @@ class _Read(ConversionOps):
     def __init__(self, hf_quantizer: TilewrightHfQuantizer):
         self.hf_quantizer = hf_quantizer
 
+    def __deepcopy__(self, memo: Any) -> _Read:
+        # transformers copies it for each weight; what cannot be read is noted in one place.
+        return self
+
     def convert(
         self,
         input_dict,
@@ -323,26 +348,29 @@ class _Read(ConversionOps):
         missing_keys: Any = None,
         **kwargs,
     ):
+        stem = full_layer_name.removesuffix("weight")
         tensors = {
-            pattern.removeprefix(r"\.").removesuffix("$").replace("\\", ""): t[0]
+            stem + pattern.removeprefix(r"\.").removesuffix("$").replace("\\", ""): t[0]
             if isinstance(t, list)
             else t
             for pattern, t in input_dict.items()
         }
         like = model.get_parameter_or_buffer(full_layer_name)
-        if set(tensors) == {"weight"} and not _is_codes(tensors["weight"]):
+        if set(tensors) == {full_layer_name} and not _is_codes(tensors[full_layer_name]):
             # transformers leaves the dtype of what a quantizer's operation reads to it.
             full = _in_float32(model, full_layer_name, like.dtype)
-            return {full_layer_name: tensors["weight"].to(torch.float32 if full else like.dtype)}
+            weight = tensors[full_layer_name]
+            return {full_layer_name: weight.to(torch.float32 if full else like.dtype)}
+        config = self.hf_quantizer.quantization_config
         try:
-            q = _from_tensors(self.hf_quantizer.quantization_config, tensors, like.dtype)
+            q = _from_tensors(config, tensors, full_layer_name, like.dtype)
+            if tuple(q.shape) != tuple(like.shape):
+                raise ValueError(
+                    f"it is {list(q.shape)} in the checkpoint, and {list(like.shape)} in the model"
+                )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{full_layer_name}: {error.args[0]}") from error
-        if tuple(q.shape) != tuple(like.shape):
-            raise ValueError(
-                f"{full_layer_name} is {list(q.shape)} in the checkpoint, and {list(like.shape)} in "
-                "the model"
-            )
+            self.hf_quantizer.unreadable(full_layer_name, error)
+            return {full_layer_name: torch.zeros(like.shape, dtype=like.dtype)}
         _put(model, full_layer_name, q)
         missing_keys.discard(full_layer_name)
         return {}
@@ -363,24 +391,21 @@ def _is_codes(t: torch.Tensor) -> bool:
     return not t.is_floating_point() or t.element_size() == 1
 
 
-def _from_tensors(config: TilewrightConfig, tensors: dict, dtype: torch.dtype) -> Quantized:
+def _from_tensors(
+    config: TilewrightConfig, tensors: dict, name: str, dtype: torch.dtype
+) -> Quantized:
     if config.format == "nf4":
-        return dataclasses.replace(NF4.from_safetensors(tensors), dtype=dtype)
+        return dataclasses.replace(NF4.from_safetensors(tensors, name), dtype=dtype)
     if config.format == "nvfp4":
-        return NVFP4.from_safetensors(tensors, dtype=dtype)
+        return NVFP4.from_safetensors(tensors, name, dtype=dtype)
+    if name in tensors:
+        # FP8 codes, which older versions of transformers cast to the model's dtype: it holds them
+        # exactly.
+        tensors = tensors | {name: tensors[name].to(torch.float8_e4m3fn)}
     if config.format == "mxfp8":
-        return MXFP8.from_safetensors(_codes_of(tensors), dtype=dtype)
+        return MXFP8.from_safetensors(tensors, name, dtype=dtype)
     size = config.group_size or 128
-    return BlockFP8.from_safetensors(_codes_of(tensors), block=(size, size), dtype=dtype)
-
-
-def _codes_of(tensors: dict) -> dict:
-    """The tensors, with FP8 codes, which older versions of transformers cast to the model's dtype:
-    it holds them exactly.
-    """
-    if "weight" not in tensors:
-        return tensors
-    return tensors | {"weight": tensors["weight"].to(torch.float8_e4m3fn)}
+    return BlockFP8.from_safetensors(tensors, name, block=(size, size), dtype=dtype)
 
 
 def _put(model: nn.Module, name: str, q: Quantized) -> None:
@@ -408,10 +433,10 @@ def _finish_biases(model: nn.Module) -> None:
                     layer.bias.zero_()
 
 
-def _check_files(model: nn.Module, files: list[str] | None, format: str) -> None:
-    """Raises ValueError for checkpoints of which a quantized weight lacks a tensor, which would be
-    read as a dense one; and for those whose experts are quantized one by one: transformers stacks
-    their weights, and would stack the codes without their scales.
+def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError for checkpoints of which a quantized weight lacks
+    a tensor, which would be read as a dense one; and for those whose experts are quantized one by
+    one: transformers stacks their weights, and would stack the codes without their scales.
     """
     dtypes, file_of = {}, {}
     for file in files or ():
@@ -443,6 +468,7 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> None
                 f"{file_of[key]}: {stem} cannot be read as {format}: {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing; there are {have}"
             )
+    return file_of
 
 
 def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
@@ -486,7 +512,9 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
         )
     found = found if isinstance(found, dict) else found.to_dict()
     format, size = _format_of(folder, found)
-    config.quantization_config = TilewrightConfig(format, group_size=size).to_dict()
+    nested = format == "nf4" and bool(found.get("bnb_4bit_use_double_quant"))
+    read = TilewrightConfig(format, group_size=size, double_quant=nested)
+    config.quantization_config = read.to_dict()
     return config
 
 

@@ -406,8 +406,8 @@ def _values_of_4(D: int, Dv: int, major: int) -> str | None:
 def _wrong_of_4(request: Request, major: int) -> str | None:
     if major == 9 and request.packed and request.gradient:
         return (
-            "has had wrong gradients in packed documents (flash-attn-4 4.0.0b36, an H100, "
-            "deterministic algorithms on)"
+            "has had wrong gradients in packed documents in the one mode that was tried "
+            "(flash-attn-4 4.0.0b36, an H100, deterministic algorithms on, memory filled with NaN)"
         )
     return None
 

@@ -16,7 +16,7 @@ from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, fp8, quantize
+from tilewright.ops.quant import aqn, fp8, quantize, stored_scales
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_cases import (
     all_cases,
@@ -68,10 +68,19 @@ class BlockFP8(quantize.Quantized):
         rows, columns = _block(block)
         quantize.part(prefix, data, quantize.E4M3, data.shape, data)
         quantize.part(name, scale, torch.float32, fp8.scales_shape(data.shape, rows, columns), data)
-        return cls(data, quantize.scales(name, scale), (rows, columns), dtype)
+        stored_scales.check(name, scale, lambda zero: _blank(data, zero, rows, columns))
+        return cls(data, scale, (rows, columns), dtype)
 
 
 quantize.register(BlockFP8, ("data", "scale_inv"))
+
+
+def _blank(data: torch.Tensor, zero: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Which blocks have no code but 0, and -0."""
+    codes = (data.view(torch.uint8) & 0x7F).view(-1, *data.shape[-2:])  # of a row one matrix
+    of_blocks = quantize.pad_to(quantize.pad_to(codes, -1, columns), -2, rows)
+    of_blocks = of_blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    return (of_blocks == 0).all(-1).all(-2).view(zero.shape)
 
 
 @checks.autocast("inputs")

@@ -14,7 +14,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.registry import short
 from tilewright.kernels.quant.nf4_tables import bounds, codes, dynamic_map
-from tilewright.ops.quant import quantize
+from tilewright.ops.quant import quantize, stored_scales
 
 NESTED_BLOCK = 256  # scales in a block of double quantization
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -113,7 +113,6 @@ class NF4(quantize.Quantized):
                 (-(-blocks // NESTED_BLOCK),),
                 data,
             )
-            quantize.scales(f"{prefix}.nested_absmax", nested)
             offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=data.device)
         quantize.part(
             f"{prefix}.absmax",
@@ -122,7 +121,21 @@ class NF4(quantize.Quantized):
             (blocks,),
             data,
         )
-        quantize.scales(f"{prefix}.absmax", absmax)
+        if nested is None:
+            size = state["blocksize"]
+            stored_scales.check(
+                f"{prefix}.absmax", absmax, lambda _: _alike(_codes(packed, n), size)
+            )
+        else:
+            name = f"{prefix}.nested_absmax"
+            stored_scales.check(name, nested, lambda _: _alike(absmax, NESTED_BLOCK))
+            # The mean of the scales.
+            blank = not nested.any() and _alike(_codes(packed, n), state["blocksize"]).all()
+            if state["nested_offset"] == 0 and not blank:
+                raise ValueError(
+                    f"{prefix}.quant_state.bitsandbytes__nf4: nested_offset must be > 0 where the "
+                    "codes are not of zeros, got 0"
+                )
         return cls(
             packed,
             absmax,
@@ -166,6 +179,8 @@ def read_state(name: str, packed: torch.Tensor, prefix: str) -> dict:
         )
     if type(offset) not in (int, float) or not math.isfinite(offset):
         raise ValueError(f"{name}: nested_offset must be a finite number, got {offset!r}")
+    if offset < 0:  # a mean of magnitudes
+        raise ValueError(f"{name}: nested_offset must be at least 0, got {offset!r}")
     return state
 
 
@@ -177,6 +192,19 @@ def _same_map(name, table, expected):
         table.float(), expected, rtol=0, atol=1e-6
     ):
         raise ValueError(f"{name} must be bitsandbytes' own table, got other values")
+
+
+def _codes(packed: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.stack((packed >> 4, packed & 15), -1).view(-1)[:n]
+
+
+def _alike(codes: torch.Tensor, block: int) -> torch.Tensor:
+    """Which blocks have one code alone, as those whose elements are all 0 have: writers differ in
+    which code it is.
+    """
+    lack = -codes.shape[0] % block
+    blocks = torch.cat([codes, codes[-1:].expand(lack)]).view(-1, block)
+    return (blocks == blocks[:, :1]).all(1)
 
 
 def check_parts(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.core import checks
-from tilewright.ops.quant import quantize
+from tilewright.ops.quant import quantize, stored_scales
 
 BLOCK = 16
 LAYOUTS = ("compressed-tensors", "modelopt")
@@ -87,8 +87,23 @@ class NVFP4(quantize.Quantized):
         quantize.part(
             f"{prefix}_scale", scale, quantize.E4M3, (*shape[:-1], -(-shape[-1] // BLOCK)), data
         )
-        quantize.scales(f"{prefix}_scale", scale)
+        stored_scales.check(f"{prefix}_scale", scale, lambda zero: _blank(data, zero))
         return cls(data, scale, total if modelopt else 1.0 / total, shape, dtype)
 
 
 quantize.register(NVFP4, ("data", "scale", "global_scale"))
+
+
+def _blank(data: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Which blocks with a scale of 0 their writers made so: those of zeros, and those too small for
+    a scale in FP8, by which modelopt has divided, so that all codes are the largest.
+
+    zero: [..., blocks].
+    """
+    pairs = quantize.pad_to(data, -1, BLOCK // 2).unflatten(-1, (-1, BLOCK // 2))
+    last = data.shape[-1] % (BLOCK // 2)
+    magnitudes = pairs & 0x77  # without signs
+    largest = magnitudes == 0x77
+    if last:  # the padding
+        largest[..., -1, last:] = True
+    return zero & ((magnitudes == 0).all(-1) | largest.all(-1))

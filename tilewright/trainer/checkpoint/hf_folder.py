@@ -5,7 +5,7 @@ its configuration.
 from __future__ import annotations
 
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -31,6 +31,7 @@ ACTIVATIONS = (
     ".q_scale",
     ".activation_scale",
 )
+ROWS = 4096  # of a comparison's parts: 64 MiB of rows of 8,192 numbers in bfloat16
 
 
 class Folder:
@@ -177,7 +178,24 @@ class Folder:
                 return BlockFP8.from_safetensors(tensors, name, block=self.block)
             return NVFP4.from_safetensors(tensors, name)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{stem}: cannot be read as {format} ({error.args[0]})") from error
+            file = self.file_of[next(iter(tensors))]
+            raise ValueError(
+                f"{stem}: cannot be read as {format} ({error.args[0]}), in {file}"
+            ) from error
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two dense tensors have the same values. They are compared a part at a time."""
+        if any(self.format(n) is not None or self.dtype(n) is None for n in (name, other)):
+            return False
+        a, b = (self._at(n).get_slice(n) for n in (name, other))
+        shape = a.get_shape()
+        if shape != b.get_shape():
+            return False
+        dtype = torch.promote_types(*(cast(torch.dtype, self.dtype(n)) for n in (name, other)))
+        return all(
+            torch.equal(a[rows : rows + ROWS].to(dtype), b[rows : rows + ROWS].to(dtype))
+            for rows in range(0, shape[0], ROWS)
+        )
 
     def read(self, name: str) -> torch.Tensor:
         """The weight, dense."""

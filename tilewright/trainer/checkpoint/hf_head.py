@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
+from tilewright.trainer.checkpoint.hf_folder import Folder
 from tilewright.trainer.checkpoint.hf_names import read_config
 from tilewright.trainer.models.items import number
 from tilewright.trainer.models.model_config import ModelConfig, is_scored
 
 SCORE = "score.weight"  # of a reward model
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DEVIATION = 0.02  # transformers' initializer_range
 
 
@@ -35,6 +39,32 @@ def padding_of(folder: str | pathlib.Path, tokenizer: tuple[int | None, int | No
         if type(token) is int:
             return token
     return None
+
+
+def stores_another_head(folder: Folder, shape: ModelConfig) -> bool:
+    """Whether a folder of a model with a tied head stores one that is not the embedding, as merging
+    adapters of the head into it leaves it. transformers then keeps both.
+    """
+    if not shape.tied or HEAD not in folder or EMBEDDING not in folder:
+        return False
+    return not folder.equal(HEAD, EMBEDDING)
+
+
+def untied(path: str, shape: ModelConfig, given: Mapping[str, Any]) -> bool:
+    """Whether a model of this shape has two weights although its config.json ties them.
+
+    path: the folder of its weights.   given: entries that replace those of config.json.
+    """
+    try:
+        other = stores_another_head(Folder(path), shape)
+    except FileNotFoundError:  # who loads the weights says so
+        return False
+    if other and given.get("tie_word_embeddings"):
+        raise ValueError(
+            f"model.foundation: tie_word_embeddings = True, and {path} stores {HEAD}, which is not "
+            f"{EMBEDDING}; leave it out, or remove {HEAD} from the folder"
+        )
+    return other
 
 
 def drawn(folder: str | pathlib.Path, shape: ModelConfig) -> tuple[list[str], float]:

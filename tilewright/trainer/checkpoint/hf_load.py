@@ -34,6 +34,7 @@ from tilewright.ops.quant.nf4_format import NF4
 from tilewright.ops.quant.nvfp4 import NVFP4
 from tilewright.ops.quant.quantize import Quantized
 from tilewright.trainer.checkpoint.hf_folder import ACTIVATIONS, Folder
+from tilewright.trainer.checkpoint.hf_head import EMBEDDING, HEAD, stores_another_head
 from tilewright.trainer.checkpoint.hf_names import fuse, sources, split
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -83,7 +84,8 @@ def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) ->
                         f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
                         f"lora.quant_group_size say {want.name} and {want.group_size}"
                     )
-    # A tied head may be stored nevertheless; older files contain the rotary frequencies.
+    # A tied head may be stored nevertheless, if it is the embedding; older files contain the rotary
+    # frequencies.
     spare = {
         n
         for n in folder.file_of
@@ -92,7 +94,12 @@ def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) ->
     if model.config.architecture.further_layers:
         layers = model.config.num_hidden_layers
         spare = {n for n in spare if not ((m := LAYER.match(n)) and int(m[1]) >= layers)}
-    problems += [f"unexpected {n}" for n in sorted(spare - {"lm_head.weight"})]
+    problems += [f"unexpected {n}" for n in sorted(spare - {HEAD})]
+    if HEAD in spare and stores_another_head(folder, model.config):
+        problems.append(
+            f"{HEAD} is not {EMBEDDING}, although tie_word_embeddings is true: transformers keeps "
+            "both; build the model with tie_word_embeddings false"
+        )
     if problems:
         raise ValueError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
 
