@@ -25,6 +25,7 @@ from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.models.head import LossFunction, OfSequence, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
+from tilewright.trainer.models.moe import statistics
 from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
@@ -63,7 +64,8 @@ class Sums:
 
     totals: [loss, denominator, *further sums of the loss], float64.   per_token: this rank's, one
         entry per micro-batch.
-    reports: the routers', summed over micro-batches and ranks, and their number.
+    reports: the routers' [layers with experts, E + 2]: tokens per expert, load-balance loss and
+        z-loss, over all ranks, padding left out; sums of `passes`.
     names: of the further sums.   over: names of those that are means over another, by name.
     """
 
@@ -110,13 +112,12 @@ class Sums:
 
     def router(self) -> dict[str, float]:
         """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
-        and the worst, and the two router losses, which are not trained on.
-
-        Padding counts as tokens here: experts compute it.
+        and the worst, and the two router losses, which are not trained on: means over the rows of
+        micro-batches. {} without a token, too: padding is none.
         """
-        if self.reports is None:
+        report = self._read[1].tensor() / self.passes if self.reports is not None else None
+        if report is None or not report.any():
             return {}
-        report = self._read[1].tensor() / self.passes
         load = report[:, :-2].amax(1) / report[:, :-2].mean(1)
         balance, z = report[:, -2:].mean(0)
         names = ("expert_load", "worst_expert_load", "load_balance_loss", "z_loss")
@@ -227,16 +228,22 @@ class Engine:
         for outcome in outcomes:
             own = (outcome.total, outcome.denominator, *outcome.more)
             totals[: len(own)] += torch.stack([t.detach().double() for t in own])
-        reports = [outcome.reports for outcome in outcomes if outcome.reports is not None]
-        router = torch.stack(reports).double().sum(0) if reports else None
         return Sums(
             self.mesh.loss.total(totals),
             [outcome.per_token for outcome in outcomes],
-            None if router is None else self.mesh.pipeline.total(self.mesh.stage.total(router)),
-            len(reports) * self.mesh.stage.size,
-            names,
-            getattr(loss, "over", {}),
+            self._of_routers([o.reports for o in outcomes if o.reports is not None]),
+            names=names,
+            over=getattr(loss, "over", {}),
         )
+
+    def _of_routers(self, reports: list[torch.Tensor]) -> torch.Tensor | None:
+        """What `Sums` has of these micro-batches of every rank."""
+        if not reports:
+            return None
+        sums = self.mesh.row.total(torch.stack(reports).double())
+        found = self.mesh.pipeline.total(self.mesh.stage.total(statistics(sums)))
+        rows = found[:, -1:].clamp_min(1.0)
+        return torch.cat((found[:, :-3], found[:, -3:-1] / rows), -1)
 
     # ---- the optimizer
 
