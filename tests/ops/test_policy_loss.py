@@ -77,6 +77,8 @@ def by_hand(name, o):
             loss = surrogate(r, a)
             if o.dual_clip and a < 0:
                 loss = min(loss, -o.dual_clip * a)
+            if o.icepop_beta and not 1 / o.icepop_beta <= r <= o.icepop_beta:
+                loss = 0.0
             weight = min(max(math.exp(old[i] - out[i]), o.tis_clip_low), o.tis_clip_high)
             return loss * weight if o.use_tis else loss
         return {

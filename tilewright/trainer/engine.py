@@ -163,7 +163,7 @@ class Engine:
             batches = self._compared(batches, loss)
             with torch.no_grad():
                 return self._sums(self.parts.forward(batches, loss), loss)
-        with self.evaluating():  # one micro-batch at a time
+        with self.evaluating(loss):  # one micro-batch at a time
             return self._sums(self.parts.forward(self._added(batches, loss), loss), loss)
 
     def _compared(self, batches: Iterable[Batch], loss: LossFunction) -> list[Batch]:
@@ -171,7 +171,7 @@ class Engine:
         before = getattr(loss, "first", None), getattr(loss, "counted", None)
         if self.reference is None and before == (None, None):
             return list(batches)
-        with self.evaluating():
+        with self.evaluating(loss):
             return list(self._added(batches, loss))
 
     def _added(self, batches: Iterable[Batch], loss: LossFunction) -> Iterable[Batch]:
@@ -207,8 +207,12 @@ class Engine:
         return {**rest, "first": torch.stack([t.double() for t in sums])}
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Forward passes within are without gradients and without noise."""
+    def evaluating(self, loss: LossFunction | None = None) -> Iterator[None]:
+        """Forward passes within are without gradients and without noise. Losses of tokens are
+        cross-entropies, and those of a loss that is `tempered` have the temperature of training.
+        """
+        shaping, tempered = self.model.shaping, getattr(loss, "tempered", False)
+        self.model.shaping = Shaping(shaping.loss_temperature) if tempered else Shaping()
         self.parts.wrapped.eval()
         try:
             with torch.no_grad():
@@ -217,6 +221,7 @@ class Engine:
             # No backward pass does it; gathered weights would outlive a step of the optimizer.
             self.parts.reshard()
             self.parts.wrapped.train()
+            self.model.shaping = shaping
 
     def evaluate(self, batches: Iterable[Batch], loss: LossFunction) -> float:
         """The mean of a loss; NaN if no batch has a target."""
@@ -284,10 +289,14 @@ class Engine:
 
         Raises ValueError for a field that the optimizer's groups have no place for.
         """
+        rest = {name: v for name, v in values.items() if name not in Shaping._fields}
+        self.set_shaping(values)
+        set_values(self.optimizer, self.decays, rest)
+
+    def set_shaping(self, values: Mapping[str, float]) -> None:
+        """Of these, sets what losses read."""
         of_losses = {name: v for name, v in values.items() if name in Shaping._fields}
         self.model.shaping = self.model.shaping._replace(**of_losses)
-        rest = {name: v for name, v in values.items() if name not in of_losses}
-        set_values(self.optimizer, self.decays, rest)
 
     def optim_step(
         self,

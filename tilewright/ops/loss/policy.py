@@ -27,8 +27,8 @@ class Options(NamedTuple):
     clip_low_threshold, clip_high_threshold: the ratios between which it is not clipped, where the
         tokens have none of their own.   dual_clip: where A < 0 the loss is at most -dual_clip * A;
         0: no limit.   use_tis: the loss is multiplied by exp(old - rollout), clipped to
-        [tis_clip_low, tis_clip_high], a constant.   icepop_beta: no gradient where r is outside
-        [1 / icepop_beta, icepop_beta]; 0: everywhere.   beta: of dro's square, or of dr_grpo's KL
+        [tis_clip_low, tis_clip_high], a constant.   icepop_beta: the loss is 0 where r is outside
+        [1 / icepop_beta, icepop_beta]; 0: nowhere.   beta: of dro's square, or of dr_grpo's KL
         to the reference, by the estimator kl_type.   ratio_type: r of a token, or exp(mean(lp -
         old)) of its document.
     """
@@ -199,7 +199,7 @@ def policy_loss(t: Tokens, o: Options) -> torch.Tensor:
         loss = torch.where(t.advantage < 0, torch.minimum(loss, -o.dual_clip * t.advantage), loss)
     if o.icepop_beta:
         outside = (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
-        loss = torch.where(outside, loss.detach(), loss)
+        loss = loss.masked_fill(outside, 0.0)
     return loss * t.tis(o) if o.use_tis else loss
 
 

@@ -35,6 +35,9 @@ class Optimizer:
     apart: model -> trainable parameters in groups of their own, with what the optimizer must know
         of each.
     apart_lr: the field with their peak learning rate.
+    merged: model -> the parameters in which it merges several tensors of its own, of an optimizer
+        that takes each by itself; `build` gets them as `merged`.
+    version: of the states: one that checkpoints have, unless it is 1.
     needs_whole: why it cannot train parameters that are sharded, or None.
     ignores: fields of the section `train` that every other optimizer reads, with the reason.
     """
@@ -44,6 +47,8 @@ class Optimizer:
     options: type[BaseModel] | None = None
     apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
     apart_lr: str | None = None
+    merged: Callable[[nn.Module], Mapping[nn.Parameter, Any]] | None = None
+    version: int = 1
     needs_whole: str | None = None
     ignores: Mapping[str, str] = dataclass_field(default_factory=dict)
 
@@ -158,6 +163,8 @@ def build_optimizer(
     values = {name: at_step(getattr(train, name), 0) for name in row.fields}
     if row.options is not None:
         values |= row.options.model_validate(train.optimizer_args).model_dump()
+    if row.merged is not None:
+        values["merged"] = row.merged(model)
     return row.build([g for g in groups if g["params"]], apart, **values)
 
 
