@@ -344,12 +344,13 @@ STAGES = [*SHARDS, "--train.pipeline_parallel_size=2", "--train.gradient_accumul
 MODES |= {"train_depths": SHARDS, "train_stages": STAGES}
 # Norms of a merged parameter's parts, of which a rank has rows.
 NORMS = [*chosen("novograd"), "--train.data_parallel_mode=fsdp2"]
-TENSOR = [*NORMS, "--train.tensor_parallel_size=2", "--train.micro_batch_size=2"]
+APART = "--model.merge_qkv=false"  # which tensor parallelism needs
+TENSOR = [*NORMS, "--train.tensor_parallel_size=2", "--train.micro_batch_size=2", APART]
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=2"]
 OF_PARTS = {
-    "train_norms_tp": TENSOR,
-    "train_norms_pp": [*NORMS, *STAGES[-2:]],
-    "train_norms_lora_tp": [*TENSOR, *LORA],
+    "dense/train_norms_tp": TENSOR,
+    "dense/train_norms_pp": [*NORMS, *STAGES[-2:]],
+    "dense/train_norms_lora_tp": [*TENSOR, *LORA],
     "experts/train_norms_fsdp2": NORMS,
     "experts/train_norms_ep": [*NORMS, "--train.expert_parallel_size=2"],
     "experts/train_norms_tp": TENSOR,
@@ -362,9 +363,11 @@ def ranks(tmp_path_factory):
     """Four steps of two ranks with each optimizer, in DDP and sharded."""
     folder = tmp_path_factory.mktemp("optimizers")
     path = write_config(folder, data__pad_to_multiple_of=1, train__no_decay_modules=["norm"])
-    write_config(folder / "experts", MOE, data__pad_to_multiple_of=1)
-    for of in (folder, folder / "experts"):
-        torch.save(make_bins(), of / "bins.pt")
+    torch.save(make_bins(), folder / "bins.pt")
+    for name, shape in (("dense", QWEN3), ("experts", MOE)):
+        # A vocabulary that two ranks divide.
+        write_config(folder / name, {**shape, "vocab_size": 98}, data__pad_to_multiple_of=1)
+        torch.save(make_bins(), folder / name / "bins.pt")
     run_modes(2, folder, MODES)
     return folder, path
 
@@ -394,9 +397,8 @@ def test_two_ranks_train_as_one_process(name, ranks):
 
 @pytest.mark.parametrize("mode", OF_PARTS)
 def test_norms_of_parts_are_over_all_shards(mode, ranks):
-    folder, path = ranks
-    path = folder / "experts/config.yaml" if mode.startswith("experts") else path
-    arguments = [*chosen("novograd"), *(LORA if "lora" in mode else [])]
+    folder, path = ranks[0], ranks[0] / mode.partition("/")[0] / "config.yaml"
+    arguments = [*chosen("novograd"), *[a for a in OF_PARTS[mode] if a in (APART, *LORA)]]
     same_training(torch.load(folder / f"{mode}.pt"), trained(path, arguments, 4))
 
 
