@@ -1181,6 +1181,14 @@ def test_settings_that_nothing_reads_are_refused(options, said, settings):
         load(settings[1], options)
 
 
+@pytest.mark.parametrize("field", ["loss_temperature", "z_loss"])
+def test_of_two_fields_the_one_that_is_wrong_is_blamed(field, settings):
+    with pytest.raises(ConfigError) as error:
+        load(settings[1], [f"--train.{field}=0.5"])
+    fields = re.findall(r"train\.(\w+) = [^,:]*", str(error.value))
+    assert fields == [field, "loss"], str(error.value)
+
+
 @pytest.mark.parametrize(
     "roles, document", [((1, 0), 0), ((0, 0), 1), ((0,), 0), ((0, 1, 0), 2)], ids=str
 )

@@ -119,14 +119,6 @@ def _absent_columns(config: Config) -> str | None:
     return None
 
 
-# Of a loss whose values per token are compared with those of a model that does not learn.
-UNSHAPED = Refuse("a preference is one of log-probabilities as they are", "loss").when(
-    lambda c: (
-        c.train.loss == "preference" and (c.train.loss_temperature != 1.0 or c.train.z_loss != 0.0)
-    )
-)
-
-
 def _scored(config: Config) -> bool:
     """Whether the model is a reward model."""
     return LOSSES[config.train.loss].head == "reward"
@@ -444,7 +436,9 @@ class Train(Section):
     loss_temperature: Number = field(
         1.0,
         Resume.NEXT_STEP,
-        UNSHAPED,
+        Refuse("a preference is one of log-probabilities as they are", "loss").when(
+            lambda c: c.train.loss_temperature != 1.0 and c.train.loss == "preference"
+        ),
         Refuse("a distillation's is distillation.temperature", "loss").when(
             lambda c: c.train.loss_temperature != 1.0 and c.train.loss == "distillation"
         ),
@@ -452,13 +446,16 @@ class Train(Section):
         differs=OURS,
         gt=0,
     )
-    """Divides the logits of losses in training; or a mapping, as weight_decay."""
+    """Divides the logits of losses in training, and of a policy's in evaluations too; or a mapping,
+    as weight_decay.
+    """
     z_loss: Number = field(
         0.0,
         Resume.NEXT_STEP,
-        UNSHAPED,
         Refuse("this loss is one of log-probabilities as they are", "loss").when(
-            lambda c: c.train.z_loss != 0.0 and c.train.loss in ("policy", "distillation")
+            lambda c: (
+                c.train.z_loss != 0.0 and c.train.loss in ("preference", "policy", "distillation")
+            )
         ),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.z_loss != 0.0 and _scored(c)),
         differs=OURS,

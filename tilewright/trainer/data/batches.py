@@ -3,10 +3,10 @@
 A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
     last is -100), position_ids [1, T] (from 0 in every document), real bool [1, T] (false for
-    padding), cu_seqlens int32 [documents + 1], and further columns that are asked for: [1, T] or [1, T, width] if they are per token,
-    [documents] if they are per document, and with any of them `lengths` [documents], the number of
-    each one's tokens that the rank has; with dropout, bin_ends int32 [bins]: the first token after
-    each bin. Padding is a document of its own.
+    padding), cu_seqlens int32 [documents + 1], and further columns that are asked for: [1, T] or
+    [1, T, width] if they are per token, [documents] if they are per document, and with any of them
+    `lengths` [documents], the number of each one's tokens that the rank has; with dropout, bin_ends
+    int32 [bins]: the first token after each bin. Padding is a document of its own.
 Where a loss asks for it (`mismatched`), a batch also has `mismatched`, a batch of the documents'
 prompts with the answers of other documents: of the one before, in the order of a step's bins,
 round the step. It has `documents`, their number.

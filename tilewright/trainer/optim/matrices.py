@@ -52,7 +52,6 @@ class Parts:
         blocked = [part.unflatten(-2, (self.blocks, -1)) for part in parts]
         return torch.cat(blocked, -2).flatten(-3, -2)
 
-
     def own(self, t: torch.Tensor) -> list[torch.Tensor]:
         """Views of a whole parameter, or of what has its shape: the model's own tensors in it."""
         each = t.unbind() if self.stacked else [t]

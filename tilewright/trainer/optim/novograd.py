@@ -60,7 +60,9 @@ class Several(Whole):
         if len({*self.lengths}) == 1:
             found = t.reshape(len(self.lengths), -1).sum(1)
         else:
-            found = torch.stack([t.new_zeros(()), *(run.sum() for run in t.split(self.lengths))])[1:]
+            found = torch.stack([t.new_zeros(()), *(run.sum() for run in t.split(self.lengths))])[
+                1:
+            ]
         return t.new_zeros(self.shape).index_add_(0, self.numbers, found)
 
     def spread(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
