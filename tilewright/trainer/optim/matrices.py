@@ -91,7 +91,8 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
 
     Not among them: embeddings, the head, routers, norms, and adapters.
     """
-    parts, found = merged(model), dict[nn.Parameter, Parts]()
+    parts: dict[torch.Tensor, Parts] = {**merged(model)}
+    found: dict[nn.Parameter, Parts] = {}
     heads = [getattr(model, name, None) for name in ("lm_head", "score")]
     for module in model.modules():
         if isinstance(module, LatentAttention):  # two projections, of one matrix in the model

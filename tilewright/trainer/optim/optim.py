@@ -160,7 +160,7 @@ def build_optimizer(
     decay = largest(train.weight_decay)  # `set_values` sets that of each step
     factor = rate_factors(whole or model, train.layerwise_lr_bound, plus)
     groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole, factor)
-    values = {name: at_step(getattr(train, name), 0) for name in row.fields}
+    values: dict[str, Any] = {name: at_step(getattr(train, name), 0) for name in row.fields}
     if row.options is not None:
         values |= row.options.model_validate(train.optimizer_args).model_dump()
     if row.merged is not None:
