@@ -511,7 +511,9 @@ def spread(tmp_path_factory):
     torch.save(bins, folder / "muon/bins.pt")
     shutil.copy(path, folder / "muon/config.yaml")
     one = {"train__micro_batch_size": 1, "train__optimizer": "sgd", "train__max_steps": 2}
-    write_config(folder / "routed", MOE, **one, data__pad_to_multiple_of=16)
+    even = {**MOE, "vocab_size": 98}  # which two ranks divide
+    one |= {"model__merge_qkv": False, "data__pad_to_multiple_of": 16}
+    write_config(folder / "routed", even, **one)
     torch.save(bins, folder / "routed/bins.pt")
     adam = ["--train.optimizer=adamw", "--train.lr=1e-3"]
     found, alone = together_and_alone(
