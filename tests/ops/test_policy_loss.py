@@ -77,6 +77,8 @@ def by_hand(name, o):
             loss = surrogate(r, a)
             if o.dual_clip and a < 0:
                 loss = min(loss, -o.dual_clip * a)
+            if o.icepop_beta and not 1 / o.icepop_beta <= r <= o.icepop_beta:
+                loss = 0.0
             weight = min(max(math.exp(old[i] - out[i]), o.tis_clip_low), o.tis_clip_high)
             return loss * weight if o.use_tis else loss
         return {
@@ -198,6 +200,58 @@ def test_constants_have_no_gradient():
     assert torch.equal(slope("policy_loss", o=Options(use_tis=True)), plain * weight)
     opd = slope("opd", o=Options())
     torch.testing.assert_close(opd, r * (LP - TEACHER), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("use_tis", [False, True])
+def test_icepop_leaves_nothing_of_tokens_outside_of_its_band(use_tis):
+    """On both sides, and for advantages of both signs; the bounds are inside."""
+    o = Options(icepop_beta=2.0, use_tis=use_tis, clip_low_threshold=0.0, clip_high_threshold=9.0)
+    r = torch.tensor([0.4, 0.49, 0.51, 1.0, 1.9, 2.1, 5.0], dtype=F64).repeat(2)
+    adv = torch.tensor([1.5] * 7 + [-0.5] * 7, dtype=F64)
+    lp = r.log().requires_grad_()
+    zeros = torch.zeros_like(r)
+    t = Tokens(lp, zeros + 1, adv, zeros, zeros + 0.3)
+    inside = (r > 0.5) & (r < 2.0)
+    want = torch.where(inside, -r * adv, 0.0) * (math.exp(-0.3) if use_tis else 1.0)
+    found = policy.losses("policy_loss", t, o)
+    torch.testing.assert_close(found.detach(), want, rtol=1e-14, atol=0)
+    [slope] = torch.autograd.grad(found.sum(), lp)
+    torch.testing.assert_close(slope, want, rtol=1e-14, atol=0)
+    torch.testing.assert_close(policy.slopes("policy_loss", t, o), want, rtol=1e-14, atol=0)
+    edge = torch.zeros(2, dtype=F64)
+    at = Tokens(edge, edge + 1, edge + 1, edge)
+    assert policy.losses("policy_loss", at, Options(icepop_beta=1.0)).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("name", NAMES)
+def test_icepop_of_hidden_states_is_that_of_the_tokens_inside(name, reduction):
+    """The loss and its gradients, in both ways of computing them."""
+    skip_unless_usable(OP, name, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 8, generator=generator) for n in (6, 11))
+    target = torch.randint(11, (6,), generator=generator)
+    lp = linear_logprob(x, weight, target, implementation="eager")[0]
+    given = {"advantage": torch.tensor([1.0, 1, 1, -2, -2, -2]), "loss": "policy_loss"}
+    old = lp - torch.tensor([0.2, 1.0, 3.0] * 2).log()
+    kept = torch.where(torch.tensor([False, True, False] * 2), target, -100)
+    found = []
+    for targets, more in ((target, {"icepop_beta": 2.0}), (kept, {})):
+        own = [t.to(DEVICE).clone().requires_grad_() for t in (x, weight)]
+        options = {n: t.to(DEVICE) if torch.is_tensor(t) else t for n, t in given.items()}
+        loss = linear_policy_loss(
+            *own,
+            targets.to(DEVICE),
+            old_logprob=old.to(DEVICE),
+            reduction=reduction,
+            implementation=name,
+            **options,
+            **more,
+        ).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss.sum(), own)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert found[0][0].any()
 
 
 def test_a_ratio_at_a_threshold_still_learns_and_one_beyond_does_not():

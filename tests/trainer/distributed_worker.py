@@ -123,7 +123,8 @@ def several_steps(config, ranks, bins, steps=None, calls=1, evaluates=True):
         found.setdefault("all_to_alls", count.calls)
         if i == 1 and evaluates:
             # Between gradients and the step, both of which it must leave alone.
-            found["evaluated"] = engine.evaluate(batches, language_modeling)
+            evaluated = engine.forward(batches, language_modeling)
+            found["evaluated"], found["evaluated_router"] = evaluated.mean, evaluated.router()
         norm = engine.optim_step(max_norm=t.max_grad_norm)
         hook.remove()
         adapters.after_step(engine.parts, engine.optimizer, config.lora, t.seed, i + 1, engine.mesh)
@@ -240,6 +241,11 @@ def placements():
         ]
         for i, (a, b) in enumerate(zip(results, mixed(values), strict=True)):
             found[f"{name} {i}"] = a, b
+        for i, (p, value) in enumerate(zip(tensors, values, strict=True)):
+            for dim in range(p.dim()):
+                here = [n for run in matrices.rows_here(p, dim) for n in run]
+                value = value.index_select(dim, torch.tensor(here, dtype=torch.long))
+            found[f"{name} {i}, rows"] = p.to_local().detach(), value
     return found
 
 

@@ -5,6 +5,7 @@ same folder of weights; and what a family cannot do, in a sentence.
 import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,17 +15,23 @@ pytest.importorskip("transformers")
 import distributed_worker
 from ranks import drawn, nearly_same_training, run_modes, same_training
 from safetensors.torch import load_file, save_file
-from test_trainer import MOE, QWEN3, check_moves, make_bins, run, write_config
+from test_trainer import MOE as QWEN3_MOE
+from test_trainer import QWEN3, check_moves, make_bins, run, write_config
 
 from tilewright import nn
+from tilewright import ops as tw
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.build import build_model, choose_ops, second_model, shape_of_run
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Train, load
+from tilewright.trainer.data.batches import FILLER, collate
+from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
@@ -238,6 +245,57 @@ def test_checkpoints_of_a_family_move_between_layouts(family, trained):
 def model_of(family, merge_qkv=False, **change):
     shape = ModelConfig.from_hf({**SHAPES[family], **change})
     return Transformer(shape, ops_for(shape), merge_qkv)
+
+
+WITH_EXPERTS = {n: s for n, s in SHAPES.items() if ModelConfig.from_hf(s).num_experts}
+WITH_EXPERTS["qwen3_moe"] = QWEN3_MOE
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_routers_report_no_padding(family, tmp_path):
+    """Nine tokens in a row of any length, in training and evaluation, beside a row without any, and
+    what `ops.route` says of them alone.
+    """
+    shape = WITH_EXPERTS[family]
+    recomputed = {"train__enable_gradient_checkpointing": family == "qwen3_moe"}
+    config = load(write_config(tmp_path, shape, **recomputed))
+    engine = distributed_worker.engine_of(config, Mesh())
+    blocks = [b.mlp for b in engine.model.model.blocks if isinstance(b.mlp, MoE)]
+    seen = {}
+    hooks = [
+        moe.gate.register_forward_hook(lambda *call, moe=moe: seen.update({moe: call[-1].detach()}))
+        for moe in blocks
+    ]
+    bins = [[(ids[:9], labels[:9]) for ids, labels in make_bins()[0][:1]]]
+    ids, labels = np.zeros(2, np.int64), np.full(2, IGNORE)
+    none = collate([[(ids, labels, {FILLER: True})]], 8)
+    plain = engine.forward([collate(bins, 1)], language_modeling).router()
+    of = [
+        tw.route(
+            seen[moe].float(),
+            moe.top_k,
+            **{**moe.options, "implementation": "eager"},
+            bias=moe.gate.e_score_correction_bias,
+        )
+        for moe in blocks
+    ]
+    loads = [float(r.tokens_per_expert.max() / r.tokens_per_expert.double().mean()) for r in of]
+    assert plain == pytest.approx(
+        {
+            "expert_load": sum(loads) / len(loads),
+            "worst_expert_load": max(loads),
+            "load_balance_loss": float(sum(r.load_balance_loss for r in of)) / len(of),
+            "z_loss": float(sum(r.z_loss for r in of)) / len(of),
+        },
+        rel=1e-5,
+    )
+    for hook in hooks:
+        hook.remove()
+    for multiple in (1, 16, 128):
+        for call in (engine.forward, engine.forward_backward):
+            found = call([collate(bins, multiple), none], language_modeling)
+            assert found.router() == pytest.approx(plain, rel=1e-5), multiple
+    assert engine.forward([none], language_modeling).router() == {}
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -590,7 +648,7 @@ def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path
 BY_TYPE = {
     **{shape["model_type"]: shape for shape in reversed(SHAPES.values())},
     **{kind: {**SMALL, "model_type": kind} for kind in ("llama", "qwen3")},
-    "qwen3_moe": MOE,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 

@@ -87,6 +87,7 @@ def check(batch, lengths, pairs, order):
     found, ends = [], batch["cu_seqlens"].tolist()
     for j, (a, b) in enumerate(itertools.pairwise(ends)):
         ids = batch["input_ids"][0, a:b]
+        assert {*batch["real"][0, a:b].tolist()} == {bool(ids[0])}
         if not ids[0]:  # padding, or a filler
             for name, column in ALL.items():
                 at = batch[name][j] if column.each == "document" else batch[name][0, a:b]

@@ -283,6 +283,7 @@ def test_batch_at_the_borders_of_documents():
     assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 21, 0, 0, 0]]
     assert batch["labels"].tolist() == [[11, 12, IGNORE, 21, IGNORE, IGNORE, IGNORE, IGNORE]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch["real"].tolist() == [[True] * 5 + [False] * 3]
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 8] and batch["cu_seqlens"].dtype == torch.int32
     assert all(batch[k].dtype == torch.int64 for k in ("input_ids", "labels", "position_ids"))
     whole = collate([[first], [second]], 5)

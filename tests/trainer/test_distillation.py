@@ -18,7 +18,9 @@ from small import write_run  # noqa: E402
 from tilewright.ops.loss.head import Plan  # noqa: E402
 from tilewright.trainer import build, teacher, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.models.listed import How, listed  # noqa: E402
+from tilewright.trainer.config.distillation import Distillation  # noqa: E402
+from tilewright.trainer.losses.loss import loss_of  # noqa: E402
+from tilewright.trainer.models.listed import How, Listed, listed  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
 pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
@@ -185,6 +187,64 @@ def test_a_step_is_that_of_a_plain_loop_over_all_logits(case, settings):
     # Log-probabilities in float32 of logits of about 10.
     assert first["loss"] == pytest.approx(loss, rel=1e-5)
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+class Logits:
+    """What a head gives losses, of logits [T, V]."""
+
+    def __init__(self, logits, labels):
+        self.logits, self.labels = logits, labels
+
+    def listed(self, ids, temperature):
+        q = (self.logits / temperature).log_softmax(-1)
+        there = torch.zeros_like(q, dtype=torch.bool).scatter_(-1, ids[0], True)
+        others = q.masked_fill(there, -torch.inf).logsumexp(-1)
+        label = q.gather(-1, self.labels[0][:, None])[:, 0]
+        found = q.gather(-1, ids[0]), others, label, self.logits.argmax(-1)
+        return Listed(*(t[None] for t in found))
+
+    def values(self):
+        return self.listed(self.labels[..., None], 1.0).label.neg()
+
+
+@pytest.mark.parametrize("outside", [0.2, 1e-5], ids=str)
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_reports_are_those_of_a_plain_loop_whatever_the_mass_outside(divergence, outside):
+    """The teacher's KL is the forward one, whichever divergence is trained."""
+    T, V, k = 12, 9, 3
+    generator = torch.Generator().manual_seed(0)
+    z, y = (torch.randn(T, V, generator=generator, dtype=torch.float64) for _ in range(2))
+    ids = torch.stack([torch.randperm(V, generator=generator)[:k] for _ in range(T)])
+    p = y.gather(-1, ids).softmax(-1) * (1 - outside)
+    labels = torch.randint(V, (T,), generator=generator)
+    section = Distillation(divergence=divergence, beta=0.3, top_k=k)
+    loss = loss_of("distillation", {"distillation": section})
+    batch = {"labels": labels[None], "teacher_ids": ids[None], "teacher_logprobs": p.log()[None]}
+    total, count, *found = loss(Logits(z, labels[None]), batch)
+    want = dict.fromkeys(("loss", *loss.reports), 0.0)
+    for t in range(T):
+        q, own, listed = z[t].softmax(-1), p[t].tolist(), ids[t].tolist()
+        own, other = [*own, outside], [*(float(q[i]) for i in listed), 0.0]
+        other[-1] = 1 - sum(other)
+        pairs = [(a, b, 0.3 * a + 0.7 * b) for a, b in zip(own, other, strict=True)]
+        forward = sum(a * math.log(a / b) for a, b, _ in pairs)
+        each = {
+            "loss": {
+                "forward": forward,
+                "reverse": sum(b * math.log(b / a) for a, b, _ in pairs),
+                "jsd": sum(
+                    0.3 * a * math.log(a / m) + 0.7 * b * math.log(b / m) for a, b, m in pairs
+                ),
+            }[divergence],
+            "teacher_kl": forward,
+            "teacher_mass": sum(own[:-1]),
+            "student_mass": sum(other[:-1]),
+            "teacher_agreement": listed[int(p[t].argmax())] == int(z[t].argmax()),
+            "cross_entropy": -math.log(q[labels[t]]),
+        }
+        want = {name: want[name] + value / T for name, value in each.items()}
+    means = (t / count for t in (total, *found))
+    assert dict(zip(want, map(float, means), strict=True)) == pytest.approx(want, rel=1e-9)
 
 
 # ---- ranks

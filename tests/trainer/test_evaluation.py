@@ -1,9 +1,12 @@
 """When a run evaluates, on how much, and that training goes on as if it had not."""
 
+import itertools
 import json
 import math
 import random
+import shutil
 import signal
+from fractions import Fraction
 
 import pytest
 import torch
@@ -29,6 +32,7 @@ from tilewright.trainer import launch, loop, train
 from tilewright.trainer.config import ConfigError
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.plan import Plan
 from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
@@ -74,6 +78,69 @@ def test_a_run_evaluates_when_its_strategy_says(settings, steps, tmp_path):
     run(write_config(tmp_path, **{**options, **settings}))
     assert max(row["step"] for row in rows(tmp_path)) == 6
     assert evaluated(tmp_path) == steps
+
+
+def settings_of(**train):
+    least = ["--train.output_dir=-", '--data.datasets=[{"path": "dummy"}]', "--model.config_path=-"]
+    return load(None, [*least, *(f"--train.{k}={json.dumps(v)}" for k, v in train.items())]).train
+
+
+@pytest.mark.parametrize("epochs", ["0.5", "1.5", "0.25", "0.1", "0.3", "0.05", "2", "1e-2"])
+def test_fractions_of_epochs_are_where_they_are_reached(epochs):
+    """In the step that reaches each; also in a run that has taken other steps so far."""
+    train = settings_of(num_train_epochs=4, save_epochs=float(epochs))
+    for steps, shift in itertools.product((1, 3, 5, 7, 10), (0, -3)):
+        plan, every = Plan(train, steps, shift), Fraction(epochs) * steps
+        reached = {math.ceil(i * every) for i in range(1, 401) if i * every <= 4 * steps}
+        todo = range(1, plan.total + 1)
+        for found, want in (
+            (plan.saves, reached | {4 * steps}),
+            (plan.evaluates, reached | {(i + 1) * steps for i in range(4)}),
+        ):
+            assert [n for n in todo if found(n)] == sorted({n + shift for n in want} & {*todo})
+
+
+def test_a_run_saves_and_evaluates_at_fractions_of_its_epochs(tmp_path):
+    """Three steps an epoch, the second one of which reaches its half; again in a resumed run."""
+    options = {**three_steps(tmp_path, **HELD), "train__save_hf_weights": False}
+    path = write_config(tmp_path, **options, train__save_epochs=0.5)
+    run(path)
+    found = tmp_path / "out/checkpoints"
+    saved = sorted(int(p.name.rpartition("_")[2]) for p in found.glob("global_step_*"))
+    assert saved == [2, 3, 5, 6] and evaluated(tmp_path) == [0, 2, 3, 5, 6]
+    for step in (5, 6):
+        shutil.rmtree(found / f"global_step_{step}")
+    run(path, "--train.load_checkpoint_path=auto")
+    assert (found / "global_step_5").is_dir() and evaluated(tmp_path) == [0, 2, 3, 5, 6]
+
+
+def test_epochs_of_a_run_that_goes_on_with_other_steps_are_those_of_the_data(tmp_path):
+    """Evaluations at their ends, and numbers per step: two steps of an epoch, then four."""
+    bins = len(build_data(load(write_config(tmp_path, **HELD)), Mesh(), 97)[0].bins)
+    falling = {"schedule": "linear", "from": 0.5, "to": 0.1, "steps": 9}
+    path = write_config(
+        tmp_path,
+        **{**EPOCHS, **EPOCH, **HELD, "train__save_hf_weights": False},
+        train__max_grad_norm=falling,
+        train__weight_decay=falling,
+    )
+    size = "--train.gradient_accumulation_steps={}".format
+    run(path, size(math.ceil(bins / 2)), "--train.num_train_epochs=1")
+    assert evaluated(tmp_path) == [2]
+    more = ["--train.load_checkpoint_path=auto", "--train.num_train_epochs=3"]
+    seen, step = [], Engine.optim_step
+
+    def looking(self, factor, max_norm):
+        seen.append((max_norm, max(g["weight_decay"] for g in self.optimizer.param_groups)))
+        return step(self, factor, max_norm)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Engine, "optim_step", looking)
+        run(path, size(math.ceil(bins / 4)), *more)
+    assert evaluated(tmp_path) == [2, 6, 10] and len(seen) == 8
+    # As if four steps of the present size had been taken.
+    values = [0.5 - 0.05 * n for n in range(4, 9)] + [0.1] * 3
+    assert seen == [pytest.approx((v, v)) for v in values]
 
 
 def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 runs.
 """
 
+import inspect
 import re
 import shutil
 
@@ -167,13 +168,79 @@ def test_rprop_has_the_bits_of_torchs(etas):
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
+# ---- the model's own tensors
+
+FAMILIES = {**SHAPES, "qwen3": QWEN3, "qwen3_moe": MOE}
+
+
+def own_tensors(model, name, t):
+    """The parts of a parameter as a checkpoint of transformers has them, an expert at a time."""
+    sizes = model.config.num_attention_heads, *[model.config.num_key_value_heads] * 2
+    for one in t.unbind() if ".experts." in name else [t]:
+        if "qkv_proj" in name:
+            yield from one.split([n * model.config.head_dim for n in sizes])
+        elif "gate_up_proj" in name:
+            yield from one.chunk(2)
+        else:
+            yield one
+
+
+def steps_of(optimizer, parameters, gradients):
+    for step in gradients:
+        for p, g in zip(parameters, step, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+
+
+CASES = [(family, name) for family in FAMILIES for name in ("novograd", "adafactor")]
+CASES += [("qwen2", name) for name in OPTIMIZERS.names() if name != "muon"]
+
+
+@pytest.mark.parametrize("family, name", dict.fromkeys(CASES))
+def test_a_merged_parameter_is_trained_as_the_models_own_tensors(family, name):
+    """Each of them a parameter by itself, beside PyTorch's class where the row has one. Muon's
+    parts have tests of their own.
+    """
+    arguments = [*LEAST, "--train.data_parallel_mode=none", f"--train.optimizer={name}"]
+    train = load(None, [*arguments, *(chosen(name) if name in OPTIONS else [])]).train
+    model = Transformer(ModelConfig.from_hf(FAMILIES[family]), Ops.resolve())
+    draw = torch.Generator().manual_seed(0)
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for p in named.values():
+        torch.nn.init.normal_(p, 0.1, 0.1, generator=draw)
+    gradients = [
+        [torch.randn(p.shape, generator=draw) * p.detach() for p in named.values()]
+        for _ in range(3)
+    ]
+    apart = torch.nn.ParameterList(
+        part.detach().clone() for n, p in named.items() for part in own_tensors(model, n, p)
+    )
+    of_apart = [
+        [part for n, g in zip(named, step, strict=True) for part in own_tensors(model, n, g)]
+        for step in gradients
+    ]
+    start = [p.detach().clone() for p in apart]
+    other = build_optimizer(apart, train)
+    if hasattr(torch.optim, name.capitalize()):
+        kind = getattr(torch.optim, name.capitalize())
+        options = {k: v for k, v in other.param_groups[0].items() if k != "params"}
+        accepted = set(inspect.signature(kind).parameters)
+        other = kind([*apart], **{k: v for k, v in options.items() if k in accepted})
+    steps_of(build_optimizer(model, train), named.values(), gradients)
+    steps_of(other, apart, of_apart)
+    found = [part for n, p in named.items() for part in own_tensors(model, n, p.detach())]
+    for part, want, before in zip(found, apart, start, strict=True):
+        assert not torch.equal(want, before)
+        torch.testing.assert_close(part, want.detach(), rtol=1e-6, atol=1e-7)
+
+
 # ---- groups
 
 
-@pytest.mark.parametrize("family", [*SHAPES, "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_parameter_is_in_one_group_at_the_rate_of_its_depth(family, optimizer):
-    shape = {**SHAPES, "qwen3": QWEN3, "qwen3_moe": MOE}[family]
+    shape = FAMILIES[family]
     changes = [f"--train.optimizer={optimizer}", "--train.lr=0.5", "--train.weight_decay=0.1"]
     changes += ['--train.no_decay_modules=["norm"]']
     changes += ["--train.muon_lr=0.25"] * (optimizer == "muon")
@@ -275,6 +342,20 @@ DEPTHS = ["--train.optimizer=sgd", "--train.lr=0.5", "--train.layerwise_lr_bound
 SHARDS = [*DEPTHS, "--train.data_parallel_mode=fsdp2"]
 STAGES = [*SHARDS, "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps=2"]
 MODES |= {"train_depths": SHARDS, "train_stages": STAGES}
+# Norms of a merged parameter's parts, of which a rank has rows.
+NORMS = [*chosen("novograd"), "--train.data_parallel_mode=fsdp2"]
+APART = "--model.merge_qkv=false"  # which tensor parallelism needs
+TENSOR = [*NORMS, "--train.tensor_parallel_size=2", "--train.micro_batch_size=2", APART]
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=2"]
+OF_PARTS = {
+    "dense/train_norms_tp": TENSOR,
+    "dense/train_norms_pp": [*NORMS, *STAGES[-2:]],
+    "dense/train_norms_lora_tp": [*TENSOR, *LORA],
+    "experts/train_norms_fsdp2": NORMS,
+    "experts/train_norms_ep": [*NORMS, "--train.expert_parallel_size=2"],
+    "experts/train_norms_tp": TENSOR,
+}
+MODES |= OF_PARTS
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +364,10 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
     path = write_config(folder, data__pad_to_multiple_of=1, train__no_decay_modules=["norm"])
     torch.save(make_bins(), folder / "bins.pt")
+    for name, shape in (("dense", QWEN3), ("experts", MOE)):
+        # A vocabulary that two ranks divide.
+        write_config(folder / name, {**shape, "vocab_size": 98}, data__pad_to_multiple_of=1)
+        torch.save(make_bins(), folder / name / "bins.pt")
     run_modes(2, folder, MODES)
     return folder, path
 
@@ -310,10 +395,39 @@ def test_two_ranks_train_as_one_process(name, ranks):
             assert away <= 1e-2 * moved + 1e-7 * weight.norm(), (mode, key, away / moved)
 
 
+@pytest.mark.parametrize("mode", OF_PARTS)
+def test_norms_of_parts_are_over_all_shards(mode, ranks):
+    folder, path = ranks[0], ranks[0] / mode.partition("/")[0] / "config.yaml"
+    arguments = [*chosen("novograd"), *[a for a in OF_PARTS[mode] if a in (APART, *LORA)]]
+    same_training(torch.load(folder / f"{mode}.pt"), trained(path, arguments, 4))
+
+
 @pytest.mark.parametrize("mode", ["train_stages", "train_depths"])
 def test_rates_by_depth_are_those_of_the_whole_model(mode, ranks):
     folder, path = ranks
     same_training(torch.load(folder / f"{mode}.pt"), trained(path, DEPTHS, 4))
+
+
+@pytest.fixture(scope="module")
+def start(ranks):
+    """A folder with the weights that a run begins with."""
+    folder, path = ranks
+    distributed_worker.engine_of(load(path, []), Mesh()).export(folder / "start")
+    return folder / "start"
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS.names(), "novograd lora", "adafactor lora"])
+def test_losses_do_not_depend_on_what_is_merged(name, ranks, start):
+    """model.merge_qkv, and with adapters their parts."""
+    name, *lora = name.split()
+    arguments = chosen(name) if name in OPTIONS else [f"--train.optimizer={name}"]
+    arguments += ["--train.data_parallel_mode=none", f"--model.model_path={start}"]
+    arguments += ["--lora.enable_lora=true", "--lora.lora_rank=2"] if lora else []
+    merged, apart = (
+        trained(ranks[1], [*arguments, f"--model.merge_qkv={merge}"], 4)["loss"]
+        for merge in ("true", "false")
+    )
+    assert len({*merged}) == 4 and merged == pytest.approx(apart, rel=1e-6)
 
 
 # ---- checkpoints and plans

@@ -1,5 +1,6 @@
 """Numbers that change from step to step: their values, what is refused, and runs with them."""
 
+import json
 import math
 import shutil
 
@@ -19,8 +20,9 @@ from tilewright.trainer.models.head import Shaping, TokenLosses
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.matrices import Parts
 from tilewright.trainer.optim.muon import Muon, Settings
-from tilewright.trainer.optim.optim import set_values
+from tilewright.trainer.optim.optim import build_optimizer, decays, set_values
 from tilewright.trainer.optim.schedules import Schedule, schedule
+from tilewright.trainer.plan import Plan
 from tilewright.trainer.tables import SCHEDULES
 
 pytestmark = pytest.mark.packages
@@ -235,6 +237,21 @@ def test_a_run_sets_them_before_each_step_and_a_resumed_run_has_the_same_bits(
     assert seen == before and norms == pytest.approx(norm[3:])
     for name, tensor in tensors(tmp_path, 6).items():
         assert torch.equal(tensor, whole[name]), name
+
+
+def test_a_weight_decay_that_begins_with_0_rises():
+    """Of the groups that have one."""
+    rising = {"schedule": "linear", "from": 0.0, "to": 0.3, "steps": 4}
+    decay = [f"--train.weight_decay={json.dumps(rising)}", '--train.no_decay_modules=["norm"]']
+    train = load(None, [*LEAST, *decay]).train
+    model = torch.nn.ModuleDict({"norm": torch.nn.Linear(2, 2), "proj": torch.nn.Linear(2, 2)})
+    made = build_optimizer(model, train)
+    of_groups = decays(made)
+    for step, value in enumerate((0.0, 0.1, 0.2, 0.3, 0.3)):
+        set_values(made, of_groups, Plan(train, 4).values(step))
+        found = {p: g["weight_decay"] for g in made.param_groups for p in g["params"]}
+        for name, p in model.named_parameters():
+            assert found[p] == pytest.approx(0.0 if "norm" in name else value), name
 
 
 # ---- losses

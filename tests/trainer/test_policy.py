@@ -14,7 +14,7 @@ from ranks import metrics, run_modes  # noqa: E402
 from small import write_run  # noqa: E402
 
 from tilewright.ops.loss import policy  # noqa: E402
-from tilewright.trainer import build, train  # noqa: E402
+from tilewright.trainer import build, evaluate, loop, train  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.losses import policies  # noqa: E402
 from tilewright.trainer.losses.policies import COLUMNS  # noqa: E402
@@ -35,9 +35,9 @@ SHAPE = {
 }
 
 
-def logprobs(model, row):
+def logprobs(model, row, temperature=1.0):
     ids = torch.tensor([row["input_ids"]])
-    found = model(ids).logits[0, :-1].log_softmax(-1)
+    found = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
     return found.gather(1, ids[0, 1:, None])[:, 0]
 
 
@@ -170,6 +170,98 @@ def test_statistics_are_means_over_tokens(settings):
     assert 0 < found["clipped_low"] < 0.5 and 0.8 < found["ratio_mean"] < 1.3
 
 
+# ---- evaluations
+
+TEMPERATURE = 0.6
+# A rate at which no weight changes.
+STILL = ["--train.lr=1e-30", "--train.lr_min=0", "--train.eval_on_start=true"]
+
+
+@pytest.fixture(scope="module")
+def sampled(settings):
+    """Arguments of a run whose rows the policy has sampled, at a temperature."""
+    folder, _, rows = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
+    made = []
+    for row in rows:
+        with torch.no_grad():
+            own = logprobs(model, row, TEMPERATURE)
+        old = [0.0, *own.clamp_max(0.0).tolist()]
+        others = dict.fromkeys(("rollout_logprob", "reference_logprob"), old)
+        made.append({**row, "old_logprob": old, **others})
+    (folder / "sampled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    data = json.dumps([{"path": str(folder / "sampled.jsonl"), "type": "tokenized"}])
+    both = [f"--data.datasets={data}", f"--data.test_datasets={data}"]
+    return [*both, *STILL, f"--train.loss_temperature={TEMPERATURE}"]
+
+
+def evaluations(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "eval_loss" in row]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_evaluation_is_at_the_temperature_of_training(case, settings, sampled):
+    """All reports of a step that takes every row are those of an evaluation of the same rows; the
+    ratios to what was sampled are 1.
+    """
+    bins = f"--train.gradient_accumulation_steps={len(packed(settings))}"
+    more = ["--train.max_steps=1", "--train.eval_accuracy=true", bins]
+    [step] = trained(settings, f"warm {case}", *arguments(case), *sampled, *more)
+    first, _ = evaluations(settings[0] / f"warm {case}")
+    keys = {k.removeprefix("eval_") for k in first if k.startswith("eval_")} - {"accuracy"}
+    assert {"loss", "policy_tokens"} <= keys < {*step}
+    for key in keys:
+        assert first[f"eval_{key}"] == pytest.approx(step[key], rel=1e-5, abs=1e-6), key
+    if "ratio_mean" in keys:
+        assert first["eval_ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_an_evaluation_after_a_step_is_at_the_temperature_of_that_step(settings, sampled):
+    """Before the first step at that of the first; in a run that resumes at that of the last one."""
+    folder, path, _ = settings
+    falling = {"schedule": "linear", "from": 1.2, "to": TEMPERATURE, "steps": 3}
+    options = [*sampled[:-1], "--train.max_steps=3", "--train.eval_strategy=steps"]
+    options += ["--train.eval_steps=1", f"--train.loss_temperature={json.dumps(falling)}"]
+    options += ["--train.save_strategy=steps", "--train.save_steps=2"]
+    trained(settings, "falling", *options)
+    found = evaluations(folder / "falling")
+    assert [row["step"] for row in found] == [0, 1, 2, 3]
+    for i, value in enumerate((1.2, 1.2, 0.9, TEMPERATURE)):
+        name = f"constant {i}"
+        one = [*sampled[:-1], "--train.max_steps=1", f"--train.loss_temperature={value}"]
+        trained(settings, name, *one)
+        assert found[i]["eval_loss"] == evaluations(folder / name)[0]["eval_loss"]
+    assert found[1]["eval_loss"] != found[2]["eval_loss"] != found[3]["eval_loss"]
+    last = f"--train.load_checkpoint_path={folder / 'falling/checkpoints/global_step_2'}"
+    again = load(path, [f"--train.output_dir={folder / 'again'}", *options, last])
+    resumed = loop.prepare(again, Mesh())
+    resumed.owes = True
+    resumed.begin()
+    resumed.close()
+    assert evaluations(folder / "again")[0]["eval_loss"] == found[2]["eval_loss"]
+
+
+def test_the_command_scores_at_the_temperature_of_the_policy(settings, sampled):
+    """So what it writes are old log-probabilities; a language model's are its own."""
+    folder, path, rows = settings
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
+    for name, loss, temperature in (
+        ("policy", [], TEMPERATURE),
+        ("language", ["--train.loss=language_modeling"], 1.0),
+    ):
+        config = load(path, [f"--train.output_dir={folder / name}", *sampled, *loss])
+        evaluate.evaluate(config, Mesh(), folder / f"{name}.jsonl", each_token=True)
+        lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        for line, row in zip(lines, rows, strict=True):
+            own = logprobs(model, row, temperature)[torch.tensor(row["labels"][1:]) >= 0]
+            assert line["logprobs"] == pytest.approx(own.tolist(), rel=1e-4, abs=1e-5)
+    falling = json.dumps({"schedule": "linear", "from": 1, "to": 0.5, "steps": 3})
+    options = [*sampled[:-1], f"--train.loss_temperature={falling}"]
+    with pytest.raises(ValueError, match=r"^train\.loss_temperature follows the steps of a run"):
+        evaluate.evaluate(load(path, options), Mesh())
+
+
 MODES = {
     "ddp": ["--train.data_parallel_mode=ddp", "--train.gradient_accumulation_steps=1"],
     "fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=1"],
@@ -177,10 +269,15 @@ MODES = {
     "ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
 }
 KINDS = ("ppo", "sequences")
+# Where evaluations take another way through the model.
+WARM = {
+    "warm stages": ["--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"],
+    "warm matrices": ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"],
+}
 
 
 @pytest.fixture(scope="module")
-def spread(settings):
+def spread(settings, sampled):
     folder, path, _ = settings
     modes = {
         f"{kind} {name}": [
@@ -193,6 +290,9 @@ def spread(settings):
         for name, options in MODES.items()
         for kind in KINDS
     }
+    warm = [*sampled, "--train.max_steps=1", "--model.merge_qkv=false"]
+    for name, options in WARM.items():
+        modes[name] = [path, f"--train.output_dir={folder / name}", *warm, *options]
     run_modes(2, folder, {f"run_{i}": m for i, m in enumerate(modes.values())})
     return {name: metrics(folder / name) for name in modes}
 
@@ -204,6 +304,12 @@ def test_ranks_train_as_one_process(name, kind, spread, settings):
     for a, b in zip(spread[f"{kind} {name}"], alone, strict=True):
         for key in ("loss", "grad_norm", "ratio_mean", "k2_old", "policy_tokens"):
             assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_ranks_evaluate_at_the_temperature_of_training(name, spread, settings):
+    first, *_ = evaluations(settings[0] / name)
+    assert first["eval_ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,51 @@ def of_answers(sums, tokens):
     return flat
 
 
+def micro_batch(p, first, last):
+    """(given, batch) of some of these pairs."""
+    chosen, rejected, *others, of_chosen, of_rejected = (t[first:last] for t in p[:6])
+    own, refs, tokens = (
+        torch.stack(both, 1).flatten()
+        for both in ((chosen, rejected), others, (of_chosen, of_rejected))
+    )
+    batch = {
+        "labels": torch.ones(1, int(tokens.sum()), dtype=torch.long),
+        "lengths": tokens.long(),
+        "role": torch.arange(2 * (last - first)) % 2,
+        "reference_logprob": of_answers(refs, tokens)[None],
+    }
+    return Given(of_answers(own, tokens)), batch
+
+
+@EVERY
+def test_reports_of_pairs_are_those_of_a_plain_loop(name):
+    """Without a reference rewards are log-probabilities per token."""
+    p, beta = pairs(7, seed=3), 0.3
+    loss = loss_of("preference", {"preference": Preference(loss=name, beta=beta)})
+    _, count, *found = loss(*micro_batch(p, 0, 7))
+    found = {n: float(t / count) for n, t in zip(loss.reports, found, strict=True)}
+    want = collections.defaultdict(float)
+    for a, b, ref_a, ref_b, of_a, of_b in zip(*(t.tolist() for t in p[:6]), strict=True):
+        compared = PREFERENCES[name].reference
+        up, down = (a - ref_a, b - ref_b) if compared else (a / of_a, b / of_b)
+        each = {
+            "reward_accuracy": up > down,
+            "reward_margin": beta * (up - down),
+            "reward_chosen": beta * up,
+            "reward_rejected": beta * down,
+            "logprob_chosen": a,
+            "logprob_rejected": b,
+            **({"drift": abs(up) + abs(down)} if compared else {}),
+        }
+        for key, value in each.items():
+            want[key] += value / 7
+    found.pop("saturated")
+    assert found == pytest.approx(want, rel=1e-12)
+    # By sums other pairs would be right.
+    sums = p.means if PREFERENCES[name].reference else p
+    assert float((sums.chosen > sums.rejected).double().mean()) != want["reward_accuracy"]
+
+
 def totals_of(loss, given):
     """A loss over micro-batches (given, batch), its denominator, and further sums."""
     counts = torch.stack([torch.stack(loss.counted(*each)) for each in given]).sum(0)
@@ -152,26 +197,11 @@ def test_the_likelihood_that_is_added_is_trls_however_a_step_is_split():
     p, o, n = pairs(5, seed=1), Options(beta=0.3), 5
     loss = loss_of("preference", {"preference": Preference(beta=0.3, sft_ratio=0.7)})
 
-    def micro_batch(first, last):
-        chosen, rejected, *others, of_chosen, of_rejected = (t[first:last] for t in p[:6])
-        own, refs, tokens = (
-            torch.stack(both, 1).flatten()
-            for both in ((chosen, rejected), others, (of_chosen, of_rejected))
-        )
-        batch = {
-            "labels": torch.ones(1, int(tokens.sum()), dtype=torch.long),
-            "lengths": tokens.long(),
-            "role": torch.arange(2 * (last - first)) % 2,
-            "reference_logprob": of_answers(refs, tokens)[None],
-        }
-        return Given(of_answers(own, tokens)), batch
-
     expected = trls_dpo("sigmoid", p, o, 0.7)
     assert expected != trls_dpo("sigmoid", p, o)
     for cut in ([0, n], [0, 1, 3, n]):
-        total, count, *_ = totals_of(
-            loss, [*itertools.starmap(micro_batch, itertools.pairwise(cut))]
-        )
+        given = [micro_batch(p, *ends) for ends in itertools.pairwise(cut)]
+        total, count, *_ = totals_of(loss, given)
         torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
 
 
@@ -1149,6 +1179,14 @@ def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys)
 def test_settings_that_nothing_reads_are_refused(options, said, settings):
     with pytest.raises(ConfigError, match=said):
         load(settings[1], options)
+
+
+@pytest.mark.parametrize("field", ["loss_temperature", "z_loss"])
+def test_of_two_fields_the_one_that_is_wrong_is_blamed(field, settings):
+    with pytest.raises(ConfigError) as error:
+        load(settings[1], [f"--train.{field}=0.5"])
+    fields = re.findall(r"train\.(\w+) = [^,:]*", str(error.value))
+    assert fields == [field, "loss"], str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -469,6 +469,24 @@ MUONS = {
     "muon/placements": [*MUON],
 }
 
+# Eight rows of a bin each, in layouts that pad them otherwise.
+ROWS = 8
+ROUTED = {
+    "routed/train_experts": [*EXPERTS, "--data.pad_to_multiple_of=64"],
+    "routed/train_tensor": [*EXPERTS[:1], "--train.tensor_parallel_size=2"],
+    "routed/train_ring": [*EXPERTS, "--train.ringattn_parallel_size=2"],
+    "routed/train_ulysses": [*EXPERTS[:1], "--train.ulysses_parallel_size=2"],
+    "routed/train_stages": [*EXPERTS[:1], "--train.pipeline_parallel_size=2"],
+    "routed/train_both": [
+        *EXPERTS[:1],
+        "--train.tensor_parallel_size=2",
+        "--train.ringattn_parallel_size=2",
+        "--data.pad_to_multiple_of=48",
+    ],
+}
+for mode, data in zip(ROUTED, (4, 2, 2, 2, 2, 1), strict=True):
+    ROUTED[mode].append(f"--train.gradient_accumulation_steps={ROWS // data}")
+
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory):
@@ -492,9 +510,14 @@ def spread(tmp_path_factory):
     (folder / "muon").mkdir()
     torch.save(bins, folder / "muon/bins.pt")
     shutil.copy(path, folder / "muon/config.yaml")
+    one = {"train__micro_batch_size": 1, "train__optimizer": "sgd", "train__max_steps": 2}
+    even = {**MOE, "vocab_size": 98}  # which two ranks divide
+    one |= {"model__merge_qkv": False, "data__pad_to_multiple_of": 16}
+    write_config(folder / "routed", even, **one)
+    torch.save(bins, folder / "routed/bins.pt")
     adam = ["--train.optimizer=adamw", "--train.lr=1e-3"]
     found, alone = together_and_alone(
-        folder, path, bins, SPREAD | MUONS, {False: [], True: adam, "muon": MUON[1:]}
+        folder, path, bins, SPREAD | MUONS | ROUTED, {False: [], True: adam, "muon": MUON[1:]}
     )
     return folder, path, found, alone
 
@@ -527,6 +550,23 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
         assert a == pytest.approx(
             b, rel=0.1
         )  # losses are means over micro-batches with different token counts
+
+
+@pytest.fixture(scope="module")
+def routed(spread):
+    """In one process, without padding."""
+    arguments = [f"--train.gradient_accumulation_steps={ROWS}", "--data.pad_to_multiple_of=1"]
+    config = load(spread[0] / "routed/config.yaml", arguments)
+    return distributed_worker.several_steps(config, Mesh(), make_bins(), 2)[1]
+
+
+@pytest.mark.parametrize("mode", ROUTED)
+def test_statistics_of_routers_are_those_of_rows_without_padding(mode, spread, routed):
+    """In training and evaluation, with and without shards of rows."""
+    found = spread[2][mode]
+    every = [*found["router"], found["evaluated_router"]]
+    for a, b in zip(every, [*routed["router"], routed["evaluated_router"]], strict=True):
+        assert a == pytest.approx(b, rel=1e-5) and a["load_balance_loss"] > 1
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MUONS if mode != "muon/placements"])

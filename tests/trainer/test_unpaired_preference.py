@@ -16,16 +16,18 @@ transformers = pytest.importorskip("transformers")
 
 from ranks import run_modes  # noqa: E402
 from small import write_run  # noqa: E402
-from test_preference import SMALL, VOCAB, Words, metrics, trained  # noqa: E402
+from test_preference import SMALL, VOCAB, Given, Words, metrics, trained  # noqa: E402
 
 from tilewright.ops.loss.preference import Answers, Options  # noqa: E402
 from tilewright.trainer import build  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402
 from tilewright.trainer.config import load  # noqa: E402
+from tilewright.trainer.config.preference import Preference  # noqa: E402
 from tilewright.trainer.data.batches import keyed, mismatch  # noqa: E402
 from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
 from tilewright.trainer.losses import preferences  # noqa: E402
+from tilewright.trainer.losses.loss import loss_of  # noqa: E402
 from tilewright.trainer.memory_plan import plan  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
@@ -203,6 +205,33 @@ def test_mismatched_documents_are_prompts_with_the_answers_of_the_documents_befo
     assert mismatch(own, other, 3)[0].tolist() == [1, 2, 5]
     assert mismatch(own, None, 9) is mismatch(own, document([4], []), 9) is None
     assert keyed([4, 2, 7, None]) == [(4, 7), (2, 4), (7, 2), None]
+
+
+@pytest.mark.parametrize("name", [n for n, row in PREFERENCES.items() if not row.paired])
+def test_an_answer_is_right_beside_the_mean_log_ratio_of_others(name):
+    """Which is 0 for a loss without it: log-ratios of both kinds are on both sides of each."""
+    ratios = torch.tensor([-0.5, 0.5, 1.5, 2.5, -0.5, 0.5, 0.5], dtype=torch.float64)
+    desirable = torch.tensor([1, 1, 1, 0, 0, 0, 1])
+    loss = loss_of("preference", {"preference": Preference(loss=name)})
+    count = len(ratios)
+    batch = {
+        "labels": torch.ones(1, count, dtype=torch.long),
+        "lengths": torch.ones(count, dtype=torch.long),
+        "desirable": desirable,
+        "reference_logprob": torch.full((1, count), -4.0, dtype=torch.float64),
+        "first": torch.tensor([4.0, 4.0]),  # a mean of 1
+    }
+    _, answers, *found = loss(Given(ratios - 4.0), batch)
+    reports = {n: float(t / answers) for n, t in zip(loss.reports, found, strict=True)}
+    beside = 1.0 if PREFERENCES[name].kl else 0.0
+
+    def accuracy(beside):
+        each = zip(ratios.tolist(), desirable.tolist(), strict=True)
+        return sum(r > beside if d else r < beside for r, d in each) / count
+
+    assert reports["reward_accuracy"] == accuracy(beside) != accuracy(1 - beside)
+    assert reports["drift"] == pytest.approx(float(ratios.abs().mean()))
+    assert reports.get("kl", beside) == beside
 
 
 # ---- runs

@@ -48,7 +48,7 @@ from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.reference import Reference
-from tilewright.trainer.tables import COLUMNS, DATASETS
+from tilewright.trainer.tables import COLUMNS, DATASETS, OPTIMIZERS
 
 log = logging.getLogger("tilewright")
 
@@ -490,11 +490,13 @@ def identity(
 
     origin: `Parts.origin`; None for weights that were drawn.
     """
+    version = OPTIMIZERS[config.train.optimizer].version
     return {
         "model": model_identity(config.model, config.lora, shape),
         "optimizer": {
             **kept(config.train, Resume.OTHER_STATES, unread=False),
             **kept(config.lora, Resume.OTHER_STATES, unread=False),
+            **({"states": version} if version > 1 else {}),
         },
         "data": {
             **batches.bins.identity(),

@@ -26,6 +26,7 @@ from tilewright.trainer.checkpoint.made_of import NOTHING, MadeOf
 from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.models.head import LossFunction, OfSequence, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
+from tilewright.trainer.models.moe import statistics
 from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
@@ -64,7 +65,8 @@ class Sums:
 
     totals: [loss, denominator, *further sums of the loss], float64.   per_token: this rank's, one
         entry per micro-batch.
-    reports: the routers', summed over micro-batches and ranks, and their number.
+    reports: the routers' [layers with experts, E + 2]: tokens per expert, load-balance loss and
+        z-loss, over all ranks, padding left out; sums of `passes`.
     names: of the further sums.   over: names of those that are means over another, by name.
     """
 
@@ -111,13 +113,12 @@ class Sums:
 
     def router(self) -> dict[str, float]:
         """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
-        and the worst, and the two router losses, which are not trained on.
-
-        Padding counts as tokens here: experts compute it.
+        and the worst, and the two router losses, which are not trained on: means over the rows of
+        micro-batches. {} without a token, too: padding is none.
         """
-        if self.reports is None:
+        report = self._read[1].tensor() / self.passes if self.reports is not None else None
+        if report is None or not report.any():
             return {}
-        report = self._read[1].tensor() / self.passes
         load = report[:, :-2].amax(1) / report[:, :-2].mean(1)
         balance, z = report[:, -2:].mean(0)
         names = ("expert_load", "worst_expert_load", "load_balance_loss", "z_loss")
@@ -163,7 +164,7 @@ class Engine:
             batches = self._compared(batches, loss)
             with torch.no_grad():
                 return self._sums(self.parts.forward(batches, loss), loss)
-        with self.evaluating():  # one micro-batch at a time
+        with self.evaluating(loss):  # one micro-batch at a time
             return self._sums(self.parts.forward(self._added(batches, loss), loss), loss)
 
     def _compared(self, batches: Iterable[Batch], loss: LossFunction) -> list[Batch]:
@@ -171,7 +172,7 @@ class Engine:
         before = getattr(loss, "first", None), getattr(loss, "counted", None)
         if self.reference is None and before == (None, None):
             return list(batches)
-        with self.evaluating():
+        with self.evaluating(loss):
             return list(self._added(batches, loss))
 
     def _added(self, batches: Iterable[Batch], loss: LossFunction) -> Iterable[Batch]:
@@ -207,8 +208,12 @@ class Engine:
         return {**rest, "first": torch.stack([t.double() for t in sums])}
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Forward passes within are without gradients and without noise."""
+    def evaluating(self, loss: LossFunction | None = None) -> Iterator[None]:
+        """Forward passes within are without gradients and without noise. Losses of tokens are
+        cross-entropies, and those of a loss that is `tempered` have the temperature of training.
+        """
+        shaping, tempered = self.model.shaping, getattr(loss, "tempered", False)
+        self.model.shaping = Shaping(shaping.loss_temperature) if tempered else Shaping()
         self.parts.wrapped.eval()
         try:
             with torch.no_grad():
@@ -217,6 +222,7 @@ class Engine:
             # No backward pass does it; gathered weights would outlive a step of the optimizer.
             self.parts.reshard()
             self.parts.wrapped.train()
+            self.model.shaping = shaping
 
     def evaluate(self, batches: Iterable[Batch], loss: LossFunction) -> float:
         """The mean of a loss; NaN if no batch has a target."""
@@ -228,16 +234,22 @@ class Engine:
         for outcome in outcomes:
             own = (outcome.total, outcome.denominator, *outcome.more)
             totals[: len(own)] += torch.stack([t.detach().double() for t in own])
-        reports = [outcome.reports for outcome in outcomes if outcome.reports is not None]
-        router = torch.stack(reports).double().sum(0) if reports else None
         return Sums(
             self.mesh.loss.total(totals),
             [outcome.per_token for outcome in outcomes],
-            None if router is None else self.mesh.pipeline.total(self.mesh.stage.total(router)),
-            len(reports) * self.mesh.stage.size,
-            names,
-            getattr(loss, "over", {}),
+            self._of_routers([o.reports for o in outcomes if o.reports is not None]),
+            names=names,
+            over=getattr(loss, "over", {}),
         )
+
+    def _of_routers(self, reports: list[torch.Tensor]) -> torch.Tensor | None:
+        """What `Sums` has of these micro-batches of every rank."""
+        if not reports:
+            return None
+        sums = self.mesh.row.total(torch.stack(reports).double())
+        found = self.mesh.pipeline.total(self.mesh.stage.total(statistics(sums)))
+        rows = found[:, -1:].clamp_min(1.0)
+        return torch.cat((found[:, :-3], found[:, -3:-1] / rows), -1)
 
     # ---- the optimizer
 
@@ -278,10 +290,14 @@ class Engine:
 
         Raises ValueError for a field that the optimizer's groups have no place for.
         """
+        rest = {name: v for name, v in values.items() if name not in Shaping._fields}
+        self.set_shaping(values)
+        set_values(self.optimizer, self.decays, rest)
+
+    def set_shaping(self, values: Mapping[str, float]) -> None:
+        """Of these, sets what losses read."""
         of_losses = {name: v for name, v in values.items() if name in Shaping._fields}
         self.model.shaping = self.model.shaping._replace(**of_losses)
-        rest = {name: v for name, v in values.items() if name not in of_losses}
-        set_values(self.optimizer, self.decays, rest)
 
     def optim_step(
         self,

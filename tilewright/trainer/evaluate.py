@@ -35,7 +35,9 @@ from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
+from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.optim.per_step import PerStep
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.scoring import Rewarded, Score, batches_of, rewards, scores
 from tilewright.trainer.tables import COLUMNS
@@ -163,10 +165,15 @@ def evaluate(
 
     file: where scores are written, at the end, in the order of the data.
     """
-    t = config.train
+    t, loss = config.train, build.loss_of_run(config)
     check_weights(config.model.model_path, t.load_checkpoint_path)
+    if loss.tempered and isinstance(t.loss_temperature, PerStep):
+        raise ValueError(
+            f"train.loss_temperature follows the steps of a run, of which there are none here: give "
+            f"the sampler's temperature as a number, got {t.loss_temperature.model_dump()}"
+        )
     with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config.model, build.loss_of_run(config).head, mesh)
+        shape = shape_of(config.model, loss.head, mesh)
         if each_token and shape.head == "reward":
             raise ValueError("--per-token: a reward model has one number for each document")
         chosen = list(sets(config, mesh, shape))
@@ -174,7 +181,7 @@ def evaluate(
         size = t.eval_micro_batch_size or t.micro_batch_size
         found, lines = {}, []
         for one in chosen:
-            of_set: list[Any] = sorted(_scores(engine, one, size, each_token))
+            of_set: list[Any] = sorted(_scores(engine, one, size, loss, each_token))
             found[one.name] = (Rewards if shape.head == "reward" else Totals).of(of_set)
             if not (shape.head == "reward" or sum(s.tokens for s in of_set)):
                 raise ValueError(
@@ -231,12 +238,14 @@ def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
     return engine
 
 
-def _scores(engine: Engine, one: Set, size: int, each_token: bool) -> Iterator[Score | Rewarded]:
+def _scores(
+    engine: Engine, one: Set, size: int, loss: Loss, each_token: bool
+) -> Iterator[Score | Rewarded]:
     batches = batches_of(one.bins, size, engine.mesh, one.most)
     found: Iterable[list[Score] | list[Rewarded]] = (
         rewards(engine, batches)
         if engine.model.config.head == "reward"
-        else scores(engine, batches, each_token=each_token)
+        else scores(engine, batches, each_token=each_token, loss=loss)
     )
     for some in found:
         yield from some

@@ -110,6 +110,8 @@ class Run:
         """Evaluates before the first step, and where the run that it resumes was stopped before it
         could: what was saved then may be the best.
         """
+        # Those of the last step, which an evaluation has in a run that is not stopped.
+        self.engine.set_shaping(self.plan.values(max(0, self.done - 1)))
         if number := self.config.train.eval_sanity_batches:
             self._evaluated(self.held, number)
             self.metrics.restart_clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 from tilewright.trainer.config import Train
 from tilewright.trainer.models.head import Shaping
@@ -65,12 +66,18 @@ class Plan:
 
     def saves(self, done: int) -> bool:
         t = self.train
-        every = max(1, round(t.save_epochs * self.steps_per_epoch)) if t.save_epochs else 0
         return bool(
             done == self.total
             or (t.save_steps and done % t.save_steps == 0)
-            or (every and (done - self.shift) % every == 0)
+            or (t.save_epochs and self._reaches(done, t.save_epochs))
         )
+
+    def _reaches(self, done: int, epochs: float) -> bool:
+        """Whether the last of these steps reaches a multiple of so many epochs."""
+        # As written: 0.1 as a float is a little more, and ten of it more than an epoch.
+        every = Fraction(str(epochs)) * self.steps_per_epoch
+        steps = done - self.shift
+        return steps // every > (steps - 1) // every
 
     def evaluates(self, done: int) -> bool:
         """done: 0: before the first step."""
@@ -80,8 +87,8 @@ class Plan:
         if t.eval_strategy == "steps":
             return t.eval_steps is not None and done % t.eval_steps == 0
         if t.eval_strategy == "epoch":
-            return (done - self.shift) % (t.eval_epochs * self.steps_per_epoch) == 0
+            return self._reaches(done, t.eval_epochs)
         return t.eval_strategy == "auto" and (self.saves(done) or self.ends_epoch(done))
 
     def ends_epoch(self, done: int) -> bool:
-        return (done - self.shift) % self.steps_per_epoch == 0
+        return self._reaches(done, 1)

@@ -82,6 +82,7 @@ class WithHits:
         self.reports = (*getattr(loss, "reports", ()), "hits", "labels")
         self.first, self.whole = getattr(loss, "first", None), getattr(loss, "whole", False)
         self.counted, self.over = getattr(loss, "counted", None), getattr(loss, "over", {})
+        self.tempered = getattr(loss, "tempered", False)
 
     def __call__(self, per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         *_, hits = per_token.statistics()
@@ -134,7 +135,11 @@ def _reported(sums: Sums, loss: LossFunction) -> dict[str, float]:
 
 
 def scores(
-    engine: Engine, batches: Iterable[Batch], *, each_token: bool = False
+    engine: Engine,
+    batches: Iterable[Batch],
+    *,
+    each_token: bool = False,
+    loss: LossFunction | None = None,
 ) -> Iterator[list[Score]]:
     """The scores of one micro-batch of every rank at a time, on every rank.
 
@@ -145,9 +150,10 @@ def scores(
     Args:
         batches: with the column `document` (`Bins(numbered=True)`). Ranks have the same number.
         each_token: with the log-probability of each label.
+        loss: whose evaluations have the same log-probabilities; None: those of the model.
     """
     mesh = engine.mesh
-    with engine.evaluating():
+    with engine.evaluating(loss):
         for batch in batches:
             [outcome] = engine.parts.forward([batch], statistics)
             own: list[Score] = []

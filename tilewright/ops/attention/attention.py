@@ -98,6 +98,10 @@ def attention(
     the backward of PyTorch and flash-attn on CUDA, which are deterministic under
     torch.use_deterministic_algorithms.
 
+    Gradients of q and k are differences, dp - sum(dout out), in which kernels take the output as it
+    is stored, rounded. So in 16 bits these are off by up to half an eps of sum(dout out): with
+    dropout also where a query sees one key, whose gradients are 0 in the twin.
+
     With eager (not compiled), sdpa, triton and cpp, NaN and infinity in one document do not reach
     other documents or their gradients (native and flash-attn: as their kernels do). Within a
     document, or a sequence, they may reach positions that do not see them, since masked positions

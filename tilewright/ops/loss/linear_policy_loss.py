@@ -175,7 +175,7 @@ def linear_policy_loss(
         dual_clip: > 1, of policy_loss: where A < 0 the loss is at most -dual_clip A.
         use_tis: of policy_loss: times sg(exp(old - rollout)), clipped.
         tis_clip_low, tis_clip_high: its limits, by default 0.1 and 2.
-        icepop_beta: >= 1, of policy_loss: no gradient where r is outside [1 / icepop_beta,
+        icepop_beta: >= 1, of policy_loss: the loss is 0 where r is outside [1 / icepop_beta,
             icepop_beta].
         beta: of dro and dr_grpo (0).
         kl_type: k1, k2 or k3 (default), the estimator of dr_grpo's KL.

@@ -27,8 +27,8 @@ class Options(NamedTuple):
     clip_low_threshold, clip_high_threshold: the ratios between which it is not clipped, where the
         tokens have none of their own.   dual_clip: where A < 0 the loss is at most -dual_clip * A;
         0: no limit.   use_tis: the loss is multiplied by exp(old - rollout), clipped to
-        [tis_clip_low, tis_clip_high], a constant.   icepop_beta: no gradient where r is outside
-        [1 / icepop_beta, icepop_beta]; 0: everywhere.   beta: of dro's square, or of dr_grpo's KL
+        [tis_clip_low, tis_clip_high], a constant.   icepop_beta: the loss is 0 where r is outside
+        [1 / icepop_beta, icepop_beta]; 0: nowhere.   beta: of dro's square, or of dr_grpo's KL
         to the reference, by the estimator kl_type.   ratio_type: r of a token, or exp(mean(lp -
         old)) of its document.
     """
@@ -225,6 +225,8 @@ def policy_loss(t: Tokens, o: Options) -> torch.Tensor:
     loss = surrogate(t, o, t.log_ratio, _still(t, o))
     if o.dual_clip:
         loss = torch.where(t.advantage < 0, torch.minimum(loss, -o.dual_clip * t.advantage), loss)
+    if o.icepop_beta:
+        loss = loss.masked_fill(_outside(t, o), 0.0)
     return loss * t.tis(o) if o.use_tis else loss
 
 
@@ -235,13 +237,16 @@ def policy_slope(t: Tokens, o: Options) -> torch.Tensor:
 
 def _still(t: Tokens, o: Options) -> torch.Tensor:
     """Where dual_clip or icepop_beta leave no gradient."""
-    r = t.ratio.detach()
-    still = torch.zeros_like(r, dtype=torch.bool)
+    still = torch.zeros_like(t.ratio, dtype=torch.bool)
     if o.dual_clip:
-        still |= (t.advantage < 0) & (r > o.dual_clip)
-    if o.icepop_beta:
-        still |= (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
-    return still
+        still |= (t.advantage < 0) & (t.ratio.detach() > o.dual_clip)
+    return still | _outside(t, o) if o.icepop_beta else still
+
+
+def _outside(t: Tokens, o: Options) -> torch.Tensor:
+    """Where icepop_beta leaves nothing of a token."""
+    r = t.ratio.detach()
+    return (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
 
 
 def opd(t: Tokens, o: Options) -> torch.Tensor:

@@ -436,7 +436,9 @@ class Train(Section):
         differs=OURS,
         gt=0,
     )
-    """Divides the logits of losses in training; or a mapping, as weight_decay."""
+    """Divides the logits of losses in training, and of a policy's in evaluations too; or a mapping,
+    as weight_decay.
+    """
     z_loss: Number = field(
         0.0,
         Resume.NEXT_STEP,

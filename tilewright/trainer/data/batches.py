@@ -2,11 +2,11 @@
 
 A batch is one packed row:
     input_ids [1, T], labels [1, T] (shifted: labels[t] follows token t of the same document; the
-    last is -100), position_ids [1, T] (from 0 in every document), cu_seqlens int32 [documents + 1],
-    and further columns that are asked for: [1, T] or [1, T, width] if they are per token,
-    [documents] if they are per document, and with any of them `lengths` [documents], the number of
-    each one's tokens that the rank has; with dropout, bin_ends int32 [bins]: the first token after
-    each bin. Padding is a document of its own.
+    last is -100), position_ids [1, T] (from 0 in every document), real bool [1, T] (false for
+    padding), cu_seqlens int32 [documents + 1], and further columns that are asked for: [1, T] or
+    [1, T, width] if they are per token, [documents] if they are per document, and with any of them
+    `lengths` [documents], the number of each one's tokens that the rank has; with dropout, bin_ends
+    int32 [bins]: the first token after each bin. Padding is a document of its own.
 Where a loss asks for it (`mismatched`), a batch also has `mismatched`, a batch of the documents'
 prompts with the answers of other documents: of the one before, in the order of a step's bins,
 round the step. It has `documents`, their number.
@@ -40,6 +40,7 @@ from tilewright.trainer.data.units import rows_of, starts_of, unfolded
 from tilewright.trainer.parallel.mesh import padding
 
 BIN_ENDS, PREFIX = "bin_ends", "prefix"
+FILLER = "filler"  # with the further columns of a document that is padding
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 # (input_ids, labels), or with a third item: further columns by name.
 Document = tuple[Any, ...]
@@ -261,9 +262,9 @@ def keyed(bins: list[int | None]) -> list[Key]:
 
 
 def _filler(tokens: int, columns: Mapping[str, Column]) -> Document:
-    """A document without a label."""
+    """A document of padding, without a label."""
     further = {name: c.filled(tokens) for name, c in columns.items()}
-    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), further
+    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE, np.int64), {**further, FILLER: True}
 
 
 def collate(
@@ -294,6 +295,8 @@ def collate(
     positions = np.concatenate([np.arange(n) + a for n, a in zip(lengths, begins, strict=True)])
     row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
     tensors = {name: torch.from_numpy(t).long() for name, t in row.items()}
+    real = np.repeat([len(d) < 3 or FILLER not in d[2] for d in documents], lengths)
+    tensors["real"] = torch.from_numpy(real)
     of_documents = {}
     for name, column in columns.items():
         values = [d[2][name] for d in documents]

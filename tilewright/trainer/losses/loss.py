@@ -48,6 +48,8 @@ class Loss:
     columns: of a batch that it reads. A run whose batches have not all of them is refused.
     reports: names of further sums, which are reported over the denominator.
     nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
+    tempered: whether it reads the log-probabilities of a sampler: evaluations, too, are at
+        train.loss_temperature.
     pairs: whether documents must be a chosen and a rejected answer in turn.
     mismatched: whether batches have, beside themselves, documents' prompts with the answers of
         others: see `data.batches`.
@@ -68,6 +70,7 @@ class Loss:
     columns: tuple[str, ...] = ("labels",)
     reports: tuple[str, ...] = ()
     nats: bool = False
+    tempered: bool = False
     pairs: bool = False
     mismatched: bool = False
     first: LossFunction | None = None

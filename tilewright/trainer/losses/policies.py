@@ -108,6 +108,7 @@ def settled(section: Policy) -> Loss:
         function,
         ("labels", *columns.values()),
         (*reports, "policy_tokens"),
+        tempered=True,
         section="policy",
         over=dict.fromkeys(reports, "policy_tokens"),
         asked=dict.fromkeys(columns.values(), f"policy.loss = {section.loss}"),

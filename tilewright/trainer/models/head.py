@@ -23,7 +23,8 @@ SCORED = 1024  # tokens whose logits are in memory at a time: a multiple of the 
 
 
 class Shaping(NamedTuple):
-    """What training's losses of tokens are beside cross-entropy.
+    """What losses of tokens are beside cross-entropy: those of training, and what
+    `Engine.evaluating` leaves of it.
 
     loss_temperature: divides the logits.   z_loss: times the squared log-sum-exp of the logits, in
     nats, is added (arXiv:2204.02311, section 5).
@@ -276,10 +277,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, around: Around) -> torch
 def _token_losses(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, around: Around
 ) -> TokenLosses:
-    # Evaluations are of the cross-entropy itself.
-    shaping = around.shaping if torch.is_grad_enabled() else Shaping()
     whole, ops = around.tp.gather_for_all(hidden), around.ops
-    shards = around.tp.group
+    shards, shaping = around.tp.group, around.shaping
     return TokenLosses(
         whole, weight, labels, ops, shards, shaping, around.sequence, around.everywhere
     )

@@ -79,6 +79,7 @@ class Block(nn.Module):
 
     def forward(self, x, residual, sequence, routes=None, kept=None):
         """routes, kept: as in `MoE.forward`."""
+        real = sequence.real
         x, residual = self.before_mlp(x, residual, sequence)
         masks = sequence.masks
         if not isinstance(self.mlp, MoE):
@@ -88,7 +89,7 @@ class Block(nn.Module):
                 x = self.mlp(x, functools.partial(masks.within, layer=self.layer, tp=self.mlp.tp))
             x = self.post_feedforward_layernorm(x) if self.norms_after else x
             return self.added(x, residual, masks, AFTER_MLP)
-        x, report = self.mlp(x, routes) if kept is None else self.mlp(x, routes, kept)
+        x, report = self.mlp(x, routes, real) if kept is None else self.mlp(x, routes, real, kept)
         return *self.added(x, residual, masks, AFTER_MLP), report
 
 
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, sequence: Sequence
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states [B, S, H], and the routers' reports [layers with experts, E + 2]."""
+        """Hidden states [B, S, H], and the routers' reports [layers with experts, 2 E + 2]."""
         x, residual, reports = self.through(self.layers, self.embed(input_ids), sequence)
         return self.norm(x, residual)[0], reports
 
@@ -199,6 +200,7 @@ class Transformer(nn.Module):
         ends: tuple[int, ...] | None = None,
         prefixes: tuple[Prefix, ...] = (),
         routed_experts: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
         masks: Masks | None = None,
         loss: LossFunction | None = None,
         **more: Any,
@@ -215,6 +217,8 @@ class Transformer(nn.Module):
             prefixes: as in `ops.attention`; position_ids say where documents go on.
             routed_experts: [1, S, layers with experts x K]: recorded routes, which are replayed; -1
                 for a token that is routed as usual.
+            real: bool [B, S], false for padding, which routers' reports leave out; default: none
+                is.
             masks: of dropout, which is off outside of training; with ends, and those of attention
                 not with a ring.
             loss: see `losses.loss`; called with what the head gives, input_ids, labels,
@@ -229,7 +233,7 @@ class Transformer(nn.Module):
             cu_seqlens=cu_seqlens,
             ends=ends,
         )
-        sequence.routes = self.routes(routed_experts)
+        sequence.routes, sequence.real = self.routes(routed_experts), self.real(real)
         sequence.masks = masks if self.training else None
         sequence.prefixes = prefixes
         hidden, reports = self.model(input_ids, sequence)
@@ -251,6 +255,10 @@ class Transformer(nn.Module):
         own = self.tp.own(routed_experts[0])
         K = self.config.num_experts_per_tok
         return own.T.contiguous().unflatten(0, (-1, K))
+
+    def real(self, real: torch.Tensor | None) -> torch.Tensor | None:
+        """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
+        return None if real is None else self.tp.own(real.T).T.flatten()
 
     def outcome(
         self, hidden: torch.Tensor, loss: LossFunction, batch: Mapping[str, Any]

@@ -12,6 +12,7 @@ from tilewright.nn.quantized_layers import QuantizedExperts
 from tilewright.nn.sharded import local
 from tilewright.ops.activation.gate import Gate
 from tilewright.ops.moe.expert_parallel import DeepEP, ep_moe_mlp
+from tilewright.ops.moe.route import TINY
 from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer.models.layers import MLP
 from tilewright.trainer.models.model_config import ModelConfig
@@ -160,11 +161,11 @@ class MoE(nn.Module):
             "implementation": ops.route,
         }
 
-    def forward(self, x, routes=None, kept=None):
-        """The layer's output, and the router's report [E + 2]: tokens per expert, load-balance
-        loss, z-loss.
+    def forward(self, x, routes=None, real=None, kept=None):
+        """The layer's output, and the router's report, `reported`.
 
         routes: recorded experts of this layer, int16 [K, T], -1 for a token without a record.
+        real: bool [T], false for padding; None: no token is.
         kept: as in `ep_moe_mlp`, for a call that the backward repeats.
         """
         x_TH = x.reshape(-1, x.shape[-1])
@@ -175,8 +176,8 @@ class MoE(nn.Module):
         routing = tw.route(
             logits_TE, self.top_k, bias=bias, expert_index=recorded_TK, **self.options
         )
-        index_TK, weight_TK, tokens_E, *losses = routing
-        report = torch.cat((tokens_E.float(), torch.stack(losses))).detach()
+        index_TK, weight_TK = routing.expert_index, routing.expert_weight
+        report = reported(logits_TE, index_TK, self.options["score"], real)
         # Like F.linear's, the result must not be a view: FSDP2 warns of views, since operations in
         # place would bypass its hooks.
         y = torch.ops.aten._unsafe_view(self.experts(x_TH, index_TK, weight_TK, kept), x.shape)
@@ -187,6 +188,38 @@ class MoE(nn.Module):
         bias = self.gate.e_score_correction_bias
         today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
         return torch.where((recorded_TK < 0).any(-1, keepdim=True), today, recorded_TK.long())
+
+
+@torch.no_grad()
+def reported(
+    logits_TE: torch.Tensor, index_TK: torch.Tensor, score: str, real: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums over the tokens that are real, [2 E + 2], float32: how many chose each expert, the
+    experts' shares of scores, squared log-sum-exps, and the number of tokens.
+
+    They are sums of which `ops.route` has the losses, for any part of a row.
+    """
+    x = logits_TE.detach().float()
+    shares = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
+    if score == "sigmoid":
+        shares = shares / (shares.sum(-1, keepdim=True) + TINY)
+    chosen = torch.zeros_like(x).scatter_(-1, index_TK, 1.0)
+    z = x.logsumexp(-1, keepdim=True).square()
+    each = chosen, shares, z, torch.ones_like(z)
+    if real is not None:  # no products: padding may be infinite
+        each = tuple(t.masked_fill(~real[:, None], 0.0) for t in each)
+    return torch.cat([t.sum(0) for t in each])
+
+
+def statistics(sums: torch.Tensor) -> torch.Tensor:
+    """Of whole rows' sums [rows, layers, 2 E + 2], added over rows, [layers, E + 3]: tokens per
+    expert, the load-balance losses, the z-losses, and the number of rows with a token.
+    """
+    E = sums.shape[-1] // 2 - 1
+    chosen, shares, z, tokens = sums.split((E, E, 1, 1), -1)
+    n = tokens.clamp_min(1.0)
+    balance = E * (chosen / n * (shares / n)).sum(-1, keepdim=True)
+    return torch.cat((chosen, balance, z / n, (tokens > 0).to(sums.dtype)), -1).sum(0)
 
 
 def freeze_router(model: nn.Module) -> None:

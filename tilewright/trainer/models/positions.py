@@ -50,6 +50,8 @@ class Sequence:
     routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
     a layer is called with its own.
     masks: of dropout, or None.   prefixes: of documents, see `ops.attention`.
+    real: bool [tokens of this rank's hidden states], false for padding, which routers do not
+    report; or None: every token is real.
 
     A plain class, not a frozen dataclass: Dynamo guards every field of those, and would recompile
     for each tuple of ends.
@@ -69,6 +71,7 @@ class Sequence:
         self.position_ids, self.cu_seqlens, self.ends = position_ids, cu_seqlens, ends
         self.routes: torch.Tensor | None = None
         self.masks: Masks | None = None
+        self.real: torch.Tensor | None = None
         self.prefixes: tuple[Prefix, ...] = ()
         self.longest: int | None = None
         if ends is not None:
@@ -126,4 +129,4 @@ class Sequence:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         angles = self.cos, self.sin, self.local_cos, self.local_sin
-        return *angles, self.position_ids, self.cu_seqlens
+        return *angles, self.position_ids, self.cu_seqlens, self.real

@@ -1,4 +1,5 @@
-"""The matrices that Muon orthogonalizes: which parameters, in which parts, and in which shards.
+"""Which of the model's own matrices a parameter merges or stacks, for optimizers that take each by
+itself; those that Muon orthogonalizes, and in which shards.
 
 A shard says nothing of the whole matrix's singular values, so matrices are gathered: of K equal
 ones, each rank gets K / ranks whole ones, computes those, and sends every rank its shard back.
@@ -14,7 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tilewright.core.torch_names import movable, parts_of_shard, strided_shard
-from tilewright.nn import SwiGLU
+from tilewright.nn import LoRALinear, SwiGLU
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.nn.sharded import is_sharded
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import Attention
@@ -28,10 +31,12 @@ class Parts:
 
     rows: of each part; () for a matrix that is not merged.
     blocks: the rows are this many blocks, each with an equal share of every part.
+    stacked: the first dimension counts tensors of experts, each in these parts.
     """
 
     rows: tuple[int, ...] = ()
     blocks: int = 1
+    stacked: bool = False
 
     def split(self, matrix: torch.Tensor) -> list[torch.Tensor]:
         """matrix: [..., rows, columns]."""
@@ -47,24 +52,51 @@ class Parts:
         blocked = [part.unflatten(-2, (self.blocks, -1)) for part in parts]
         return torch.cat(blocked, -2).flatten(-3, -2)
 
+    def own(self, t: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a whole parameter, or of what has its shape: the model's own tensors in it."""
+        each = t.unbind() if self.stacked else [t]
+        return [part for one in each for part in one.split(self.rows or len(one))]
+
+
+def merged(model: nn.Module) -> dict[nn.Parameter, Parts]:
+    """The trainable parameters that hold several of the model's own tensors: projections, their
+    biases and adapters, and stacks of experts.
+    """
+    found: dict[nn.Parameter, Parts] = {}
+    for module in model.modules():
+        own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if isinstance(module, Experts | LoRAExperts):
+            for name, p in own.items():
+                rows = (p.shape[1] // 2,) * 2 if name.startswith("gate_up_proj") else ()
+                found[p] = Parts(rows, stacked=True)
+        elif isinstance(module, LoRALinear) and len(module.slices) > 1:
+            rows = tuple(end - start for start, end in module.slices.values())
+            ranks = (module.rank,) * len(rows)
+            found |= {p: Parts(ranks if n == "lora_A" else rows) for n, p in own.items()}
+        elif isinstance(module, Attention) and module.merge_qkv:
+            found |= {p: Parts(module.widths) for p in _trainable(module.qkv_proj)}
+        elif isinstance(module, SwiGLU):
+            found |= {p: Parts((module.inner,) * 2) for p in _trainable(module.gate_up_proj)}
+    return found
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    """Of a projection; an adapter's are in parts of its own."""
+    own = () if isinstance(module, LoRALinear) else module.parameters(recurse=False)
+    return [p for p in own if p.requires_grad]
+
 
 def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
     """The trainable hidden matrices [rows, columns], and stacked experts' [E, rows, columns].
 
     Not among them: embeddings, the head, routers, norms, and adapters.
     """
-    merged: dict[torch.Tensor, Parts] = {}
+    parts: dict[torch.Tensor, Parts] = {**merged(model)}
     found: dict[nn.Parameter, Parts] = {}
     heads = [getattr(model, name, None) for name in ("lm_head", "score")]
     for module in model.modules():
-        if isinstance(module, Attention) and module.merge_qkv:
-            merged[module.qkv_proj.weight] = Parts(module.widths)
-        elif isinstance(module, LatentAttention):
-            merged[module.kv_a_proj_with_mqa.weight] = Parts(module.kv_widths)
-        elif isinstance(module, SwiGLU):
-            merged[module.gate_up_proj.weight] = Parts((module.inner,) * 2)
-        elif isinstance(module, Experts) and isinstance(module.gate_up_proj, nn.Parameter):
-            merged[module.gate_up_proj] = Parts((module.gate_up_proj.shape[1] // 2,) * 2)
+        if isinstance(module, LatentAttention):  # two projections, of one matrix in the model
+            parts[module.kv_a_proj_with_mqa.weight] = Parts(module.kv_widths)
         elif isinstance(module, nn.Embedding | Router) or any(module is h for h in heads):
             continue
         for name, p in module.named_parameters(recurse=False):
@@ -72,7 +104,39 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
             if p.requires_grad and of_matrix and not is_adapter(name):
                 found[p] = Parts()
     # A tied head's weight is the embedding's.
-    return {p: merged.get(p, parts) for p, parts in found.items()}
+    return {p: parts.get(p, whole) for p, whole in found.items()}
+
+
+def rows_here(t: torch.Tensor, dim: int) -> list[range]:
+    """The runs of a dimension's numbers that this rank's shard has, in order. Computed on the host,
+    from placements alone.
+    """
+    runs = [range(t.shape[dim])]
+    if is_sharded(t):
+        for i, at in enumerate(t.placements):
+            if dim_of(at) == dim:
+                ranks, rank = t.device_mesh.size(i), t.device_mesh.get_local_rank(i)
+                runs = _shard_of(runs, parts_of_shard(at), ranks, rank)
+    return runs
+
+
+def _shard_of(runs: list[range], parts: int, ranks: int, rank: int) -> list[range]:
+    """A rank's of several, of as many parts of these runs, each of which is sharded."""
+    found, every = [], range(sum(map(len, runs)))
+    for part in _chunk_sizes(every, parts):
+        own = [*_chunk_sizes(part, ranks), *[range(0)] * ranks][rank]
+        at = 0
+        for run in runs:
+            if piece := run[max(0, own.start - at) : max(0, own.stop - at)]:
+                found.append(piece)
+            at += len(run)
+    return found
+
+
+def _chunk_sizes(of: range, number: int) -> list[range]:
+    """As `torch.chunk`."""
+    size = -(-len(of) // number)
+    return [of[i : i + size] for i in range(0, len(of), size)] if of else []
 
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]

@@ -16,10 +16,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from torch import nn
 from torch.optim.rprop import rprop
 
 from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
+from tilewright.trainer.optim.matrices import Parts, merged
 from tilewright.trainer.optim.optim import ADAM, Optimizer, betas_and_eps
 from tilewright.trainer.tables import OPTIMIZERS
 
@@ -69,7 +71,6 @@ def row(
     kind: type[torch.optim.Optimizer],
     fields: tuple[str, ...] = (),
     *,
-    needs_whole: str | None = None,
     ignores: Mapping[str, str] | None = None,
     needs: Mapping[str, str] = MappingProxyType({}),
 ) -> Optimizer:
@@ -79,7 +80,7 @@ def row(
         return kind(groups, **betas_and_eps(values))
 
     options = options_of(kind, *(["eps"] if fields else []), needs=needs)
-    return Optimizer(build, fields, options, needs_whole=needs_whole, ignores=ignores or {})
+    return Optimizer(build, fields, options, ignores=ignores or {})
 
 
 class Rprop(torch.optim.Rprop):
@@ -111,6 +112,60 @@ class Rprop(torch.optim.Rprop):
                 )
 
 
+class Adafactor(torch.optim.Adafactor):
+    """By the model's own tensors: what a parameter merges or stacks has factors, a clipping and a
+    rate of its own.
+    """
+
+    def __init__(
+        self, groups: Any, *, merged: Mapping[nn.Parameter, Parts] | None = None, **options: Any
+    ):
+        super().__init__(groups, **options)
+        self.merged = dict(merged or {})
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        for p in group["params"]:
+            if p.grad is not None and p in self.merged and not self.state[p]:
+                self.state[p] |= self._states(p, self.merged[p])
+        found = super()._init_group(group, *lists)
+        each = [self._own(p, values) for p, *values in zip(*lists, strict=True)]
+        for i, given in enumerate(lists):
+            given[:] = [value for own in each for value in own[i]]
+        return found
+
+    @staticmethod
+    def _states(p: nn.Parameter, parts: Parts) -> dict[str, torch.Tensor]:
+        """As PyTorch's of each tensor, together."""
+        step = {"step": torch.zeros(())}  # as PyTorch's, on the CPU
+        if p.dim() == 1 + parts.stacked:
+            return {**step, "variance": torch.zeros_like(p)}
+        rows, columns = p[..., :1], p[..., : max(1, len(parts.rows)), :]
+        return {**step, "row_var": torch.zeros_like(rows), "col_var": torch.zeros_like(columns)}
+
+    def _own(self, p: nn.Parameter, values: list[Any]) -> list[list[Any]]:
+        """A parameter and what a step reads of it, of each tensor; views."""
+        if p not in self.merged:
+            return [[value] for value in (p, *values)]
+        parts = self.merged[p]
+        grad, rows, columns, variance, step = values
+        own = parts.own(p)
+        none = [None] * len(own)
+        return [
+            own,
+            parts.own(grad),
+            none if rows is None else parts.own(rows),
+            none if columns is None else list(columns.flatten(0, -2).split(1)),
+            none if variance is None else parts.own(variance),
+            [step, *(step.clone() for _ in own[1:])],  # which a step raises, each
+        ]
+
+
+def adafactor(
+    groups: list[dict[str, Any]], apart: Any, *, merged: Mapping[nn.Parameter, Parts], **values: Any
+) -> torch.optim.Optimizer:
+    return Adafactor(groups, merged=merged, **values)
+
+
 FACTORED = (
     "it keeps sums of the squares of whole rows and columns, which no process has of a shard; "
     "ddp and none leave parameters whole"
@@ -125,6 +180,16 @@ OPTIMIZERS.add("radam", row(torch.optim.RAdam, ADAM))
 OPTIMIZERS.add("adagrad", row(torch.optim.Adagrad))
 OPTIMIZERS.add("adadelta", row(torch.optim.Adadelta))
 OPTIMIZERS.add("rmsprop", row(torch.optim.RMSprop))
-OPTIMIZERS.add("adafactor", row(torch.optim.Adafactor, needs_whole=FACTORED))
+# Version 1 had one matrix of a merged parameter.
+OPTIMIZERS.add(
+    "adafactor",
+    Optimizer(
+        adafactor,
+        options=options_of(torch.optim.Adafactor),
+        merged=merged,
+        version=2,
+        needs_whole=FACTORED,
+    ),
+)
 RATES = dict.fromkeys(("lr_decay_style", "lr_warmup_ratio", "lr_warmup_steps"), FIRST)
 OPTIMIZERS.add("rprop", row(Rprop, ignores={"weight_decay": "rprop has no weight decay", **RATES}))

@@ -35,6 +35,9 @@ class Optimizer:
     apart: model -> trainable parameters in groups of their own, with what the optimizer must know
         of each.
     apart_lr: the field with their peak learning rate.
+    merged: model -> the parameters in which it merges several tensors of its own, of an optimizer
+        that takes each by itself; `build` gets them as `merged`.
+    version: of the states: one that checkpoints have, unless it is 1.
     needs_whole: why it cannot train parameters that are sharded, or None.
     ignores: fields of the section `train` that every other optimizer reads, with the reason.
     """
@@ -44,6 +47,8 @@ class Optimizer:
     options: type[BaseModel] | None = None
     apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
     apart_lr: str | None = None
+    merged: Callable[[nn.Module], Mapping[nn.Parameter, Any]] | None = None
+    version: int = 1
     needs_whole: str | None = None
     ignores: Mapping[str, str] = dataclass_field(default_factory=dict)
 
@@ -155,9 +160,11 @@ def build_optimizer(
     decay = largest(train.weight_decay)  # `set_values` sets that of each step
     factor = rate_factors(whole or model, train.layerwise_lr_bound, plus)
     groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole, factor)
-    values = {name: at_step(getattr(train, name), 0) for name in row.fields}
+    values: dict[str, Any] = {name: at_step(getattr(train, name), 0) for name in row.fields}
     if row.options is not None:
         values |= row.options.model_validate(train.optimizer_args).model_dump()
+    if row.merged is not None:
+        values["merged"] = row.merged(model)
     return row.build([g for g in groups if g["params"]], apart, **values)
 
 

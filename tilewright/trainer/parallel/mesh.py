@@ -19,6 +19,7 @@ Purposes, and the ranks of each group:
               of gradients are summed over them
     apart     the copies that train apart, by axis
     stage     ranks of the same pipeline stage: statistics of its layers are summed
+    row       of these, the ones that share a row of tokens (ring, ulysses, tp)
     tensor    ranks that shard matrices (tp);   pipeline: the stages of one model, in order
     experts   the ranks of a stage as (replicate, expert_shard, expert)
     control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
@@ -282,6 +283,7 @@ class Mesh:
     loss: Group = field(default_factory=Group)
     params: Group = field(default_factory=Group)
     stage: Group = field(default_factory=Group)
+    row: Group = field(default_factory=Group)
     pipeline: Group = field(default_factory=Group)
     control: Group = field(default_factory=Group)
     everyone: Group = field(default_factory=Group)
@@ -384,6 +386,7 @@ def build(
         loss=_subgroup(everyone, layout.stages().flatten(0, 3).T),
         params=_subgroup(everyone, layout.stages().flatten(1)),
         stage=_subgroup(everyone, layout.along("pp").T),
+        row=_row(layout, everyone),
         pipeline=pipeline,
         control=Group(control, size),
         everyone=everyone,
@@ -401,6 +404,13 @@ def context_parallel(layout: Layout, device: torch.device) -> ContextParallel:
     names = ("ring", "ulysses", "tp")
     mesh = DeviceMesh(device.type, layout.along(*names), mesh_dim_names=("others", *names))
     return ContextParallel.of(mesh.get_group("ulysses"), mesh.get_group("ring"))
+
+
+def _row(layout: Layout, everyone: Group) -> Group:
+    """The ranks with which this one shares rows of tokens. Every rank must call it."""
+    if layout.context * layout.tp == 1:
+        return Group()
+    return _subgroup(everyone, layout.along("ring", "ulysses", "tp").flatten(1))
 
 
 def checkpoint_group() -> dist.ProcessGroup:

@@ -176,7 +176,7 @@ class Pipeline(Parts):
         for parts in zip(*(stage.outcomes for stage in self.stages), strict=True):
             reports: torch.Tensor | None = None
             if self.with_experts:
-                rows = len(self.with_experts), self.whole.config.num_experts + 2
+                rows = len(self.with_experts), 2 * self.whole.config.num_experts + 2
                 reports = torch.zeros(rows, device=self.mesh.device)
             for stage, part in zip(self.stages, parts, strict=True):
                 if part.reports is not None:

@@ -18,7 +18,7 @@ from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 
 # Of a batch, what positions are made of, and no loss reads.
-_OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "masks")
+_OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
 
 
 def ranks_of_stages(train: Train) -> list[int]:
@@ -144,6 +144,7 @@ class Stage(nn.Module):
         )
         sequence.prefixes = batch.get("prefixes", ())
         sequence.routes = model.routes(batch.get("routed_experts"))
+        sequence.real = model.real(batch.get("real"))
         sequence.masks = batch.get("masks") if model.training else None
         T = ids.shape[1] // self.parts
         x = decoder.embed(ids) if hidden is None else hidden
