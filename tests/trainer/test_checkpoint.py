@@ -1,14 +1,18 @@
 """What a checkpoint belongs to, what it holds, and how damage is found."""
 
+import itertools
 import json
+import os
 import re
 import shutil
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -19,6 +23,7 @@ from test_trainer import (
     LORA,
     NF4,
     QWEN3,
+    ROOT,
     Engine,
     resumed_equals_never_stopped,
     rows,
@@ -27,6 +32,8 @@ from test_trainer import (
 )
 
 from tilewright import nn
+from tilewright.core import files as core_files
+from tilewright.nn import peft
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.checkpoint.checkpoint_files import (
@@ -37,7 +44,7 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
     share,
     verify,
 )
-from tilewright.trainer.data import packing
+from tilewright.trainer.data import logprobs, packing
 
 AUTO = "--train.load_checkpoint_path=auto"
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
@@ -390,6 +397,114 @@ def test_adapters_alone_need_a_base(bases, tmp_path):
             ValueError, match=r"other weights|adapters alone: set model\.model_path"
         ):
             run(path, AUTO, "--train.max_steps=4", *more)
+
+
+FULL = "No space left on device"
+
+
+def fills(real, step):
+    """A writer whose disk is full from that call on, and that says so as safetensors does."""
+    calls = itertools.count(1)
+
+    def write(tensors, file, *rest, **options):
+        if next(calls) < step:
+            return real(tensors, file, *rest, **options)
+        raise SafetensorError(f"Error while serializing: I/O error: {FULL} (os error 28)")
+
+    return write
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["random state", "tensors"])
+def test_a_full_disk_is_one_sentence_that_speaks_of_space(
+    where, asynchronous, tmp_path, monkeypatch, caplog
+):
+    """Whoever could not write, and at the second attempt, too. PyTorch's writer says where it stood
+    in the file; the folder is then asked.
+    """
+    options = {"train__save_async": asynchronous, "train__save_hf_weights": False}
+    path = write_config(tmp_path, **options, train__save_steps=1)
+    if where == "random state":
+        monkeypatch.setattr(checkpoint, "save_file", fills(checkpoint.save_file, 2))
+    else:
+        real, calls = FileSystemWriter.write_data, itertools.count(1)
+
+        def write(*arguments):
+            if next(calls) == 1:
+                return real(*arguments)
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+            )
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", write)
+        monkeypatch.setattr(checkpoint, "no_space", lambda folder: FULL)
+    with pytest.raises(OSError, match=f"cannot be written .*{FULL}") as caught:
+        run(path)
+    assert "\n" not in str(caught.value) and str(tmp_path / "out/checkpoints") in str(caught.value)
+    again = asynchronous and where == "tensors"
+    assert caplog.text.count("; another one is written now") == again
+    run(path, "--train.max_steps=1", AUTO, "--train.save_async=false")
+
+
+def test_what_an_attempt_has_written_makes_room_for_the_next(tmp_path, monkeypatch):
+    """A disk that holds one checkpoint: the first one could not be written whole."""
+    path = write_config(tmp_path, train__save_async=True, train__save_steps=1, train__max_steps=2)
+    real, calls, there = FileSystemWriter.write_data, itertools.count(1), []
+
+    def write(self, *rest):
+        if next(calls) == 1:
+            raise OSError(28, FULL)
+        there.extend(p.name for p in (tmp_path / "out/checkpoints").glob(".*.partial"))
+        return real(self, *rest)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write)
+    run(path, "--train.save_hf_weights=false")
+    assert there == [".global_step_2.partial"]
+
+
+def test_a_folder_is_asked_for_space(tmp_path, monkeypatch):
+    assert core_files.no_space(tmp_path) is None and not [*tmp_path.iterdir()]
+    assert core_files.no_space(tmp_path / "absent") is None
+    monkeypatch.setattr(os, "fsync", raising(OSError(28, FULL)))
+    assert core_files.no_space(tmp_path) == FULL and not [*tmp_path.iterdir()]
+    monkeypatch.setattr(os, "fsync", raising(OSError(122, "Disk quota exceeded")))
+    assert core_files.no_space(tmp_path) == "Disk quota exceeded"
+
+
+def raising(error):
+    def raised(*_):
+        raise error
+
+    return raised
+
+
+def of_files():
+    """Each function that gives tensors to safetensors to be written."""
+    tensors, keys = {"a": torch.zeros(2)}, {b"k" * 32: np.zeros(2, np.float32)}
+    yield core_files, "save_file", lambda folder: core_files.save_tensors(folder / "f", tensors)
+    yield logprobs, "save_file", lambda folder: logprobs.write(folder, keys, {})
+    adapted = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})
+    nn.add_lora(adapted, ["q_proj"], rank=2, alpha=4)
+    yield peft, "save_file", lambda folder: peft.save_adapter(adapted, folder, base_model="b")
+
+
+def test_what_safetensors_cannot_write_is_an_os_error(tmp_path, monkeypatch):
+    for module, name, write in of_files():
+        monkeypatch.setattr(module, name, fills(getattr(module, name), 1))
+        with pytest.raises(OSError, match=f"{tmp_path}.*cannot be written .*{FULL}"):
+            write(tmp_path)
+    used = {
+        str(file.relative_to(ROOT / "tilewright"))
+        for file in (ROOT / "tilewright").rglob("*.py")
+        if re.search(r"\bsave_file\(", file.read_text())
+    }
+    # Of these the last is `test_a_full_disk_is_one_sentence_that_speaks_of_space`.
+    assert used == {
+        "core/files.py",
+        "nn/peft.py",
+        "trainer/data/logprobs.py",
+        "trainer/checkpoint/checkpoint.py",
+    }
 
 
 def test_tied_weights_are_stored_once(tmp_path):

@@ -102,6 +102,14 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(
     assert all(torch.equal(t, final[n]) for n, t in tensors(tmp_path / "a", 6).items())
 
 
+def test_the_line_that_goes_on_gives_a_field_once_and_accepts_nothing_again():
+    given = ["c.yaml", "--train.lr=1", "--train.load-checkpoint-path", "auto", "--train.seed", "4"]
+    more = ["--train.accept_changes=[data]", "--train.allow_other_base", "true"]
+    more += ["--train.load_checkpoint_path=", "--train.load_optimizer=true", "--model.x", "auto"]
+    left = ["c.yaml", "--train.lr=1", "--train.seed", "4", "--model.x", "auto"]
+    assert train.without([*given, *more], *train.OF_ONE_START) == left
+
+
 def test_an_interrupt_before_the_first_step_is_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
