@@ -208,11 +208,13 @@ def prepared(
     columns: Columns | None = None,
     *,
     shuffle: bool,
-    push: bool = True,
+    learns: bool = True,
 ) -> Any:
-    """See `prepare`. Rank 0 prepares.   push: to data.push_dataset_to_hub."""
+    """See `prepare`. Rank 0 prepares.   learns: a run learns from them, or evaluates its loss on
+    them; else they are scored, and not pushed to data.push_dataset_to_hub.
+    """
     model, data, preference = config.model, config.data, config.preference
-    if not push:
+    if not learns:
         data = data.model_copy(update={"push_dataset_to_hub": None})
     return prepare(
         entries,
@@ -224,6 +226,7 @@ def prepared(
         shuffle=shuffle,
         columns=columns,
         prompts=Prompts(preference.max_prompt_len, preference.truncation_mode),
+        loss=config.train.loss if learns else "",
         agreed=Agreed(mesh.main, mesh.control.broadcast),
     )
 

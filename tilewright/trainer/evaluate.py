@@ -111,7 +111,7 @@ def sets(config: Config, mesh: Mesh, vocab: int) -> Iterator[Set]:
     # A folder that was prepared for training has no other columns than those of the loss.
     columns = {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
     for name, entry in zip(titles(entries), entries, strict=True):
-        dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False, push=False)
+        dataset = build.prepared([entry], config, mesh, vocab, columns, shuffle=False, learns=False)
         bins = build.held_bins(name, dataset, data, loss, {}, numbered=True)
         ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
         yield Set(name, bins, ids)

@@ -136,6 +136,9 @@ class Preference(Section):
         Only("train.enable_compile", False).because(
             "compiled code would have each batch's prefixes as constants"
         ),
+        Refuse("answers alone share no prompt", "loss").when(
+            lambda c: c.preference.share_prefix and not PREFERENCES[c.preference.loss].paired
+        ),
         resume=Resume.OTHER_BINS,
     )
     """Whether a pair's prompt is computed once: the rejected answer's document is what follows it.

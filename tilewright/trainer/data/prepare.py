@@ -24,15 +24,17 @@ from tilewright.core import platform
 from tilewright.trainer.columns import SCHEMA
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data.encode import (
+    ANY,
     Columns,
     Encoded,
     Encoder,
     RefusedRow,
+    Use,
     check_columns,
     longest,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts, Refused
+from tilewright.trainer.data.types.dataset_type import Refused
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
@@ -230,17 +232,16 @@ def prepare_entry(
     columns: Columns,
     units: Units,
     number: int = 0,
-    prompts: Prompts = WHOLE,
+    use: Use = ANY,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
     samples.   units: those of the samples that have been written.   number: of the entry.
-    prompts: how they are cut.
     """
-    units.begin_set()
     most, kind = longest(entry, data), DATASETS[entry.type]
+    units.begin_set(kind.yields)
     names, features = source.column_names, source.features
     try:
-        check_columns(entry, list(names), features, columns)
+        check_columns(entry, list(names), features, columns, use.loss)
     except NotIntegers as wrong:
         assert isinstance(source, Rows)  # documents are strings
         raise NotIntegers(_first_other(source, wrong.column), wrong.column, wrong.kind) from wrong
@@ -250,7 +251,7 @@ def prepare_entry(
         used = [n for n in names if n in wanted]
         source = source.select_columns(used)
     skip = data.on_bad_row == "skip"
-    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number, prompts)
+    encoder = Encoder(entry, most, vocab, tokenizer, features, columns, skip, number, use)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0

@@ -14,13 +14,13 @@ STRINGS = ("string", "large_string")
 
 def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
-    return lambda row: chat.chat(asked.tokenizer, row)
+    return lambda row: chat.chat(asked.tokenizer, row, asked)
 
 
 def _prompt_completion(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
     messages = getattr(asked.features["prompt"], "dtype", "list") not in STRINGS
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=messages)
-    return lambda row: chat.prompt_completion(asked.tokenizer, row)
+    return lambda row: chat.prompt_completion(asked.tokenizer, row, asked)
 
 
 DATASETS.add(

@@ -40,7 +40,7 @@ def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=template)
 
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
-        found = chat.prompt_completion(asked.tokenizer, row)
+        found = chat.prompt_completion(asked.tokenizer, row, asked)
         yield _judged(row, last(found, "completion"), asked)
 
     return samples
