@@ -283,9 +283,7 @@ class Declaration:
         """Registers the overload for floats that compiled code has as symbols; see `dynamic`."""
         if not (places := op._floats):
             return
-        _LIBRARY.define(
-            dynamic.schema_of_numbers(op.overload), tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        _LIBRARY.define(dynamic.schema_of_numbers(op.overload), tags=(torch.Tag.pt2_compliant_tag,))
         base = op.overload.name()
         name = f"{base}.{dynamic.OVERLOAD}"
         kernel, fake = dynamic.reading(op.overload, places), self._flat(self.allocate)

@@ -237,11 +237,13 @@ def prepared(
     columns: Columns | None = None,
     *,
     shuffle: bool,
-    push: bool = True,
+    learns: bool = True,
 ) -> Any:
-    """See `prepare`. Rank 0 prepares.   push: to data.push_dataset_to_hub."""
+    """See `prepare`. Rank 0 prepares.   learns: a run learns from them, or evaluates its loss on
+    them; else they are scored, and not pushed to data.push_dataset_to_hub.
+    """
     model, data, preference = config.model, config.data, config.preference
-    if not push:
+    if not learns:
         data = data.model_copy(update={"push_dataset_to_hub": None})
     return prepare(
         entries,
@@ -253,18 +255,21 @@ def prepared(
         shuffle=shuffle,
         columns=columns,
         prompts=Prompts(preference.max_prompt_len, preference.truncation_mode),
+        loss=config.train.loss if learns else "",
         agreed=Agreed(mesh.main, mesh.control.broadcast),
     )
 
 
 def split(
-    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None, *, push: bool = True
+    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None, *, learns: bool = True
 ) -> tuple[Any, Any]:
     """The samples of data.datasets: those that are trained on, and those held out, or None.
 
     columns: at least those of training, by which samples that belong together stay together.
     """
-    whole = prepared(config.data.datasets, config, mesh, vocab, columns, shuffle=True, push=push)
+    whole = prepared(
+        config.data.datasets, config, mesh, vocab, columns, shuffle=True, learns=learns
+    )
     return split_validation(whole, config.data.val_set_size, config.train.seed, columns)
 
 

@@ -120,7 +120,7 @@ def sets(config: Config, mesh: Mesh, shape: ModelConfig) -> Iterator[Set]:
         yield from whole_sets(config, mesh, shape, data.datasets, t.eval_max_batches)
     if held:
         columns = build.columns_of_run(config, shape) | _identified(data)
-        dataset = build.split(config, mesh, shape.vocab_size, columns, push=False)[1]
+        dataset = build.split(config, mesh, shape.vocab_size, columns, learns=False)[1]
         name = "held_out" if "held_out" not in titles(data.test_datasets) else "held_out#2"
         yield _set(name, dataset, config, shape, t.eval_max_batches)
 
@@ -134,7 +134,7 @@ def whole_sets(
 ) -> Iterator[Set]:
     columns = _routed(config, shape) | _identified(config.data)
     for name, entry in zip(titles(entries), entries, strict=True):
-        options: dict[str, bool] = {"shuffle": False, "push": False}
+        options: dict[str, bool] = {"shuffle": False, "learns": False}
         dataset = build.prepared([entry], config, mesh, shape.vocab_size, columns, **options)
         yield _set(name, dataset, config, shape, most)
 

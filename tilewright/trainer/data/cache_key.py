@@ -21,6 +21,7 @@ from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.config.section import keyed
 from tilewright.trainer.data.data_files import Digests, digests
 from tilewright.trainer.data.encode import Columns, longest
+from tilewright.trainer.data.ends import stops_of
 from tilewright.trainer.data.sources import located
 from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts
 from tilewright.trainer.tables import DATASETS
@@ -143,6 +144,7 @@ def cache_key(
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
+    stops = stops_of(model) if any(k.tokenizer for k in kinds) else ()
     cut = prompts.most is not None and any(k.prompts for k in kinds)
     what = [
         PREPARATION,
@@ -156,6 +158,7 @@ def cache_key(
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
         *([{"prompts": prompts}] if cut else []),
+        *([{"stops": stops}] if stops else []),
         *([data.on_bad_row] if data.on_bad_row != "error" else []),
         *([data.mixing, data.samples_per_epoch] if shuffle and data.mixing != "concat" else []),
     ]

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.data.types.dataset_type import Refused
+from tilewright.trainer.data.ends import (
+    BEGUN,
+    ENDLESS,
+    Ends,
+    ended_by_the_next,
+    without_twice,
+)
+from tilewright.trainer.data.marks import MARKS, unmarked
+from tilewright.trainer.data.types.dataset_type import Asked, Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
@@ -47,30 +55,50 @@ def check_template(kind: str, tokenizer: Any) -> None:
         )
 
 
-def chat(tokenizer: Any, row: dict[str, Any]) -> list[Sample]:
-    """The samples of a row with `messages` or `conversations` and, if there, `tools`."""
+def chat(tokenizer: Any, row: dict[str, Any], asked: Asked | None = None) -> list[Sample]:
+    """The samples of a row with `messages` or `conversations` and, if there, `tools`.
+
+    asked: whose log is told of them.
+    """
     column = "messages" if row.get("messages") is not None else "conversations"
-    return _answers(tokenizer, _messages(row, column), _tools(row), 0)
+    messages, marks = _messages(row, column)
+    if messages[0]["role"] == "assistant" and marks[0]:
+        raise Refused(
+            f"{column}[0] is marked to be learned, and opens the conversation, so that it answers "
+            "nothing"
+        )
+    return _answers(tokenizer, messages, _tools(row), 0, _learned(marks), asked)
 
 
-def prompt_completion(tokenizer: Any, row: dict[str, Any]) -> list[Sample]:
-    """The samples of a row with `prompt` and `completion`: strings, or lists of messages."""
+def prompt_completion(
+    tokenizer: Any, row: dict[str, Any], asked: Asked | None = None
+) -> list[Sample]:
+    """The samples of a row with `prompt` and `completion`: strings, or lists of messages.
+
+    asked: whose log is told of them.
+    """
     kinds = {name: type(row.get(name)) for name in ("prompt", "completion")}
     if kinds["prompt"] is kinds["completion"] is str:
-        return [_continued(tokenizer, row["prompt"], row["completion"])]
+        return [_continued(tokenizer, row["prompt"], row["completion"], asked)]
     if kinds["prompt"] is kinds["completion"] is list:
-        prompt = _messages(row, "prompt")
-        messages = prompt + _messages(row, "completion")
-        return _answers(tokenizer, messages, _tools(row), len(prompt))
+        prompt, _ = _messages(row, "prompt")
+        completion, marks = _messages(row, "completion")
+        learned = _learned([None] * len(prompt) + marks)
+        return _answers(tokenizer, prompt + completion, _tools(row), len(prompt), learned, asked)
     found = " and ".join("null" if k is type(None) else k.__name__ for k in kinds.values())
     raise Refused(f"prompt and completion must be strings, or lists of messages, not {found}")
 
 
 def conversation(
-    tokenizer: Any, messages: list[dict[str, Any]], learned: Collection[int] | None = None
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    learned: Collection[int] | None = None,
+    asked: Asked | None = None,
 ) -> list[Sample]:
-    """The samples of messages.   learned: which of them are answers; None: all the assistant's."""
-    return _answers(tokenizer, messages, None, 0, learned)
+    """The samples of messages.   learned: which of them are answers; None: all the assistant's.
+    asked: whose log is told of them.
+    """
+    return _answers(tokenizer, messages, None, 0, learned, asked)
 
 
 def strings(row: dict[str, Any], name: str) -> list[str]:
@@ -95,7 +123,7 @@ def turns(texts: Iterable[str], first: str, system: Any = None) -> list[dict[str
     return [*opening, *({"role": roles[i % 2], "content": t} for i, t in enumerate(texts))]
 
 
-def _continued(tokenizer: Any, prompt: str, completion: str) -> Sample:
+def _continued(tokenizer: Any, prompt: str, completion: str, asked: Asked | None = None) -> Sample:
     if not completion:
         raise Refused("its completion is empty")
     encoded = tokenizer(prompt + completion, return_offsets_mapping=True)
@@ -108,18 +136,29 @@ def _continued(tokenizer: Any, prompt: str, completion: str) -> Sample:
             ids.append(end)
             labels.append(end)
         labels[-1] = end  # also if the tokenizer has added it, outside the text
+    before = next((i for i, (_, stop) in enumerate(offsets) if stop), len(offsets))
+    if twice := without_twice(ids, before):
+        ids, labels = ids[twice:], labels[twice:]
+        if asked is not None:
+            asked.told[BEGUN] += 1
     return ids, labels
 
 
-def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
-    """The messages of a column, in the form that templates read."""
+def _learned(marks: list[bool | None]) -> list[int] | None:
+    """Which messages may be learned; None: no mark says that one is not."""
+    return [i for i, mark in enumerate(marks) if mark is not False] if False in marks else None
+
+
+def _messages(row: dict[str, Any], column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    """The messages of a column, in the form that templates read, and what marks say of each."""
     given = row.get(column)
     if not isinstance(given, list) or not given:
         said = "null" if given is None else f"a {type(given).__name__}"
         raise Refused(
             f"its {column} {'are empty' if given == [] else f'must be a list, not {said}'}"
         )
-    return [_message(m, f"{column}[{i}]") for i, m in enumerate(given)]
+    found = [unmarked(_message(m, f"{column}[{i}]"), f"{column}[{i}]") for i, m in enumerate(given)]
+    return [m for m, _ in found], [mark for _, mark in found]
 
 
 def _message(given: Any, at: str) -> dict[str, Any]:
@@ -165,6 +204,7 @@ def _answers(
     tools: list[dict[str, Any]] | None,
     first: int,
     learned: Collection[int] | None = None,
+    asked: Asked | None = None,
 ) -> list[Sample]:
     """The samples of a conversation, whose answers are the assistant's messages from `first` on, or
     of them those that are learned.
@@ -172,30 +212,44 @@ def _answers(
     A message that opens the conversation answers nothing; what follows the last answer is left out.
     """
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(1, first)]
-    if learned is not None:
-        answers = [i for i in answers if i in learned]
     if not answers:
         raise Refused("it has no answer: no message of the assistant that follows another message")
+    if learned is not None and not (answers := [i for i in answers if i in learned]):
+        raise Refused(
+            f"none of its answers is learned: a mark of each says so ({', '.join(MARKS)}: 0 or false)"
+        )
     messages = messages[: answers[-1] + 1]
     try:
+        template = tokenizer.get_chat_template(tools=tools)
         # Blocks mark every message of the assistant: also the prompt's, and what opens it.
-        marked = (
-            not first
-            and learned is None
-            and messages[0]["role"] != "assistant"
-            and MARKED.search(tokenizer.get_chat_template(tools=tools))
-        )
-        texts = (
-            [_marked(tokenizer, messages, tools)]
-            if marked
-            else list(_chains(tokenizer, messages, tools, answers))
-        )
+        marked = not first and messages[0]["role"] != "assistant" and MARKED.search(template)
+        texts = [_marked(tokenizer, messages, tools)] if marked else []
+        if texts and learned is not None:
+            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            [(text, spans)] = texts
+            marked = len(spans) == len(turns)  # else nobody knows whose they are
+            own = [span for i, span in zip(turns, spans, strict=False) if i in answers]
+            texts = [(text, own)]
+        if not marked:
+            texts = list(_chains(tokenizer, messages, tools, answers))
     except Refused:
         raise
     except Exception as error:  # raised by templates, for what they do not know
         reason = " ".join(str(error).split())[:200]
         raise Refused(f"the chat template cannot render it: {reason}") from error
-    return [_labeled(tokenizer, text, spans, trim=not marked) for text, spans in texts]
+    ends, found, endless = Ends.of(tokenizer, () if asked is None else asked.stops), [], 0
+    for text, spans in texts:
+        ids, labels, opened = _labeled(tokenizer, text, spans, ends, trim=not marked)
+        last = opened[-1] if opened else None
+        if last is not None and last.at_end and ended_by_the_next(tokenizer, template, ends):
+            opened.pop()
+            ids, labels = [*ids, ends.appended], [*labels, ends.appended]
+            labels[last.first :] = ids[last.first :]
+        endless += len(opened)
+        found.append((ids, labels))
+    if endless and asked is not None:
+        asked.told[ENDLESS] += endless
+    return found
 
 
 Marked = tuple[str, list[tuple[int, int]]]  # a text, and (start, end) of the answers in it
@@ -250,16 +304,26 @@ def _chains(
     yield text, spans
 
 
-def _labeled(tokenizer: Any, text: str, spans: list[tuple[int, int]], *, trim: bool) -> Sample:
-    """A token that has text of an answer has a label; a token may also have text before it.
+class Open(NamedTuple):
+    """An answer that nothing ends.   first: its first token.   at_end: nothing follows it."""
+
+    first: int
+    at_end: bool
+
+
+def _labeled(
+    tokenizer: Any, text: str, spans: list[tuple[int, int]], ends: Ends, *, trim: bool
+) -> tuple[list[int], list[int], list[Open]]:
+    """A sample, and its answers without an end. A token that has text of an answer has a label, and
+    the one that ends it; a token may also have text before it.
 
     trim: spans may end with white space after the token that ends the turn, which is never
     generated.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    labels = [IGNORE] * len(ids)
-    ends = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    labels, opened = [IGNORE] * len(ids), []
+    blank = [text[slice(*o)].isspace() for o in offsets]
     at = 0
     for start, stop in spans:
         while at < len(ids) and offsets[at][1] <= start:
@@ -268,9 +332,11 @@ def _labeled(tokenizer: Any, text: str, spans: list[tuple[int, int]], *, trim: b
         while at < len(ids) and offsets[at][0] < stop:
             at += 1
         last = at
-        while last > first and text[slice(*offsets[last - 1])].isspace():
+        while last > first and blank[last - 1]:
             last -= 1
-        if not (trim and last > first and ids[last - 1] in ends):
+        if not (trim and last > first and ids[last - 1] in ends.added):
             last = at
-        labels[first:last] = ids[first:last]
-    return ids, labels
+        if (end := ends.of_answer(ids, blank, first, last)) is None:
+            opened.append(Open(first, all(blank[last:])))
+        labels[first : end or last] = ids[first : end or last]
+    return ids, labels, opened

@@ -10,22 +10,31 @@ import dataclasses
 import difflib
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from tilewright.trainer.columns import IGNORE, SCHEMA
+from tilewright.trainer.columns import IGNORE, ROW, SCHEMA
 from tilewright.trainer.config import Data, Dataset
+from tilewright.trainer.data import masks
 from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.data.types.dataset_type import WHOLE, Asked, Prompts, Refused
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import (
+    WHOLE,
+    Asked,
+    DatasetType,
+    Prompts,
+    Refused,
+    Span,
+)
+from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
 
 log = logging.getLogger("tilewright")
 ALPACA = (
     "; of Alpaca's columns make `prompt` (instruction and input) and `completion` (output), and "
     "set type to prompt_completion"
 )
+LEFT_OUT = "; data.select_columns leaves a column out"
 Row = Any  # names a row: its number, or a document's file and first byte
 Sample = tuple[np.ndarray, np.ndarray, dict[str, Any]]  # input_ids, labels, further columns
 Columns = Mapping[str, Column]  # by name
@@ -33,7 +42,21 @@ Columns = Mapping[str, Column]  # by name
 
 def schema(columns: Columns) -> pa.Schema:
     """Of files of samples."""
-    return pa.schema([*SCHEMA, *(pa.field(name, c.type) for name, c in columns.items())])
+    further = (pa.field(name, c.type) for name, c in columns.items())
+    return pa.schema([*SCHEMA, pa.field(ROW, pa.int64()), *further])
+
+
+class Use(NamedTuple):
+    """What samples are made for.   prompts: how they are cut.   stops: see `Asked`.   loss: the
+    name in LOSSES of what learns from them; "": they are scored, or nobody has said.
+    """
+
+    prompts: Prompts = WHOLE
+    stops: tuple[int, ...] = ()
+    loss: str = ""
+
+
+ANY = Use()
 
 
 class RefusedRow(ValueError):
@@ -74,9 +97,12 @@ def lists(parts: Iterable[np.ndarray], dtype: Any = np.int32) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def check_columns(entry: Dataset, names: list[str], features: Any, columns: Columns) -> None:
+def check_columns(
+    entry: Dataset, names: list[str], features: Any, columns: Columns, loss: str = ""
+) -> None:
     """Raises ValueError if the columns are not those of `entry.type`, and further ones that are
-    asked for. Warns of a column that is not read, whose name is nearly that of one that would be.
+    asked for, or say what to learn and are not read. Warns of another column that is not read,
+    whose name is nearly that of one that would be.
 
     features: of columns, as the datasets package has them, if a file declares them.
     """
@@ -99,10 +125,56 @@ def check_columns(entry: Dataset, names: list[str], features: Any, columns: Colu
                 f"{column.asked_by}: {entry.path} has no column {name}, has {names}{also}"
             )
     read = {*row.columns, *columns}
+    if not row.tokenizer and (wrong := sorted(n for n in {*names} - read if _says(n, row))):
+        raise ValueError(
+            f"{entry.path}: type {entry.type} does not read the column `{wrong[0]}`"
+            + (f"; {', '.join(masks.READ)} are read" if row.aligned else "")
+            + LEFT_OUT
+        )
+    if loss:
+        _check_read(entry, row, names, columns, loss)
     for name in sorted({*names} - read):
         if near := difflib.get_close_matches(name, sorted(read - {*names}), 1, cutoff=0.8):
             log.warning("%s: the column `%s` is not read; `%s` would be", entry.path, name, near[0])
     row.check(entry.path, features)
+
+
+def _says(name: str, row: DatasetType) -> bool:
+    """Whether a column of rows of tokens that are not read says what is learned of them."""
+    return masks.unread(name) or (not row.aligned and name in masks.READ)
+
+
+def _check_read(
+    entry: Dataset, row: DatasetType, names: list[str], columns: Columns, loss: str
+) -> None:
+    """Raises ValueError if what judges samples, or weighs their tokens, is not read by the loss."""
+    if row.yields and not columns.keys() & {*row.yields}:
+        raise ValueError(
+            f"train.loss = {loss}: {entry.path} has {row.says} (type {entry.type}), which this loss "
+            f"would all learn alike: it does not read {_either(row.yields)}{_readers(row.yields)}"
+        )
+    check_unread(entry.path, {*names} - {*row.columns}, columns, loss)
+
+
+def check_unread(path: str, names: Iterable[str], columns: Columns, loss: str) -> None:
+    """Raises ValueError for a row of COLUMNS that the data have, and the loss does not read. Names
+    of rows, which batches do not have, may be there.
+    """
+    known = {name for name, column in COLUMNS.items() if column.batched}
+    if unread := sorted(known & {*names} - {*columns}):
+        raise ValueError(
+            f"train.loss = {loss}: {path} has the column `{unread[0]}`, which this loss does not "
+            f"read{_readers(unread[:1])}{LEFT_OUT}"
+        )
+
+
+def _readers(columns: Collection[str]) -> str:
+    found = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns}]
+    return f"; train.loss = {_either(found)} would" if found else ""
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)
 
 
 def has_target(labels: np.ndarray) -> bool:
@@ -123,16 +195,17 @@ class Encoder:
         columns: Columns | None = None,
         skip: bool = False,
         number: int = 0,
-        prompts: Prompts = WHOLE,
+        use: Use = ANY,
     ):
         """names: of the rows' columns.   columns: further ones of samples.   skip: rows that cannot
-        be used.   number: of the data set among those that are prepared together.   prompts: how
-        they are cut.
+        be used.   number: of the data set among those that are prepared together.
         """
         self.skip, self.number = skip, number
         self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
-        self.asked = Asked(entry.path, entry.type, most, tokenizer, names, prompts)
+        self.asked = Asked(
+            entry.path, entry.type, most, tokenizer, names, use.prompts, stops=use.stops
+        )
         self.samples_of = self.kind.samples(self.asked)
 
     def __call__(self, rows: Iterable[tuple[Row, Any]]) -> Encoded:
@@ -163,6 +236,7 @@ class Encoder:
                         continue
                 out["input_ids"].append(ids)
                 out["labels"].append(labels)
+                out[ROW].append(index if isinstance(index, int) else index[0])
                 for name, column in self.columns.items():
                     out[name].append(column.cut(further[name], self.most))
         arrays = [
@@ -182,6 +256,7 @@ class Encoder:
         sample.
         """
         ids, labels, *own = sample
+        whole = own.pop() if own and isinstance(own[-1], Span) and self.kind.aligned else None
         if len(own) > 1 or not all(isinstance(o, Mapping) for o in own):
             raise Refused(
                 "a sample must be input_ids, labels and, if there are further columns, a mapping of "
@@ -196,7 +271,11 @@ class Encoder:
                 raise Refused(
                     f"token {outside[0]} is not in the model's vocabulary of {self.vocab}"
                 )
-        further = self._further(row, dict(*own), len(ids))
+        further = self._further(row, dict(*own), len(ids) if whole is None else whole.of)
+        if whole is not None:
+            for name, column in self.columns.items():
+                if column.each == "token" and not (own and name in own[0]):
+                    further[name] = further[name][whole.first : whole.stop]
         if "origin" in further and isinstance(index, int):
             further["origin"] = f"{self.number}:{index}"
         return ids, labels, further

@@ -24,15 +24,17 @@ from tilewright.core import platform
 from tilewright.trainer.columns import SCHEMA
 from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data.encode import (
+    ANY,
     Columns,
     Encoded,
     Encoder,
     RefusedRow,
+    Use,
     check_columns,
     longest,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts, Refused, number
+from tilewright.trainer.data.types.dataset_type import Refused, number
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
@@ -195,10 +197,10 @@ def _first_other(source: Rows, column: str) -> str:
     return source.place(source.first)
 
 
-def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool) -> None:
+def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool, loss: str) -> None:
     """Checks the columns of all rows: one may begin late. Raises ValueError."""
     try:
-        check_columns(entry, source.every_column(), {}, columns)
+        check_columns(entry, source.every_column(), {}, columns, loss)
     except ValueError:
         nothing = source.select_columns([])
         for part in () if skip else nothing.parts():
@@ -208,13 +210,13 @@ def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool) ->
         raise
 
 
-def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool) -> Source:
+def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss: str) -> Source:
     """With the columns that are read. Raises ValueError for columns of another kind."""
     kind = DATASETS[entry.type]
     try:
-        check_columns(entry, [*source.column_names], {}, columns)
+        check_columns(entry, [*source.column_names], {}, columns, loss)
     except ValueError:
-        _check_late(source, entry, columns, skip)
+        _check_late(source, entry, columns, skip, loss)
     for rows, path, features in source.declared():
         try:
             kind.check(path, features)
@@ -263,18 +265,17 @@ def prepare_entry(
     columns: Columns,
     units: Units,
     number: int = 0,
-    prompts: Prompts = WHOLE,
+    use: Use = ANY,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
     samples.   units: those of the samples that have been written.   number: of the entry.
-    prompts: how they are cut.
     """
-    units.begin_set()
     most, kind = longest(entry, data), DATASETS[entry.type]
+    units.begin_set(kind.yields)
     names = source.column_names
     skip = data.on_bad_row == "skip"
-    source = _checked(source, entry, columns, skip)
-    encoder = Encoder(entry, most, vocab, tokenizer, names, columns, skip, number, prompts)
+    source = _checked(source, entry, columns, skip, use.loss)
+    encoder = Encoder(entry, most, vocab, tokenizer, names, columns, skip, number, use)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
     before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0

@@ -29,14 +29,15 @@ from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
-from tilewright.trainer.data.encode import Columns, has_target, schema
+from tilewright.trainer.data.encode import Columns, Use, check_unread, has_target, schema
+from tilewright.trainer.data.ends import stops_of
 from tilewright.trainer.data.mixing import mixed
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
 from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts
 from tilewright.trainer.data.types.tokenized import NotIntegers
-from tilewright.trainer.data.units import Units, starts_of, unfolded
+from tilewright.trainer.data.units import Units, has_rows, held_together, unfolded
 from tilewright.trainer.tables import DATASETS
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
@@ -74,7 +75,7 @@ def _build(
     shuffle: bool,
     folder: pathlib.Path,
     columns: Columns,
-    prompts: Prompts,
+    use: Use,
 ) -> None:
     """Writes a prepared set."""
     check_sources(entries)
@@ -88,7 +89,7 @@ def _build(
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
             first = writer.samples, len(units.first)
             parts = source, entry, data, loaded, vocab, writer, columns, units
-            found = prepare_entry(*parts, i, prompts)
+            found = prepare_entry(*parts, i, use)
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
@@ -180,6 +181,7 @@ class Agreed(NamedTuple):
 ALONE = Agreed()
 
 
+# Wide: all that decides on the contents of a prepared set.
 def prepare(
     entries: list[Dataset],
     data: Data,
@@ -191,19 +193,20 @@ def prepare(
     shuffle: bool = True,
     columns: Columns | None = None,
     prompts: Prompts = WHOLE,
+    loss: str = "",
     agreed: Agreed = ALONE,
 ):
     """The merged, tokenized data set with columns input_ids, labels and further ones that are asked
     for, from the cache if present.
 
     model: whose tokenizer the samples are made with, known by its files.   tokenizer: makes it.
-    prompts: how they are cut.
+    prompts: how they are cut.   loss: see `Use`.
     """
     columns, (main, broadcast) = columns or {}, agreed
     root = pathlib.Path(data.dataset_prepared_path)
     split = _split(entries, data)
     if is_saved(data):
-        return _saved(root, split != "train", vocab, columns, check=main)
+        return _saved(root, split != "train", vocab, columns, loss, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -237,7 +240,8 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns, prompts)
+                use = Use(prompts, stops_of(model), loss)
+                _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns, use)
                 replace_folder(aside, folder)
             if data.push_dataset_to_hub:
                 _push(folder, data.push_dataset_to_hub, split)
@@ -268,7 +272,7 @@ def is_saved(data: Data) -> bool:
     return data.skip_prepare_dataset and saved.is_file()
 
 
-def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, check: bool):
+def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, loss: str, check: bool):
     """A set that the datasets package saved, with the columns of a prepared one.   check: read
     all tokens and further columns, since a token or an expert that does not exist would end a GPU
     run without a sentence.
@@ -293,6 +297,8 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, check: 
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
+    if loss:
+        check_unread(str(root), prepared.column_names, columns, loss)
     for name in TOKENS:
         kind = prepared.data.column(name).type
         if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):
@@ -347,17 +353,21 @@ def _check_samples(prepared, vocab: int) -> None:
 
 def split_validation(dataset, size: int | float | None, seed: int, columns: Columns | None = None):
     """Returns (training, validation or None), both in the original order. size: a count, or a
-    fraction below 1; of samples, or, where some belong together, of units.
+    fraction below 1, of rows of the data, all samples of which are in one of them; of samples, or
+    units of them, where rows are not known.
     """
     if size is None:
         return dataset, None
-    starts = starts_of(dataset, columns or {})
-    of = len(dataset) if starts is None else len(starts) - 1
+    row_of = held_together(dataset, columns or {})
+    of = int(row_of.max(initial=-1)) + 1
     count = int(size) if size >= 1 else max(1, round(of * size))
     if count >= of:
-        raise ValueError(f"data.val_set_size = {size} leaves no training sample of {of}")
-    order = np.random.default_rng(seed).permutation(of)
-    parts = np.sort(order[count:]), np.sort(order[:count])
-    if starts is not None:
-        parts = unfolded(parts[0], starts), unfolded(parts[1], starts)
-    return dataset.select(parts[0]), dataset.select(parts[1])
+        what, why = "sample", ""
+        if has_rows(dataset):
+            what = "row"
+            why = ": a row is held out as a whole, and a text file is one; data.test_datasets has others"
+        raise ValueError(f"data.val_set_size = {size} leaves no training {what} of {of}{why}")
+    is_held = np.zeros(of, bool)
+    is_held[np.random.default_rng(seed).permutation(of)[:count]] = True
+    held = is_held[row_of]
+    return dataset.select((~held).nonzero()[0]), dataset.select(held.nonzero()[0])

@@ -1,15 +1,16 @@
-"""Documents that belong together, such as the members of a pair: one unit in every order, split and
-bin.
+"""Documents that belong together, such as the members of a pair: one unit in every order and bin;
+and the samples of one row, which are held out together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from tilewright.trainer.columns import ROW
 from tilewright.trainer.data.columns.column import Column
 
 
@@ -19,38 +20,54 @@ def together(columns: Mapping[str, Column]) -> list[str]:
 
 
 class Units:
-    """Numbers the units of documents as they are written: a number is that of one unit, whatever
-    data sets and rows have been merged.
+    """Numbers rows, and the units of documents, as they are written: a number is that of one unit,
+    whatever data sets and rows have been merged.
 
-    first: the first document of each.
+    first: the first document of each unit; empty where all are units of one document.
     """
 
     def __init__(self, columns: Mapping[str, Column]):
         self.names = together(columns)
         self.first: list[int] = []
+        self._rows = 0
         self._last: np.ndarray | None = None
+        self._within = False
 
-    def begin_set(self) -> None:
-        """A unit ends with its data set."""
-        self._last = None
+    def begin_set(self, yields: Collection[str]) -> None:
+        """A unit ends with its data set.   yields: the columns that the set's type makes. Units
+        that it makes end with their row: the next one may be equal.
+        """
+        self._last, self._within = None, not {*self.names}.isdisjoint(yields)
 
     def numbered(self, batch: pa.RecordBatch, at: int) -> pa.RecordBatch:
-        """Samples with the numbers of their units.   at: the number of the first sample."""
-        if not self.names or not batch.num_rows:
+        """Samples with the numbers of their rows and units.   at: the number of the first one."""
+        if not batch.num_rows:
             return batch
-        values = np.stack([batch.column(n).to_numpy(zero_copy_only=False) for n in self.names])
-        begins = np.ones(batch.num_rows, bool)
-        begins[1:] = (values[:, 1:] != values[:, :-1]).any(0)
+        values = np.stack([batch.column(n).to_numpy() for n in (ROW, *self.names)])
+        before = np.empty_like(values)
+        before[:, 1:], before[:, 0] = values[:, :-1], values[:, 0]
         if self._last is not None:
-            begins[0] = (values[:, 0] != self._last).any()
-        numbers = len(self.first) - 1 + np.cumsum(begins)
+            before[:, 0] = self._last
+        changes = values != before
+        changes[:, 0] |= self._last is None
         self._last = values[:, -1]
-        self.first += (at + begins.nonzero()[0]).tolist()
-        for name in self.names:
-            i = batch.schema.get_field_index(name)
-            made = pa.array(numbers, batch.schema.field(i).type)
-            batch = batch.set_column(i, batch.schema.field(i), made)
-        return batch
+        new_row = changes[0]
+        if self.names:
+            begins = changes[1:].any(0) | (new_row & self._within)
+            new_row = new_row & begins  # else one that the row before is joined to
+            batch = _renumbered(batch, self.names, len(self.first) - 1 + np.cumsum(begins))
+            self.first += (at + begins.nonzero()[0]).tolist()
+        numbers = self._rows - 1 + np.cumsum(new_row)
+        self._rows = int(numbers[-1]) + 1
+        return _renumbered(batch, [ROW], numbers)
+
+
+def _renumbered(batch: pa.RecordBatch, names: list[str], numbers: np.ndarray) -> pa.RecordBatch:
+    for name in names:
+        i = batch.schema.get_field_index(name)
+        made = pa.array(numbers, batch.schema.field(i).type)
+        batch = batch.set_column(i, batch.schema.field(i), made)
+    return batch
 
 
 def unfolded(units: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -65,6 +82,28 @@ def rows_of(dataset: Any) -> np.ndarray | None:
     # The datasets package has no public name for the rows of a selection or shuffle.
     rows = dataset._indices
     return None if rows is None else rows.column(0).to_numpy()
+
+
+def has_rows(dataset: Any) -> bool:
+    """Whether the rows of samples are known: a set that was saved elsewhere may not say."""
+    return ROW in dataset.column_names and pa.types.is_integer(dataset.data.column(ROW).type)
+
+
+def held_together(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray:
+    """For each sample of a prepared set the number of what is held out with it, from 0 in the order
+    of the set: its row, or, where rows are not known, its unit.
+    """
+    if not has_rows(dataset):
+        starts = starts_of(dataset, columns)
+        if starts is None:
+            return np.arange(len(dataset))
+        return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    rows, numbers = rows_of(dataset), dataset.data.column(ROW).to_numpy()
+    numbers = numbers if rows is None else numbers[rows]
+    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    place = np.empty_like(first)
+    place[np.argsort(first)] = np.arange(len(first))
+    return place[inverse]
 
 
 def check_pairs(dataset: Any, columns: Mapping[str, Column]) -> None:

@@ -12,7 +12,7 @@ from tilewright.trainer.tables import DATASETS
 
 def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer)
-    return lambda row: chat.chat(asked.tokenizer, row)
+    return lambda row: chat.chat(asked.tokenizer, row, asked)
 
 
 def _prompt_completion(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
@@ -21,7 +21,7 @@ def _prompt_completion(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sam
     def samples(row: dict[str, Any]) -> list[chat.Sample]:
         if isinstance(row.get("completion"), list):
             chat.check_template(asked.kind, asked.tokenizer)
-        return chat.prompt_completion(asked.tokenizer, row)
+        return chat.prompt_completion(asked.tokenizer, row, asked)
 
     return samples
 

@@ -28,6 +28,7 @@ class Asked:
     """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
     most: tokens of a sample.   columns: names of the rows' columns, as far as the first rows tell.
     prompts: of types that cut them.   told: for the log, how often each sentence holds of a sample.
+    stops: tokens at which generation stops, beside the tokenizer's own (`data.ends`).
     """
 
     path: str
@@ -37,9 +38,19 @@ class Asked:
     columns: Collection[str]
     prompts: Prompts = WHOLE
     told: collections.Counter[str] = field(default_factory=collections.Counter)
+    stops: tuple[int, ...] = ()
 
 
-# (input_ids, labels), or with a third item: values of columns that the type `yields`, by name.
+class Span(NamedTuple):
+    """Which tokens of a row a sample has: first to stop, of so many."""
+
+    first: int
+    stop: int
+    of: int
+
+
+# (input_ids, labels), or with a third item: values of columns that the type `yields`, by name; of a
+# type that is `aligned` with a fourth one, a Span, if a sample has not all tokens of its row.
 Sample = Iterable[Any]
 
 

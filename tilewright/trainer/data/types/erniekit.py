@@ -22,7 +22,8 @@ def _samples(
     learned = None
     if label is not None and not all(label):
         learned = {2 * i + 1 + bool(system) for i, one in enumerate(label) if one}
-    return chat.conversation(asked.tokenizer, chat.turns(texts, "user", system), learned)
+    messages = chat.turns(texts, "user", system)
+    return chat.conversation(asked.tokenizer, messages, learned, asked)
 
 
 def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:

@@ -5,13 +5,10 @@ answer, then the rejected one. Labels are the answers alone.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import chat
@@ -51,10 +48,10 @@ def _number(given: Any, name: str) -> float:
 
 
 def _pair(
-    answers: list[chat.Sample], asked: Asked, scores: tuple[float, ...] = ()
+    answers: list[chat.Sample], asked: Asked, scores: tuple[float, ...] = (), number: int = 0
 ) -> Iterator[Sample]:
     """The two documents. Each has at most half of a bin, so that both are in one: answers are cut
-    from their ends.
+    from their ends.   number: of the pair in its row.
     """
     if answers[0] == answers[1]:
         raise Refused("its chosen answer is its rejected one")
@@ -73,9 +70,6 @@ def _pair(
     if longer := sum(len(ids) > half for ids, _ in answers):
         told[f"answers were cut at their ends, to documents of {half} tokens"] = longer
     asked.told.update(told)
-    # Consecutive pairs must differ; equal ones are in one bin, as they would be anyway.
-    digest = hashlib.sha256(np.array([t for ids, _ in cut for t in (*ids, -1)], np.int64).tobytes())
-    number = int.from_bytes(digest.digest()[:8], "big") >> 1
     prefixes = 0, _shared(cut[0][0], *cut[1])
     for (_, role), (ids, labels), prefix in zip(ROLES, cut, prefixes, strict=True):
         own = {"reward": scores[role]} if scores else {}
@@ -158,7 +152,7 @@ def implicit_prompt(chosen: str, rejected: str) -> int:
     return count
 
 
-def _of_strings(tokenizer: Any, row: dict[str, Any], name: str) -> chat.Sample:
+def _of_strings(asked: Asked, row: dict[str, Any], name: str) -> chat.Sample:
     prompt, answer = row.get("prompt"), row.get(name)
     both: list[Any] = [row.get(n) for n, _ in ROLES]
     if prompt is None and all(isinstance(b, str) and b for b in both):
@@ -168,7 +162,8 @@ def _of_strings(tokenizer: Any, row: dict[str, Any], name: str) -> chat.Sample:
         raise Refused(f"prompt and {name} must both be strings, or lists of messages")
     if not answer:
         raise Refused(f"its {name} answer is empty")
-    return chat.prompt_completion(tokenizer, {"prompt": prompt, "completion": answer})[0]
+    given = {"prompt": prompt, "completion": answer}
+    return chat.prompt_completion(asked.tokenizer, given, asked)[0]
 
 
 def check_text(asked: Asked) -> None:
@@ -186,11 +181,11 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 
     def sample(row: dict[str, Any], name: str) -> chat.Sample:
         if not any(isinstance(row.get(n), list) for n, _ in ROLES):
-            return _of_strings(asked.tokenizer, row, name)
+            return _of_strings(asked, row, name)
         chat.check_template(asked.kind, asked.tokenizer)
         prompt, answer = _messages_of(row, name)
         given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
-        return last(chat.prompt_completion(asked.tokenizer, given), name)
+        return last(chat.prompt_completion(asked.tokenizer, given, asked), name)
 
     return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked, _scores(row))
 
@@ -236,22 +231,21 @@ def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         if len({*scores}) < len(scores):
             raise Refused(f"two of its responses have one value of sort: {scores}")
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
-        answers = [_response(asked.tokenizer, prompt, responses[i]) for i in order]
-        for i, j in itertools.combinations(range(len(order)), 2):
+        answers = [_response(asked, prompt, responses[i]) for i in order]
+        for nth, (i, j) in enumerate(itertools.combinations(range(len(order)), 2)):
             both = scores[order[i]], scores[order[j]]
-            yield from _pair([answers[i], answers[j]], asked, both)
+            yield from _pair([answers[i], answers[j]], asked, both, nth)
 
     return samples
 
 
-def _response(tokenizer: Any, prompt: list[dict[str, Any]], given: Any) -> chat.Sample:
+def _response(asked: Asked, prompt: list[dict[str, Any]], given: Any) -> chat.Sample:
     texts = chat.strings({"response": given}, "response")
     if len(texts) % 2 == 0:
         raise Refused(f"a response has {len(texts)} turns, and must end with the assistant's")
     turns = chat.turns(texts, "assistant")
-    return last(
-        chat.prompt_completion(tokenizer, {"prompt": prompt, "completion": turns}), "response"
-    )
+    given = {"prompt": prompt, "completion": turns}
+    return last(chat.prompt_completion(asked.tokenizer, given, asked), "response")
 
 
 DATASETS.add(

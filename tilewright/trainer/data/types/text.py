@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.trainer.data.defects import kind_of
+from tilewright.trainer.data.ends import BEGUN, ENDED, without_twice
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
 from tilewright.trainer.tables import DATASETS
 
@@ -43,6 +44,12 @@ def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
             tokens.append(np.array(found, np.int64))
         tokens += [end_token] if row.get("last", True) else []
         ids = np.concatenate(tokens)
+        if row.get("first", True) and (twice := without_twice(ids, len(start_token))):
+            ids = ids[twice:]
+            asked.told[BEGUN] += 1
+        if row.get("last", True) and (twice := without_twice(ids[::-1], len(end_token))):
+            ids = ids[:-twice]
+            asked.told[ENDED] += 1
         cuts = [*range(0, len(ids), asked.most), len(ids)]
         if len(ids) % asked.most == 1 and len(ids) > asked.most:
             cuts[-2] -= 1  # a single token has no target

@@ -1,4 +1,4 @@
-"""Rows that are tokens: input_ids and, if they are there, labels."""
+"""Rows that are tokens: input_ids and, if they are there, labels, and masks (see `data.masks`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from tilewright.trainer.columns import TOKENS
+from tilewright.trainer.data import masks
 from tilewright.trainer.data.defects import kind_of
 from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
 from tilewright.trainer.tables import DATASETS
@@ -59,10 +60,12 @@ def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
         ids, labels = (tokens(row.get(name), name) for name in TOKENS)
         if ids is None:
             raise Refused("it has no input_ids")
-        labels = ids if labels is None else labels
-        if len(labels) != len(ids):
+        if labels is not None and len(labels) != len(ids):
             raise Refused(f"it has {len(ids)} input_ids and {len(labels)} labels")
-        yield ids, labels
+        if any(row.get(name) is not None for name in masks.READ):
+            yield from masks.documents(ids, labels, row)
+        else:
+            yield ids, ids if labels is None else labels
 
     return samples
 
@@ -72,7 +75,7 @@ DATASETS.add(
     DatasetType(
         (("input_ids",),),
         _samples,
-        optional=("labels",),
+        optional=("labels", *masks.READ),
         says="tokens",
         check=check_tokens,
         tokenizer=False,

@@ -40,7 +40,7 @@ def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
         if isinstance(row.get("completion"), list):
             chat.check_template(asked.kind, asked.tokenizer)
-        found = chat.prompt_completion(asked.tokenizer, row)
+        found = chat.prompt_completion(asked.tokenizer, row, asked)
         yield _judged(row, last(found, "completion"), asked)
 
     return samples
