@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -202,11 +203,11 @@ def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool, lo
     try:
         check_columns(entry, source.every_column(), {}, columns, loss)
     except ValueError:
-        nothing = source.select_columns([])
+        nothing: Any = source.select_columns([])
         for part in () if skip else nothing.parts():
             for row, found in nothing.read(part):
                 if isinstance(found, Refused):  # for which there is no column
-                    raise ValueError(f"{source.place(row)}: {found}") from None
+                    raise ValueError(f"{nothing.place(row)}: {found}") from None
         raise
 
 

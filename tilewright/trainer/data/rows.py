@@ -129,7 +129,7 @@ class TextFile:
     @staticmethod
     def indexed(rows: Iterable[tuple[int, int]]) -> _Index:
         """rows: the first byte of each, and the lines before it."""
-        found, count = _Index(*(array.array("q") for _ in range(3)), 0), 0
+        found, count = _Index(array.array("q"), array.array("q"), array.array("q"), 0), 0
         for start, line in rows:
             if (
                 not count

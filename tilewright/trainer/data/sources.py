@@ -173,9 +173,9 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
         splits = {"train": files}
     if not isinstance(splits, Mapping):
         return Rows.of([splits])
-    split = entry.split or (next(iter(splits)) if len(splits) == 1 else None)
-    if split is None:
-        _only(splits, entry)  # raises
+    split = entry.split or next(iter(splits))
+    if entry.split is None:
+        _only(splits, entry)  # raises, if there are several
     named = {split: splits[split]} if split in splits else splits
     local = {name: _local(some, entry, token) for name, some in named.items()}
     if kind == "text":
@@ -186,7 +186,7 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
     return _joined(kind, local, split)
 
 
-def _joined(kind: str, local: dict[str, list[tuple[str, str]]], split: str | None) -> Rows:
+def _joined(kind: str, local: dict[str, list[tuple[str, str]]], split: str) -> Rows:
     """The rows of a split of files, each with the name that errors show."""
     read = {name: [_opened(kind, *file) for file in files] for name, files in local.items()}
     ranges, files = [], [file for some in read.values() for file in some]
@@ -220,14 +220,15 @@ def _on_hub(entry: Dataset, token: bool | None) -> tuple[str, Any]:
     """
     import datasets
 
-    given: Any = {"name": entry.name, "revision": entry.revision, "token": token}
+    given = {"name": entry.name, "revision": entry.revision, "token": token}
+    split: Any = entry.split  # None, too, which the annotation does not say
     with contextlib.suppress(OSError):  # load_dataset says why
         builder = datasets.load_dataset_builder(entry.path, **given)
         if builder.name in READ and builder.config.data_files:
             _check_options(entry.path, builder)
             return builder.name, {str(s): list(f) for s, f in builder.config.data_files.items()}
     try:
-        loaded: Any = datasets.load_dataset(entry.path, **given, split=entry.split)
+        loaded: Any = datasets.load_dataset(entry.path, **given, split=split)
     except OSError as error:
         raise FileNotFoundError(
             f"{entry.path}: no file here, and the Hub does not give it: {error}"
@@ -268,19 +269,19 @@ def _local(files: list[str], entry: Dataset, token: bool | None) -> list[tuple[s
 
 def downloaded(files: list[str], token: bool | None) -> list[tuple[str, str]]:
     import datasets
+    from datasets import config
     from datasets.data_files import DataFilesList
 
-    config = datasets.DownloadConfig(token=token)
-    found, local = DataFilesList.from_patterns(files, download_config=config), []
+    given = datasets.DownloadConfig(token=token)
+    found, local = DataFilesList.from_patterns(files, download_config=given), []
     for file in found:
+        own = given
         if "://" not in file:  # what was decompressed before may be of another content
             stat = os.stat(file)
-            state = f"{stat.st_size}-{stat.st_mtime_ns}"
-            config = datasets.DownloadConfig(
-                cache_dir=f"{datasets.config.HF_DATASETS_CACHE}/{state}"
-            )
-        manager = datasets.DownloadManager(download_config=config)
-        made = manager.download_and_extract(file)
+            folder = f"{config.HF_DATASETS_CACHE}/{stat.st_size}-{stat.st_mtime_ns}"
+            own = datasets.DownloadConfig(cache_dir=folder)
+        manager = datasets.DownloadManager(download_config=own)
+        made: Any = manager.download_and_extract(file)
         for path in manager.iter_files([made]):
             inner = os.path.relpath(path, made) if os.path.isdir(made) else ""
             local.append((path, f"{file}/{inner}" if inner else file))

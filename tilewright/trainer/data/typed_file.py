@@ -234,11 +234,11 @@ class TypedFile(_Typed):
     def _whole(self, columns: tuple[str, ...] | None) -> pa.Table:
         """Mapped, of the columns that are asked for."""
         if self._table is None or self._table[0] != columns:
-            import datasets
+            from datasets import config
 
             names = [n for n in self.names if columns is None or n in columns]
             schema = pa.schema([self.schema.field(n) for n in names])
-            folder = datasets.config.HF_DATASETS_CACHE
+            folder = config.HF_DATASETS_CACHE
             os.makedirs(folder, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as aside:
                 with pa.OSFile(aside.name, "wb") as out, pa.ipc.new_stream(out, schema) as stream:

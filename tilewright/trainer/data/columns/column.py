@@ -129,6 +129,8 @@ class Column:
             if isinstance(value, bool) or not isinstance(value, accepted):
                 kind = "an integer" if accepted is int else "a number"
                 raise TypeError(f"{self._at(i)} must be {kind}, got {value!r:.80}")
+            if accepted is int and abs(value) > np.iinfo(wanted).max:
+                raise ValueError(f"{self._at(i)} is {value}: accepted are integers of {wanted}")
             if not (math.isfinite(value) and self.least <= value <= self.most):
                 raise ValueError(f"{self._at(i)} is {value}: {self._range()}")
         return np.array(given, wanted)
@@ -137,6 +139,8 @@ class Column:
         if isinstance(given, pa.Array):
             values = nested(given, "its numbers")
         else:
+            if any(isinstance(v, bool) for row in given if isinstance(row, list) for v in row):
+                raise TypeError("it holds true or false; accepted are numbers")
             values = np.asarray(given)
         if values.shape != (tokens, width):
             raise ValueError(
