@@ -69,6 +69,7 @@ def three_steps(folder, **data):
         ({**STEPS, "train__eval_steps": 4, "train__eval_on_start": True}, [0, 4]),
         (EPOCH, [3, 6]),
         ({**EPOCH, "train__eval_epochs": 2, "train__save_steps": 1}, [6]),
+        ({**EPOCH, "train__eval_epochs": 0.5}, [2, 3, 5, 6]),
         ({"train__eval_strategy": "no", "train__save_steps": 1}, []),
     ],
     ids=str,

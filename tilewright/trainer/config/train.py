@@ -791,16 +791,16 @@ class Train(Section):
         certified=False,
     )
     """Evaluate every so many optimizer steps."""
-    eval_epochs: int = field(
-        1,
+    eval_epochs: float = field(
+        1.0,
         Resume.EVALUATION,
         Only("eval_strategy", "epoch").because("only eval_strategy: epoch counts epochs"),
         differs=OURS,
-        ge=1,
+        gt=0,
         names={"NxDT": "check_val_every_n_epoch"},
         certified=False,
     )
-    """Evaluate at the end of every so many epochs."""
+    """Evaluate every so many epochs, fractions too: in the step that reaches them."""
     eval_on_start: bool | None = field(
         None,
         Resume.EVALUATION,
@@ -1082,7 +1082,7 @@ class Train(Section):
         differs=("1", "the same; 0 switches it off, for runs that are counted in steps"),
         ge=0,
     )
-    """Save every so many epochs, fractions too; 0: not by epochs."""
+    """Save every so many epochs, fractions too: in the step that reaches them; 0: not by epochs."""
     save_async: bool = field(
         False, Resume.OUTPUT, names={"ERNIEKit": "async_save", "NxDT": "async_checkpointing"}
     )
