@@ -76,6 +76,7 @@ def choose_ops(
             "model.activation_native = True: every layer of the model has experts, whose "
             "activation is fused into their products"
         )
+    check_experts(model, "model", layers, "moe_implementation", "router_fp32")
     numerics = Numerics(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Numerics)})
     return Ops.resolve(
         name,
@@ -87,6 +88,16 @@ def choose_ops(
         numerics=numerics,
         experts=any(layers),
     )
+
+
+def check_experts(of: Model | Train, section: str, layers: list[bool], *names: str) -> None:
+    """Raises ValueError for a field that experts alone read, of a model without.
+
+    layers: whether each has experts.
+    """
+    for name in names if not any(layers) else ():
+        if (value := getattr(of, name)) != type(of).model_fields[name].default:
+            raise ValueError(f"{section}.{name} = {value}: the model has no experts")
 
 
 def shape_of_run(model: Model, head: str) -> ModelConfig:
@@ -512,6 +523,8 @@ def build(config: Config, mesh: Mesh) -> Built:
     export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
     dropped = t.attention_dropout > 0
     ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
+    layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
+    check_experts(t, "train", layers, "moe_checkpoint_method")
     columns = columns_of_run(config, shape)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
