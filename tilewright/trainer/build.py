@@ -239,23 +239,6 @@ def prepared(
     )
 
 
-def split(
-    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None, *, push: bool = True
-) -> tuple[Any, Any]:
-    """The samples of data.datasets: those that are trained on, and those held out, or None.
-
-    columns: at least those of training, by which samples that belong together stay together.
-    """
-    whole = prepared(config.data.datasets, config, mesh, vocab, columns, shuffle=True, push=push)
-    return split_validation(whole, config.data.val_set_size, config.train.seed, columns)
-
-
-def columns_of_run(config: Config, shape: ModelConfig) -> dict[str, Column]:
-    """`columns_of` a configuration."""
-    loss, referenced = loss_of_run(config), kind_of_reference(config) != "none"
-    return columns_of(config.train, loss, shape, config.preference.share_prefix, referenced)
-
-
 def build_data(
     config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
 ) -> tuple[Batches, dict[str, Bins]]:
@@ -264,7 +247,8 @@ def build_data(
     columns: further ones that batches have.
     """
     d, t, loss = config.data, config.train, loss_of_run(config)
-    training, held = split(config, mesh, vocab, columns)
+    whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
+    training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
     check_samples(training, "the data sets to train on", loss, columns)
     options = {"mismatched": loss.mismatched, "numbered": "origin" in columns}
@@ -525,7 +509,8 @@ def build(config: Config, mesh: Mesh) -> Built:
     ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
     layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
     check_experts(t, "train", layers, "moe_checkpoint_method")
-    columns = columns_of_run(config, shape)
+    referenced = kind_of_reference(config) != "none"
+    columns = columns_of(t, loss, shape, prefixes, referenced)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
     dropout.check(t, shape, batches.per_step)
