@@ -614,7 +614,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_teacher_is_read(
     def begun(*_, **__):
         raise AssertionError("documents or weights are read")
 
-    for name in ("whole_sets", "filled_engine"):
+    for name in ("sets", "filled_engine"):
         monkeypatch.setattr(teacher, name, begun)
     (tmp_path / "file").touch()
     assert teacher.main([*texts, "--to", str(tmp_path / where)]) == 1

@@ -39,6 +39,7 @@ OWN = [
     row("train.verify_checkpoint", False, "error", train__load_checkpoint_path="@flipped"),
     row("train.seed", 7, "scores", **EVAL),
     row("train.loss", "reward", "error", **DPO),
+    row("train.enable_profiling", True, "scores"),
     row("data.shuffle_merged_datasets", False, "scores", **EVAL),
     row("data.shuffle_before_merging_datasets", False, "scores", **EVAL),
     row("data.mixing", "interleave_under", "scores", **EVAL, data__datasets="@two"),

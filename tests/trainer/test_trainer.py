@@ -353,6 +353,21 @@ def test_freezing_a_router_that_is_not_there_is_refused(tmp_path):
         run(write_config(tmp_path, train__freeze_router=True))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model.moe_implementation", "eager"),
+        ("model.router_fp32", False),
+        ("train.moe_checkpoint_method", "moe_act"),
+    ],
+)
+def test_what_experts_alone_read_is_refused_without_them(field, value, tmp_path):
+    options = {field.replace(".", "__"): value, "train__enable_gradient_checkpointing": True}
+    with pytest.raises(ValueError, match=rf"^{field} = {value}: the model has no experts$"):
+        run(write_config(tmp_path, **options))
+    run(write_config(tmp_path / "experts", MOE, train__max_steps=1, **options))
+
+
 MODES = {
     "ddp": ["--train.data_parallel_mode=ddp"],
     "fsdp2": ["--train.data_parallel_mode=fsdp2"],

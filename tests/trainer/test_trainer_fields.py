@@ -363,12 +363,6 @@ ROWS = [
     row("train.log_dir", "@elsewhere", "board", train__use_tensorboard=True),
     row("train.plot_loss", True, "pictures"),
     row("train.log_norms", ["gradients"], "reported"),
-    row(
-        "train.enable_profiling",
-        True,
-        "traced",
-        **{k: v for k, v in PROFILE.items() if "enable" not in k},
-    ),
     row("train.profile_start_step", 2, "traced_steps", **PROFILE | {"train__profile_end_step": 3}),
     row("train.profile_end_step", 3, "traced_steps", **PROFILE),
     row("train.profile_trace_dir", "@trace2", "folders", **PROFILE),
@@ -455,6 +449,7 @@ ROWS = [
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
     "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
+    "train.enable_profiling": "test_trainer.py::test_a_profile_is_written_when_asked_for",
     "train.do_test": "test_evaluation.py::test_a_test_split_is_evaluated_once_after_the_last_step",
     "train.test_max_batches": "test_evaluation.py::test_a_test_split_is_cut_to_its_own_limit",
     "model.revision": "test_commands.py::test_what_the_hub_is_asked_for",

@@ -78,6 +78,7 @@ def choose_ops(
             "model.activation_native = True: every layer of the model has experts, whose "
             "activation is fused into their products"
         )
+    check_experts(model, "model", layers, "moe_implementation", "router_fp32")
     numerics = Numerics(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Numerics)})
     return Ops.resolve(
         name,
@@ -89,6 +90,16 @@ def choose_ops(
         numerics=numerics,
         experts=any(layers),
     )
+
+
+def check_experts(of: Model | Train, section: str, layers: list[bool], *names: str) -> None:
+    """Raises ValueError for a field that experts alone read, of a model without.
+
+    layers: whether each has experts.
+    """
+    for name in names if not any(layers) else ():
+        if (value := getattr(of, name)) != type(of).model_fields[name].default:
+            raise ValueError(f"{section}.{name} = {value}: the model has no experts")
 
 
 def shape_of_run(model: Model, head: str, mesh: Mesh | None = None) -> ModelConfig:
@@ -260,25 +271,6 @@ def prepared(
     )
 
 
-def split(
-    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None, *, learns: bool = True
-) -> tuple[Any, Any]:
-    """The samples of data.datasets: those that are trained on, and those held out, or None.
-
-    columns: at least those of training, by which samples that belong together stay together.
-    """
-    whole = prepared(
-        config.data.datasets, config, mesh, vocab, columns, shuffle=True, learns=learns
-    )
-    return split_validation(whole, config.data.val_set_size, config.train.seed, columns)
-
-
-def columns_of_run(config: Config, shape: ModelConfig) -> dict[str, Column]:
-    """`columns_of` a configuration."""
-    loss, referenced = loss_of_run(config), kind_of_reference(config) != "none"
-    return columns_of(config.train, loss, shape, config.preference.share_prefix, referenced)
-
-
 def build_data(
     config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
 ) -> tuple[Batches, dict[str, Bins]]:
@@ -287,7 +279,8 @@ def build_data(
     columns: further ones that batches have.
     """
     d, t, loss = config.data, config.train, loss_of_run(config)
-    training, held = split(config, mesh, vocab, columns)
+    whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
+    training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
     check_samples(training, "the data sets to train on", loss, columns)
     options = {"mismatched": loss.mismatched, "numbered": "origin" in columns}
@@ -602,7 +595,10 @@ def build(
     export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
     dropped = t.attention_dropout > 0
     ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
-    columns = columns_of_run(config, shape)
+    layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
+    check_experts(t, "train", layers, "moe_checkpoint_method")
+    referenced = kind_of_reference(config) != "none"
+    columns = columns_of(t, loss, shape, prefixes, referenced)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
     dropout.check(t, shape, batches.per_step)

@@ -14,6 +14,7 @@ if __name__ == "__main__":
     require("trainer")  # else the imports below end in a traceback
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -30,9 +31,10 @@ from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
-from tilewright.trainer.config import Config, Data, Dataset, Model, from_command_line
+from tilewright.trainer.config import Config, Model, from_command_line
+from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.data.batches import Bins
-from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.losses.loss import Loss
@@ -110,51 +112,37 @@ class Rewards:
         return f"{name}: documents={self.documents} reward={self.reward / self.documents:.6g}"
 
 
-def sets(config: Config, mesh: Mesh, shape: ModelConfig) -> Iterator[Set]:
-    """What a run evaluates and tests on, or without anything each of data.datasets."""
-    data, t = config.data, config.train
-    if (held := data.val_set_size is not None) or data.test_datasets:
-        most = t.test_max_batches if t.do_test else t.eval_max_batches
-        yield from whole_sets(config, mesh, shape, data.test_datasets, most)
-    else:
-        yield from whole_sets(config, mesh, shape, data.datasets, t.eval_max_batches)
+def sets(config: Config, mesh: Mesh, shape: ModelConfig, *, whole: bool = False) -> Iterator[Set]:
+    """What a run evaluates and tests on, or without anything each of data.datasets.
+
+    whole: every document of data.test_datasets, or of data.datasets without them.
+    """
+    data, t, loss = config.data, config.train, build.loss_of_run(config)
+    prefixes, referenced = config.preference.share_prefix, kind_of_reference(config) != "none"
+    trained = build.columns_of(t, loss, shape, prefixes, referenced)
+    # What scores depend on beside tokens and labels.
+    routed = {name: c for name, c in trained.items() if name == "routed_experts"}
+    # A folder that was prepared for training has no names of rows.
+    named = {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
+
+    def made(name: str, dataset: Any, most: float | None) -> Set:
+        bins = build.held_bins(name, dataset, data, loss, routed, numbered=True)
+        ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
+        return Set(name, bins, ids, None if whole else most)
+
+    held = data.val_set_size is not None and not whole
+    entries = data.test_datasets or ([] if held else data.datasets)
+    most, names = t.test_max_batches if t.do_test else t.eval_max_batches, titles(entries)
+    prepared = functools.partial(
+        build.prepared, config=config, mesh=mesh, vocab=shape.vocab_size, learns=False
+    )
+    for name, entry in zip(names, entries, strict=True):
+        yield made(name, prepared([entry], columns=routed | named, shuffle=False), most)
     if held:
-        columns = build.columns_of_run(config, shape) | _identified(data)
-        dataset = build.split(config, mesh, shape.vocab_size, columns, learns=False)[1]
-        name = "held_out" if "held_out" not in titles(data.test_datasets) else "held_out#2"
-        yield _set(name, dataset, config, shape, t.eval_max_batches)
-
-
-def whole_sets(
-    config: Config,
-    mesh: Mesh,
-    shape: ModelConfig,
-    entries: list[Dataset],
-    most: float | None = None,
-) -> Iterator[Set]:
-    columns = _routed(config, shape) | _identified(config.data)
-    for name, entry in zip(titles(entries), entries, strict=True):
-        options: dict[str, bool] = {"shuffle": False, "learns": False}
-        dataset = build.prepared([entry], config, mesh, shape.vocab_size, columns, **options)
-        yield _set(name, dataset, config, shape, most)
-
-
-def _identified(data: Data) -> dict[str, Column]:
-    """The column of rows' names. A folder that was prepared for training has none."""
-    return {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
-
-
-def _routed(config: Config, shape: ModelConfig) -> dict[str, Column]:
-    """The column that scores depend on beside tokens and labels."""
-    columns = build.columns_of_run(config, shape)
-    return {name: c for name, c in columns.items() if name == "routed_experts"}
-
-
-def _set(name: str, dataset: Any, config: Config, shape: ModelConfig, most: float | None) -> Set:
-    loss, columns = build.loss_of_run(config), _routed(config, shape)
-    bins = build.held_bins(name, dataset, config.data, loss, columns, numbered=True)
-    ids = dataset["id"] if "id" in dataset.column_names else [""] * len(dataset)
-    return Set(name, bins, ids, most)
+        columns = trained | named
+        both = prepared(data.datasets, columns=columns, shuffle=True)
+        rows = split_validation(both, data.val_set_size, t.seed, columns)[1]
+        yield made("held_out#2" if "held_out" in names else "held_out", rows, t.eval_max_batches)
 
 
 def evaluate(

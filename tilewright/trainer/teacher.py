@@ -37,7 +37,7 @@ from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.encode import lists
 from tilewright.trainer.engine import Engine, reproducible
-from tilewright.trainer.evaluate import check_weights, filled_engine, shape_of, whole_sets
+from tilewright.trainer.evaluate import check_weights, filled_engine, sets, shape_of
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.parallel.mesh import Mesh
@@ -183,7 +183,7 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
 
     folder: which is not there, or has no files.
     """
-    t, d, data = config.train, config.distillation, config.data
+    t, d = config.train, config.distillation
     check_weights(config.model.model_path, t.load_checkpoint_path)
     with reproducible(t.seed, t.enable_full_determinism):
         shape = shape_of(config.model, build.loss_of_run(config).head, mesh)
@@ -196,7 +196,7 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
         mesh.control.agree(_taken(folder) if mesh.main else None)
         writer = Writer(folder / f"{mesh.rank:05}.parquet")
         mesh.control.agree(_unwritable(writer.file))
-        chosen = list(whole_sets(config, mesh, shape, data.test_datasets or data.datasets))
+        chosen = list(sets(config, mesh, shape, whole=True))
         engine = filled_engine(config, shape, mesh)
         size = t.eval_micro_batch_size or t.micro_batch_size
         for one in chosen:
