@@ -252,7 +252,7 @@ class Held(Codes):
     table="constant float [N]",
     limit="constant float [] or number",
     held="a Held",
-    either="x [N]",
+    either="x",
 )
 def with_constants(
     x: torch.Tensor,
