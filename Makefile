@@ -5,6 +5,8 @@ PINNED_TRITON := 3.9.0
 # That of torch 2.11, which GPUs are most often found with.
 GPU_TRITON := 3.6.0
 TRITON ?= $(PINNED_TRITON)
+# Newer than that of the lock, for what is HELD there.
+NEWER_TRANSFORMERS := 5.24.0
 VENV := .venv
 # Processes that tests run in: one more than two processors, since a test that starts ranks or commands waits for them.
 JOBS ?= 3
@@ -34,7 +36,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest build demo quick test pytest beside lint gate gate-all whole-tests whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest newer build demo quick test pytest beside lint gate gate-all whole-tests whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -115,6 +117,19 @@ newest: $(STAMP) .cache/smollm2/config.json
 	$(NEWEST) -m pip install -q --no-compile --upgrade --upgrade-strategy eager "$(NEWEST_TORCH)" $(NEWEST_ALSO:%="%") matplotlib "tilewright[trainer,dev,docs]"
 	$(NEWEST) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
+# What `accelerate` does with a version of transformers that the lock holds back, put before this environment's in another
+# one: the tests that stand on its code, and its families that the lock's has not.
+NEWER := .venv-transformers-$(NEWER_TRANSFORMERS)
+newer: $(NEWER)/.installed
+	$(NEWER)/bin/python -m pytest -q tests/nn/test_transformers_versions.py tests/nn/test_known.py
+
+.venv-transformers-%/.installed: $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth
+	$(@D)/bin/python -m pip install -q --no-compile --no-deps --ignore-installed $(call exact,transformers,$*)
+	touch $@
+
 # Rebuilds the C++ extension in place.
 build: $(STAMP)
 	export TILEWRIGHT_REQUIRE_CPP=1; $(BUILD_CPP)
@@ -154,6 +169,7 @@ pytest: $(STAMP)
 beside:
 	nice $(MAKE) lint
 	nice $(MAKE) docs
+	nice $(MAKE) newer
 	nice $(MAKE) gate
 	nice $(MAKE) gate TRITON=$(GPU_TRITON)
 

@@ -243,6 +243,67 @@ def test_every_part_calls_its_op(monkeypatch):
 # ---- one instance, and back
 
 
+ASKED = {
+    "norm": (layers, "is_norm"),
+    "rope": (layers, "rotations_of"),
+    "mlp": (layers, "is_mlp"),
+    "attention": (integration.acceleration, "own_function"),
+    "linear_attention": (integration.linear_attention, "is_linear_attention"),
+    "experts": (integration.acceleration, "why_not"),
+    "loss": (integration.causal_lm, "loss_reason"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_error_within_a_part_is_raised_and_leaves_the_model_as_it_was(part, monkeypatch):
+    """Only what this version of transformers has not is a reason to leave a part."""
+    model = tiny("qwen3_moe").eval()
+    expected = outputs(model, None)
+
+    def failing(*arguments):
+        raise RuntimeError("an error of ours")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(*ASKED[part], failing)
+        with pytest.raises(RuntimeError, match="an error of ours"):
+            accelerate(model, parts=PARTS, quiet=True)
+    assert not any(map(instance.is_replaced, model.modules()))
+    assert integration.report_of(model) is None
+    assert model.config._attn_implementation == model.config._experts_implementation == "eager"
+    found = outputs(model, None)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("how", ["table", "pickled"])
+def test_a_learned_rotary_embedding_gets_its_gradient(how, monkeypatch):
+    """As Mistral Large 4's; without one, tables are those of `ops.rope`."""
+    model = tiny("llama")
+    rotary = model.model.rotary_emb
+    rotary.alpha = torch.nn.Parameter(torch.full((4,), 0.9, device=DEVICE))
+    own = type(rotary).forward
+
+    def forward(self, x, position_ids):
+        cos, sin = own(self, x, position_ids)
+        return cos * self.alpha.repeat(2), sin + self.alpha.repeat(2)
+
+    monkeypatch.setattr(type(rotary), "forward", forward)
+    theirs = copy.deepcopy(model)
+    report = accelerate(model, parts=PARTS, quiet=True)
+    assert "rope" in {change.part for change in report.changed}
+    if how == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    found, expected = (gradients(m, *batch()) for m in (model, theirs))
+    assert model.model.rotary_emb.alpha.grad.abs().min() > 0
+    assert_within([[found, expected, expected]], 1e-5)
+    calls, compute = [], ops.rope
+    monkeypatch.setattr(ops, "rope", lambda *a, **k: (calls.append(1), compute(*a, **k))[1])
+    with torch.no_grad():
+        model(batch()[0])
+    model.model.rotary_emb.alpha.requires_grad_(False)
+    model(batch()[0])
+    assert len(calls) == 4
+
+
 def test_restore_is_to_the_bit_and_other_models_never_change():
     from transformers import LlamaForCausalLM
 

@@ -925,6 +925,75 @@ def test_a_gradient_is_asked_of_every_argument_that_takes_a_floating_point_tenso
 INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64")
 
 
+# ---- NaN and infinity
+
+
+def _attended(at, bad, name, ends):
+    q, k, v = (torch.randn(1, 2, at[-1], 8, device=DEVICE) for _ in range(3))
+    given = {"q": q, "k": k, "v": v}
+    given[at[0]][0, at[1], at[2], 0] = bad
+    out = OPS["attention"].public(**given, cu_seqlens=ends, implementation=name)
+    return out[0].transpose(0, 1)
+
+
+def _by_the_rule(at, bad, name, ends):
+    S = at[-1]
+    q, k, v = (torch.randn(1, S, 2, 8, device=DEVICE) * 0.3 for _ in range(3))
+    g, beta = -torch.rand(1, S, 2, device=DEVICE), torch.rand(1, S, 2, device=DEVICE)
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    given[at[0]][0, at[2], at[1]] = bad
+    op = OPS["gated_delta_rule"]
+    return op.public(**given, cu_seqlens=ends, implementation=name)[0][0]
+
+
+def _convolved(at, bad, name, ends):
+    x, weight = torch.randn(1, at[-1], 2, device=DEVICE), torch.randn(2, 4, device=DEVICE)
+    x[0, at[2], at[1]] = bad
+    found = OPS["causal_conv1d"].public(x, weight, cu_seqlens=ends, implementation=name)
+    return found[0].unsqueeze(-1)
+
+
+# An op that mixes tokens -> (what it gives [S, heads, D], argument -> the first token and the one
+# behind the last that NaN of token 100 of a document from 20 to 180 may reach).
+DOCUMENT = (20, 180)
+MIXING = {
+    "attention": (_attended, {"q": (100, 101), "k": DOCUMENT, "v": DOCUMENT}),
+    "gated_delta_rule": (
+        _by_the_rule,
+        {"q": (100, 101), **dict.fromkeys(("k", "v", "g", "beta"), (84, 180))},
+    ),
+    "causal_conv1d": (_convolved, {"x": (100, 104)}),
+}
+
+
+@pytest.mark.parametrize(
+    "name, implementation",
+    [(n, i) for n in MIXING for i in ("eager", "cpp", "sdpa") if i in OPS[n].names()],
+)
+def test_nan_and_infinity_reach_what_the_docstring_says(name, implementation):
+    skip_unless_usable(OPS[name], implementation, torch.float32)
+    run, arguments = MIXING[name]
+    ends = torch.tensor([0, 20, 180, 190], device=DEVICE)
+    for argument, (first, last) in arguments.items():
+        for bad in (float("nan"), float("inf")):
+            found = run((argument, 1, 100, 190), bad, implementation, ends)
+            hit = ~found.isfinite()
+            assert hit.any() or bad == float("inf")
+            assert not hit[:, 0].any(), "another head"
+            tokens = hit.flatten(1).any(1).nonzero().flatten()
+            assert not len(tokens) or first <= int(tokens[0]) <= int(tokens[-1]) < last, argument
+
+
+def test_every_op_that_mixes_tokens_says_what_nan_reaches():
+    """Tables of positions are read by each token, and losses of documents sum over them."""
+    of_each = {"rope", "qk_norm_rope", "linear_policy_loss", "linear_preference_loss"}
+    mixing = {n for n, op in OPS.items() if any(a.name == "cu_seqlens" for a in op.takes.arguments)}
+    assert mixing - of_each == set(MIXING)
+    for name in MIXING:
+        about, _, _ = OPS[name].public.__doc__.partition("Args:")
+        assert "NaN and infinity" in " ".join(about.split())
+
+
 # ---- tensors without elements
 
 

@@ -5,6 +5,7 @@ a time, and the declarations themselves.
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -234,6 +235,63 @@ def test_objects_and_choices_are_refused_by_name(changes, error, message):
     with pytest.raises(error) as raised:
         of_objects(**{**given, **changes})
     assert str(raised.value) == message
+
+
+class Held(Codes):
+    def __init__(self, requires_grad):
+        super().__init__(4, 4)
+        self.given = requires_grad
+
+    @property
+    def requires_grad(self):
+        return self.given
+
+
+@takes(
+    x="float [N]",
+    table="constant float [N]",
+    limit="constant float [] or number",
+    held="a Held",
+    either="x",
+)
+def with_constants(
+    x: torch.Tensor,
+    table: torch.Tensor | None = None,
+    limit: float | torch.Tensor = 1.0,
+    held: Held | None = None,
+    either: torch.Tensor | Held | None = None,
+):
+    return x * 1 if table is None else x * table.detach()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "argument, value, got",
+    [
+        ("table", a(3).requires_grad_(), "one that does; pass table.detach()"),
+        ("limit", a().requires_grad_(), "one that does; pass limit.detach()"),
+        ("held", Held(True), "a Held with a tensor that does; detach that"),
+        ("either", Held(True), "a Held with a tensor that does; detach that"),
+    ],
+)
+def test_a_constant_that_requires_a_gradient_is_refused_where_a_graph_is_recorded(
+    argument, value, got, compiled
+):
+    fn = with_constants
+    if compiled:
+        torch._dynamo.reset()
+        fn = torch.compile(fn, backend="eager")
+    x = a(3).requires_grad_()
+    message = f"{argument} must not require a gradient (it gets none), got {got}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fn(x, **{argument: value})
+    with torch.no_grad():
+        fn(x, **{argument: value})
+    with torch.inference_mode():
+        fn(x, **{argument: value})
+    if isinstance(value, torch.Tensor):
+        assert fn(x, **{argument: value.detach()}).requires_grad
+    assert fn(x, either=a(3).requires_grad_(), held=Held(False)).requires_grad
 
 
 def test_some_arguments_alone():

@@ -97,12 +97,15 @@ def accelerate(
     Changes this instance alone: no class and no module of transformers is patched, parameters and
     the keys of `state_dict` stay, and so do `save_pretrained`, `copy.deepcopy`, pickle, adapters
     and quantized layers (projections are called as before). What a class computes is found by
-    evaluating its forward on a few numbers; what no op computes is left, with the reason. A second
-    call first undoes the first. Numerics are those of the ops: float32 inside, rounded once.
+    evaluating its forward on a few numbers; what no op computes is left, with the reason. So are
+    norms and MLPs of others' classes whose code may compute something else in another dtype, for
+    another length or in another mode: only plain arithmetic is taken. A second call first undoes
+    the first. Numerics are those of the ops: float32 inside, rounded once.
 
     - norm: every RMSNorm, QK norms and Gemma's 1 + weight included, by `ops.rmsnorm`, and those
       with a gate by `ops.rmsnorm_gated`.
-    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`.
+    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`; of tables that require a
+      gradient, as a learned embedding's, by the model's own.
     - mlp: the gate of SwiGLU and GeGLU MLPs, merged or not, by `ops.silu_mul` and `ops.gelu_mul`.
     - attention, experts: `attn_implementation` and `experts_implementation` "tilewright"; see
       `register`. The model gets a copy of its configuration, which may belong to other models too.
@@ -166,6 +169,9 @@ def accelerate(
                 getattr(work, part)()
             except ImplementationUnavailable as error:  # transformers lacks what it stands on
                 work.left[part] = str(error)
+            except BaseException:
+                restore(model)
+                raise
     for (
         top
     ) in work.tops:  # its configuration names this library's entries, wherever it is unpickled

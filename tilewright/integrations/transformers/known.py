@@ -134,7 +134,8 @@ def may_depend(function: Callable) -> bool:
     depend on: a dtype, a size, a mode, a value.
     """
     names, branches = set(), False
-    waiting, seen = [function], []
+    waiting: list[Any] = [function]
+    seen = []
     while waiting:
         own = own_function(waiting.pop())
         if own is None or own in seen or is_known(own):

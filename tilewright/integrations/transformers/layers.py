@@ -104,7 +104,7 @@ def norm_options(module: nn.Module) -> tuple | str:
     return "does not compute x / rms(x) * (offset + weight)"
 
 
-def norm_unknown(module: nn.Module, eps: str, *computed: Any) -> str | None:
+def norm_unknown(module: Any, eps: str, *computed: Any) -> str | None:
     """Why nobody can tell that a norm computes what its options say wherever it is called."""
     if (reason := why_unknown(module, ("weight", eps))) or is_known_class(type(module)):
         return reason

@@ -47,7 +47,8 @@ def causal_conv1d(
     Sums are in float32, those of gradients of weight and bias on a CPU over 64 tokens and in
     float64 beyond; the result is rounded once. Differentiable in x, weight and bias: with eager any
     number of times, else once; the sums are recomputed in backward. Under torch.autocast x, weight
-    and bias are cast to its dtype, as by F.conv1d. Deterministic.
+    and bias are cast to its dtype, as by F.conv1d. Deterministic. NaN and infinity of a token reach
+    the W - 1 tokens behind it, of its own channel and document alone.
 
     Args:
         x: [B, S, C] fp32 | bf16 | fp16 (fp64 with eager), any strides. (The transpose of what

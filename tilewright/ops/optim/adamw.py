@@ -166,8 +166,7 @@ def _check_apart(lists):
         for i, t in enumerate(tensors)
     ]
     # The last ends so far, of tensors that are written and of gradients, which may be shared.
-    none = (0, 0, "", 0)
-    last = {True: none, False: none}
+    last: dict[bool, tuple[int, int, str, int]] = dict.fromkeys((True, False), (0, 0, "", 0))
     for span in sorted(spans):
         start, end, name, i = span
         written = name != "grads"
