@@ -29,8 +29,15 @@ from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.contents import digest, of_samples, of_tokenizer
 from tilewright.trainer.data.encode import Columns
-from tilewright.trainer.data.prepared import Agreed, check_targets, prepare, split_validation
+from tilewright.trainer.data.prepared import (
+    Agreed,
+    check_targets,
+    is_saved,
+    prepare,
+    split_validation,
+)
 from tilewright.trainer.data.sources import titles
+from tilewright.trainer.data.teacher_files import check_temperature
 from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
@@ -238,6 +245,7 @@ def build_data(
     columns: further ones that batches have.
     """
     d, t, loss = config.data, config.train, loss_of_run(config)
+    mesh.control.agree(wrong_teacher(config) if mesh.main else None)
     whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
@@ -260,6 +268,19 @@ def build_data(
     if not t.do_test:
         sets |= test_sets(config, mesh, vocab, columns)
     return batches, sets
+
+
+def wrong_teacher(config: Config) -> Exception | None:
+    """An error if a student's rows are at another temperature than its own."""
+    data = config.data
+    if config.train.loss == "distillation" and not is_saved(data):
+        try:
+            check_temperature(
+                (*data.datasets, *data.test_datasets), config.distillation.temperature
+            )
+        except (OSError, ValueError) as error:
+            return error
+    return None
 
 
 def test_sets(config: Config, mesh: Mesh, vocab: int, columns: Columns) -> dict[str, Bins]:
