@@ -552,6 +552,24 @@ def test_a_student_learns_from_what_its_teacher_wrote(texts, settings, tmp_path)
     assert own["eval_student_mass"] == pytest.approx(own["eval_teacher_mass"], abs=1e-6)
 
 
+def test_a_student_at_another_temperature_than_its_teacher_is_refused(texts, settings, tmp_path):
+    """In training and in what is evaluated; rows of other programs do not say at which they are."""
+    to, warm = tmp_path / "rows", "--distillation.temperature=2"
+    k = "--distillation.top_k=4"
+    assert teacher.main([*texts, k, warm, "--to", str(to)]) == 0
+    data = f"--data.datasets={json.dumps([{'path': str(to), 'type': 'tokenized'}])}"
+    said = r"distillation.temperature = 1.0: .*/rows/00000.parquet has .* at 2.0; set it to that"
+    with pytest.raises(ValueError, match=said):
+        trained(settings, "cold", data, k, "--train.max_steps=1")
+    with pytest.raises(ValueError, match=said):
+        held = data.replace("datasets", "test_datasets", 1)
+        trained(settings, "held", held, *settings[2]("forward"), "--train.max_steps=1")
+    trained(settings, "warm", data, k, warm, "--train.max_steps=1")
+    table = pq.read_table(to / "00000.parquet").replace_schema_metadata(None)
+    pq.write_table(table, to / "00000.parquet")
+    trained(settings, "unsaid", data, k, "--train.max_steps=1")
+
+
 WRITTEN = (("fsdp2", 4), ("ring", 4), ("pipeline", 4), ("tensor", 4), ("tensor", 0))
 
 

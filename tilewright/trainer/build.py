@@ -29,8 +29,15 @@ from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.contents import digest, of_samples, of_tokenizer
 from tilewright.trainer.data.encode import Columns
-from tilewright.trainer.data.prepared import Agreed, check_targets, prepare, split_validation
+from tilewright.trainer.data.prepared import (
+    Agreed,
+    check_targets,
+    is_saved,
+    prepare,
+    split_validation,
+)
 from tilewright.trainer.data.sources import titles
+from tilewright.trainer.data.teacher_files import check_temperature
 from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
@@ -279,6 +286,9 @@ def build_data(
     columns: further ones that batches have.
     """
     d, t, loss = config.data, config.train, loss_of_run(config)
+    if t.loss == "distillation":
+        temperature = config.distillation.temperature
+        mesh.control.agree(wrong_teacher(d, temperature) if mesh.main else None)
     whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
     training, held = split_validation(whole, d.val_set_size, t.seed, columns)
     columns = columns or {}
@@ -301,6 +311,17 @@ def build_data(
     if not t.do_test:
         sets |= test_sets(config, mesh, vocab, columns)
     return batches, sets
+
+
+def wrong_teacher(data: Data, temperature: float) -> Exception | None:
+    """An error if a student's rows are at another temperature than its own."""
+    if is_saved(data):
+        return None
+    try:
+        check_temperature((*data.datasets, *data.test_datasets), temperature)
+    except (OSError, ValueError) as error:
+        return error
+    return None
 
 
 def test_sets(config: Config, mesh: Mesh, vocab: int, columns: Columns) -> dict[str, Bins]:
@@ -509,15 +530,15 @@ def identity(
 Things = dict[str, Thing]
 
 
-def things_read(config: Config, mesh: Mesh, bins: Bins) -> Things:
+def things_read(data: Data, model: Model, mesh: Mesh, bins: Bins, exported: bool) -> Things:
     """What a run reads beside weights (`MadeOf`), as rank 0 sees it. The tokenizer is there where
     samples are made with it, or it is exported.
     """
     found: Things = {}
     if mesh.main:
-        found |= of_samples(config.data, bins)
-        if config.train.save_hf_weights or tokenizes(config.data):
-            found |= of_tokenizer(config.model)
+        found |= of_samples(data, bins)
+        if exported or tokenizes(data):
+            found |= of_tokenizer(model)
     return {n: Thing(*thing) for n, thing in mesh.control.broadcast(found).items()}
 
 
@@ -526,27 +547,28 @@ def tokenizes(data: Data) -> bool:
     return any(DATASETS[e.type].tokenizer for e in (*data.datasets, *data.test_datasets))
 
 
-def certified_things(config: Config, things: Things) -> dict[str, str]:
+def certified_things(data: Data, things: Things) -> dict[str, str]:
     """What a certificate holds of what a run is made of. Its base and samples are other facts, and
     no number depends on a tokenizer that is exported alone.
     """
-    known = (
-        {"base", "data"} if tokenizes(config.data) else {"base", "data", "tokenizer", "template"}
-    )
+    known = {"base", "data"} if tokenizes(data) else {"base", "data", "tokenizer", "template"}
     return {name: thing.digest for name, thing in things.items() if name not in known}
 
 
-def weights_read(config: Config, policy: Parts, reference: Parts | None) -> Things:
-    """The weights that a run began from, and those that it compares with.   reference: a model
-    that is not the policy's; None: it is, if there is one. Drawn weights are none of these: the
-    seed is in the identity.
+def weights_read(
+    path: str | None, other: str | None, compares: bool, policy: Parts, reference: Parts | None
+) -> Things:
+    """The weights that a run began from, and those that it compares with. Drawn weights are none of
+    these: the seed is in the identity.
+
+    path: of the model.   other: of a reference of its own.   compares: whether there is one, which
+    no column holds.   reference: its model; None: the policy's.
     """
-    path, other = config.model.model_path, config.preference.reference_path
     found: Things = {}
     if policy.origin is not None and path is not None:
         found["base"] = Thing(policy.origin, [path])
     compared = policy if reference is None else reference
-    if kind_of_reference(config) in ("none", "column") or compared.origin is None:
+    if not compares or compared.origin is None:
         return found
     # Weights mean nothing without the shape, which a folder of its own may have changed.
     known = digest([compared.origin, dataclasses.asdict(compared.model.config)])
@@ -604,18 +626,23 @@ def build(
     dropout.check(t, shape, batches.per_step)
     read = kind_of_reference(config) == "precomputed"
     sets, compared = [batches.bins, *held.values(), *last.values()], None
-    things, known = things_read(config, mesh, batches.bins), None
+    d, m, known = config.data, config.model, None
+    things = things_read(d, m, mesh, batches.bins, t.save_hf_weights)
+    compares = kind_of_reference(config) not in ("none", "column")
+    weights = functools.partial(
+        weights_read, m.model_path, config.preference.reference_path, compares
+    )
     if read and not begins_as_policy(config.model, config.preference):
         # A model for what is not there yet alone, before there is a policy, and gone before it: two
         # are never in memory.
         second = functools.partial(second_model, config, shape, mesh, ops)
         known = second(lambda plain, other, *_: described(plain.model, other, mesh, ops))
-        agreed(things | weights_read(config, known, known))
+        agreed(things | weights(known, known))
         compared = precomputed(config, mesh, ops, known, sets, second)
         free(mesh)
     engine = build_engine(config, shape, mesh, ops)
     if read and compared is None:
-        agreed(things | weights_read(config, engine.parts, None))
+        agreed(things | weights(engine.parts, None))
         compared = precomputed(config, mesh, ops, engine.parts, sets)
     engine.reference = compared or reference(config, shape, mesh, ops, engine.parts)
     parts = known or getattr(engine.reference, "parts", None)
@@ -626,7 +653,7 @@ def build(
         held,
         last,
         identity(config, shape, batches, engine.parts.origin),
-        things | weights_read(config, engine.parts, parts),
+        things | weights(engine.parts, parts),
         names_of_ops(ops, engine, t),
         export_as,
     )

@@ -17,7 +17,8 @@ from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint, writable
 from tilewright.trainer.checkpoint.best import Best, history, over
 from tilewright.trainer.checkpoint.made_of import MadeOf
-from tilewright.trainer.config import Config, resolved
+from tilewright.trainer.config import Config, Train, resolved
+from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.config.section import certified
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Batches, Bins, evaluated_bins
@@ -246,20 +247,20 @@ class Run:
             ) from None
 
 
-def _by(config: Config, made: build.Built, mesh: Mesh) -> str:
-    """A hash of what the values of evaluations depend on beside weights and data sets."""
-    t, loss = config.train, build.loss_of_run(config)
-    size = t.eval_micro_batch_size or t.micro_batch_size
+def _by(train: Train, loss: Loss, fields: dict[str, Any], made: build.Built, mesh: Mesh) -> str:
+    """A hash of what the values of evaluations depend on beside weights and data sets.   fields:
+    what `certified` returns.
+    """
+    size, most = train.eval_micro_batch_size or train.micro_batch_size, train.eval_max_batches
     some = {
         name: packing.fingerprint(found)
         for name, bins in made.held.items()
-        if len(found := evaluated_bins(bins, size, mesh.layout.data, t.eval_max_batches))
-        < len(bins)
+        if len(found := evaluated_bins(bins, size, mesh.layout.data, most)) < len(bins)
     }
-    own = {k: v for k, v in certified(config).items() if k.startswith(f"{loss.section}.")}
+    own = {k: v for k, v in fields.items() if k.startswith(f"{loss.section}.")}
     reference = made.made_of.get("reference")
-    temperature = str(t.loss_temperature) if loss.section == "policy" else None
-    return digest([t.loss, own, some, reference and reference.digest, temperature])
+    temperature = str(train.loss_temperature) if loss.section == "policy" else None
+    return digest([train.loss, own, some, reference and reference.digest, temperature])
 
 
 # Long: the parts of a run in the order in which mistakes are found, and a field of Run for each.
@@ -271,9 +272,10 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path, not t.load_optimizer)
     writable.check(t, mesh)
     witness = Witness(t, mesh)
-    made = build.build(config, mesh, functools.partial(refuse_others, config, mesh, folders))
+    kind = kind_of_reference(config)
+    made = build.build(config, mesh, functools.partial(refuse_others, t, kind, mesh, folders))
     engine, batches, held = made.engine, made.batches, made.held
-    resumed, state = resume(config, mesh, made, folders)
+    resumed, state = resume(t, kind, mesh, made, folders)
     start = state.get("step", 0)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
     if start > plan.total:
@@ -282,10 +284,11 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(problem)
     loss = build.loss_of_run(config)
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
-    of = over([b.fingerprint() for b in held.values()], _by(config, made, mesh), t.eval_max_batches)
+    by = _by(t, loss, certified(config), made, mesh)
+    of = over([bins.fingerprint() for bins in held.values()], by, t.eval_max_batches)
     best = history(t, Best.of(t, of, names), state)
     deep_ep = config.model.ep_dispatch == "deepep"
-    belongs = {**made.identity, "read": build.certified_things(config, made.made_of)}
+    belongs = {**made.identity, "read": build.certified_things(config.data, made.made_of)}
     own = facts(certified(config), deep_ep, mesh, (batches, held), belongs, made.ops)
     files = files_of_data(config.data) if mesh.main else {}
     told = witness.start(engine, own, files, start, plan.total)

@@ -36,6 +36,7 @@ from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.encode import lists
+from tilewright.trainer.data.teacher_files import with_temperature
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.evaluate import check_weights, filled_engine, sets, shape_of
 from tilewright.trainer.losses.loss import count_labels
@@ -133,9 +134,10 @@ def table(given: Sequence[Row]) -> pa.Table:
 
 
 class Writer:
-    """A Parquet file of rows, which has its name once it is whole."""
+    """A Parquet file of rows at a temperature, which has its name once it is whole."""
 
-    def __init__(self, file: pathlib.Path):
+    def __init__(self, file: pathlib.Path, temperature: float):
+        self.temperature = temperature
         self.file, self.aside = file, file.with_name(f".{file.name}.partial")
         self.rows: list[Row] = []
         self.count, self._writer = 0, None
@@ -148,7 +150,8 @@ class Writer:
     def _flush(self) -> None:
         if self.rows:
             group = table(self.rows)
-            self._writer = self._writer or pq.ParquetWriter(self.aside, group.schema)
+            schema = with_temperature(group.schema, self.temperature)
+            self._writer = self._writer or pq.ParquetWriter(self.aside, schema)
             self._writer.write_table(group)
             self.count, self.rows = self.count + len(self.rows), []
 
@@ -194,7 +197,7 @@ def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
                 f"distillation.top_k = {d.top_k}: the model has {shape.vocab_size} tokens"
             )
         mesh.control.agree(_taken(folder) if mesh.main else None)
-        writer = Writer(folder / f"{mesh.rank:05}.parquet")
+        writer = Writer(folder / f"{mesh.rank:05}.parquet", d.temperature)
         mesh.control.agree(_unwritable(writer.file))
         chosen = list(sets(config, mesh, shape, whole=True))
         engine = filled_engine(config, shape, mesh)
