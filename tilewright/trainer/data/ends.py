@@ -69,7 +69,7 @@ class Ends:
         special = known | {i for i, token in decoder.items() if token.special}
         return cls(
             found,
-            frozenset(special - ({tokenizer.bos_token_id} - found)),
+            frozenset(special - ({getattr(tokenizer, "bos_token_id", None)} - found)),
             frozenset(known | {*decoder}),
             min(found, default=None) if end is None else end,
         )

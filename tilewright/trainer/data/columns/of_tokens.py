@@ -20,18 +20,20 @@ def recorded(routes: Routes) -> Column:
 
 # Experts are below 4,096; -1 is a token without a record.
 ROUTED_EXPERTS = Column(
-    "token", "int16", fill=-1, of_model=lambda shape: recorded(Routes.of(shape))
+    "token", "int16", fill=-1, instructs=True, of_model=lambda shape: recorded(Routes.of(shape))
 )
 
 COLUMNS.add("routed_experts", ROUTED_EXPERTS)
-COLUMNS.add("weight", Column("token", "float32", default=1.0, target=True, least=0.0))
-COLUMNS.add("advantage", Column("token", "float32", target=True))
+COLUMNS.add(
+    "weight", Column("token", "float32", instructs=True, default=1.0, target=True, least=0.0)
+)
+COLUMNS.add("advantage", Column("token", "float32", instructs=True, target=True))
 # Log-probabilities, in nats: under the policy before the update, under the sampler if its numbers
 # are others, under a teacher, and under a reference model.
-COLUMNS.add("old_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("rollout_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("reference_logprob", Column("token", "float32", target=True, most=0.0))
+COLUMNS.add("old_logprob", Column("token", "float32", instructs=True, target=True, most=0.0))
+COLUMNS.add("rollout_logprob", Column("token", "float32", instructs=True, target=True, most=0.0))
+COLUMNS.add("teacher_logprob", Column("token", "float32", instructs=True, target=True, most=0.0))
+COLUMNS.add("reference_logprob", Column("token", "float32", instructs=True, target=True, most=0.0))
 
 
 def _twice(ids: np.ndarray) -> tuple[np.ndarray, str]:
@@ -52,10 +54,17 @@ def _in_vocabulary(shape: ModelConfig) -> Column:
 
 # A teacher's most probable tokens, in any order, and their log-probabilities. -1 is no token.
 TEACHER_IDS = Column(
-    "token", "int32", fill=-1, target=True, least=-1, among=_twice, of_model=_in_vocabulary
+    "token",
+    "int32",
+    fill=-1,
+    instructs=True,
+    target=True,
+    least=-1,
+    among=_twice,
+    of_model=_in_vocabulary,
 )
 COLUMNS.add("teacher_ids", TEACHER_IDS)
 COLUMNS.add(
     "teacher_logprobs",
-    Column("token", "float32", target=True, most=0.0, among=_too_probable),
+    Column("token", "float32", instructs=True, target=True, most=0.0, among=_too_probable),
 )
