@@ -170,7 +170,7 @@ def _instructing() -> set[str]:
 
 
 def _readers(columns: Collection[str]) -> str:
-    found = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns}]
+    found = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns, *loss.accepts}]
     return f"; train.loss = {_either(found)} would" if found else ""
 
 

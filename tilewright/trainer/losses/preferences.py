@@ -276,7 +276,7 @@ def settled(section: Preference) -> Loss:
     )
 
 
-ACCEPTS = ("reference_logprob", "reward", "prefix")
+ACCEPTS = ("desirable", "reference_logprob", "reward", "prefix")
 LOSSES.add(
     "preference", dataclasses.replace(settled(Preference()), settled=settled, accepts=ACCEPTS)
 )
