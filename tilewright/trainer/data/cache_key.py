@@ -144,7 +144,7 @@ def cache_key(
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
-    stops = stops_of(model) if any(k.tokenizer for k in kinds) else ()
+    stops = stops_of(model, entries)
     cut = prompts.most is not None and any(k.prompts for k in kinds)
     what = [
         PREPARATION,

@@ -238,7 +238,7 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                use = Use(prompts, stops_of(model), loss)
+                use = Use(prompts, stops_of(model, entries), loss)
                 _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns, use)
                 replace_folder(aside, folder)
             if data.push_dataset_to_hub:
