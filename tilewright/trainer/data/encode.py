@@ -47,13 +47,10 @@ def schema(columns: Columns) -> pa.Schema:
 
 
 class Use(NamedTuple):
-    """What samples are made for.   prompts: how they are cut.   stops: see `Asked`.   loss: the
-    name in LOSSES of what learns from them; "": they are scored, or nobody has said.
-    """
+    """What samples are made for.   prompts: how they are cut.   stops: see `Asked`."""
 
     prompts: Prompts = WHOLE
     stops: tuple[int, ...] = ()
-    loss: str = ""
 
 
 ANY = Use()

@@ -241,7 +241,7 @@ def prepare_entry(
     units.begin_set(kind.yields)
     names, features = source.column_names, source.features
     try:
-        check_columns(entry, list(names), features, columns, use.loss)
+        check_columns(entry, list(names), features, columns, use.prompts.loss)
     except NotIntegers as wrong:
         assert isinstance(source, Rows)  # documents are strings
         raise NotIntegers(_first_other(source, wrong.column), wrong.column, wrong.kind) from wrong
