@@ -378,10 +378,8 @@ def test_text_is_read_from_every_format(tmp_path, make, suffix):
     else:
         write(tmp_path / "data", suffix, {"text": ["ab\n\ncd"], "other": [3]})
     got = prepared(make({"path": tmp_path / "data", "type": "text"}), Characters)
-    assert rows(got) == [[97, 98, 10, 10, 99, 100, 0]] and got.column_names == [
-        "input_ids",
-        "labels",
-    ]
+    assert rows(got) == [[97, 98, 10, 10, 99, 100, 0]]
+    assert got.column_names == ["input_ids", "labels", "source_row"]
 
 
 def test_files_of_a_mixed_folder_are_chosen_by_ds_type(tmp_path, make):

@@ -547,8 +547,9 @@ def test_what_reads_tokens_is_refused(settings):
         score(settings, folder / "model", "--train.loss=reward")
     with pytest.raises(ValueError, match="--per-token: a reward model"):
         evaluate.evaluate(load(path), Mesh(), folder / "no.jsonl", each_token=True)
+    plain = "--data.datasets=[{path: dummy}]"
     with pytest.raises(ValueError, match=r"unexpected score\.weight"):
-        trained(settings, "no", "--train.loss=language_modeling")
+        trained(settings, "no", "--train.loss=language_modeling", plain)
 
 
 @pytest.mark.parametrize(

@@ -272,8 +272,11 @@ def prepared(
         vocab,
         shuffle=shuffle,
         columns=columns,
-        prompts=Prompts(preference.max_prompt_len, preference.truncation_mode),
-        loss=config.train.loss if learns else "",
+        prompts=Prompts(
+            preference.max_prompt_len,
+            preference.truncation_mode,
+            config.train.loss if learns else "",
+        ),
         agreed=Agreed(mesh.main, mesh.control.broadcast),
     )
 

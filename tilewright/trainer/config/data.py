@@ -337,7 +337,9 @@ class Data(Section):
         ),
         certified=False,
     )
-    """Held out of datasets for evaluation: a number of samples, or a fraction below 1."""
+    """Held out of datasets for evaluation, with all their samples: a number of rows, or a fraction
+    below 1.
+    """
     shuffle_merged_datasets: bool = field(
         True,
         Resume.OTHER_ORDER,

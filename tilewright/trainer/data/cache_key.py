@@ -144,7 +144,7 @@ def cache_key(
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
-    stops = stops_of(model) if any(k.tokenizer for k in kinds) else ()
+    stops = stops_of(model, entries)
     cut = prompts.most is not None and any(k.prompts for k in kinds)
     what = [
         PREPARATION,
@@ -157,7 +157,7 @@ def cache_key(
         *([{name: str(c.type) for name, c in columns.items()}] if columns else []),
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
-        *([{"prompts": prompts}] if cut else []),
+        *([{"prompts": prompts[:2]}] if cut else []),
         *([{"stops": stops}] if stops else []),
         *([data.on_bad_row] if data.on_bad_row != "error" else []),
         *([data.mixing, data.samples_per_epoch] if shuffle and data.mixing != "concat" else []),

@@ -47,13 +47,10 @@ def schema(columns: Columns) -> pa.Schema:
 
 
 class Use(NamedTuple):
-    """What samples are made for.   prompts: how they are cut.   stops: see `Asked`.   loss: the
-    name in LOSSES of what learns from them; "": they are scored, or nobody has said.
-    """
+    """What samples are made for.   prompts: how they are cut.   stops: see `Asked`."""
 
     prompts: Prompts = WHOLE
     stops: tuple[int, ...] = ()
-    loss: str = ""
 
 
 ANY = Use()
@@ -148,7 +145,7 @@ def _check_read(
     entry: Dataset, row: DatasetType, names: list[str], columns: Columns, loss: str
 ) -> None:
     """Raises ValueError if what judges samples, or weighs their tokens, is not read by the loss."""
-    if row.yields and not columns.keys() & {*row.yields}:
+    if _instructing() & {*row.yields} and not columns.keys() & {*row.yields}:
         raise ValueError(
             f"train.loss = {loss}: {entry.path} has {row.says} (type {entry.type}), which this loss "
             f"would all learn alike: it does not read {_either(row.yields)}{_readers(row.yields)}"
@@ -157,19 +154,22 @@ def _check_read(
 
 
 def check_unread(path: str, names: Iterable[str], columns: Columns, loss: str) -> None:
-    """Raises ValueError for a row of COLUMNS that the data have, and the loss does not read. Names
-    of rows, which batches do not have, may be there.
+    """Raises ValueError for a column that says what is learned, and is not read. What other
+    settings of the run read may be there.
     """
-    known = {name for name, column in COLUMNS.items() if column.batched}
-    if unread := sorted(known & {*names} - {*columns}):
+    if unread := sorted(_instructing() & {*names} - {*columns, *LOSSES[loss].accepts}):
         raise ValueError(
             f"train.loss = {loss}: {path} has the column `{unread[0]}`, which this loss does not "
             f"read{_readers(unread[:1])}{LEFT_OUT}"
         )
 
 
+def _instructing() -> set[str]:
+    return {name for name, column in COLUMNS.items() if column.instructs}
+
+
 def _readers(columns: Collection[str]) -> str:
-    found = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns}]
+    found = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns, *loss.accepts}]
     return f"; train.loss = {_either(found)} would" if found else ""
 
 

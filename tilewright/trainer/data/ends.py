@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.trainer.checkpoint.hf_names import local_folder
-from tilewright.trainer.config import Model
+from tilewright.trainer.config import Dataset, Model
+from tilewright.trainer.tables import DATASETS
 
 BEGUN = (
     "samples begin with what the tokenizer puts before a text (BOS), which was not added once more"
@@ -22,17 +23,23 @@ ENDLESS = (
 )
 
 
-def stops_of(model: Model) -> tuple[int, ...]:
+def stops_of(model: Model, entries: Iterable[Dataset]) -> tuple[int, ...]:
     """The tokens at which generation stops, by generation_config.json of the model's folder and of
-    the tokenizer's.
+    the tokenizer's; none where no data set of `entries` has a tokenizer.
     """
     found: set[int] = set()
+    if not any(DATASETS[e.type].tokenizer for e in entries):
+        return ()
     for path in {model.model_path or model.config_path, model.tokenizer_path} - {None}:
         try:
-            file = pathlib.Path(local_folder(str(path), model.revision), "generation_config.json")
-            given = json.loads(file.read_text()).get("eos_token_id")
+            folder = pathlib.Path(local_folder(str(path), model.revision))
         except FileNotFoundError:
             continue
+        file = (folder.parent if folder.is_file() else folder) / "generation_config.json"
+        if not file.is_file():
+            continue
+        try:
+            given = json.loads(file.read_text()).get("eos_token_id")
         except (AttributeError, ValueError) as error:
             raise ValueError(f"{file}: cannot be read: {error}") from error
         found |= {i for i in (given if isinstance(given, list) else [given]) if type(i) is int}
@@ -69,7 +76,7 @@ class Ends:
         special = known | {i for i, token in decoder.items() if token.special}
         return cls(
             found,
-            frozenset(special - ({tokenizer.bos_token_id} - found)),
+            frozenset(special - ({getattr(tokenizer, "bos_token_id", None)} - found)),
             frozenset(known | {*decoder}),
             min(found, default=None) if end is None else end,
         )

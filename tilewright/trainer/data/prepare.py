@@ -275,7 +275,7 @@ def prepare_entry(
     units.begin_set(kind.yields)
     names = source.column_names
     skip = data.on_bad_row == "skip"
-    source = _checked(source, entry, columns, skip, use.loss)
+    source = _checked(source, entry, columns, skip, use.prompts.loss)
     encoder = Encoder(entry, most, vocab, tokenizer, names, columns, skip, number, use)
     count = workers(entry, data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1

@@ -181,7 +181,6 @@ class Agreed(NamedTuple):
 ALONE = Agreed()
 
 
-# Wide: all that decides on the contents of a prepared set.
 def prepare(
     entries: list[Dataset],
     data: Data,
@@ -193,20 +192,19 @@ def prepare(
     shuffle: bool = True,
     columns: Columns | None = None,
     prompts: Prompts = WHOLE,
-    loss: str = "",
     agreed: Agreed = ALONE,
 ):
     """The merged, tokenized data set with columns input_ids, labels and further ones that are asked
     for, from the cache if present.
 
     model: whose tokenizer the samples are made with, known by its files.   tokenizer: makes it.
-    prompts: how they are cut.   loss: see `Use`.
+    prompts: how they are cut, and the loss.
     """
     columns, (main, broadcast) = columns or {}, agreed
     root = pathlib.Path(data.dataset_prepared_path)
     split = _split(entries, data)
     if is_saved(data):
-        return _saved(root, split != "train", vocab, columns, loss, check=main)
+        return _saved(root, split != "train", vocab, columns, prompts.loss, check=main)
     for entry in entries:
         if pathlib.Path(entry.path).is_dir() and root.resolve().is_relative_to(
             pathlib.Path(entry.path).resolve()
@@ -240,7 +238,7 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                use = Use(prompts, stops_of(model), loss)
+                use = Use(prompts, stops_of(model, entries))
                 _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns, use)
                 replace_folder(aside, folder)
             if data.push_dataset_to_hub:

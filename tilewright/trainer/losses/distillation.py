@@ -131,4 +131,7 @@ def settled(section: Distillation) -> Loss:
     )
 
 
-LOSSES.add("distillation", dataclasses.replace(settled(Distillation()), settled=settled))
+ACCEPTS = ("teacher_ids", "teacher_logprobs", "teacher_logprob", "routed_experts")
+LOSSES.add(
+    "distillation", dataclasses.replace(settled(Distillation()), settled=settled, accepts=ACCEPTS)
+)

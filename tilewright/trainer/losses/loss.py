@@ -46,6 +46,8 @@ class Loss:
 
     function: (per_token, batch) -> (sum, denominator, *reported sums), one for each of `reports`.
     columns: of a batch that it reads. A run whose batches have not all of them is refused.
+    accepts: further columns that data may have: those that other settings of the run read. Another
+        one that says what to learn, and is not read, is refused.
     reports: names of further sums, which are reported over the denominator.
     nats: whether the mean is a cross-entropy in nats, of which evaluations report the perplexity.
     tempered: whether it reads the log-probabilities of a sampler: evaluations, too, are at
@@ -82,6 +84,7 @@ class Loss:
     head: str = "language_model"
     settled: Callable[[Any], Loss] | None = None
     section: str = "preference"
+    accepts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if taken := sorted(RESERVED & {*self.reports}):

@@ -115,4 +115,5 @@ def settled(section: Policy) -> Loss:
     )
 
 
-LOSSES.add("policy", dataclasses.replace(settled(Policy()), settled=settled))
+ACCEPTS = (*COLUMNS.values(), "routed_experts")
+LOSSES.add("policy", dataclasses.replace(settled(Policy()), settled=settled, accepts=ACCEPTS))

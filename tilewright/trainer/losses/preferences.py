@@ -276,4 +276,7 @@ def settled(section: Preference) -> Loss:
     )
 
 
-LOSSES.add("preference", dataclasses.replace(settled(Preference()), settled=settled))
+ACCEPTS = ("desirable", "reference_logprob", "reward", "prefix")
+LOSSES.add(
+    "preference", dataclasses.replace(settled(Preference()), settled=settled, accepts=ACCEPTS)
+)

@@ -39,6 +39,8 @@ class Column:
     target: the number belongs to the prediction of a token, as its label does: a batch has at t
         that of the token that follows t in the same document, and `fill` at the document's end.
     together: consecutive documents of one value are one unit of packing: always in one bin.
+    instructs: it says what is learned, or how: a loss that does not read it refuses data that have
+        it.
     least, most: the values that are accepted.
     width: numbers per token; None: one.
     among: numbers of tokens [n, width] -> which tokens' do not fit each other [n], and why.
@@ -58,6 +60,7 @@ class Column:
     default: float | str | None = None
     target: bool = False
     together: bool = False
+    instructs: bool = False
     least: float = -math.inf
     most: float = math.inf
     width: int | None = None

@@ -20,19 +20,30 @@ def recorded(routes: Routes) -> Column:
 
 # Experts are below 4,096; -1 is a token without a record.
 ROUTED_EXPERTS = Column(
-    "token", "int16", fill=-1, of_model=lambda shape: recorded(Routes.of(shape)), part="routes"
+    "token",
+    "int16",
+    fill=-1,
+    instructs=True,
+    of_model=lambda shape: recorded(Routes.of(shape)),
+    part="routes",
 )
 
 COLUMNS.add("routed_experts", ROUTED_EXPERTS)
-COLUMNS.add("weight", Column("token", "float32", default=1.0, target=True, least=0.0))
-COLUMNS.add("advantage", Column("token", "float32", target=True))
+COLUMNS.add(
+    "weight", Column("token", "float32", instructs=True, default=1.0, target=True, least=0.0)
+)
+COLUMNS.add("advantage", Column("token", "float32", instructs=True, target=True))
 # Log-probabilities, in nats: under the policy before the update, under the sampler if its numbers
 # are others, under a teacher, and under a reference model.
-COLUMNS.add("old_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("rollout_logprob", Column("token", "float32", target=True, most=0.0))
-COLUMNS.add("teacher_logprob", Column("token", "float32", target=True, most=0.0, part="teacher"))
+COLUMNS.add("old_logprob", Column("token", "float32", instructs=True, target=True, most=0.0))
+COLUMNS.add("rollout_logprob", Column("token", "float32", instructs=True, target=True, most=0.0))
 COLUMNS.add(
-    "reference_logprob", Column("token", "float32", target=True, most=0.0, part="reference")
+    "teacher_logprob",
+    Column("token", "float32", instructs=True, target=True, most=0.0, part="teacher"),
+)
+COLUMNS.add(
+    "reference_logprob",
+    Column("token", "float32", instructs=True, target=True, most=0.0, part="reference"),
 )
 
 
@@ -57,6 +68,7 @@ TEACHER_IDS = Column(
     "token",
     "int32",
     fill=-1,
+    instructs=True,
     target=True,
     least=-1,
     among=_twice,
@@ -66,5 +78,13 @@ TEACHER_IDS = Column(
 COLUMNS.add("teacher_ids", TEACHER_IDS)
 COLUMNS.add(
     "teacher_logprobs",
-    Column("token", "float32", target=True, most=0.0, among=_too_probable, part="teacher"),
+    Column(
+        "token",
+        "float32",
+        instructs=True,
+        target=True,
+        most=0.0,
+        among=_too_probable,
+        part="teacher",
+    ),
 )

@@ -14,10 +14,14 @@ class Refused(ValueError):
 
 
 class Prompts(NamedTuple):
-    """How prompts are cut.   most: tokens; None: they are whole.   keep: keep_start or keep_end."""
+    """How prompts are cut, and what for.   most: tokens; None: they are whole.   keep: keep_start
+    or keep_end.   loss: the name in LOSSES of what learns from samples; "": they are scored, or
+    nobody has said.
+    """
 
     most: int | None = None
     keep: str = "keep_start"
+    loss: str = ""
 
 
 WHOLE = Prompts()
