@@ -112,7 +112,7 @@ def accelerate(
       `position_ids` alone separate none there, and a model that packs by them warns once.
     - loss: where labels are given, `ops.linear_cross_entropy` of hidden states and head, honoring
       num_items_in_batch, ignore_index, shift_labels, logits_to_keep and softcaps. Logits are not
-      built, and `output.logits` is None. Where all labels are ignored the loss is 0, not NaN. A
+      built, and `output.logits` is None; only a tuple (return_dict=False) has them. Where all labels are ignored the loss is 0, not NaN. A
       head with adapters, quantized weights or hooks, and a model with a loss_function of its own,
       compute logits and loss as before, decided at each call.
 
@@ -122,7 +122,8 @@ def accelerate(
         parts: Of PARTS; None: all, but attention on a CPU, where nothing is gained. Named ones are
             changed wherever an op can compute them.
         logits: "eval": calls with labels return no logits in training mode, but do in evaluation
-            mode, for metrics; "never": not there either; "always": the loss is left alone.
+            mode, for metrics; "never": not there either, and None in a tuple; "always": the loss is
+            left alone.
         quiet: Prints no report. Only rank 0 prints.
 
     Returns:
