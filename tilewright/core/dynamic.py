@@ -73,22 +73,22 @@ def schema_of(overload: torch_names.OpOverload) -> str:
     return f"{name}.{OVERLOAD}({arguments}, Tensor numbers{arrow}{results}"
 
 
-def written(flat: Sequence, places: Sequence[int]) -> list | None:
-    """Arguments of the overload with numbers; None if no float is symbolic."""
+def written(flat: Sequence, places: Sequence[int]) -> tuple[list, torch.Tensor | None]:
+    """(arguments without symbolic floats, the numbers of these; None if there are none)"""
     numbers, values = [], list(flat)
     for i in places:
         value = values[i]
-        if value is None:
-            continue
         if isinstance(value, Symbol):
             numbers.append(value.tensor)
-        elif torch_names.is_symbolic(value) and value != 0:
-            # Not torch.tensor or full, which would make a constant of it.
-            numbers.append(torch.ones((), dtype=torch.float64, device="cpu") * value)
-        else:
+        elif value is None or not torch_names.is_symbolic(value):
             continue
+        elif value == 0:
+            values[i] = 0.0
+            continue
+        else:  # not torch.tensor or full, which would make a constant of it
+            numbers.append(torch.ones((), dtype=torch.float64, device="cpu") * value)
         values[i] = _AMONG_NUMBERS
-    return [*values, torch.stack(numbers)] if numbers else None
+    return values, torch.stack(numbers) if numbers else None
 
 
 def reading(function: Callable, places: Sequence[int]) -> Callable:

@@ -138,8 +138,10 @@ class Operator:
     def through_dispatcher(self, *args):
         """Calls the operator of PyTorch."""
         flat = self.signature.flat(args)
-        if self.numbers is not None and (numbers := dynamic.written(flat, self._floats)):
-            return self.signature.read_result(self.numbers(*numbers))
+        if self.numbers is not None:
+            flat, numbers = dynamic.written(flat, self._floats)
+            if numbers is not None:
+                return self.signature.read_result(self.numbers(*flat, numbers))
         return self.signature.read_result(self.overload(*flat))
 
     def launch(self, *args):

@@ -22,9 +22,9 @@ float32, in which kernels compute, and so is its inverse where the interval is o
     int [1, E]
     float | int64 [] or number [0, inf)     a tensor, on any device, or a number
 
-"constant" before it is of a number that changes with the model or the recipe, not
-from step to step: compiled code has a graph for each value, since sizes or launches depend on it. Of
-any other number one graph takes all values, but for 0 and 1.
+"constant" before it is of a number that changes with the model or the recipe, not from step to
+step: compiled code has a graph for each value, since sizes, launches or the threshold of dropout
+depend on it. Of any other number one graph takes all values, but for 0 and 1.
 
     constant int [1, E]
 

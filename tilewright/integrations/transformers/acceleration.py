@@ -112,9 +112,10 @@ def accelerate(
       `position_ids` alone separate none there, and a model that packs by them warns once.
     - loss: where labels are given, `ops.linear_cross_entropy` of hidden states and head, honoring
       num_items_in_batch, ignore_index, shift_labels, logits_to_keep and softcaps. Logits are not
-      built, and `output.logits` is None; only a tuple (return_dict=False) has them. Where all labels are ignored the loss is 0, not NaN. A
-      head with adapters, quantized weights or hooks, and a model with a loss_function of its own,
-      compute logits and loss as before, decided at each call.
+      built, and `output.logits` is None; a tuple (return_dict=False) has them in their place.
+      Where all labels are ignored the loss is 0, not NaN. A head with adapters, quantized weights
+      or hooks, and a model with a loss_function of its own, compute logits and loss as before,
+      decided at each call.
 
     Args:
         model: A transformers model, or a module that contains one (as of PEFT), before FSDP or

@@ -213,8 +213,8 @@ def _in_one_row(t: torch.Tensor) -> torch.Tensor:
 
 
 def first_recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Of each kind of layer that is given position_ids and whose child carries a state from token to
-    token without them, the first.
+    """The first of each kind of layer that is given position_ids and whose child, which is not,
+    carries a state from token to token.
     """
     found: dict[type, nn.Module] = {}
     for layer in model.modules():
