@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import DEVICE, keep_tables
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tilewright import ops
 from tilewright.integrations import transformers as integration
@@ -643,11 +644,34 @@ def test_the_loss_follows_its_arguments():
             grads = {n: p.grad for n, p in model.named_parameters()}
             found.append({"loss": loss.detach(), **grads})
         assert max(errors(*found).values()) < 1e-5, options
-    # A tuple has no place for logits.
-    loss, cache = ours(ids, labels=labels, return_dict=False)
-    assert loss.dim() == 0 and not isinstance(cache, torch.Tensor)
     nothing = torch.full_like(ids, -100)
     assert theirs(ids, labels=nothing).loss.isnan() and ours(ids, labels=nothing).loss == 0
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_tuple_is_that_of_transformers_in_training_too(kind):
+    theirs = tiny(kind)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("loss",), quiet=True)
+    ids, _ = batch()
+    for training in (True, False):
+        options = {"labels": ids, "return_dict": False, "output_hidden_states": True}
+        found, wanted = (m.train(training)(ids, **options) for m in (ours, theirs))
+        assert [*map(type, found)] == [*map(type, wanted)]
+        for f, w in zip(found[:2], wanted[:2], strict=True):
+            torch.testing.assert_close(f, w, rtol=1e-5, atol=1e-5)
+    head = ours.get_output_embeddings().weight
+    logits = ours.train()(ids, labels=ids, return_dict=False)[1]
+    assert torch.autograd.grad(logits.sum(), head)[0].any(), "the logits have no graph"
+
+
+def test_a_tuple_without_logits_keeps_their_place():
+    model = tiny()
+    accelerate(model, parts=("loss",), logits="never", quiet=True)
+    ids, _ = batch()
+    for training in (True, False):
+        loss, logits, cache = model.train(training)(ids, labels=ids, return_dict=False)
+        assert loss.dim() == 0 and logits is None and not isinstance(cache, torch.Tensor)
 
 
 def test_logits_are_there_where_they_are_wanted():
@@ -1116,6 +1140,30 @@ def test_compiled_models_are_one_graph():
     assert max(errors(found, expected).values()) < 1e-5
     restore(model)
     assert compiled(ids, labels=ids, use_cache=False).logits is not None, "compiled code is stale"
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "kind, count", [("llama", int), ("gemma2", int), ("qwen3_moe", int), ("llama", torch.tensor)]
+)
+def test_a_count_that_changes_makes_no_more_graphs_than_in_transformers(kind, count):
+    """Two at most: with the first count as a constant, and with any."""
+    theirs = tiny(kind, num_hidden_layers=1, mlp_only_layers=[])
+    theirs.set_experts_implementation("batched_mm")  # which a graph can hold
+    ours = copy.deepcopy(theirs)
+    accelerate(ours, parts=("loss",), quiet=True)
+    ids, _ = batch()
+    graphs = []
+    for model in (ours, theirs):
+        torch._dynamo.reset()
+        seen = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, fullgraph=True, backend=seen)
+        for n in range(50, 60):
+            options = {"num_items_in_batch": count(n), "use_cache": False}
+            loss = compiled(ids, labels=ids, **options).loss
+            torch.testing.assert_close(loss, theirs(ids, labels=ids, **options).loss)
+        graphs.append(seen.frame_count)
+    assert graphs[0] <= graphs[1] and graphs[0] <= 2
     torch._dynamo.reset()
 
 

@@ -4,17 +4,20 @@ import copy
 import pickle
 import sys
 import tempfile
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import DEVICE, join_group, processes
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilewright
-from tilewright.integrations.transformers import accelerate, restore
+from tilewright.integrations.transformers import accelerate, errors, restore
 from tilewright.integrations.transformers import linear_attention as part
 from tilewright.integrations.transformers.functions import own_function
+from tilewright.integrations.transformers.packing import documents_of
 from tilewright.ops import OPS
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.ops.linear_attention.context_parallel import (
@@ -156,6 +159,122 @@ def test_packed_documents_are_apart(model):
     torch.testing.assert_close(found, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
 
 
+KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LINEAR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+CONV = {"layer_types": ["conv", "full_attention"]}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+FLAGS = [
+    {"return_seq_idx": True},
+    {"return_flash_attn_kwargs": True},
+    {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+]
+
+
+def hybrid(kind, **changes):
+    sizes = SIZES | LINEAR | changes
+    if kind == "falcon_h1":  # whose layers are all of one kind
+        del sizes["layer_types"]
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def collated(lengths, **options):
+    x = tokens(1, sum(lengths))
+    documents = [{"input_ids": ids[0].tolist()} for ids in x.split(lengths, 1)]
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+    return x, collator(documents)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_the_collator_of_packed_documents_gives_keeps_them_apart(
+    kind, fused, monkeypatch, recwarn
+):
+    """fused: the convolution; else the model's own computes rows of one document each."""
+    monkeypatch.setattr(errors, "WARNED", set())
+    model, lengths = hybrid(kind), (5, 30, 1, 20)
+    x = tokens(1, sum(lengths))
+    apart = torch.cat([model(ids, use_cache=False).logits for ids in x.split(lengths, 1)], 1)
+    if not fused:
+        monkeypatch.setattr(OPS["causal_conv1d"], "choose", lambda *a, **k: "eager")
+    accelerate(model, quiet=True, parts=("attention", "linear_attention"))
+    for flags in FLAGS:
+        _, given = collated(lengths, **flags)
+        del given["labels"]
+        logits = model(**given, use_cache=False).logits
+        torch.testing.assert_close(logits, apart, rtol=1e-4, atol=1e-5, msg=str(flags))
+    assert not [w for w in recwarn if "position_ids" in str(w.message)]
+
+
+def test_document_numbers_of_several_rows_keep_documents_apart(model):
+    x = tokens(2, 12)
+    numbers = torch.tensor([[0] * 5 + [1] * 7, [1] * 12], dtype=torch.int32)
+    positions = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.arange(12)])
+    apart = [model(row).logits for row in (x[:1, :5], x[:1, 5:], x[1:])]
+    wanted = torch.cat([torch.cat(apart[:2], 1), apart[2]])
+    with pinned():
+        accelerate(model, quiet=True, parts=("attention", "linear_attention"))
+        found = model(x, position_ids=positions, seq_idx=numbers, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_bounds_of_document_numbers_are_traced():
+    numbers = torch.tensor([[0, 0, 1], [1, 1, 4]])
+    assert documents_of(numbers).tolist() == [0, 2, 3, 5, 6]
+    traced = torch.compile(documents_of, fullgraph=True, backend="eager")(numbers)
+    assert traced.unique().tolist() == [0, 2, 3, 5, 6] and len(traced) == 7
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [*((kind, {}) for kind in KINDS), ("lfm2", CONV), ("falcon_h1", MAMBA)],
+)
+def test_positions_alone_that_leak_through_linear_layers_warn_once(kind, changes, monkeypatch):
+    monkeypatch.setattr(errors, "WARNED", set())
+    model = hybrid(kind, **changes)
+    accelerate(model, quiet=True)
+    x, given = collated((5, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing leaks in rows of one document, padded or not
+        model(x, use_cache=False)
+        mask = torch.tensor([[0] * 3 + [1] * 9])
+        model(x, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0), use_cache=False)
+    with pytest.warns(UserWarning, match="position_ids alone keep packed documents apart") as seen:
+        for _ in range(2):
+            model(**given, use_cache=False)
+    assert len([w for w in seen if "position_ids" in str(w.message)]) == 1
+
+
+def test_bounds_that_leak_through_the_models_own_layers_warn(monkeypatch):
+    monkeypatch.setattr(errors, "WARNED", set())
+    model = hybrid("lfm2", **CONV)
+    accelerate(model, quiet=True)
+    _, given = collated((5, 7), return_flash_attn_kwargs=True)
+    with pytest.warns(UserWarning, match="cu_seq_lens_q and position_ids keep .* Lfm2ShortConv"):
+        model(**given, use_cache=False)
+    restore(model)
+    monkeypatch.setattr(errors, "WARNED", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**given, use_cache=False)
+
+
+def test_a_hybrids_count_and_lengths_that_change_make_two_graphs():
+    model = hybrid("qwen3_5_text")
+    accelerate(model, parts=("linear_attention", "loss"), quiet=True)
+    torch._dynamo.reset()
+    seen = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=seen)
+    for n in range(4, 10):
+        _, given = collated((n, 12 - n), return_flash_attn_kwargs=True, return_seq_idx=True)
+        options = {**given, "num_items_in_batch": n + 40, "use_cache": False}
+        torch.testing.assert_close(compiled(**options).loss, model(**options).loss)
+    assert seen.frame_count <= 2
+    torch._dynamo.reset()
+
+
 def test_generation_goes_on_from_the_last_state(model):
     model.eval()
     x = tokens(1, 9)
@@ -196,9 +315,7 @@ def test_functions_that_compute_something_else_are_left(model, monkeypatch):
     assert "does not call functions" in report.left["linear_attention"]
 
 
-@pytest.mark.parametrize(
-    "options", [{"seq_idx": torch.zeros(2, 9, dtype=torch.int32)}, {"activation": "relu"}]
-)
+@pytest.mark.parametrize("options", [{"activation": "relu"}, {"activation": "gelu"}])
 def test_requests_that_the_op_does_not_take_are_the_models_own(options):
     def own(hidden_states, weight, bias=None, activation=None, **kwargs):
         return "own"

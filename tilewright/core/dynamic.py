@@ -2,14 +2,17 @@
 
 A schema's int may be symbolic, so that one graph takes any value. Its float may not: torch.compile
 would make a graph for each value, until it gives up. So an operator with floats has a second
-overload, `numbers`, with a tensor [] float64 on the CPU in place of each. Compiled code calls it
-where a float is symbolic. Its kernel reads the tensors, which need no synchronization, and calls the
-operator: results are the same bits.
+overload, `numbers`, with one more argument: the symbolic floats, as a float64 tensor on the CPU.
+Compiled code calls it where there are any. Its kernel reads them, without synchronization, and
+calls the operator, so results are the same bits.
+
+A symbolic float is not 0: compiled code has a graph for 0 and one for the others, since it may
+decide on what is computed.
 """
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +21,42 @@ import torch
 from tilewright.core import torch_names
 
 OVERLOAD = "numbers"
-_FLOAT = re.compile(r"\bfloat\b(?=\??\s+\w)")
-# A fake, which has no values, does not depend on the value of a float that is not 0.
-_SOME = 0.5
+# In the place of a float that is among the numbers; no float of an operator is so large.
+_AMONG_NUMBERS = -sys.float_info.max
+_SOME = 0.5  # for a fake, whose results do not depend on the value
+
+
+class Symbol:
+    """A float of a graph that is being traced, as a tensor [] float64, for formulas: they choose
+    by it as by any float that is not 0 nor 1, and compute with it.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __neg__(self) -> Symbol:
+        return Symbol(-self.tensor)
+
+
+def _define_operators() -> None:
+    def of(name: str) -> Callable:
+        def operator(self: Symbol, other: Any) -> Any:
+            if isinstance(other, torch.Tensor):  # whose dtype a float would leave as it is
+                dtype = other.dtype if other.is_floating_point() else torch.get_default_dtype()
+                return getattr(self.tensor.to(other.device, dtype), name)(other)
+            other = other.tensor if isinstance(other, Symbol) else other
+            return Symbol(getattr(self.tensor, name)(other))
+
+        return operator
+
+    for name in ("add", "sub", "mul", "truediv", "pow"):
+        for side in ("", "r"):
+            setattr(Symbol, f"__{side}{name}__", of(f"__{side}{name}__"))
+
+
+_define_operators()
 
 
 def places_of_floats(overload: torch_names.OpOverload) -> tuple[int, ...]:
@@ -29,51 +65,61 @@ def places_of_floats(overload: torch_names.OpOverload) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds) if kind.startswith("float"))
 
 
-def schema_of_numbers(overload: torch_names.OpOverload) -> str:
-    """`Library.define`'s argument for the overload with tensors in place of floats."""
+def schema_of(overload: torch_names.OpOverload) -> str:
+    """`Library.define`'s argument for the overload with numbers."""
     name, _, rest = str(overload._schema).partition("(")
+    arguments, arrow, results = rest.rpartition(") -> ")
     name = name.removeprefix(f"{overload.namespace}::")
-    return f"{name}.{OVERLOAD}({_FLOAT.sub('Tensor', rest)}"
+    return f"{name}.{OVERLOAD}({arguments}, Tensor numbers{arrow}{results}"
 
 
-def written(flat: Sequence, places: Sequence[int]) -> list | None:
-    """Arguments with tensors in place of these floats; None if no float is symbolic or a tensor."""
-    found, values = False, list(flat)
+def written(flat: Sequence, places: Sequence[int]) -> tuple[list, torch.Tensor | None]:
+    """(arguments without symbolic floats, the numbers of these; None if there are none)"""
+    numbers, values = [], list(flat)
     for i in places:
         value = values[i]
-        if value is None or isinstance(value, torch.Tensor):
-            found = found or value is not None
-        elif torch_names.is_symbolic(value) and value != 0:  # whether one is 0 may decide on shapes
-            # Not scalar_tensor or full, of which PyTorch makes a constant.
-            values[i] = torch.ones((), dtype=torch.float64, device="cpu") * value
-            found = True
-    if not found:
-        return None
-    for i in places:
-        if values[i] is not None and not isinstance(values[i], torch.Tensor):
-            number = 0.0 if values[i] == 0 else values[i]
-            values[i] = torch.full((), number, dtype=torch.float64, device="cpu")
-    return values
+        if isinstance(value, Symbol):
+            numbers.append(value.tensor)
+        elif value is None or not torch_names.is_symbolic(value):
+            continue
+        elif value == 0:
+            values[i] = 0.0
+            continue
+        else:  # not torch.tensor or full, which would make a constant of it
+            numbers.append(torch.ones((), dtype=torch.float64, device="cpu") * value)
+        values[i] = _AMONG_NUMBERS
+    return values, torch.stack(numbers) if numbers else None
 
 
 def reading(function: Callable, places: Sequence[int]) -> Callable:
-    """function(*flat) of floats, for tensors in their place."""
+    """function, of the operator's arguments, for those of the overload with numbers."""
 
     def of_numbers(*flat: Any) -> Any:
-        return function(*read(flat, places))
+        return function(*_with(flat, places, flat[-1].tolist()))
 
     return of_numbers
 
 
-def read(flat: Sequence, places: Sequence[int]) -> list:
-    """Arguments with the floats of tensors that hold values, and other tensors as they are."""
-    values = list(flat)
+def faking(fake: Callable, places: Sequence[int]) -> Callable:
+    """A fake of the operator, for the overload with numbers."""
+
+    def of_numbers(*flat: Any) -> Any:
+        return fake(*_with(flat, places, [_SOME] * len(places)))
+
+    return of_numbers
+
+
+def known(flat: Sequence, places: Sequence[int]) -> list:
+    """The operator's arguments, for its formula: with symbols where a graph is traced."""
+    numbers = flat[-1]
+    if type(numbers) is torch.Tensor and not torch_names.torch_dispatch_modes():
+        return _with(flat, places, numbers.tolist())
+    return _with(flat, places, [Symbol(number) for number in numbers.unbind()])
+
+
+def _with(flat: Sequence, places: Sequence[int], numbers: Sequence) -> list:
+    found, values = iter(numbers), list(flat[:-1])
     for i in places:
-        if type(values[i]) is torch.Tensor and not torch_names.torch_dispatch_modes():
-            values[i] = values[i].item()
+        if values[i] == _AMONG_NUMBERS:
+            values[i] = next(found)
     return values
-
-
-def some(flat: Sequence, places: Sequence[int]) -> list:
-    """Arguments for a fake."""
-    return [_SOME if i in places and v is not None else v for i, v in enumerate(flat)]

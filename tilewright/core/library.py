@@ -81,7 +81,7 @@ class Operator:
         self.signature = signature
         self._expand = signature.expand if signature.expands else None
         self._floats = dynamic.places_of_floats(overload)
-        self.numbers: Callable | None = None  # the overload that takes tensors in their place
+        self.numbers: Callable | None = None  # the overload for symbolic ones
         self.__name__ = self.__qualname__ = overload.name()  # function attributes
         self._apply: Callable | None = None  # the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`
@@ -138,8 +138,10 @@ class Operator:
     def through_dispatcher(self, *args):
         """Calls the operator of PyTorch."""
         flat = self.signature.flat(args)
-        if self.numbers is not None and (numbers := dynamic.written(flat, self._floats)):
-            return self.signature.read_result(self.numbers(*numbers))
+        if self.numbers is not None:
+            flat, numbers = dynamic.written(flat, self._floats)
+            if numbers is not None:
+                return self.signature.read_result(self.numbers(*flat, numbers))
         return self.signature.read_result(self.overload(*flat))
 
     def launch(self, *args):
@@ -283,17 +285,15 @@ class Declaration:
         """Registers the overload for floats that compiled code has as symbols; see `dynamic`."""
         if not (places := op._floats):
             return
-        _LIBRARY.define(dynamic.schema_of_numbers(op.overload), tags=(torch.Tag.pt2_compliant_tag,))
-        base = op.overload.name()
-        name = f"{base}.{dynamic.OVERLOAD}"
-        kernel, fake = dynamic.reading(op.overload, places), self._flat(self.allocate)
+        tags = (torch.Tag.pt2_compliant_tag,)
+        _LIBRARY.define(dynamic.schema_of(op.overload), tags=tags)
+        name = op.overload.name().split("::")[1]
+        with_numbers = f"{name}.{dynamic.OVERLOAD}"
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name.split("::")[1], kernel, key)
-        torch.library.register_fake(
-            name, lambda *flat: fake(*dynamic.some(flat, places)), lib=_LIBRARY
-        )
-        overload = getattr(getattr(torch.ops, PACKAGE), base.split("::")[1])
-        op.numbers = getattr(overload, dynamic.OVERLOAD)
+            _LIBRARY.impl(with_numbers, dynamic.reading(op.overload, places), key)
+        fake = dynamic.faking(self._flat(self.allocate), places)
+        torch.library.register_fake(f"{PACKAGE}::{with_numbers}", fake, lib=_LIBRARY)
+        op.numbers = getattr(getattr(getattr(torch.ops, PACKAGE), name), dynamic.OVERLOAD)
         _count_writes(op.numbers)
 
 
@@ -498,7 +498,7 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
         return
 
     def save_numbers(ctx, inputs, output):
-        save(ctx, dynamic.read(inputs, op._floats), output)
+        save(ctx, dynamic.known(inputs, op._floats), output)
 
     of_numbers = torch_names.make_autograd_impl(
         op.numbers, torch_names.Info(listed if op.has_lists else formula, save_numbers)

@@ -27,6 +27,12 @@ float32, in which kernels compute, and so is its inverse where the interval is o
     int [1, E]
     float | int64 [] or number [0, inf)     a tensor, on any device, or a number
 
+"static" before it is of a number that changes with the model or the recipe, not from step to
+step: compiled code has a graph for each value, since sizes, launches or the threshold of dropout
+depend on it. Of any other number one graph takes all values, but for 0 and 1.
+
+    static int [1, E]
+
 A bool's is "bool"; that of a str, an int or a dtype with few accepted values, the tuple of those.
 An object of another class is declared as errors call it, with its shape if it has one (and then a
 device too):
@@ -44,6 +50,7 @@ The checks run at every call, so they are generated as code: one comparison each
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import keyword
@@ -192,7 +199,7 @@ class ObjectArgument(TensorArgument):
 class NumberArgument(Argument):
     """low, high: expressions, checked as `low <= value`, or `<` where above, below.
 
-    interval: as declared.
+    interval: as declared.   static: compiled code has a graph for each value.
     """
 
     integer: bool = False
@@ -201,6 +208,7 @@ class NumberArgument(Argument):
     above: str = "<="
     below: str = "<="
     interval: str = ""
+    static: bool = False
 
     def names(self) -> set[str]:
         return {self.name}
@@ -269,6 +277,7 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
     if torch.Tensor in kinds:
         dtypes = tuple(d.strip() for d in first.split("|") if d.strip())
         return TensorArgument(name, declared, optional, dtypes, shapes, others, constant)
+    declared, static = declared.removeprefix("static "), declared.startswith("static ")
     kind, _, interval = declared.partition(" ")
     if kind == "bool":
         return ChoiceArgument(name, "a bool", optional, (True, False))
@@ -277,7 +286,8 @@ def _parse(name: str, declared: Any, annotation: Any) -> Argument:
             f"{name} must be declared as an int, a number, a bool, a tuple or an object, got "
             f"{declared!r}"
         )
-    return _number(name, declared, optional, kind == "int", interval or "(-inf, inf)")
+    number = _number(name, declared, optional, kind == "int", interval or "(-inf, inf)")
+    return dataclasses.replace(number, static=static)
 
 
 def _number(

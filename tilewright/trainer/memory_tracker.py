@@ -117,7 +117,7 @@ class Tracker(TorchDispatchMode):
 
     def _call(self, func, given, args, kwargs):
         if any(isinstance(t, FakeTensor) for t in given):
-            if launch := LAUNCHERS.get(func._schema.name):
+            if launch := LAUNCHERS.get(func.name()):
                 self._launch(launch, args)
             elif not func._schema.returns:
                 return None  # it writes into what it is given

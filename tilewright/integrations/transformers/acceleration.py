@@ -110,13 +110,15 @@ def accelerate(
     - attention, experts: `attn_implementation` and `experts_implementation` "tilewright"; see
       `register`. The model gets a copy of its configuration, which may belong to other models too.
     - linear_attention: the chunked rule and the short convolution of Qwen3-Next and its like, by
-      `ops.gated_delta_rule` and `ops.causal_conv1d`. Packed documents (`cu_seq_lens_q`) are apart
-      there; transformers' own functions carry the state of one into the next.
+      `ops.gated_delta_rule` and `ops.causal_conv1d`. Packed documents (`cu_seq_lens_q` or
+      `seq_idx`) are apart there; transformers' own functions carry the state of one into the next.
+      `position_ids` alone separate none there, and a model that packs by them warns once.
     - loss: where labels are given, `ops.linear_cross_entropy` of hidden states and head, honoring
       num_items_in_batch, ignore_index, shift_labels, logits_to_keep and softcaps. Logits are not
-      built, and `output.logits` is None. Where all labels are ignored the loss is 0, not NaN. A
-      head with adapters, quantized weights or hooks, and a model with a loss_function of its own,
-      compute logits and loss as before, decided at each call.
+      built, and `output.logits` is None; a tuple (return_dict=False) has them in their place.
+      Where all labels are ignored the loss is 0, not NaN. A head with adapters, quantized weights
+      or hooks, and a model with a loss_function of its own, compute logits and loss as before,
+      decided at each call.
 
     Args:
         model: A transformers model, or a module that contains one (as of PEFT), before FSDP or
@@ -124,7 +126,8 @@ def accelerate(
         parts: Of PARTS; None: all, but attention on a CPU, where nothing is gained. Named ones are
             changed wherever an op can compute them.
         logits: "eval": calls with labels return no logits in training mode, but do in evaluation
-            mode, for metrics; "never": not there either; "always": the loss is left alone.
+            mode, for metrics; "never": not there either, and None in a tuple; "always": the loss is
+            left alone.
         quiet: Prints no report. Only rank 0 prints.
 
     Returns:
@@ -455,6 +458,11 @@ class _Work:
             return fused or names, (fused,), linear_attention.linear_attention_forward
 
         self._replace("linear_attention", linear_attention.is_linear_attention, options)
+        if self.parts is None or "linear_attention" in self.parts:
+            for top in self.tops:
+                for layer in linear_attention.first_recurrent_layers(top):
+                    if "forward" not in layer.__dict__ and not is_replaced(layer):
+                        replace_forward(layer, linear_attention.warning_forward)
 
     def experts(self) -> None:
         tables = [m for m in self.modules if _is_experts(m)]

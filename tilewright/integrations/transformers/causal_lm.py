@@ -84,7 +84,7 @@ def loss_forward(base: type, logits: str) -> Callable:
         if _is_called_by_cpt():
             return own(self, *args, **kwargs)
         view = _View if torch.compiler.is_compiling() else _SeenView
-        return _without_logits(own(view(self), *args, **kwargs))
+        return _without_logits(own(view(self), *args, **kwargs), logits)
 
     return forward
 
@@ -203,14 +203,15 @@ class Logits:
         else:
             setattr(self.tensor(f"sets {name}"), name, value)
 
-    def tensor(self, what: str) -> torch.Tensor:
-        """The logits. what: what needs them, for a warning."""
+    def tensor(self, what: str = "") -> torch.Tensor:
+        """The logits. what: what needs them before the loss, for a warning."""
         if self._tensor is None:
-            warn_once(
-                (self._model, what),
-                f"{self._model} computes with its logits before its loss ({what}): they are built, "
-                "and the loss is computed from them",
-            )
+            if what:
+                warn_once(
+                    (self._model, what),
+                    f"{self._model} computes with its logits before its loss ({what}): they are "
+                    "built, and the loss is computed from them",
+                )
             self._check_x()
             with torch.set_grad_enabled(self._grad), _as_in(self._autocast, self._x.device.type):
                 logits = self._head(self._x)
@@ -425,11 +426,14 @@ def _scale_and_cap(steps: tuple) -> tuple[float, float | None] | None:
     return (1.0 if abs(scale - 1) < 1e-12 else scale), after
 
 
-def _without_logits(output: Any) -> Any:
-    """An output without logits that stand for a tensor; what was computed is returned."""
+def _without_logits(output: Any, logits: str) -> Any:
+    """An output without logits that stand for a tensor; what was computed is returned. A tuple's
+    items have their places: its logits are computed, or with logits="never" None.
+    """
     if isinstance(output, tuple):
-        values = (_computed(value) for value in output)
-        return tuple(value for value in values if not _is_record(value))
+        if logits == "never":
+            return tuple(None if _is_record(v := _computed(value)) else v for value in output)
+        return tuple(value.tensor() if _is_record(value) else value for value in output)
     values = {k: _computed(v) for k, v in output.items()}
     return type(output)(**{k: v for k, v in values.items() if not _is_record(v)})
 

@@ -55,3 +55,31 @@ def layout_of(kept, position_ids, B, S) -> Layout | None:
         return Layout(index, cu, 0, False)
     longest, holes = torch.stack((cu.diff().max(), (within & (step > 1)).any())).tolist()
     return Layout(index, cu, longest, bool(holes))
+
+
+def documents_of(numbers: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens of the concatenated rows of document numbers [B, S]; none goes on in another row.
+
+    In compiled code it has as many entries as there are tokens, of which the last ones equal the
+    end: its shape may not depend on values.
+    """
+    S, flat = numbers.shape[1], numbers.flatten()
+    at = torch.arange(flat.numel() + 1, dtype=torch.int32, device=flat.device)
+    inner = at[1:-1]
+    apart = (flat.diff() != 0) | (inner % max(S, 1) == 0)
+    if torch.compiler.is_compiling():
+        ends = torch.where(apart, inner, flat.numel()).sort()[0]
+    else:
+        ends = inner[apart]
+    return torch.cat((at[:1], ends, at[-1:]))
+
+
+def restarts(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> bool:
+    """Whether positions of real tokens go back within a row: documents are packed in it."""
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 2:
+        return False
+    back = position_ids.diff(dim=1) <= 0
+    if attention_mask is not None and attention_mask.shape == position_ids.shape:
+        real = attention_mask != 0
+        back = back & real[:, 1:] & real[:, :-1]
+    return bool(back.any())

@@ -28,7 +28,7 @@ STREAM = 2**30
 @takes(
     x="float [...]",
     residual="x | float32 [x]",
-    p="number [0, 1]",
+    p="static number [0, 1]",
     seed=quantize.SEED,
     offset="int [0, 2**62)",
     first="int [0, 2**62)",

@@ -21,7 +21,7 @@ OPTIONS = {
     "scale": "number (0, inf)",
 }
 DROPOUT = {
-    "dropout_p": "number [0, 1)",
+    "dropout_p": "static number [0, 1)",
     "seed": quantize.SEED,
     "offset": "int [0, 2**29)",
     "first_head": "int [0, 2**31)",

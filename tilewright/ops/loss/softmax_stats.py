@@ -198,7 +198,7 @@ class Kernels(NamedTuple):
         _, target, class_weight = shard(logits.shape[1], target, class_weight, group)
         if scaling.temperature != 1.0:
             factor = 1 / scaling.temperature
-            scale = softmax.peak.new_full((), factor) if scale is None else scale * factor
+            scale = (softmax.peak.new_ones(()) if scale is None else scale) * factor
 
         def vector(g):
             return torch.zeros_like(softmax.peak) if g is None else g.contiguous()

@@ -27,7 +27,7 @@ MOST_EXPERTS = 4096  # the sort keeps a number for each in registers
 # Declarations (core.takes) of the experts of T tokens.
 INDEX = "int32 | int64 [T, K]"
 SLOTS = "K >= 1", "T * K < 2**31"
-INDICES = {"expert_index": INDEX, "num_experts": f"int [1, {MOST_EXPERTS}]"}
+INDICES = {"expert_index": INDEX, "num_experts": f"static int [1, {MOST_EXPERTS}]"}
 
 
 class Permuted(NamedTuple):

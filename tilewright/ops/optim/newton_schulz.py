@@ -41,7 +41,7 @@ COEFFICIENTS = ("quintic", "polar_express")
 
 
 @checks.autocast("inputs")
-@takes(x="float [..., M, N]", steps="int [1, inf)", eps="number (0, inf)")
+@takes(x="float [..., M, N]", steps="static int [1, inf)", eps="number (0, inf)")
 def newton_schulz(
     x: torch.Tensor,
     steps: int = 5,

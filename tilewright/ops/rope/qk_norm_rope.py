@@ -35,8 +35,8 @@ MAX_D = 1024  # the fused kernels hold a head in registers
 @takes(
     "2 <= D <= MAX_D",
     *TABLE_SIZES,
-    num_heads="int [1, inf)",
-    num_kv_heads="int [1, inf)",
+    num_heads="static int [1, inf)",
+    num_kv_heads="static int [1, inf)",
     qkv="float [B, S, (num_heads + 2 * num_kv_heads) * D]",
     q_weight="float [D]",
     k_weight="float [D]",

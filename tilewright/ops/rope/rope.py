@@ -24,7 +24,7 @@ from tilewright.ops.rope.rope_fused import in_place
 TABLES = {
     "cos": "constant float [P, W] | [1, S, W] | [B, S, W]",
     "sin": "constant float [cos]",
-    "rotary_dim": "int [2, D]",
+    "rotary_dim": "static int [2, D]",
     "position_ids": "int64 | int32 | int16 | uint8 [S] | [B, S]",
     "cu_seqlens": "int32 | int64 [ends]",
     "interleaved": "bool",
