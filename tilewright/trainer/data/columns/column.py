@@ -139,11 +139,11 @@ class Column:
         return np.array(given, wanted)
 
     def _wide(self, given: Any, tokens: int, width: int) -> np.ndarray:
+        if isinstance(given, list) and any(isinstance(v, list) for v in given):
+            given = pa.array(given)  # raises for values of several types
         if isinstance(given, pa.Array):
             values = nested(given, "its numbers")
         else:
-            if any(isinstance(v, bool) for row in given if isinstance(row, list) for v in row):
-                raise TypeError("it holds true or false; accepted are numbers")
             values = np.asarray(given)
         if values.shape != (tokens, width):
             raise ValueError(
