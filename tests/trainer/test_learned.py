@@ -26,6 +26,7 @@ from tilewright.trainer.data.encode import check_columns
 from tilewright.trainer.data.ends import BEGUN, ENDLESS
 from tilewright.trainer.data.marks import MARKS, OTHERS
 from tilewright.trainer.data.prepared import split_validation
+from tilewright.trainer.data.rows import HEAD
 from tilewright.trainer.data.types.dataset_type import Asked, Refused
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
@@ -360,7 +361,7 @@ def test_a_column_that_the_loss_does_not_read_is_refused(kind, monkeypatch):
     check_columns(entry, [*names, "id", "origin", "source"], {}, asked, DEFAULT)
     for name in {*INSTRUCTS} - {*asked}:
         with pytest.raises(
-            ValueError, match=rf"^train\.loss = {DEFAULT}: d has the column `{name}`"
+            ValueError, match=rf"^d: train\.loss = {DEFAULT} does not read the column `{name}`"
         ):
             check_columns(entry, [*names, name], {}, asked, DEFAULT)
         check_columns(entry, [*names, name], {}, asked)  # nothing learns from them
@@ -383,7 +384,7 @@ def test_a_run_names_its_loss_where_it_does_not_read_the_data(tmp_path):
             lambda made=made: build.build_data(made, Mesh(), 97),
             lambda made=made: build.prepared(made.data.datasets, made, Mesh(), 97, shuffle=False),
         ):
-            with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}: .*{said}"):
+            with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}.*{said}"):
                 call()
         options = {"shuffle": False, "learns": False}
         assert len(build.prepared(made.data.datasets, made, Mesh(), 97, **options))
@@ -395,10 +396,25 @@ def test_a_run_names_its_loss_where_it_does_not_read_the_data(tmp_path):
         build.build_data(made, Mesh(), 97)
 
 
+def test_a_column_that_begins_late_in_a_file_is_refused_with_its_line(tmp_path):
+    """The columns of a file of JSON are known by its first rows alone."""
+    late = HEAD + 7
+    for name, said in (
+        ("advantage", rf"train\.loss = {DEFAULT} does not read the column `advantage`"),
+        ("valid_mask", "type tokenized does not read the column `valid_mask`"),
+    ):
+        rows = [{"input_ids": IDS} for _ in range(late + 2)]
+        rows[late - 1][name] = None
+        rows[late][name] = [1] * len(IDS)
+        made = config(tmp_path, ("tokenized", rows))
+        with pytest.raises(ValueError, match=rf"0\.jsonl: line {late + 1}: {said}"):
+            build.build_data(made, Mesh(), 97)
+
+
 def test_a_missing_column_names_the_types_that_make_it():
     column = dataclasses.replace(COLUMNS["pair"], asked_by="train.loss = preference")
     entry = build.Dataset(path="d", type="chat")
-    said = "train.loss = preference: d has no column pair, .*; samples of type preference or pref"
+    said = "train.loss = preference: d has no column pair, .*; data of type preference or pref"
     with pytest.raises(ValueError, match=said):
         check_columns(entry, ["messages"], {}, {"pair": column}, "preference")
 

@@ -122,14 +122,11 @@ def check_columns(
                 f"{column.asked_by}: {entry.path} has no column {name}, has {names}{also}"
             )
     read = {*row.columns, *columns}
-    if not row.tokenizer and (wrong := sorted(n for n in {*names} - read if _says(n, row))):
-        raise ValueError(
-            f"{entry.path}: type {entry.type} does not read the column `{wrong[0]}`"
-            + (f"; {', '.join(masks.READ)} are read" if row.aligned else "")
-            + LEFT_OUT
-        )
     if loss:
-        _check_read(entry, row, names, columns, loss)
+        _check_judged(entry, row, columns, loss)
+    for name in sorted({*names} - read):
+        if why := unread(entry, name, columns, loss):
+            raise ValueError(f"{entry.path}: {why}")
     for name in sorted({*names} - read):
         if near := difflib.get_close_matches(name, sorted(read - {*names}), 1, cutoff=0.8):
             log.warning("%s: the column `%s` is not read; `%s` would be", entry.path, name, near[0])
@@ -141,27 +138,33 @@ def _says(name: str, row: DatasetType) -> bool:
     return masks.unread(name) or (not row.aligned and name in masks.READ)
 
 
-def _check_read(
-    entry: Dataset, row: DatasetType, names: list[str], columns: Columns, loss: str
-) -> None:
-    """Raises ValueError if what judges samples, or weighs their tokens, is not read by the loss."""
+def _check_judged(entry: Dataset, row: DatasetType, columns: Columns, loss: str) -> None:
+    """Raises ValueError if the loss does not read what judges samples."""
     if _instructing() & {*row.yields} and not columns.keys() & {*row.yields}:
         raise ValueError(
             f"train.loss = {loss}: {entry.path} has {row.says} (type {entry.type}), which this loss "
             f"would all learn alike: it does not read {_either(row.yields)}{_readers(row.yields)}"
         )
-    check_unread(entry.path, {*names} - {*row.columns}, columns, loss)
 
 
-def check_unread(path: str, names: Iterable[str], columns: Columns, loss: str) -> None:
-    """Raises ValueError for a column that says what is learned, and is not read. What other
-    settings of the run read may be there.
+def unread(entry: Dataset, name: str, columns: Columns, loss: str) -> str | None:
+    """Why rows with a column are refused that is not read: by its name it says what is learned."""
+    row = DATASETS[entry.type]
+    if not row.tokenizer and _says(name, row):
+        also = f"; {', '.join(masks.READ)} are read" if row.aligned else ""
+        return f"type {entry.type} does not read the column `{name}`{also}{LEFT_OUT}"
+    found = not_instructed({name}, columns, loss) if loss else None
+    return None if found is None else f"train.loss = {loss} {found}"
+
+
+def not_instructed(names: Iterable[str], columns: Columns, loss: str) -> str | None:
+    """What a loss does not read, of columns that say what is learned. What other settings of the
+    run read may be there.
     """
-    if unread := sorted(_instructing() & {*names} - {*columns, *LOSSES[loss].accepts}):
-        raise ValueError(
-            f"train.loss = {loss}: {path} has the column `{unread[0]}`, which this loss does not "
-            f"read{_readers(unread[:1])}{LEFT_OUT}"
-        )
+    found = sorted(_instructing() & {*names} - {*columns, *LOSSES[loss].accepts})
+    if not found:
+        return None
+    return f"does not read the column `{found[0]}`{_readers(found[:1])}{LEFT_OUT}"
 
 
 def _instructing() -> set[str]:

@@ -118,7 +118,7 @@ class JsonFile(rows.TextFile):
         if not isinstance(value, dict):
             return Refused(f"it is {kind_of(value)}, and must be an object")
         row = asking.of(value)
-        if not strict:
+        if not strict and not isinstance(row, Refused):
             if any(map(undecoded, _keys(value))):
                 return Refused(reason)
             if wrong := next(filter(None, map(undecoded, _strings([*row.values()]))), None):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -33,6 +34,7 @@ from tilewright.trainer.data.encode import (
     Use,
     check_columns,
     longest,
+    unread,
 )
 from tilewright.trainer.data.rows import Documents, Part, Rows
 from tilewright.trainer.data.types.dataset_type import Refused, number
@@ -227,7 +229,11 @@ def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss:
         return source
     source = source.select_columns((*kind.columns, *columns))
     numbers = {n: number for n, c in columns.items() if c.batched}
-    asking = source.asking._replace(cells=numbers | {**kind.cells}, arrow=kind.arrow)
+    asking = source.asking._replace(
+        cells=numbers | {**kind.cells},
+        arrow=kind.arrow,
+        refused=functools.cache(lambda name: unread(entry, name, columns, loss)),
+    )
     return dataclasses.replace(source, asking=asking)
 
 

@@ -29,7 +29,7 @@ from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
-from tilewright.trainer.data.encode import Columns, Use, check_unread, has_target, schema
+from tilewright.trainer.data.encode import Columns, Use, has_target, not_instructed, schema
 from tilewright.trainer.data.ends import stops_of
 from tilewright.trainer.data.mixing import mixed
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
@@ -295,8 +295,8 @@ def _saved(root: pathlib.Path, test: bool, vocab: int, columns: Columns, loss: s
         raise ValueError(
             f"data.skip_prepare_dataset: {root} has no column {' or '.join(sorted(absent))}"
         )
-    if loss:
-        check_unread(str(root), prepared.column_names, columns, loss)
+    if loss and (why := not_instructed(prepared.column_names, columns, loss)):
+        raise ValueError(f"data.skip_prepare_dataset: {root}: train.loss = {loss} {why}")
     for name in TOKENS:
         kind = prepared.data.column(name).type
         if not pa.types.is_integer(getattr(kind, "value_type", pa.null())):

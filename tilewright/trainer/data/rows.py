@@ -37,18 +37,29 @@ def share(first: int, stop: int, count: int, index: int) -> tuple[int, int]:
     return first, first + size + (index < more)
 
 
+def _none(name: str) -> None:
+    return None
+
+
 class Asking(NamedTuple):
     """What is read of a row.   columns: null where a row has no such; None: all that it has.
     cells: how the text of a table's cell is read, of columns that are not text.   arrow: lists as
-    Arrow arrays, of files that have such.
+    Arrow arrays, of files that have such.   refused: why rows with another column are, where its
+    name says so; a column may begin late in a file that does not declare its columns.
     """
 
     columns: tuple[str, ...] | None = None
     cells: Mapping[str, Callable[[str], Any]] = {}
     arrow: bool = False
+    refused: Callable[[str], str | None] = _none
 
-    def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {n: row.get(n) for n in self.columns} if self.columns is not None else {**row}
+    def of(self, row: Mapping[str, Any]) -> dict[str, Any] | Refused:
+        if self.columns is None:
+            return {**row}
+        for name in row:
+            if name not in self.columns and row[name] is not None and (why := self.refused(name)):
+                return Refused(why)
+        return {n: row.get(n) for n in self.columns}
 
 
 EVERYTHING = Asking()
