@@ -240,10 +240,15 @@ def _answers(
     ends, found, endless = Ends.of(tokenizer, () if asked is None else asked.stops), [], 0
     for text, spans in texts:
         ids, labels, opened = _labeled(tokenizer, text, spans, ends, trim=not marked)
-        last = opened[-1] if opened else None
-        if last is not None and last.at_end and ended_by_the_next(tokenizer, template, ends):
+        last, end = opened[-1] if opened else None, ends.appended
+        if (
+            last
+            and last.at_end
+            and end is not None
+            and ended_by_the_next(tokenizer, template, ends)
+        ):
             opened.pop()
-            ids, labels = [*ids, ends.appended], [*labels, ends.appended]
+            ids, labels = [*ids, end], [*labels, end]
             labels[last.first :] = ids[last.first :]
         endless += len(opened)
         found.append((ids, labels))
