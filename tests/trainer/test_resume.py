@@ -552,3 +552,13 @@ def test_a_test_is_not_repeated_and_says_that_it_is_there(tmp_path):
     trained(path)
     assert "the test after step 6 is in metrics.jsonl\n" in trained(path, AUTO)
     assert sum("test_loss" in row for row in metrics(tmp_path)) == 1
+
+
+def test_what_a_kill_kept_from_going_goes_at_the_end_of_the_next_run(tmp_path):
+    path = a_run(tmp_path, STOPS["steps"])
+    with killed_at("before old ones go", 2), pytest.raises(Killed):
+        trained(path)
+    folders = [checkpoint.step_of(p) for p in checkpoint.complete(str(tmp_path / "out"))]
+    assert folders == [4, 6]
+    trained(path, AUTO)
+    assert [p.name for p in checkpoint.complete(str(tmp_path / "out"))] == ["global_step_6"]
