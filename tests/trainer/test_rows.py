@@ -350,7 +350,8 @@ def test_a_column_that_begins_late_is_read(tmp_path, learned):
     assert found[-1] == ([5, 6], [-100, 6])
     asked = {"reward": COLUMNS["reward"]}
     with pytest.raises(
-        ValueError, match=r"has no column reward, has \['input_ids', 'labels', 'id'\]; data of type preference"
+        ValueError,
+        match=r"has no column reward, has \['input_ids', 'labels', 'id'\]; data of type preference",
     ):
         learned(tmp_path / "a.jsonl", "tokenized", asked)
     rows[0] = rows[0] | {"reward": 1}
