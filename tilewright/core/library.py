@@ -81,7 +81,7 @@ class Operator:
         self.signature = signature
         self._expand = signature.expand if signature.expands else None
         self._floats = dynamic.places_of_floats(overload)
-        self.numbers: Callable | None = None  # the overload for symbolic ones
+        self.numbers: torch_names.OpOverload | None = None  # the overload for symbolic ones
         self.__name__ = self.__qualname__ = overload.name()  # function attributes
         self._apply: Callable | None = None  # the launcher with its derivative
         self._first: dict[tuple[type, ...], int] = {}  # argument types -> `_first_tensor`

@@ -120,7 +120,8 @@ def _subclass(
     read = read_by(base) - READ
 
     def set_attribute(self, name: str, value: Any) -> None:
-        other = name in read and isinstance(value, PLAIN) and value != getattr(self, name, None)
+        plain: bool = isinstance(value, PLAIN)
+        other = plain and name in read and value != getattr(self, name, None)
         base.__setattr__(self, name, value)
         if other or (callable(value) and name not in (*SPLIT, *MERGED)):
             self.__dict__[REPLACED] = True

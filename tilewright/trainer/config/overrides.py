@@ -243,7 +243,7 @@ def build(
         broken = Broken()
         broken.training = training
         try:
-            config = model.model_validate(data, context=broken)
+            config: Any = model.model_validate(data, context=broken)
             break
         except ValidationError as error:
             known = len(invalid)

@@ -57,6 +57,8 @@ class CsvFile(rows.TextFile):
         if len(raw) > len(self.header):
             return Refused(f"it has {len(raw)} cells, and the header {len(self.header)}")
         row = asking.of(dict(zip(self.header, raw, strict=False)))
+        if isinstance(row, Refused):
+            return row
         for name, cell in row.items():
             if self.header.count(name) > 1:
                 return Refused(f"the header has the column {name} twice")

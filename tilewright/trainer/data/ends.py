@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tilewright.trainer.checkpoint.hf_names import local_folder
 from tilewright.trainer.config import Dataset, Model
 from tilewright.trainer.tables import DATASETS
@@ -46,7 +48,7 @@ def stops_of(model: Model, entries: Iterable[Dataset]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def without_twice(ids: Sequence[int], before: int) -> int:
+def without_twice(ids: Sequence[int] | np.ndarray, before: int) -> int:
     """How many first tokens are there twice: put before a text that begins with them.   before: how
     many were put there.
     """

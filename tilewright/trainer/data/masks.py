@@ -81,8 +81,9 @@ def _labels(
                 f"its {name} and its {other} contradict each other: token {i + 1} is learned by "
                 f"{name if said[name][i] else other} alone"
             )
-    for name in names if kept is not None else ():
-        if (wrong := said[name] & ~kept).any():
+    padding = np.zeros(len(ids), bool) if kept is None else ~kept
+    for name in names:
+        if (wrong := said[name] & padding).any():
             i = int(wrong.argmax())
             raise Refused(
                 f"its {name} and its {PADDING} contradict each other: token {i + 1} is learned, and "
