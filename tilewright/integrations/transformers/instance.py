@@ -120,7 +120,7 @@ def _subclass(
     read = read_by(base) - READ
 
     def set_attribute(self, name: str, value: Any) -> None:
-        plain: bool = isinstance(value, PLAIN)
+        plain = issubclass(type(value), PLAIN)
         other = plain and name in read and value != getattr(self, name, None)
         base.__setattr__(self, name, value)
         if other or (callable(value) and name not in (*SPLIT, *MERGED)):
