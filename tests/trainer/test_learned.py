@@ -346,7 +346,7 @@ INSTRUCTS = [n for n, c in COLUMNS.items() if c.instructs]
 
 @pytest.mark.parametrize("kind", DATASETS.names())
 def test_a_column_that_the_loss_does_not_read_is_refused(kind, monkeypatch):
-    assert {n for n, c in COLUMNS.items() if c.batched} == {*INSTRUCTS}
+    assert {n for n, c in COLUMNS.items() if c.batched} == {*INSTRUCTS, "routed_experts"}
     own = dataclasses.replace(DATASETS[kind], check=lambda *_: None)
     monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {kind: own})
     entry, names = build.Dataset(path="d", type=kind), [*own.needed[0]]
@@ -358,7 +358,7 @@ def test_a_column_that_the_loss_does_not_read_is_refused(kind, monkeypatch):
     else:
         check_columns(entry, names, {}, {}, DEFAULT)
         asked = {}
-    check_columns(entry, [*names, "id", "origin", "source"], {}, asked, DEFAULT)
+    check_columns(entry, [*names, "id", "origin", "routed_experts", "source"], {}, asked, DEFAULT)
     for name in {*INSTRUCTS} - {*asked}:
         with pytest.raises(
             ValueError, match=rf"^d: train\.loss = {DEFAULT} does not read the column `{name}`"

@@ -114,7 +114,6 @@ PROFILE = {
 TWO = {"data__datasets": "@two"}
 EIGHT = {"train__data_parallel_mode": "fsdp2"}
 
-WEIGHTED = {"train__loss": "weighted_language_modeling", "data__datasets": "@weighted"}
 POLICY = {"train__loss": "policy", "data__datasets": "@policy"}
 GRPO = {**POLICY, "policy__loss": "dr_grpo"}
 PPO = {**POLICY, "policy__loss": "policy_loss"}
@@ -400,7 +399,7 @@ ROWS = [
     row("lora.reset_optimizer_on_merge", True, "weights", **LORA, lora__merge_lora_interval=2),
     row("lora.enable_aqn", True, "losses", **QLORA),
     row("lora.aqn_alpha", 2.0, "losses", **QLORA, lora__enable_aqn=True),
-    row("train.loss", "language_modeling", "losses", **WEIGHTED),
+    row("train.loss", "preference", "losses", **REWARD),
     row("policy.loss", "reinforce", "losses", **POLICY),
     row("policy.average", "documents", "losses", **POLICY),
     row("policy.clip_low_threshold", 0.95, "losses", **POLICY),
@@ -529,7 +528,6 @@ def make_world(root):
         {"input_ids": x, "routed_experts": [[[2 * (i % 2), 3], [i % 3, 3]] for i in range(len(x))]}
         for x in ids(6)
     ]
-    weighted = [{"input_ids": x, "weight": [i % 3 for i in range(len(x))]} for x in ids(7)]
     policy, teacher = [], []
     for x in ids(8):
         near = [-4.6 + 0.3 * ((5 * t) % 3 - 1) for t in x]
@@ -559,7 +557,6 @@ def make_world(root):
         "both": [{"path": both}],
         "routes": [{"path": rows("routes.jsonl", *routes)}],
         "labels": [{"path": rows("labels.jsonl", *masked)}],
-        "weighted": [{"path": rows("weighted.jsonl", *weighted)}],
         "policy": [{"path": rows("policy.jsonl", *policy)}],
         "teacher": [{"path": rows("teacher.jsonl", *teacher)}],
         "pairs": [{"path": rows("pairs.jsonl", *pairs), "type": "preference_tokenized"}],

@@ -131,7 +131,7 @@ def settled(section: Distillation) -> Loss:
     )
 
 
-ACCEPTS = ("teacher_ids", "teacher_logprobs", "teacher_logprob", "routed_experts")
+ACCEPTS = ("teacher_ids", "teacher_logprobs", "teacher_logprob")
 LOSSES.add(
     "distillation", dataclasses.replace(settled(Distillation()), settled=settled, accepts=ACCEPTS)
 )

@@ -115,5 +115,5 @@ def settled(section: Policy) -> Loss:
     )
 
 
-ACCEPTS = (*COLUMNS.values(), "routed_experts")
+ACCEPTS = (*COLUMNS.values(),)
 LOSSES.add("policy", dataclasses.replace(settled(Policy()), settled=settled, accepts=ACCEPTS))

@@ -18,12 +18,12 @@ def recorded(routes: Routes) -> Column:
     return dataclasses.replace(ROUTED_EXPERTS, **own, depends=dataclasses.asdict(routes))
 
 
-# Experts are below 4,096; -1 is a token without a record.
+# Experts are below 4,096; -1 is a token without a record. It says how a model computes, not what is
+# learned, and a run may leave it: `train.router_replay`.
 ROUTED_EXPERTS = Column(
     "token",
     "int16",
     fill=-1,
-    instructs=True,
     of_model=lambda shape: recorded(Routes.of(shape)),
     part="routes",
 )
