@@ -573,6 +573,11 @@ def test_texts_of_every_arrow_type_are_read(tmp_path, learned):
                 assert learned(tmp_path / f"{i}.{form}", kind) == samples(kind, wanted)
 
 
+def test_a_mark_of_byte_order_is_no_text_of_a_document(tmp_path, learned):
+    (tmp_path / "a.txt").write_text("\ufeffa\ufeff\r\nb", newline="")
+    assert learned(tmp_path / "a.txt", "text") == samples("text", [{"text": "a\ufeff\nb"}])
+
+
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_a_file_of_no_bytes_beside_others_has_no_rows(form, tmp_path, learned):
     (folder := tmp_path / "data").mkdir()
