@@ -116,6 +116,8 @@ def test_answers_alone_have_labels(template):
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in TWO]
     turns.append({"from": "human", "value": "?"})
     assert chat.chat(tokenizer, {"conversations": turns}) == [sample]
+    turns = [{"role": turn["from"], "content": turn["value"]} for turn in turns]
+    assert chat.chat(tokenizer, {"messages": turns}) == [sample]
     tools = [{"name": "f", "parameters": {"x": {"type": "string"}, "unset": None}}]
     for given in (tools, json.dumps(tools)):
         [with_tools] = chat.chat(tokenizer, {"messages": TWO, "tools": given})
@@ -374,6 +376,7 @@ GOOD = {"messages": ASKED}
             r"messages\[1\] has the role 'bot'; known are system, developer, user, assistant, "
             "tool, human, gpt",
         ),
+        ({"messages": messages((["user"], "a"), ("gpt", "b"))}, r"messages\[0\] has the role \['"),
         ({"messages": [{"role": "user"}, *ASKED[1:]]}, r"messages\[0\] has no content; a text is"),
         ({"messages": [{"content": "a"}, *ASKED[1:]]}, r"messages\[0\] has the role None"),
         ({"messages": ASKED, "tools": "{"}, "its tools are not JSON"),

@@ -1410,6 +1410,11 @@ RULES = [
         '--data.test_datasets=[{"path":"dummy"}]',
     ),
     (
+        '--data.val_set_size=1 --data.datasets=[{"path":"x"},{"path":"x","max_samples":3}]',
+        "rows that are given twice",
+        '--data.val_set_size=1 --data.datasets=[{"path":"x","split":"a"},{"path":"x","split":"b"}]',
+    ),
+    (
         '--data.test_datasets=[{"path":"dummy","shards":2}]',
         "give both, or neither",
         '--data.test_datasets=[{"path":"dummy","shards":2,"shards_idx":1}]',

@@ -24,7 +24,7 @@ from tilewright.trainer.data import chat, masks
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.encode import check_columns
 from tilewright.trainer.data.ends import BEGUN, ENDLESS
-from tilewright.trainer.data.marks import MARKS, OTHERS
+from tilewright.trainer.data.marks import MARKS
 from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.rows import HEAD
 from tilewright.trainer.data.types.dataset_type import Asked, Refused
@@ -70,6 +70,18 @@ def learned(tokenizer, samples):
 
 # ---- marks of messages
 
+# Of other tools: parts of messages, shares, and the opposite.
+OTHERS = (
+    *(
+        "train_detail",
+        "training_detail",
+        "loss_scale",
+        "loss_weight",
+        "loss_weights",
+        "step_loss_mask",
+    ),
+    *("mask", "masked", "is_trainable", "train_on_turn", "learn", "ignore", "sample_weight"),
+)
 OFF, ON, BAD = (0, False, 0.0), (1, True, 1.0, None), (0.5, 2, -1, "no", "0", [0], float("nan"))
 
 
@@ -113,6 +125,12 @@ def test_marks_that_cannot_be_obeyed_are_refused(turns, said):
         return
     with pytest.raises(Refused, match=said):
         chat.chat(characters(), {"messages": turns})
+
+
+def test_what_else_a_message_has_is_no_mark():
+    keys = ("name", "tool_call_id", "thinking", "lossless", "trainer", "weighty", "unmasked", "id")
+    more = dict.fromkeys(keys, "x") | dict.fromkeys(OTHERS)  # null: not given
+    assert learned(characters(), chat.chat(characters(), {"messages": marked(**more)}))
 
 
 def test_marks_of_files_and_of_every_type_of_messages_are_obeyed(tmp_path):
@@ -244,13 +262,27 @@ def test_a_mask_that_is_not_read_is_refused_of_rows_of_tokens(kind):
     names = [*own.needed[0]]
     entry = build.Dataset(path="d", type=kind)
     plain = dataclasses.replace(own, check=lambda *_: None)
-    unread = {"response_mask", "labels_mask", "cu_seqlens", "seq_idx"}
+    unread = {"response_mask", "labels_mask", "cu_seqlens", "seq_idx", "document_ids", "doc_lens"}
+    unread |= {"loss_weights", "token_weights", "label_ids", "target_ids", "lengths"}
     for name in unread | ({*masks.READ} - {*own.columns}):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DATASETS, "_rows", DATASETS._rows | {kind: plain})
             with pytest.raises(ValueError, match=f"type {kind} does not read the column `{name}`"):
                 check_columns(entry, [*names, name], {}, {})
-            check_columns(entry, [*names, "special_tokens_mask", "token_type_ids"], {}, {})
+            check_columns(
+                entry, [*names, "special_tokens_mask", "token_type_ids", "doc_id"], {}, {}
+            )
+
+
+@pytest.mark.parametrize("kind", [k for k, row in DATASETS.items() if row.tokenizer])
+def test_a_column_that_says_what_is_learned_of_texts_is_refused(kind):
+    names, entry = DATASETS[kind].needed[0], build.Dataset(path="d", type=kind)
+    for name in ("loss_mask", "completion_mask", "assistant_masks", "trainable", "loss_weight"):
+        with pytest.raises(
+            ValueError, match=f"type {kind} does not read the column `{name}`; data"
+        ):
+            check_columns(entry, [*names, name], {}, {})
+    check_columns(entry, [*names, "loss", "train", "attention_mask", "input_ids"], {}, {})
 
 
 # ---- what begins and ends samples
@@ -409,6 +441,14 @@ def test_a_column_that_begins_late_in_a_file_is_refused_with_its_line(tmp_path):
         made = config(tmp_path, ("tokenized", rows))
         with pytest.raises(ValueError, match=rf"0\.jsonl: line {late + 1}: {said}"):
             build.build_data(made, Mesh(), 97)
+
+
+@pytest.mark.parametrize("late", [0, HEAD + 7])
+def test_a_column_that_select_columns_leaves_out_is_not_refused(late, tmp_path):
+    rows = [{"input_ids": IDS} for _ in range(late + 2)]
+    rows[late] |= {"advantage": 1.0, "valid_mask": [1] * 5}
+    made = config(tmp_path, ("tokenized", rows), select_columns=["input_ids"])
+    assert len(build.prepared(made.data.datasets, made, Mesh(), 97, shuffle=False)) == len(rows)
 
 
 def test_a_missing_column_names_the_types_that_make_it():

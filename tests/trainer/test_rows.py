@@ -566,10 +566,27 @@ def test_texts_of_every_arrow_type_are_read(tmp_path, learned):
     ):
         texts = pa.array(["1999-12-24", "007"]).cast(declared)
         for form in ("parquet", "arrow"):
-            write_table(tmp_path / f"{i}.{form}", pa.table({"prompt": texts, "completion": texts}))
-            wanted = [ROWS["prompt_completion"](v) for v in ("1999-12-24", "007")]
-            found = learned(tmp_path / f"{i}.{form}", "prompt_completion")
-            assert found == samples("prompt_completion", wanted)
+            table = pa.table(dict.fromkeys(("prompt", "completion", "text"), texts))
+            write_table(tmp_path / f"{i}.{form}", table)
+            for kind in ("prompt_completion", "text"):
+                wanted = [ROWS[kind](v) for v in ("1999-12-24", "007")]
+                assert learned(tmp_path / f"{i}.{form}", kind) == samples(kind, wanted)
+
+
+def test_a_mark_of_byte_order_is_no_text_of_a_document(tmp_path, learned):
+    (tmp_path / "a.txt").write_text("\ufeffa\ufeff\r\nb", newline="")
+    assert learned(tmp_path / "a.txt", "text") == samples("text", [{"text": "a\ufeff\nb"}])
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_a_file_of_no_bytes_beside_others_has_no_rows(form, tmp_path, learned):
+    (folder := tmp_path / "data").mkdir()
+    for name in "ac":
+        (folder / f"{name}.{form}").touch()
+    with pytest.raises(ValueError, match=f"^{folder}/a.{form}: there is nothing in it"):
+        learned(folder, "text")
+    write_rows(folder / f"b.{form}", [{"text": "007"}])
+    assert learned(folder, "text") == samples("text", [{"text": "007"}])
 
 
 # ---- where rows are

@@ -42,6 +42,13 @@ def _beyond(index: int | None, number: int | None) -> bool:
     return index is not None and number is not None and index >= number
 
 
+def _same_rows_twice(config: Config) -> bool:
+    """Whether two data sets are of the same rows, as what names them says."""
+    names = {"path", "name", "split", "revision", "data_files", "shards", "shards_idx"}
+    named = [e.model_dump(include=names) for e in config.data.datasets if e.path != "dummy"]
+    return any(one in named[:i] for i, one in enumerate(named))
+
+
 class Dataset(Section):
     path: str = field(..., Resume.OTHER_CONTENTS, examples=["dummy"])
     """File, folder, Hub id, s3://, gs://, abfs:// or https:// address (which need the extra s3, gs,
@@ -334,6 +341,9 @@ class Data(Section):
             lambda c: (
                 c.data.val_set_size is not None and c.data.test_datasets and not c.train.do_test
             )
+        ),
+        Refuse("rows that are given twice would be trained on and held out", "datasets").when(
+            lambda c: c.data.val_set_size is not None and _same_rows_twice(c)
         ),
         certified=False,
     )

@@ -167,8 +167,10 @@ def _message(given: Any, at: str) -> dict[str, Any]:
     message = {k: v for k, v in given.items() if v is not None}  # null: not given
     if "role" not in message and "from" in message:  # the ShareGPT form
         sender = message.pop("from")
-        message["role"] = SHARE_GPT.get(sender, sender)
+        message["role"] = sender
         message["content"] = message.pop("value", None)
+    if isinstance(role := message.get("role"), str):
+        message["role"] = SHARE_GPT.get(role, role)
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         known = ", ".join([*ROLES, *SHARE_GPT])

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from tilewright.trainer.columns import IGNORE, ROW, SCHEMA
 from tilewright.trainer.config import Data, Dataset
-from tilewright.trainer.data import masks
+from tilewright.trainer.data import marks, masks
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.types.dataset_type import (
     WHOLE,
@@ -134,8 +134,10 @@ def check_columns(
 
 
 def _says(name: str, row: DatasetType) -> bool:
-    """Whether a column of rows of tokens that are not read says what is learned of them."""
-    return masks.unread(name) or (not row.aligned and name in masks.READ)
+    """Whether a column that is not read says what is learned of rows."""
+    if marks.OF_ROWS.fullmatch(name):
+        return True
+    return not row.tokenizer and (masks.unread(name) or (not row.aligned and name in masks.READ))
 
 
 def _check_judged(entry: Dataset, row: DatasetType, columns: Columns, loss: str) -> None:
@@ -150,7 +152,7 @@ def _check_judged(entry: Dataset, row: DatasetType, columns: Columns, loss: str)
 def unread(entry: Dataset, name: str, columns: Columns, loss: str) -> str | None:
     """Why rows with a column are refused that is not read: by its name it says what is learned."""
     row = DATASETS[entry.type]
-    if not row.tokenizer and _says(name, row):
+    if _says(name, row):
         also = f"; {', '.join(masks.READ)} are read" if row.aligned else ""
         return f"type {entry.type} does not read the column `{name}`{also}{LEFT_OUT}"
     found = not_instructed({name}, columns, loss) if loss else None

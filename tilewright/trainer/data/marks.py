@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tilewright.trainer.data.types.dataset_type import Refused
@@ -9,8 +10,15 @@ from tilewright.trainer.data.types.dataset_type import Refused
 # OpenAI's and Mistral's weight; train, training and trainable of axolotl and others; loss of
 # ms-swift and xtuner; loss_mask of conversations for reinforcement learning.
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-# They say it of parts of a message, or how much is learned.
-OTHERS = ("train_detail", "training_detail", "loss_scale", "loss_weight")
+# Names of others, which say it of parts of a message, or how much is learned, or with 1 for 0.
+OTHERS = re.compile(
+    r"(.*_)?(loss(es)?|train(ing|able|ed)?|weights?|mask(s|ed)?|learn(ed|able)?|ignored?)(_.*)?"
+)
+# Of columns, whatever else rows have; what else has such a name may be of other things.
+OF_ROWS = re.compile(
+    r"(loss|completion|assistants?|labels?|targets?|response|prompt)_masks?|trainable"
+    r"|((loss|sample|token)_)?weights|(loss|sample|token)_weight|loss_scales?"
+)
 ACCEPTED = "accepted are 0 and 1, or false and true"
 
 
@@ -19,13 +27,14 @@ def unmarked(message: dict[str, Any], at: str) -> tuple[dict[str, Any], bool | N
 
     at: where it is, for errors. A null is no mark.
     """
-    given = {n: message[n] for n in (*MARKS, *OTHERS) if message.get(n) is not None}
+    found = [*MARKS, *(name for name in message if name not in MARKS and OTHERS.fullmatch(name))]
+    given = {name: message[name] for name in found if message.get(name) is not None}
     for name, value in given.items():
-        if name in OTHERS:
+        if name not in MARKS:
             raise Refused(f"{at} has {name}, which is not read; {', '.join(MARKS)} are")
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise Refused(f"{at} has {name} = {value!r:.60}; {ACCEPTED}")
-    rest = {name: value for name, value in message.items() if name not in (*MARKS, *OTHERS)}
+    rest = {name: value for name, value in message.items() if name not in found}
     if len({bool(value) for value in given.values()}) > 1:
         both = " and ".join(f"{name} = {value!r}" for name, value in given.items())
         raise Refused(f"{at} has {both}, which contradict each other")

@@ -5,6 +5,7 @@ tokens are learned: as transformers, TRL, axolotl and verl write them.
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ WHOLE = "loss_mask"
 PADDING = "attention_mask"
 BEGINS = ("position_ids", "seq_lengths")
 READ = (*PARTS, WHOLE, PADDING, *BEGINS)
+# Of other tools, beside masks: where documents begin, and labels.
+OTHERS = re.compile(
+    r"((seq|sequence|segment|doc|document|sample)_(ids|lens|lengths)|lengths)|(label|target)_ids|targets"
+)
 
 
 def unread(name: str) -> bool:
@@ -29,7 +34,7 @@ def unread(name: str) -> bool:
     return name not in READ and (
         ("mask" in name and name != "special_tokens_mask")
         or name.startswith(("cu_seq", "seq_idx"))
-        or name in ("sequence_lengths", "seq_lens", "sequence_ids", "segment_ids")
+        or OTHERS.fullmatch(name) is not None
     )
 
 

@@ -227,12 +227,18 @@ def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss:
             raise NotIntegers(_first_other(rows, wrong.column), wrong.column, wrong.kind) from wrong
     if isinstance(source, Documents):
         return source
+    chosen = source.asking.columns  # by data.select_columns
     source = source.select_columns((*kind.columns, *columns))
+
+    def refused(name: str) -> str | None:
+        there = chosen is None or name in chosen
+        return unread(entry, name, columns, loss) if there else None
+
     numbers = {n: number for n, c in columns.items() if c.batched}
     asking = source.asking._replace(
         cells=numbers | {**kind.cells},
         arrow=kind.arrow,
-        refused=functools.cache(lambda name: unread(entry, name, columns, loss)),
+        refused=functools.cache(refused),
     )
     return dataclasses.replace(source, asking=asking)
 

@@ -376,6 +376,7 @@ class Documents:
                 reason = f"it is not UTF-8: {error.reason} at byte {start + error.start}"
                 yield (i, start), Refused(reason)
                 continue
+            text = text if start else text.removeprefix("\ufeff")  # a mark of byte order
             yield (i, start), {"text": text, "first": start == 0, "last": stop == size}
 
 

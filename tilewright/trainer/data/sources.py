@@ -188,6 +188,9 @@ def read_raw(entry: Dataset, data: Data) -> Rows | Documents:
 
 def _joined(kind: str, local: dict[str, list[tuple[str, str]]], split: str) -> Rows:
     """The rows of a split of files, each with the name that errors show."""
+    if kind in GUESSED:  # a file of no bytes has no rows; alone, its reader names it
+        full = {n: [f for f in files if os.path.getsize(f[0])] for n, files in local.items()}
+        local = full if any(full.values()) else local
     read = {name: [_opened(kind, *file) for file in files] for name, files in local.items()}
     ranges, files = [], [file for some in read.values() for file in some]
     for name, first, stop in _absolute(split, {n: sum(map(len, r)) for n, r in read.items()}):

@@ -23,7 +23,7 @@ WORD = re.compile(r".+(?=\s)", re.DOTALL)
 
 def _check(path: str, features: Any) -> None:
     kind = getattr(features.get("text"), "dtype", "list")
-    if "text" in features and kind not in ("string", "large_string", "null"):
+    if "text" in features and kind not in ("string", "large_string", "string_view", "null"):
         raise ValueError(f"{path}: the column `text` must hold strings, not {kind}")
 
 
