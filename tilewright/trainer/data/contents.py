@@ -20,6 +20,15 @@ from tilewright.trainer.data.prepared import is_saved
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARIES = (".model", ".tiktoken")
+# Of tokenizer_config.json: where and by what it was written, which no text depends on.
+WRITTEN = {
+    "is_local",
+    "local_files_only",
+    "name_or_path",
+    "special_tokens_map_file",
+    "tokenizer_file",
+    "transformers_version",
+}
 
 
 def digest(what: Any) -> str:
@@ -68,11 +77,12 @@ def of_tokenizer(model: Model) -> dict[str, Thing]:
 
 
 def _settings(file: pathlib.Path) -> tuple[Any, dict[str, str]]:
-    """tokenizer_config.json without its templates, and these by name."""
+    """tokenizer_config.json without its templates and what is `WRITTEN`, and these by name."""
     text = file.read_bytes()
     try:
         settings = json.loads(text)
         given = settings.pop("chat_template", None) or {}
+        settings = {name: value for name, value in settings.items() if name not in WRITTEN}
     except (ValueError, AttributeError):  # transformers says what is wrong with it
         return hashlib.sha256(text).hexdigest(), {}
     if isinstance(given, list):
