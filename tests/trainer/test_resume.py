@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("pydantic")
+datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
@@ -365,6 +366,27 @@ def test_other_samples_beyond_the_hashed_ones_are_others(tmp_path, monkeypatch):
             trained(config, AUTO, "--train.max_steps=2")
         seen.append("'contents'" in str(caught.value))
     assert 0 < sum(seen) < len(seen)
+
+
+def test_other_samples_beyond_the_hashed_ones_of_a_saved_set_are_others(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", 0)
+    config, saved = str(tmp_path / "config.yaml"), tmp_path / "saved"
+    samples(tmp_path)(0)
+    rows = [{**row, "labels": row["input_ids"]} for row in documents(random.Random(0))]
+    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
+    monkeypatch.setattr(batches, "HASHED", 40)
+    read = "--data.skip_prepare_dataset=true", f"--data.dataset_prepared_path={saved}"
+    trained(config, "--train.max_steps=1", *read)
+    saved.rename(tmp_path / "moved")
+    moved = read[0], f"--data.dataset_prepared_path={tmp_path / 'moved'}"
+    trained(config, AUTO, "--train.max_steps=2", *moved)
+    for row in rows:
+        ids = [*row["input_ids"][:5], row["input_ids"][5] % (VOCAB - 1) + 1, *row["input_ids"][6:]]
+        others = [{**r, "input_ids": ids} if r is row else r for r in rows]
+        shutil.rmtree(saved, ignore_errors=True)
+        datasets.Dataset.from_list(others).save_to_disk(str(saved))
+        with pytest.raises(ValueError, match="was written with another data: "):
+            trained(config, AUTO, "--train.max_steps=3", *read)
 
 
 def test_fewer_samples_that_are_accepted_begin_their_next_epoch(tmp_path):
