@@ -380,7 +380,7 @@ def test_other_samples_beyond_the_hashed_ones_of_a_saved_set_are_others(tmp_path
     saved.rename(tmp_path / "moved")
     moved = read[0], f"--data.dataset_prepared_path={tmp_path / 'moved'}"
     trained(config, AUTO, "--train.max_steps=2", *moved)
-    for row in rows:
+    for row in rows[1:4]:
         ids = [*row["input_ids"][:5], row["input_ids"][5] % (VOCAB - 1) + 1, *row["input_ids"][6:]]
         others = [{**r, "input_ids": ids} if r is row else r for r in rows]
         shutil.rmtree(saved, ignore_errors=True)
