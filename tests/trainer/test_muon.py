@@ -256,13 +256,11 @@ SCHEDULE = {
 
 @pytest.mark.parametrize("style", TABLES)
 def test_schedules_follow_their_tables(style):
-    decay = ("lr_min", "lr_decay_ratio") if style == "constant" else ()
-    fields = {name: value for name, value in SCHEDULE.items() if name not in decay}
-    train = schedule(lr_decay_style=style, max_steps=12, **fields)
+    train = schedule(lr_decay_style=style, max_steps=12, **SCHEDULE)
     plan = Plan(train, steps_per_epoch=5)
     assert [plan.factor(step) for step in range(12)] == pytest.approx(TABLES[style], rel=1e-12)
     # In epochs, with four steps more so far than the same data would have taken now.
-    train = schedule(lr_decay_style=style, num_train_epochs=2, **fields)
+    train = schedule(lr_decay_style=style, num_train_epochs=2, **SCHEDULE)
     plan = Plan(train, steps_per_epoch=6, shift=4)
     found = [plan.factor(step) for step in range(4, plan.total)]
     assert found == pytest.approx(TABLES[style], rel=1e-12)

@@ -289,7 +289,7 @@ def test_losses_change_from_step_to_step_and_evaluations_do_not(tmp_path):
     changes.
     """
     common = {"train__max_steps": 3, "train__save_hf_weights": False, "data__val_set_size": 3}
-    common |= {"train__lr": 1e-30}
+    common |= {"train__lr": 1e-30, "train__lr_min": 0.0}
 
     def losses(name, **more):
         run(write_config(tmp_path / name, **common, **more))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("pydantic")
+datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
@@ -27,9 +28,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from tilewright.trainer import loop, train  # noqa: E402
 from tilewright.trainer.checkpoint import checkpoint, run_folder  # noqa: E402
 from tilewright.trainer.checkpoint.checkpoint_files import read_state, write_state  # noqa: E402
-from tilewright.trainer.config import load  # noqa: E402
+from tilewright.trainer.config import Model, load  # noqa: E402
 from tilewright.trainer.config.train import Train  # noqa: E402
 from tilewright.trainer.data import batches  # noqa: E402
+from tilewright.trainer.data.contents import of_tokenizer  # noqa: E402
 from tilewright.trainer.interrupts import Interrupts, Stopped  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh, join  # noqa: E402
 from tilewright.trainer.plugins.assertion import OF_TIME  # noqa: E402
@@ -291,6 +293,27 @@ def test_a_base_is_also_the_reference_of_a_policy_that_begins_with_it(tmp_path, 
         trained(path, AUTO, "--train.max_steps=3", *adapters, other, *second)
 
 
+def test_a_tokenizer_that_is_saved_again_is_the_same(tmp_path):
+    """Also where transformers notes that it was read from a folder, and the template elsewhere."""
+    write_tokenizer(tmp_path / "first")
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "a")
+    settings = json.loads((tmp_path / "a/tokenizer_config.json").read_text())
+    assert settings["is_local"]
+    template = (tmp_path / "a/chat_template.jinja").read_text()
+    (tmp_path / "a/chat_template.jinja").unlink()
+    settings |= {"chat_template": template, "transformers_version": "0"}
+    (tmp_path / "a/tokenizer_config.json").write_text(json.dumps(settings))
+
+    def things(name):
+        model = Model(config_path="/", tokenizer_path=str(tmp_path / name))
+        return {k: thing.digest for k, thing in of_tokenizer(model).items()}
+
+    assert things("first") == things("a") and things("a").keys() == {"tokenizer", "template"}
+    settings["clean_up_tokenization_spaces"] = True
+    (tmp_path / "a/tokenizer_config.json").write_text(json.dumps(settings))
+    assert things("first")["tokenizer"] != things("a")["tokenizer"]
+
+
 def test_a_reference_of_another_shape_is_another_one(tmp_path):
     """Of the same weights."""
     write_model(tmp_path / "model", 0)
@@ -343,6 +366,27 @@ def test_other_samples_beyond_the_hashed_ones_are_others(tmp_path, monkeypatch):
             trained(config, AUTO, "--train.max_steps=2")
         seen.append("'contents'" in str(caught.value))
     assert 0 < sum(seen) < len(seen)
+
+
+def test_other_samples_beyond_the_hashed_ones_of_a_saved_set_are_others(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", 0)
+    config, saved = str(tmp_path / "config.yaml"), tmp_path / "saved"
+    samples(tmp_path)(0)
+    rows = [{**row, "labels": row["input_ids"]} for row in documents(random.Random(0))]
+    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
+    monkeypatch.setattr(batches, "HASHED", 40)
+    read = "--data.skip_prepare_dataset=true", f"--data.dataset_prepared_path={saved}"
+    trained(config, "--train.max_steps=1", *read)
+    saved.rename(tmp_path / "moved")
+    moved = read[0], f"--data.dataset_prepared_path={tmp_path / 'moved'}"
+    trained(config, AUTO, "--train.max_steps=2", *moved)
+    for row in rows[1:4]:
+        ids = [*row["input_ids"][:5], row["input_ids"][5] % (VOCAB - 1) + 1, *row["input_ids"][6:]]
+        others = [{**r, "input_ids": ids} if r is row else r for r in rows]
+        shutil.rmtree(saved, ignore_errors=True)
+        datasets.Dataset.from_list(others).save_to_disk(str(saved))
+        with pytest.raises(ValueError, match="was written with another data: "):
+            trained(config, AUTO, "--train.max_steps=3", *read)
 
 
 def test_fewer_samples_that_are_accepted_begin_their_next_epoch(tmp_path):
@@ -547,11 +591,17 @@ def test_an_evaluation_that_is_made_up_again_is_reported_once(tmp_path, monkeypa
     assert found == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_test_is_not_repeated_and_says_that_it_is_there(tmp_path):
+def test_a_test_is_of_the_sets_that_are_there_and_reported_once(tmp_path):
+    """Of a run that had ended: its sets may be others now, and a run without them leaves it."""
     path = a_run(tmp_path, STOPS["steps"])
-    trained(path)
-    assert "the test after step 6 is in metrics.jsonl\n" in trained(path, AUTO)
-    assert sum("test_loss" in row for row in metrics(tmp_path)) == 1
+    found = []
+    none = "--train.do_test=false", "--data.test_datasets=[]"
+    for seed, options in ((0, ()), (0, [AUTO]), (1, [AUTO]), (2, [AUTO, *none])):
+        write_rows(tmp_path / "test.jsonl", documents(random.Random(seed)))
+        trained(path, *options)
+        found += [[row["test_loss"] for row in metrics(tmp_path) if "test_loss" in row]]
+    [[whole], [again], [other], [left]] = found
+    assert whole == again != other == left
 
 
 def test_what_a_kill_kept_from_going_goes_at_the_end_of_the_next_run(tmp_path):

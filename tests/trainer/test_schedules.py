@@ -260,8 +260,7 @@ def test_the_first_three_have_the_bits_they_had():
         "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     }
     for style, share in old.items():
-        until = {} if style == "constant" else {"lr_decay_ratio": 0.83}
-        train = settings(style, lr_warmup_ratio=0.17, lr_min=1e-7, **until)
+        train = settings(style, lr_warmup_ratio=0.17, lr_decay_ratio=0.83, lr_min=1e-7)
         warm, end, least = round(0.17 * 211), round(0.83 * 211), 1e-7 / PEAK
         for step in range(warm, 211):
             done = min(1.0, (step - warm) / (end - warm - 1))

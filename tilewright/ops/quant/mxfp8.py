@@ -16,7 +16,7 @@ from tilewright.core.library import from_kernels
 from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.core.takes import takes
 from tilewright.ops import cases
-from tilewright.ops.quant import aqn, fp8, quantize
+from tilewright.ops.quant import aqn, fp8, quantize, stored_scales
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.block_cases import (
     all_cases,
@@ -68,7 +68,9 @@ class MXFP8(quantize.Quantized):
         scale = scale.view(torch.uint8) if scale.dtype == E8M0 else scale
         quantize.part(prefix, data, quantize.E4M3, data.shape, data)
         quantize.part(name, scale, torch.uint8, _scales_shape(data.shape), data)
-        return cls(data, quantize.scales(name, scale.view(E8M0)), dtype)
+        scale = scale.view(E8M0)  # which has no 0
+        stored_scales.check(name, scale, lambda zero: zero)
+        return cls(data, scale, dtype)
 
 
 quantize.register(MXFP8, ("data", "scale"))

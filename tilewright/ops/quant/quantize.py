@@ -163,15 +163,6 @@ def key(tensors, name: str) -> torch.Tensor:
     return tensors[name]
 
 
-def scales(name: str, t: torch.Tensor) -> torch.Tensor:
-    """Scales from a file. Their values are checked on any device: ValueError for an infinity or a
-    NaN.
-    """
-    if not t.is_meta and not t.float().isfinite().all():
-        raise ValueError(f"{name} must be finite, got an infinity or a NaN")
-    return t
-
-
 def float_scales(tensors, name: str) -> torch.Tensor:
     """Scales from a file, of any floating-point dtype, in float32."""
     t = key(tensors, name)

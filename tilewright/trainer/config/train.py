@@ -83,8 +83,10 @@ def _ending() -> list[str]:
     return [name for name, row in SCHEDULES.items() if row.ends]
 
 
-def _warms_up(config: Config) -> bool:
-    return config.train.lr_warmup_ratio > 0 or config.train.lr_warmup_steps > 0
+def _endless(config: Config) -> bool:
+    """Of a schedule without an end; `constant` has always taken the fields of the others."""
+    style = config.train.lr_decay_style
+    return style != "constant" and not SCHEDULES[style].ends
 
 
 def _shaped(field: str) -> Only:
@@ -209,7 +211,6 @@ def _wants(config: Config, *strategies: str) -> bool:
     return config.train.save_strategy in strategies
 
 
-WANDB, PROFILED = Only("use_wandb", True), Only("enable_profiling", True)
 HELD_OUT = Refuse(nothing_held_out, "data.test_datasets", "data.val_set_size")
 EVALUATED = Only("eval_strategy", but="no").because("nothing is evaluated")
 SCORED = Refuse(
@@ -517,9 +518,6 @@ class Train(Section):
         Refuse("the decay would rise", "lr").when(
             lambda c: _decays(c) and c.train.lr_min > c.train.lr
         ),
-        Refuse(lambda c: f"{c.train.lr_decay_style} stays at the peak", "lr_decay_style").when(
-            lambda c: not _decays(c) and c.train.lr_min != Train.model_fields["lr_min"].default
-        ),
         ge=0,
         names={"ERNIEKit": "min_lr lr_end", "NxDT": "min_lr"},
     )
@@ -530,10 +528,10 @@ class Train(Section):
         0.0,
         Resume.NEXT_STEP,
         Refuse("the warmup would fall", "lr").when(
-            lambda c: _warms_up(c) and c.train.lr_start > c.train.lr
-        ),
-        Refuse("there is no warmup", "lr_warmup_ratio", "lr_warmup_steps").when(
-            lambda c: c.train.lr_start > 0 and not _warms_up(c)
+            lambda c: (
+                (c.train.lr_warmup_ratio > 0 or c.train.lr_warmup_steps > 0)
+                and c.train.lr_start > c.train.lr
+            )
         ),
         ge=0,
     )
@@ -571,7 +569,7 @@ class Train(Section):
             lambda c: _decays(c) and c.train.lr_decay_ratio < c.train.lr_warmup_ratio
         ),
         Refuse(lambda c: f"{c.train.lr_decay_style} has no end", "lr_decay_style").when(
-            lambda c: not SCHEDULES[c.train.lr_decay_style].ends and c.train.lr_decay_ratio != 1
+            lambda c: _endless(c) and c.train.lr_decay_ratio != 1
         ),
         ge=0,
         le=1,
@@ -1211,14 +1209,14 @@ class Train(Section):
     )
     """Log to Weights & Biases."""
     wandb_project: str = field(
-        "tilewright", Resume.OUTPUT, WANDB, differs=("Xorl", "the project's own name")
+        "tilewright", Resume.OUTPUT, differs=("Xorl", "the project's own name")
     )
     """W&B project."""
-    wandb_name: str | None = field(None, Resume.OUTPUT, WANDB, names={"transformers": "run_name"})
+    wandb_name: str | None = field(None, Resume.OUTPUT, names={"transformers": "run_name"})
     """W&B run name."""
-    wandb_tags: list[str] | None = field(None, Resume.OUTPUT, WANDB)
+    wandb_tags: list[str] | None = field(None, Resume.OUTPUT)
     """W&B tags."""
-    wandb_log_interval: int = field(1, Resume.OUTPUT, WANDB, ge=1)
+    wandb_log_interval: int = field(1, Resume.OUTPUT, ge=1)
     """Log to W&B every so many steps."""
     use_tensorboard: bool = field(
         False,
@@ -1283,27 +1281,26 @@ class Train(Section):
     # profiling
     enable_profiling: bool = field(False, Resume.OUTPUT)
     """Run PyTorch's profiler."""
-    profile_start_step: int = field(1, Resume.OUTPUT, PROFILED, ge=0)
+    profile_start_step: int = field(1, Resume.OUTPUT, ge=0)
     """First step that is profiled."""
     profile_end_step: int = field(
         2,
         Resume.OUTPUT,
-        PROFILED,
         Refuse("profiling must end after it starts", "profile_start_step").when(
             lambda c: c.train.profile_end_step <= c.train.profile_start_step
         ),
         ge=1,
     )
     """Step at which profiling ends."""
-    profile_trace_dir: str = field("./trace", Resume.OUTPUT, PROFILED)
+    profile_trace_dir: str = field("./trace", Resume.OUTPUT)
     """Folder for traces."""
-    profile_record_shapes: bool = field(True, Resume.OUTPUT, PROFILED)
+    profile_record_shapes: bool = field(True, Resume.OUTPUT)
     """Record input shapes."""
-    profile_profile_memory: bool = field(True, Resume.OUTPUT, PROFILED)
+    profile_profile_memory: bool = field(True, Resume.OUTPUT)
     """Record memory."""
-    profile_with_stack: bool = field(True, Resume.OUTPUT, PROFILED)
+    profile_with_stack: bool = field(True, Resume.OUTPUT)
     """Record Python stacks."""
-    profile_rank0_only: bool = field(True, Resume.OUTPUT, PROFILED)
+    profile_rank0_only: bool = field(True, Resume.OUTPUT)
     """Profile rank 0 only; false: every rank."""
     seed: int = field(42, Resume.OTHER_ORDER, ge=0, lt=2**32)
     """Seed of weights and shuffling."""

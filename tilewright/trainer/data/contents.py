@@ -16,10 +16,20 @@ from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.cache_key import files_of
+from tilewright.trainer.data.data_files import digests
 from tilewright.trainer.data.prepared import is_saved
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARIES = (".model", ".tiktoken")
+# Of tokenizer_config.json: where and by what it was written, which no text depends on.
+WRITTEN = {
+    "is_local",
+    "local_files_only",
+    "name_or_path",
+    "special_tokens_map_file",
+    "tokenizer_file",
+    "transformers_version",
+}
 
 
 def digest(what: Any) -> str:
@@ -31,10 +41,15 @@ def of_samples(data: Data, bins: Bins) -> dict[str, Thing]:
     """The samples to train on, and what a teacher, an engine or a reference has written beside
     them (`Column.part`). Where not all samples are hashed, their files are.
     """
-    places = [str(data.dataset_prepared_path)] if is_saved(data) else _places(data.datasets)
+    root, saved = data.dataset_prepared_path, is_saved(data)
+    places = [root] if saved else _places(data.datasets)
     found = {part: Thing(digest, places) for part, digest in bins.parts().items()}
-    if bins.sampled and not is_saved(data):
-        files = [f["sha256"] for f in files_of(data.datasets, data.dataset_prepared_path, 1)]
+    if bins.sampled:
+        files = (
+            [digests(str(file)).sha256 for file in sorted(pathlib.Path(root).glob("*.arrow"))]
+            if saved
+            else [f["sha256"] for f in files_of(data.datasets, root, 1)]
+        )
         found["data"] = Thing(digest([found["data"].digest, files]), places)
     return found
 
@@ -68,11 +83,12 @@ def of_tokenizer(model: Model) -> dict[str, Thing]:
 
 
 def _settings(file: pathlib.Path) -> tuple[Any, dict[str, str]]:
-    """tokenizer_config.json without its templates, and these by name."""
+    """tokenizer_config.json without its templates and what is `WRITTEN`, and these by name."""
     text = file.read_bytes()
     try:
         settings = json.loads(text)
         given = settings.pop("chat_template", None) or {}
+        settings = {name: value for name, value in settings.items() if name not in WRITTEN}
     except (ValueError, AttributeError):  # transformers says what is wrong with it
         return hashlib.sha256(text).hexdigest(), {}
     if isinstance(given, list):

@@ -65,13 +65,16 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     return found
 
 
-def drop_after(path: pathlib.Path, step: int, owed: bool = False) -> None:
+def drop_after(
+    path: pathlib.Path, step: int, owed: bool = False, tested: int | None = None
+) -> None:
     """Leaves the rows up to a step in a file: a resumed run repeats the later ones.   owed: and
-    the evaluation after that step.
+    the evaluation after that step.   tested: and the test after this one.
     """
     kept = [r for r in rows(path) if r["step"] <= step] if step else []
     if owed:
         kept = [r for r in kept if r["step"] < step or "grad_norm" in r]
+    kept = [r for r in kept if r["step"] != tested or "test_loss" not in r]
     write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
@@ -103,7 +106,7 @@ class Metrics:
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        drop_after(path, start, owed)
+        drop_after(path, start, owed, total if train.do_test else None)
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
@@ -187,11 +190,6 @@ class Metrics:
             row = {"step": step, **values}
             self.write(row)
             self.say(" ".join(f"{k}={_show(v)}" for k, v in row.items()))
-
-    def tested(self, step: int) -> bool:
-        """Whether the test after this step is reported. Of rank 0."""
-        found = rows(pathlib.Path(self.train.output_dir, "metrics.jsonl"))
-        return any(row["step"] == step and "test_loss" in row for row in found)
 
     def write(self, row: dict[str, Any]) -> None:
         """Raises OSError, naming the file."""
