@@ -172,6 +172,11 @@ def _adamw_ratio(r: Results) -> list[str]:
     return [f"{theirs / ours:.2f}"]
 
 
+def _rows_of_64(r: Results) -> list[str]:
+    of = r.answers("attention-rows-of-64-triton-for-native")
+    return [f"{of[name][way]['median'] / 1e3:.2f}" for way in ("other", "now") for name in PASSES]
+
+
 def _documents_ratio(r: Results) -> list[str]:
     """Times as fast as PyTorch's, forward and backward added: in rows of 128, and of 64."""
     rows = r.rounds("attention", "qwen3-30b-a3b_32k_packed", "triton", "native").rows
@@ -263,6 +268,7 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
         "| 69 to 85 %, after a change {} to {} % |": _forward("permute"),
         "| 79 %, 5.8 %; after a change {} %, {} % |": _both("causal_conv1d"),
         "| 54 %, after a change {} % |": lambda r: r.shares("backward", "rmsnorm_gated"),
+        "| forward {} ms, backward {} ms (cuDNN {}, {});": _rows_of_64,
         "; {} and {} ms (PyTorch's varlen {} and {}) |": _documents_in_table,
         "| 55 %, after a change {} % |": _forward("cross_entropy", only="gemma"),
         "| {} to {} %; {} % | right: tiles": _one_after_another(
