@@ -49,6 +49,25 @@ class Results:
         row = self.rounds(op, case, "triton").rows["triton"]
         return [f"{row[name]['tflop_per_s']:.0f}" for name in passes]
 
+    def shares(self, name: str, *ops: str, but: str = "", only: str = "") -> list[str]:
+        """The lowest and the highest share of the roof of Triton's kernels, in percent, over the
+        newest rounds of each case. but, only: patterns of names of cases.
+        """
+        cases = {
+            (g.op, g.case)
+            for g in self.raw.groups
+            if g.source.device[1] == DEVICE
+            and g.op in ops
+            and g.dtype == "bfloat16"
+            and g.rows.get("triton", {}).get("status") == "ok"
+            and re.search(only, g.case)
+            and not (but and re.search(but, g.case))
+        }
+        rows = (self.rounds(*of, "triton").rows["triton"] for of in cases)
+        found = [row[name]["roofline_percent"] for row in rows]
+        ends = [f"{of(found):.0f}" for of in (min, max)]
+        return ends if len(found) > 1 else ends[:1]
+
     def steps(self, *providers: str) -> list[dict[str, Any]]:
         """The newest optimizer steps of all of them, as `auto` chooses their attention."""
         calls: dict[raw.Source, dict[str, raw.Entry]] = {}
@@ -109,8 +128,11 @@ def _norm(r: Results) -> list[str]:
     return [f"{rows:,.0f}", *r.time("add_rmsnorm", "qwen3-8b", "liger", "triton")]
 
 
+ADAMW_CASE = "qwen3-30b-a3b_6_layers-bf16-states"
+
+
 def _adamw(r: Results) -> list[str]:
-    case, providers = "qwen3-30b-a3b_6_layers-bf16-states", ("torch-fused", "triton")
+    case, providers = ADAMW_CASE, ("torch-fused", "triton")
     rows = r.rounds("adamw_", case, *providers).rows
     host = [f"{rows[p]['forward']['host_us']:.0f}" for p in providers]
     return [x for pair in zip(r.time("adamw_", case, *providers), host, strict=True) for x in pair]
@@ -124,6 +146,35 @@ def _documents(r: Results) -> list[str]:
     """Forward, backward: PyTorch's, and ours."""
     of = r.answers(ROWS_OF_64)
     return [_three(of[name][way]["median"] / 1e3) for way in ("now", "other") for name in PASSES]
+
+
+def _documents_in_table(r: Results) -> list[str]:
+    of = r.answers(ROWS_OF_64)
+    return [f"{of[name][way]['median'] / 1e3:.2f}" for way in ("other", "now") for name in PASSES]
+
+
+def _both(*ops: str, **cases: str) -> Callable[[Results], list[str]]:
+    """Shares of the roof in forward and backward."""
+    return lambda r: [x for name in PASSES for x in r.shares(name, *ops, **cases)]
+
+
+def _forward(*ops: str, **cases: str) -> Callable[[Results], list[str]]:
+    return lambda r: r.shares("forward", *ops, **cases)
+
+
+def _one_after_another(*parts: Callable[[Results], list[str]]) -> Callable[[Results], list[str]]:
+    return lambda r: [x for part in parts for x in part(r)]
+
+
+def _adamw_ratio(r: Results) -> list[str]:
+    rows = r.rounds("adamw_", ADAMW_CASE, "torch-fused", "triton").rows
+    theirs, ours = (rows[p]["forward"]["median_ms"] for p in ("torch-fused", "triton"))
+    return [f"{theirs / ours:.2f}"]
+
+
+def _rows_of_64(r: Results) -> list[str]:
+    of = r.answers("attention-rows-of-64-triton-for-native")
+    return [f"{of[name][way]['median'] / 1e3:.2f}" for way in ("other", "now") for name in PASSES]
 
 
 def _documents_ratio(r: Results) -> list[str]:
@@ -162,6 +213,7 @@ def _of_compile(r: Results) -> list[str]:
 
 EXPERTS = "moe_mlp", "qwen3-30b-a3b_32768"
 HEADS = "attention", "qwen3-30b-a3b_8k"
+TURNED = "-transpose$"  # cases that write the transpose too
 UP = "grouped_gemm", "qwen3-30b-a3b_up_32768"
 
 CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
@@ -207,6 +259,35 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
         "| 45.1 ms | {} ms, cuDNN {} ms |": lambda r: r.time(
             "attention", "qwen3-30b-a3b_32k", "triton", "native"
         ),
+        "| 86 to 93 % | 81 to 100 % | {} to {} % |": _forward("rmsnorm", "silu_mul", "gelu_mul"),
+        "| 74 to 84 % | 88 to 95 % | {} to {} % |": lambda r: r.shares("backward", "rmsnorm"),
+        "| 84 to 91 % | 97 % | {} to {} %, {} to {} % |": _both("rope"),
+        "| {} to {} %; 79 to 85 %, after a change {} to {} % |": _both("qk_norm_rope"),
+        "| 87 to 91 % | 100 % | {} to {} % |": _forward("cross_entropy", but="gemma"),
+        "| 75 %, after a change {} to {} % |": _forward("logprob_entropy"),
+        "| 69 to 85 %, after a change {} to {} % |": _forward("permute"),
+        "| 79 %, 5.8 %; after a change {} %, {} % |": _both("causal_conv1d"),
+        "| 54 %, after a change {} % |": lambda r: r.shares("backward", "rmsnorm_gated"),
+        "| forward {} ms, backward {} ms (cuDNN {}, {});": _rows_of_64,
+        "; {} and {} ms (PyTorch's varlen {} and {}) |": _documents_in_table,
+        "| 55 %, after a change {} % |": _forward("cross_entropy", only="gemma"),
+        "| {} to {} %; {} % | right: tiles": _one_after_another(
+            _forward("newton_schulz", but="experts"), _forward("newton_schulz", only="experts")
+        ),
+        "| 60 to 88 % | 90 % | {} to {} %, values": _forward("dequantize_nf4"),
+        "| 82 to 90 % | 100 % | {} to {} % |": _forward(
+            "quantize_block_fp8", "quantize_mxfp8", but=TURNED
+        ),
+        "after a change {} %, {} %; {} % | all were": _one_after_another(
+            _forward("quantize_block_fp8", only=TURNED),
+            _forward("quantize_mxfp8", only=TURNED),
+            _forward("silu_mul_quantize", only=TURNED),
+        ),
+        "70 to 80 % | 100 % | {} to {} %, {} to {} % |": _one_after_another(
+            _forward("silu_mul_quantize", but=TURNED), _forward("rmsnorm_quantize")
+        ),
+        "PyTorch's fused | 99 % | {} to {} %, ": _forward("adamw_"),
+        "%, {} times with parameters and states in bfloat16": _adamw_ratio,
     },
 }
 

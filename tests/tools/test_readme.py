@@ -112,6 +112,39 @@ def test_rows_of_a_case_and_counts_of_utilization_are_the_raw_files_own(cites):
     assert f"trained {100 * step['mfu_documents']:.1f} %" in text
 
 
+def test_what_a_row_says_of_its_case_is_of_the_case():
+    """Sizes from the operations and bytes of the cases, versions and days from the raw files."""
+    text = (ROOT / "README.md").read_text()
+
+    def said(pattern):
+        [numbers] = re.findall(pattern, text)
+        return [int(n.replace(",", "")) for n in numbers]
+
+    def cost(op, name):
+        return next(c for c in OPS[op].cases if c.name == name).cost(2)
+
+    tokens, heads, width, keys = said(r"attention, ([\d,]+) tokens, (\d+) heads of (\d+), (\d+) of")
+    of = cost(*cited.HEADS)
+    assert of.forward_flops == 2 * heads * width * tokens**2  # half of the square
+    vectors = of.forward_bytes // (2 * width * tokens)  # of q, k, v and the result
+    assert vectors == 2 * heads + 2 * keys
+    experts, tokens = said(r"(\d+) experts of Qwen3-30B-A3B, ([\d,]+) tokens")
+    chosen, hidden, inner = 8, 2048, 768
+    of = cost(*cited.EXPERTS)
+    assert of.forward_flops == pytest.approx(6 * tokens * chosen * hidden * inner, rel=0.01)
+    weights, moved = 3 * experts * hidden * inner, tokens * chosen * (hidden + 2 * inner)
+    assert of.forward_bytes == 2 * (weights + moved)
+    metas = [
+        json.loads(path.read_text())["meta"]
+        for path in sorted((ROOT / "bench/results").glob("nvidia-h100-2026-11-2*/end_to_end.json"))
+    ]
+    assert f"Medians of {metas[0]['date'][:10]} and {metas[-1]['date'][8:10]}, of code" in text
+    for meta in metas:
+        names = (("torch", "torch"), ("Triton", "triton"), ("transformers", "transformers"))
+        shorts = (f"{s} {meta['versions'][n].rpartition('.')[0]}" for s, n in names)
+        assert ", ".join(shorts) + ", random weights" in text
+
+
 def test_its_counts_are_those_of_the_library_and_of_the_page():
     text, page = (
         (ROOT / "README.md").read_text(),
@@ -133,7 +166,10 @@ def test_its_counts_are_those_of_the_library_and_of_the_page():
         for node in source.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES"
     )
-    assert f"{len(families.keys)} families tested" in text
+    for known in (text, (DOCS / "comparison.md").read_text()):
+        assert f"{len(families.keys)} families tested" in known
+    [goals] = re.findall(rf"{cited.DEVICE}: (\d+ of \d+ measured) goals met", page.text)
+    assert f"{goals} [goals](docs/goals.md) are met" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
