@@ -561,8 +561,8 @@ def certified_things(data: Data, things: Things) -> dict[str, str]:
 def weights_read(
     path: str | None, other: str | None, compares: bool, policy: Parts, reference: Parts | None
 ) -> Things:
-    """The weights that a run began from, and those that it compares with. Drawn weights are none of
-    these: the seed is in the identity.
+    """The weights that a run began from, and those that it compares with. Drawn weights have no
+    content: the seed is in the identity.
 
     path: of the model.   other: of a reference of its own.   compares: whether there is one, which
     no column holds.   reference: its model; None: the policy's.
@@ -571,11 +571,11 @@ def weights_read(
     if policy.origin is not None and path is not None:
         found["base"] = Thing(policy.origin, [path])
     compared = policy if reference is None else reference
-    if not compares or compared.origin is None:
+    if not compares:
         return found
     # Weights mean nothing without the shape, which a folder of its own may have changed.
     known = digest([compared.origin, dataclasses.asdict(compared.model.config)])
-    return {**found, "reference": Thing(known, [other or path or ""])}
+    return {**found, "reference": Thing(known, [other or path or "weights drawn by train.seed"])}
 
 
 def free(mesh: Mesh) -> None:
