@@ -716,6 +716,7 @@ def test_what_is_left_out_are_fields_that_change_no_step():
     hashed = {
         *("model.model_path", "model.config_path", "model.tokenizer_path"),
         *("data.datasets", "data.select_columns", "data.dataset_shard_idx"),
+        "preference.reference_path",
     }
     assert {f for f in left_out if differs.get(f) in changing} == hashed
 
