@@ -398,14 +398,15 @@ DAMAGED = {
         "line 1: it is not JSON: Expecting ',' delimiter at character 16",
     ),
     "more than an array": (f"[{ROW}]\n{ROW}", "line 2: it is not JSON: Extra data at character 1"),
-    "a key twice": (f'{ROW}\n{{"text": "a", "x": {{"y": 1, "y": 2}}}}', "line 2: y is there twice"),
+    "a key twice": (f'{ROW}\n{{"text": "a", "text": "b"}}', "line 2: text is there twice"),
+    "within a value": (f'{ROW}\n{{"text": {{"y": 1, "y": 2}}}}', "line 2: y is there twice"),
     "half a pair": (
         ROW + "\n" + r'{"text": "a", "x": "\ud83d"}',
         "line 2: a string in it has half",
     ),
     "an integer without end": (
-        f'{ROW}\n{{"x": {"1" * 5000}}}',
-        "line 2: it cannot be read: Exceeds",
+        f'{ROW}\n{{"text": {"1" * 5000}}}',
+        "line 2: an integer in it has 5000 digits, which are too many",
     ),
     "depth": (f'{ROW}\n{{"x": {"[" * 10**5}}}', "line 2: it is nested too deeply"),
     "an array without rows": ("[]", "there is nothing in it"),
@@ -418,6 +419,14 @@ def test_what_is_no_row_of_json_is_refused_by_its_place(case, tmp_path, learned)
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=f"^{tmp_path}/a.json: {re.escape(sentence)}"):
         learned(tmp_path / "a.json", "text")
+
+
+def test_what_is_not_read_may_be_what_cannot_be(tmp_path, learned):
+    """In the first row, too, whose keys are columns."""
+    wrong = ('{"k": 1, "k": 2}', "1" * 5000, '"caf\xe9"', '["\xe9", {"k": "\xe9"}]')
+    lines = [f'{{"x": {one}, "text": "007"}}' for one in wrong]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="latin-1")
+    assert learned(tmp_path / "a.jsonl", "text") == samples("text", [{"text": "007"}] * 4)
 
 
 def test_a_damaged_line_is_skipped_where_that_is_asked(tmp_path, learned, caplog):

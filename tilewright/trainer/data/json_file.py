@@ -90,39 +90,56 @@ class JsonFile(rows.TextFile):
         for first, stop, line in _Scan(io.BytesIO(data), 0, self.array).values():
             yield line, data[first:stop]
 
-    def _row(self, raw: bytes, asking: rows.Asking) -> rows.Row:
+    def _names(self, count: int) -> list[str]:
+        found = (self._object(raw)[0] for _, _, raw in self._read(0, count))
+        return [*dict.fromkeys(n for value in found if isinstance(value, dict) for n in value)]
+
+    def _object(self, raw: bytes) -> tuple[dict[str, Any] | Refused, list[_Wrong], str]:
+        """A row, the places in it that cannot be read, and what is wrong with its bytes."""
+        wrong: list[_Wrong] = []
+        reason = ""
         try:
-            text, strict = raw.decode(), True
+            text = raw.decode()
         except UnicodeDecodeError as error:
-            text, strict = raw.decode("utf-8", "surrogateescape"), False
+            text = raw.decode("utf-8", "surrogateescape")
             reason = f"it is not UTF-8: {error.reason} at byte {error.start + 1}"
         try:
-            value = json.loads(text, object_pairs_hook=_once)
-            if ESCAPED.search(raw):
-                errors = "strict" if strict else "surrogateescape"
-                json.dumps(value, ensure_ascii=False).encode("utf-8", errors)
-        except _Twice as twice:
-            return Refused(f"{twice} is there twice in one object")
-        except UnicodeEncodeError:
-            return Refused("a string in it has half of a surrogate pair")
+            value = _loaded(text, wrong)
         except json.JSONDecodeError as error:
             if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
-                return Refused("it ends within a JSON value")
-            return Refused(f"it is not JSON: {error.msg} at character {error.pos + 1}")
+                return Refused("it ends within a JSON value"), wrong, reason
+            said = f"it is not JSON: {error.msg} at character {error.pos + 1}"
+            return Refused(said), wrong, reason
         except RecursionError:
-            return Refused("it is nested too deeply")
-        except ValueError as error:  # an integer of thousands of digits
-            return Refused(f"it cannot be read: {error}")
+            return Refused("it is nested too deeply"), wrong, reason
         if self.array and isinstance(value, str):
             value = {"text": value}
-        if not isinstance(value, dict):
-            return Refused(f"it is {kind_of(value)}, and must be an object")
-        row = asking.of(value)
-        if not strict and not isinstance(row, Refused):
-            if any(map(undecoded, _keys(value))):
+        if isinstance(value, _Wrong):
+            value = Refused(value.why)
+        elif not isinstance(value, dict):
+            value = Refused(f"it is {kind_of(value)}, and must be an object")
+        return value, wrong, reason
+
+    def _row(self, raw: bytes, asking: rows.Asking) -> rows.Row:
+        """What is not asked for may hold what cannot be read, but for half a pair."""
+        value, wrong, reason = self._object(raw)
+        row = value if isinstance(value, Refused) else asking.of(value)
+        if isinstance(value, Refused) or isinstance(row, Refused):
+            return row
+        if wrong and (one := next(_values([*row.values()], _Wrong), None)):
+            return Refused(one.why)
+        if ESCAPED.search(raw):
+            try:
+                errors = "surrogateescape" if reason else "strict"
+                text = json.dumps(value, ensure_ascii=False, default=lambda one: one.why)
+                text.encode("utf-8", errors)
+            except UnicodeEncodeError:
+                return Refused("a string in it has half of a surrogate pair")
+        if reason:
+            if any(map(undecoded, [*value, *_keys([*row.values()])])):
                 return Refused(reason)
-            if wrong := next(filter(None, map(undecoded, _strings([*row.values()]))), None):
-                return Refused(wrong)
+            if said := next(filter(None, map(undecoded, _values([*row.values()], str))), None):
+                return Refused(said)
         return row
 
 
@@ -140,16 +157,41 @@ def _is_one(line: bytes) -> bool:
     return True
 
 
-class _Twice(Exception):
-    """A key of an object."""
+class _Wrong:
+    """Stands for what cannot be read."""
+
+    def __init__(self, why: str):
+        self.why = why
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _Twice(next(key for key in keys if keys.count(key) > 1))
-    return found
+def _loaded(text: str, wrong: list[_Wrong]) -> Any:
+    """wrong: is given what cannot be read."""
+
+    def mark(why: str) -> _Wrong:
+        wrong.append(_Wrong(why))
+        return wrong[-1]
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Wrong:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            return mark(f"{twice} is there twice in one object")
+        return found
+
+    def integer(digits: str) -> int | _Wrong:
+        try:
+            return int(digits)
+        except ValueError:
+            return mark(f"an integer in it has {len(digits)} digits, which are too many")
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # of such an integer; a function for each is slow
+        wrong.clear()
+        return json.loads(text, object_pairs_hook=once, parse_int=integer)
 
 
 def _keys(value: Any) -> Iterator[str]:
@@ -161,12 +203,13 @@ def _keys(value: Any) -> Iterator[str]:
             yield from _keys(one)
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
+def _values(value: Any, kind: type) -> Iterator[Any]:
+    """Those of a kind, of a list or an object and all that it has."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)
+            yield from _values(one, kind)
 
 
 class _Scan:
