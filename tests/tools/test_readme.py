@@ -106,6 +106,8 @@ def test_rows_of_a_case_and_counts_of_utilization_are_the_raw_files_own(cites):
     assert f"{rows:,} rows of 4,096" in line
     steps = json.loads((ROOT / "bench/results/nvidia-h100-2026-11-27/end_to_end.json").read_text())
     [step] = steps["rows"]
+    assert step["case"] == "llama-3.2-1b_8192_tokens"
+    assert "Llama 3.2 1B's shape, 8,192 packed tokens" in text
     ratio = step["mfu_documents"] / step["mfu"]
     assert ratio == pytest.approx(step["flops_per_token_documents"] / step["flops_per_token"])
     assert f"MFU {100 * step['mfu']:.0f} %, of the documents trained" in text
