@@ -12,10 +12,21 @@ pc: Any = pyarrow.compute  # which makes its functions when it is imported
 LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
+def is_nested(given: Any) -> bool:
+    """Whether `nested` reads it: an Arrow array, or a list of lists."""
+    return isinstance(given, pa.Array) or (
+        isinstance(given, list) and any(isinstance(one, list) for one in given)
+    )
+
+
 def nested(values: Any, what: str) -> np.ndarray:
-    """Lists of lists, an Arrow array, as an array, without Python's numbers. Raises ValueError for
-    lists of several lengths, and for a null.   what: they are, in errors.
+    """Lists of lists, Python's or an Arrow array, as an array. Raises ValueError for lists of
+    several lengths, and for a null; TypeError or ValueError for values of several types.
+
+    what: they are, in errors.
     """
+    if isinstance(values, list):
+        values = pa.array(values)
     shape: list[int] = [len(values)]
     while any(is_list(values.type) for is_list in LISTS):
         lengths = pc.unique(pc.list_value_length(values)).to_pylist()

@@ -12,7 +12,7 @@ import torch
 
 from tilewright.nn import read_routed_experts
 from tilewright.nn.routed_experts import check
-from tilewright.trainer.data.nested import LISTS, nested
+from tilewright.trainer.data.nested import LISTS, is_nested, nested
 from tilewright.trainer.models.model_config import ModelConfig
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
@@ -48,13 +48,13 @@ class Routes:
     def read(self, given: Any, tokens: int) -> np.ndarray:
         """A cell of the data: int16 [tokens, width], -1 for a token without a record.
 
-        given: as in `read_routed_experts`, lists as an Arrow array.   tokens: of the sample.
+        given: as in `read_routed_experts`, lists also as an Arrow array.   tokens: of the sample.
         Raises TypeError or ValueError.
         """
         if given is None:
             raise ValueError("it has no routed_experts")
         found = read_routed_experts(
-            nested(given, "routed experts") if isinstance(given, pa.Array) else given,
+            nested(given, "routed experts") if is_nested(given) else given,
             layers=self.layers,
             top_k=self.top_k,
             experts=self.experts,

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from tilewright.trainer.data.nested import nested
+from tilewright.trainer.data.nested import is_nested, nested
 
 if TYPE_CHECKING:
     from tilewright.trainer.models.model_config import ModelConfig
@@ -139,9 +139,7 @@ class Column:
         return np.array(given, wanted)
 
     def _wide(self, given: Any, tokens: int, width: int) -> np.ndarray:
-        if isinstance(given, list) and any(isinstance(v, list) for v in given):
-            given = pa.array(given)  # raises for values of several types
-        if isinstance(given, pa.Array):
+        if is_nested(given):
             values = nested(given, "its numbers")
         else:
             values = np.asarray(given)
