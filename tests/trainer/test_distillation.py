@@ -560,14 +560,14 @@ def test_a_student_at_another_temperature_than_its_teacher_is_refused(texts, set
     data = f"--data.datasets={json.dumps([{'path': str(to), 'type': 'tokenized'}])}"
     said = r"distillation.temperature = 1.0: .*/rows/00000.parquet has .* at 2.0; set it to that"
     with pytest.raises(ValueError, match=said):
-        trained(settings, "cold", data, k, "--train.max_steps=1")
+        trained(settings, "at 1 of 2", data, k, "--train.max_steps=1")
     with pytest.raises(ValueError, match=said):
         held = data.replace("datasets", "test_datasets", 1)
-        trained(settings, "held", held, *settings[2]("forward"), "--train.max_steps=1")
-    trained(settings, "warm", data, k, warm, "--train.max_steps=1")
+        trained(settings, "held at 2", held, *settings[2]("forward"), "--train.max_steps=1")
+    trained(settings, "at 2 of 2", data, k, warm, "--train.max_steps=1")
     table = pq.read_table(to / "00000.parquet").replace_schema_metadata(None)
     pq.write_table(table, to / "00000.parquet")
-    trained(settings, "unsaid", data, k, "--train.max_steps=1")
+    trained(settings, "at 1 of any", data, k, "--train.max_steps=1")
 
 
 WRITTEN = (("fsdp2", 4), ("ring", 4), ("pipeline", 4), ("tensor", 4), ("tensor", 0))
