@@ -239,8 +239,8 @@ class _Scan:
     def _next(self) -> str:
         """The next character that is no space; nothing at the end."""
         while True:
-            found = SPACE.match(self.text, self.at)
-            self.at = found.end() if found else self.at  # always: of any length
+            if spaces := SPACE.match(self.text, self.at):
+                self.at = spaces.end()
             if self.at < len(self.text) or not self._more():
                 return self.text[self.at : self.at + 1]
 
