@@ -146,6 +146,7 @@ HELD = {
     "data.push_dataset_to_hub": "test_evaluate.py::test_evaluating_pushes_nothing",
     "train.do_test": "test_evaluate.py::test_a_run_s_limits_of_batches_are_those_of_evaluate",
     "train.test_max_batches": "test_evaluate.py::test_a_run_s_limits_of_batches_are_those_of_evaluate",
+    "train.accept_changes": "test_resume.py::test_a_run_goes_on_with_what_it_was_made_of",
     "train.allow_other_base": "test_evaluate.py::test_adapters_over_other_weights_are_refused",
     "train.allow_cuda_launch_blocking": "test_config.py::test_rules_of_the_machine",
     "train.init_device": "test_config.py::test_rules_of_the_machine",

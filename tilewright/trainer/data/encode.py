@@ -35,6 +35,8 @@ ALPACA = (
     "set type to prompt_completion"
 )
 LEFT_OUT = "; data.select_columns leaves a column out"
+# Of rows of texts these names are those of other things, such as who speaks.
+STRUCTURE = ("pair", "role", "prefix")
 Row = Any  # names a row: its number, or a document's file and first byte
 Sample = tuple[np.ndarray, np.ndarray, dict[str, Any]]  # input_ids, labels, further columns
 Columns = Mapping[str, Column]  # by name
@@ -155,7 +157,9 @@ def unread(entry: Dataset, name: str, columns: Columns, loss: str) -> str | None
     if _says(name, row):
         also = f"; {', '.join(masks.READ)} are read" if row.aligned else ""
         return f"type {entry.type} does not read the column `{name}`{also}{LEFT_OUT}"
-    found = not_instructed({name}, columns, loss) if loss else None
+    if not loss or (row.tokenizer and name in STRUCTURE):
+        return None
+    found = not_instructed({name}, columns, loss)
     return None if found is None else f"train.loss = {loss} {found}"
 
 
