@@ -100,7 +100,7 @@ def adamw_(
     beta1, beta2 = map(float, betas)
     numbers = Step(float(lr), beta1, beta2, float(eps), float(weight_decay), step)
     if p:
-        if type(p[0]) in PLAIN and not p[0].is_meta and not torch.compiler.is_compiling():
+        if type(p[0]) in PLAIN and not torch.compiler.is_compiling():
             _check_apart(tensors)
         run = ADAMW.pick(implementation, p[0])
         with torch.no_grad():
@@ -155,9 +155,9 @@ LISTS = "params", "grads", "exp_avgs", "exp_avg_sqs", "compensations"
 
 def _check_apart(lists):
     """Raises ValueError for a tensor that is written and shares memory with another one: one launch
-    writes and reads all of them, in any order.
+    writes and reads all of them, in any order. Meta tensors, at 0, have no memory.
     """
-    places = sorted([(t.data_ptr(), t.nbytes) for tensors in lists for t in tensors])
+    places = sorted([(at, t.nbytes) for tensors in lists for t in tensors if (at := t.data_ptr())])
     if all(start + size <= then for (start, size), (then, _) in itertools.pairwise(places)):
         return  # as good as always, and an optimizer may have thousands
     spans = [
@@ -172,7 +172,7 @@ def _check_apart(lists):
         written = name != "grads"
         for others in (True, False) if written else (True,):
             _, other_end, other, at = last[others]
-            if start < other_end and start < end:
+            if start and start < other_end and start < end:
                 raise ValueError(
                     f"{name}[{i}] must not share memory with {other}[{at}]: one launch writes all"
                 )
