@@ -78,7 +78,8 @@ def test_every_switch_is_a_field_that_reaches_the_model(switch, tmp_path):
             str(chosen).lower(),
         ],
     )
-    found = choose_ops(made.model, ModelConfig.from_hf(SHAPE), Mesh(), torch.float32).numerics
+    shape = ModelConfig.from_hf(EXPERTS if switch == "router_fp32" else SHAPE)
+    found = choose_ops(made.model, shape, Mesh(), torch.float32).numerics
     assert found == dataclasses.replace(Numerics(), **{switch: chosen})
     assert config.Model.model_fields[switch].default == getattr(Numerics(), switch)
 

@@ -461,10 +461,11 @@ def test_what_is_prepared_needs_no_package(train, monkeypatch):
     import datasets
 
     from tilewright.trainer.data.rows import Rows
+    from tilewright.trainer.data.typed_file import SetFile
 
     address = "--data.datasets.0.path=s3://bucket/x.jsonl"
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})
-    rows = Rows(rows, "row {}".format, arrow=True)
+    rows = Rows.of([SetFile(rows, "a set")])
     with monkeypatch.context() as once, pytest.raises(AssertionError, match="the first step"):
         once.setattr(train.data, "read_raw", lambda entry, data: rows)
         once.setattr(platform, "no_module", lambda name: None)
