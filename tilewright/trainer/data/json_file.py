@@ -7,6 +7,7 @@ and the nulls of each object.
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -85,8 +86,6 @@ class JsonFile(rows.TextFile):
                 if text := line.removeprefix(BOM).strip():
                     yield number, text
             return
-        import io
-
         for first, stop, line in _Scan(io.BytesIO(data), 0, self.array).values():
             yield line, data[first:stop]
 
