@@ -131,35 +131,29 @@ SAME = words(
     """
 )
 RANKS = "test_evaluate.py::test_bits_do_not_depend_on_ranks"
+# As in training.
+ALSO_HELD = words(
+    """
+    model.revision data.datasets.name data.datasets.revision data.datasets.weight
+    data.hf_use_auth_token train.allow_cuda_launch_blocking train.init_device
+    train.optimizer_args train.callbacks train.layout_args train.enable_activation_offload
+    train.activation_gpu_limit train.ignore_memory_plan train.ckpt_manager
+    data.datasets.trust_remote_code preference.reference_cache
+    """
+)
 # What another test sees: of several ranks, of another machine or of the network.
-HELD = {
+HELD = {path: fields.HELD[path] for path in ALSO_HELD} | {
     **{r.path: RANKS for r in ROWS if r.differs == "plan"},
     "model.batch_invariant": "test_evaluate.py::test_bits_do_not_depend_on_batches",
-    "model.revision": "test_commands.py::test_what_the_hub_is_asked_for",
     "model.ep_dispatch": "test_config.py::test_rules_of_the_machine",
     "model.deepep_buffer_size_gb": "test_config.py::test_rule",
     "model.deepep_num_sms": "test_config.py::test_rule",
-    "data.datasets.name": "test_data.py::test_what_the_network_is_asked_for",
-    "data.datasets.revision": "test_data.py::test_what_the_network_is_asked_for",
-    "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
-    "data.hf_use_auth_token": "test_data.py::test_what_the_network_is_asked_for",
     "data.push_dataset_to_hub": "test_evaluate.py::test_evaluating_pushes_nothing",
     "train.do_test": "test_evaluate.py::test_a_run_s_limits_of_batches_are_those_of_evaluate",
     "train.test_max_batches": "test_evaluate.py::test_a_run_s_limits_of_batches_are_those_of_evaluate",
     "train.accept_changes": "test_resume.py::test_a_run_goes_on_with_what_it_was_made_of",
     "train.allow_other_base": "test_evaluate.py::test_adapters_over_other_weights_are_refused",
-    "train.allow_cuda_launch_blocking": "test_config.py::test_rules_of_the_machine",
-    "train.init_device": "test_config.py::test_rules_of_the_machine",
-    "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
-    "train.callbacks": "test_extend.py::test_each_file_of_the_page_is_a_row",
-    "train.layout_args": "test_extend.py::test_copies_of_the_page_train_apart",
-    "train.enable_activation_offload": "test_memory.py::test_offloaded_activations_give_the_same_bits",
-    "train.activation_gpu_limit": "test_memory.py::test_offloaded_activations_give_the_same_bits",
-    "train.ignore_memory_plan": "test_memory.py::test_what_does_not_fit_is_not_started",
-    "train.ckpt_manager": "test_checkpoint.py::test_an_asynchronous_checkpoint_is_of_its_step",
-    "data.datasets.trust_remote_code": "test_config.py::test_unsupported_fields_are_refused_with_their_sentence",
     "distillation.top_k": "test_distillation.py::test_a_teacher_writes_what_transformers_says",
-    "preference.reference_cache": "test_references.py::test_another_reference_is_refused_with_both",
 }
 
 
