@@ -36,7 +36,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest newer build demo quick test pytest beside lint gate gate-all whole-tests whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest newer build demo quick test pytest beside lint gate gate-gpu gate-all whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -151,7 +151,9 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_types.py
 
-# The linters, the site and the gates run beside the tests, on what they leave idle.
+# All tests; the linters, the site and the gates run beside them, on what they leave idle. `make test SHARD=2/4` runs the
+# second of four parts, which together are all.
+SHARD ?= 1/1
 test: $(STAMP)
 	$(MAKE) -j 2 build .cache/smollm2/config.json
 	$(MAKE) -j 2 pytest beside
@@ -161,22 +163,20 @@ quick: lint
 	$(BIN)/python -m pytest -q -n 2 --dist load @tests/quick.txt
 
 # What was built must run: without it thousands of tests would be skipped.
-# Tests that are recorded as passed with the same sources are drawn (tests/recorded.py).
 pytest: export TILEWRIGHT_REQUIRE ?= cpp,triton
-pytest: export TILEWRIGHT_TESTS ?= drawn
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --shard $(SHARD)
 
-beside:
-	nice $(MAKE) lint
-	nice $(MAKE) docs
-	nice $(MAKE) newer
-	nice $(MAKE) gate
-	nice $(MAKE) gate TRITON=$(GPU_TRITON)
+beside: $(STAMP)
+	for part in $$($(BIN)/python tests/lib/shards.py $(SHARD) lint docs newer gate gate-gpu); do \
+		nice $(MAKE) $$part || exit 1; done
 
-# Every Triton kernel, compiled for sm_90, sm_100 and sm_120 without a GPU, against the committed budgets; and every
-# kernel in CuTe DSL, for sm_90 and sm_100. What did not change since its budget was written is compiled by a draw of one
-# in forty; `make gate-all` compiles everything.
+gate-gpu:
+	$(MAKE) gate TRITON=$(GPU_TRITON)
+
+# Every Triton kernel that has changed since its budget was written, and the first of each op, compiled for sm_90, sm_100
+# and sm_120 without a GPU, against the committed budgets; and those in CuTe DSL, for sm_90 and sm_100. `make gate-all`
+# compiles everything.
 # `make gate TRITON=3.6.0` does it with that Triton, put before this environment's in another one.
 ifeq ($(TRITON),$(PINNED_TRITON))
 GATE_PYTHON := $(BIN)/python
@@ -192,13 +192,8 @@ gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
 	$(GATE_PYTHON) -m bench gate-variants $(GATE_ARGS)
 
-# All tests, those too that `make test` draws.
-whole-tests:
-	$(MAKE) pytest TILEWRIGHT_TESTS=all
-
-# All of what `make test` draws from, before a version: all tests, every kernel compiled by both Tritons, and every fault
-# that is planted for the tools.
-whole: whole-tests
+# Before a version: `make test`, every kernel compiled by both Tritons, and every fault that is planted for the tools.
+whole: test
 	$(MAKE) gate-all
 	$(MAKE) gate-all TRITON=$(GPU_TRITON)
 	$(BIN)/python tests/plants build/plants.jsonl

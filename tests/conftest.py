@@ -38,12 +38,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter.install()
 
 
-def pytest_configure(config):
-    import recorded
-
-    config.pluginmanager.register(recorded.Recorded(config))
-
-
 def pytest_report_header():
     """The versions of what the tests compare with, for a log that is read later."""
     names = "torch triton transformers peft trl accelerate bitsandbytes torchao compressed-tensors datasets kernels"
@@ -64,64 +58,23 @@ def pytest_sessionstart(session):
             pytest.exit(f"TILEWRIGHT_REQUIRE: {name} cannot run here: {reason}", returncode=1)
 
 
-# The slowest files start first. If one started last, the other workers would idle for minutes.
-LONG = (
-    "test_gpu_risks",  # not slow; on a GPU, what says first whether the rest is worth its time
-    "test_triton_ptx",
-    "test_real_input",
-    "test_operators",
-    "test_trainer",
-    "test_cute",
-    "test_pieces",
-    "test_memory",
-    "test_references",
-    "test_fused_quantize",
-    "test_trl",
-    "test_contract",
-    "test_verify",
-    "test_plants",
-    "test_trainer_fields",
-    "test_suite",
-    "test_packaging",
-    "test_check_layout",
-    "test_tutorials",
-    "test_integrations",
-    "test_compile_gate",
-    "test_interrupts",
-    "test_quantize",
-    "test_trainer_cp",
-    "test_architectures",
-    "test_tensor_parallel",
-    "test_gpu_plan",
-    "test_preference",
-    "test_unpaired_preference",
-    "test_reward",
-    "test_pipeline",
-    "test_emulate",
-    "test_attention",
-    "test_accelerate",
-    "test_linear_cross_entropy",
-    "test_qk_norm_rope",
-    "test_certificate",
-    "test_aqn",
-    "test_transformers_families",
-    "test_context_parallel",
-    "test_lora",
-    "test_replay",
-    "test_cross_entropy",
-    "test_data",
-    "test_prepare",
-    "test_moe_quantized",
-    "test_gpu_cache",
-    "test_model",
-    "test_registry",
-    "test_peers",
-    "test_open_table",
-)
+def pytest_addoption(parser):
+    parser.addoption("--shard", metavar="I/N", help="only the test files of this shard of so many")
 
 
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+def pytest_collection_modifyitems(config, items):
+    from tests.lib import shards
+
+    files = {item: item.path.relative_to(shards.ROOT).as_posix() for item in items}
+    at = {file: i for i, file in enumerate(shards.ordered(files.values()))}
+    if given := config.getoption("--shard"):
+        try:
+            kept = shards.shard(at, *shards.parsed(given))
+        except ValueError as error:
+            raise pytest.UsageError(f"--shard: {error}") from None
+        config.hook.pytest_deselected(items=[i for i in items if files[i] not in kept])
+        items[:] = [item for item in items if files[item] in kept]
+    items.sort(key=lambda item: at[files[item]])
 
 
 KEPT = [0]

@@ -28,7 +28,7 @@ from tilewright.integrations.transformers import (
     restore,
 )
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 COMMON = {
     "vocab_size": 48,

@@ -11,7 +11,7 @@ import pytest
 from helpers import keep_tables
 from small_models import EVERY, kinds
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 # What they are a sample of, and what accelerate leaves of them beside what a model has not.
 SAMPLE = {

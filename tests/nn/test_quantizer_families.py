@@ -11,7 +11,7 @@ transformers = pytest.importorskip(
     "transformers", minversion="5.17", reason="needs transformers 5.17 or later"
 )
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 # By family: the formats to try, and what is not "same".
 FAMILIES = {

@@ -16,7 +16,7 @@ from small_models import AUTO, build, kinds
 from tilewright import ImplementationUnavailable
 from tilewright.integrations import transformers as integration
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 TESTED = "5.23"  # the version of transformers for the numbers and names below
 # Families with eager's logits, computed here; those that are rejected; and those that have their

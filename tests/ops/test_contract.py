@@ -18,8 +18,6 @@ from tilewright.ops import OPS, quantize_block_fp8, quantize_mxfp8, silu_mul
 from tilewright.ops.quant.quantize import Quantized
 from tilewright.ops.quant.quantized_linear import dequantize
 
-pytestmark = pytest.mark.recorded(op="parameter")
-
 
 def grid(tag):
     """Orders a case's implementations together, since they share a reference."""

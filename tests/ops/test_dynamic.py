@@ -16,8 +16,6 @@ from tilewright import ops
 from tilewright.core.takes import NumberArgument
 from tilewright.ops import OPS
 
-pytestmark = pytest.mark.recorded(op="parameter")
-
 BASIC = (bool, int, float, str, torch.dtype, type(None))
 # They refuse inplace=True under torch.compile, which plans memory itself.
 REFUSED = ("cross_entropy", "logprob_entropy")

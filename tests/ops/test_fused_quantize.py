@@ -39,8 +39,6 @@ from tilewright.ops.fused_quantize.fused_quantize import (
 )
 from tilewright.ops.quant import block_fp8, mxfp8, nvfp4
 
-pytestmark = pytest.mark.recorded
-
 ROOT = pathlib.Path(__file__).parents[2]
 OPS = {
     "nvfp4": nvfp4.QUANTIZE_NVFP4,

@@ -40,8 +40,6 @@ from tilewright.ops.quant.quantize import Quantized
 from tilewright.ops.rope import qk_norm_rope_fused, rope_fused
 from tilewright.selection import use
 
-pytestmark = pytest.mark.recorded(op="parameter")
-
 EVERY_IMPLEMENTATION = pytest.mark.parametrize(
     "op, name",
     [

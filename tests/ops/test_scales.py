@@ -11,8 +11,6 @@ from tilewright.bench import contract
 from tilewright.core.registry import short
 from tilewright.ops import OPS
 
-pytestmark = pytest.mark.recorded(op="parameter")
-
 F32, BF16 = torch.float32, torch.bfloat16
 # Sums of terms that are near the largest number overflow in some orders and not in others.
 SUMS = (

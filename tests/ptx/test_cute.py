@@ -126,7 +126,6 @@ ROWS = {
 }
 
 
-@pytest.mark.recorded(op="parameter")
 @pytest.mark.parametrize("emulator, op, case", RUNS.values(), indirect=["emulator"], ids=RUNS)
 def test_the_contract_holds(op, case, emulator):
     for dtype in (BF16,) if emulator.arch == 90 else (F32, F16):
@@ -141,7 +140,6 @@ def test_the_contract_holds(op, case, emulator):
 # ---- beyond the public functions' cases
 
 
-@pytest.mark.recorded(op="rmsnorm")
 def test_wide_rows_in_clusters(emulator):
     """Both kernels for a row shared by 2 to 8 blocks, several rows per cluster, and a row that does
     not fill them.
@@ -159,7 +157,6 @@ def test_wide_rows_in_clusters(emulator):
     assert clusters == {2, 4, 8}
 
 
-@pytest.mark.recorded(op="cross_entropy")
 @pytest.mark.parametrize(
     "emulator, V, stride, offset", ROWS.values(), indirect=["emulator"], ids=ROWS
 )
@@ -364,7 +361,6 @@ def test_arguments_reach_a_compiled_function(monkeypatch):
     assert len(seen) == 2
 
 
-@pytest.mark.recorded(op="rmsnorm")
 def test_rows_off_16_bytes(emulator):
     """An unaligned view: narrower accesses, as wide as all addresses allow."""
     for dtype, offset in ((F32, 1), (BF16, 4)):

@@ -13,8 +13,6 @@ from tilewright.bench import contract, providers
 from tilewright.core.torch_names import TorchDispatchMode
 from tilewright.ops import OPS
 
-pytestmark = pytest.mark.recorded(op="parameter")
-
 # Loops over experts with PyTorch's products, which Dynamo does not trace in an autograd.Function.
 LOOPS = {f"tilewright.low_precision_{name}_of_experts.default" for name in ("rows", "sums")}
 

@@ -29,8 +29,6 @@ from tilewright_lab.check_layout.findings import find
 from tilewright_lab.check_layout.notes import notes, notes_of_one
 from tilewright_lab.check_layout.ranks import Ranks, Target, load_function
 
-pytestmark = pytest.mark.recorded
-
 ROOT = pathlib.Path(__file__).parents[2]
 
 

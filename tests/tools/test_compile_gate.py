@@ -157,7 +157,7 @@ SIX = [spec(copy, f"copy {warps} {block}", block, warps, divisible=("n",))
 gate(*SIX, argv=["--update"], budgets={})
 six = json.loads(FILE.read_text())
 broken = {k: {**b, "registers": 1} for k, b in six.items()}
-found["drawn"] = [gate(*SIX, argv=["--seed", seed, "--json"], budgets=broken) for seed in "123412"]
+found["unchanged"] = gate(*SIX, argv=["--json"], budgets=broken)
 found["all"] = gate(*SIX, argv=["--all", "--json"], budgets=broken)
 found["needs more"] = gate(*SIX[1:], spec(copy, "copy 4 512", 512, divisible=("n",), load=256), argv=["--json"],
                            budgets=six)
@@ -261,15 +261,12 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
     assert planted["green"]["code"] == 0 and "no failures" in planted["green"]["out"]
 
 
-def test_what_did_not_change_is_compiled_by_a_draw(planted):
-    """Of six kernels with unsatisfiable budgets, the drawn one fails; with --all each does."""
-    drawn = [json.loads(run["out"]) for run in planted["drawn"]]
-    assert all(len(run["results"]) == len(run["failures"]) == 1 for run in drawn)
-    names = [run["results"][0]["name"] for run in drawn]
-    assert names[:2] == names[4:] and len(set(names)) > 1, "the draw is the seed's"
-    assert (
-        "6 of 6 did not change since their budgets were written: 5 of them" in drawn[0]["notes"][-1]
-    )
+def test_of_what_did_not_change_the_first_of_each_op_is_compiled(planted):
+    """Six kernels with unsatisfiable budgets: the op's first fails, with --all each does."""
+    found = json.loads(planted["unchanged"]["out"])
+    assert [r["name"] for r in found["results"]] == ["planted/copy 4 512"]
+    assert len(found["failures"]) == 1
+    assert "6 of 6 did not change since their budgets were written: 5 of them" in found["notes"][-1]
     assert len(json.loads(planted["all"]["out"])["failures"]) == 6
 
 

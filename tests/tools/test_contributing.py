@@ -14,8 +14,6 @@ import pytest
 import tilewright
 from tilewright.ops import OPS
 
-pytestmark = pytest.mark.recorded
-
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 TUTORIAL = (ROOT / "docs/tutorials/your_own_op.md").read_text()

@@ -22,8 +22,6 @@ from tilewright_lab.emulate.command import shown
 from tilewright_lab.emulate.emulation import Report
 from tilewright_lab.emulator.faults import Fault
 
-pytestmark = pytest.mark.recorded
-
 REFUSED = {
     "emulate _add --arg z=3": "the kernel has no argument z; it has x_ptr, y_ptr, out_ptr, n, BLOCK",
     "emulate _add --arg n=3": "the kernel's argument x_ptr, y_ptr, out_ptr, BLOCK is not given",

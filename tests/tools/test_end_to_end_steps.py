@@ -9,8 +9,6 @@ from bench import step_kernels
 from bench.__main__ import main
 from bench.page.build import build
 
-pytestmark = pytest.mark.recorded
-
 pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 pytest.importorskip("datasets")

@@ -18,8 +18,6 @@ from tilewright.bench import store
 from tilewright.kernels import tuning
 from tilewright.ops.loss.head import CHUNK
 
-pytestmark = pytest.mark.recorded
-
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST = "smoke products ab goals host check"  # one call of the suite
 STAGES = [*FIRST.split(), "search", "again", "rest", "tests", "report"]

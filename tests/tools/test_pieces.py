@@ -10,8 +10,6 @@ from tilewright.bench import contract, piece, pieces, pieces_losses, tensors
 from tilewright.ops import OPS
 from tilewright.ops.attention.options import variant_of
 
-pytestmark = pytest.mark.recorded(op="parameter")
-
 
 @pytest.fixture
 def small(monkeypatch):

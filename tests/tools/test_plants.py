@@ -9,7 +9,7 @@ from plants.verify import PLANTS
 from tilewright_lab.verify import result as verify_result
 from tilewright_lab.verify import structure as verify_structure
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 

@@ -14,7 +14,7 @@ from bench.__main__ import main
 pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 pytest.importorskip("trl")
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Of both, and of what counts: each process would import them for ten seconds of a processor's time.

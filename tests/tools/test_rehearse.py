@@ -8,8 +8,6 @@ import subprocess
 
 import pytest
 
-pytestmark = pytest.mark.recorded
-
 ROOT = pathlib.Path(__file__).parents[2]
 
 

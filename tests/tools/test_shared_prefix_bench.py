@@ -9,7 +9,7 @@ from bench.__main__ import main
 pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 
 def test_passes_with_shared_prompts_have_the_same_log_probabilities(tmp_path, capsys):

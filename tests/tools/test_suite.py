@@ -60,8 +60,6 @@ from tilewright.kernels.tuning import Tunable
 from tilewright.ops import OPS
 from tilewright.ops.norm.rmsnorm import RMSNORM, rmsnorm_eager
 
-pytestmark = pytest.mark.recorded
-
 # Deadlines that never come, and a moment after all others, also as JSON.
 FOREVER, LATER = math.inf, 1e12
 META = {"device": "a cpu", "source": "1", "versions": {}}

@@ -19,7 +19,7 @@ import tilewright
 from tilewright.integrations.transformers import PARTS, accelerate
 from tilewright_lab.verify import verify as tool
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded]
+pytestmark = pytest.mark.packages
 
 pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17 or later")
 

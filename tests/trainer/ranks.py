@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from helpers import STARTS, processes
-from recorded import left_out
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
 
@@ -140,12 +139,12 @@ def run_modes(number, folder, modes):
     return (folder / "said.txt").read_text()
 
 
-def drawn(request, modes, *always):
+def selected(request, modes, *always):
     """Of these modes, each of which is the parameter `mode` of a test of the fixture's module:
-    those of tests that are to run (recorded.py), and `always`.
+    those of tests that are to run, and `always`.
     """
     items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
-    run = {i.callspec.params.get("mode") for i in items if not left_out(i)}
+    run = {i.callspec.params.get("mode") for i in items}
     return {mode: given for mode, given in modes.items() if mode in run.union(always)}
 
 

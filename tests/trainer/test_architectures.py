@@ -13,7 +13,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from ranks import drawn, nearly_same_training, run_modes, same_training
+from ranks import nearly_same_training, run_modes, same_training, selected
 from safetensors.torch import load_file, save_file
 from test_trainer import MOE as QWEN3_MOE
 from test_trainer import QWEN3, check_moves, make_bins, run, write_config
@@ -39,7 +39,7 @@ from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.tables import FAMILIES
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 SMALL = {**QWEN3, "vocab_size": 100, "num_hidden_layers": 4, "head_dim": 16}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -198,7 +198,7 @@ def trained(tmp_path_factory, request):
         )
         torch.save(make_bins(), root / name / "bins.pt")
     moved = [f"{kind}/train_{what}" for kind in MOVED for what in ("and_save", "after_loading")]
-    modes = drawn(request, MODES, *moved)
+    modes = selected(request, MODES, *moved)
     run_modes(4, root, modes)
     return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in modes}
 
@@ -208,7 +208,6 @@ def in_one_process(path, options):
     return distributed_worker.several_steps(load(path, list(options)), Mesh(), make_bins(), 2)[1]
 
 
-@pytest.mark.recorded
 @pytest.mark.parametrize("mode", MODES)
 def test_a_family_trains_on_ranks_as_in_one_process(mode, trained):
     _, paths, found = trained

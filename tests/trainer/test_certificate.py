@@ -42,8 +42,6 @@ from tilewright.trainer.plugins.assertion import Earlier
 from tilewright.trainer.plugins.checksums import Checksums, checksum, factors
 from tilewright.trainer.plugins.computation import Outputs, in_backward
 
-pytestmark = pytest.mark.recorded(whole=True)
-
 CPU = torch.device("cpu")
 FSDP2 = "--train.data_parallel_mode=fsdp2"
 # Of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.

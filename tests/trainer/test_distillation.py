@@ -23,7 +23,7 @@ from tilewright.trainer.losses.loss import loss_of  # noqa: E402
 from tilewright.trainer.models.listed import How, Listed, listed  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 VOCAB, ROWS = 48, 24
 SHAPE = {

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
 import test_preference  # noqa: E402
-from ranks import drawn, metrics, run_modes, same_training  # noqa: E402
+from ranks import metrics, run_modes, same_training, selected  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_preference import trained as preferred  # noqa: E402
 from test_trainer import (  # noqa: E402
@@ -40,7 +40,7 @@ from tilewright.trainer.parallel.tensor_parallel import (  # noqa: E402
     RowParallelLinear,
 )
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 settings = test_preference.settings
 
 DORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__use_dora": True}
@@ -108,7 +108,7 @@ def trained(tmp_path_factory, settings, request):
             **DORA,
         )
         torch.save(make_bins(), root / kind / "bins.pt")
-    wanted = drawn(request, MODES | COMPILED, "fused/train_and_save")
+    wanted = selected(request, MODES | COMPILED, "fused/train_and_save")
     for mode, layout in wanted.items():
         number = 2 if mode in COMPILED else 4
         sizes = (int(a.partition("=")[2]) for a in layout if "parallel_size" in a)
@@ -140,7 +140,6 @@ def in_one_process(path, options):
     return distributed_worker.several_steps(config, Mesh(), make_bins())
 
 
-@pytest.mark.recorded
 @pytest.mark.parametrize("mode", MODES | COMPILED)
 def test_every_layout_trains_as_one_process(mode, trained):
     kind = mode.partition("/")[0]

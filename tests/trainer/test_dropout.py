@@ -26,7 +26,7 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.shared import TensorParallel
 from tilewright.trainer.plugins import dropout
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 RATES = {
     "train__hidden_dropout": 0.2,

@@ -25,7 +25,7 @@ from tilewright.trainer.data.sources import titles  # noqa: E402
 from tilewright.trainer.models import head  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 VOCAB, BIN = 62, 48
 

@@ -20,8 +20,6 @@ from tilewright.trainer.config import ConfigError
 from tilewright.trainer.parallel import exchange
 from tilewright.trainer.parallel.mesh import Group
 
-pytestmark = pytest.mark.recorded(whole=True)
-
 
 @pytest.mark.parametrize(
     "problem, kind, message",

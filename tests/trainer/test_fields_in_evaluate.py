@@ -23,8 +23,6 @@ from tilewright.trainer.config import Config, ConfigError, load
 from tilewright.trainer.config.field_tree import leaves
 from tilewright.trainer.parallel.parts import Parts
 
-pytestmark = pytest.mark.recorded
-
 
 def words(text):
     return text.split()

@@ -35,8 +35,6 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel import offload
 from tilewright.trainer.parallel.mesh import Mesh, join
 
-pytestmark = pytest.mark.recorded(whole=True)
-
 CPU, ROOT = torch.device("cpu"), pathlib.Path(__file__).parents[2]
 
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilewright.trainer.plugins.norms import kind_of
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 BOTH = ["gradients", "parameters"]
 SHAPES = {

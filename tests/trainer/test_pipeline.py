@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from ranks import drawn, nearly_same_training, run_modes, same_training
+from ranks import nearly_same_training, run_modes, same_training, selected
 from safetensors.torch import load_file
 from test_trainer import (
     MOE,
@@ -34,8 +34,6 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel.mesh import Layout, Mesh
 from tilewright.trainer.parallel.pipeline import Pipeline
 from tilewright.trainer.parallel.stages import length_of_hidden, split_layers
-
-pytestmark = pytest.mark.recorded(whole=True)
 
 # Before torch 2.13 zero-bubble schedules are refused.
 ZERO, ZERO_V = "InterleavedZeroBubble", "ZBVZeroBubble"
@@ -135,7 +133,7 @@ def trained(tmp_path_factory, request):
     folder, alone = tmp_path_factory.mktemp("pipelines"), {}
     for kind, (shape, arguments) in ALONE.items():
         alone[kind] = in_one_process(folder / kind, shape, arguments)
-    layouts = drawn(request, MODES, *READ)
+    layouts = selected(request, MODES, *READ)
     modes = {mode: [*layout, *ALONE[mode.partition("/")[0]][1]] for mode, layout in layouts.items()}
     # A whole run, and one that goes on from its second step with other stages.
     path = write_config(
@@ -159,7 +157,6 @@ def trained(tmp_path_factory, request):
     return folder, {mode: torch.load(folder / f"{mode}.pt") for mode in layouts}, alone
 
 
-@pytest.mark.recorded
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pipeline_trains_as_one_process(mode, trained):
     kind, _, name = mode.partition("/")

@@ -20,7 +20,7 @@ from tilewright.trainer.losses import policies  # noqa: E402
 from tilewright.trainer.losses.policies import COLUMNS  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 VOCAB, ROWS = 48, 24
 SHAPE = {

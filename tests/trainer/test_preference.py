@@ -46,7 +46,7 @@ from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.reference import adapters_off  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 EVERY = pytest.mark.parametrize("name", [n for n, row in PREFERENCES.items() if row.paired])
 VOCAB = 64

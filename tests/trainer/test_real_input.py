@@ -28,8 +28,6 @@ from tilewright.trainer.data.batches import evaluation_batches
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.parallel.mesh import Mesh
 
-pytestmark = pytest.mark.recorded(whole=True)
-
 MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"
 # Of ten conversations, each of which five passes read.
 HELD_OUT = (ROOT / "examples/data/chat/heldout.jsonl").read_text().splitlines()[:4]

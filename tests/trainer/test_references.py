@@ -30,7 +30,7 @@ from tilewright.trainer.data import logprobs
 from tilewright.trainer.data.logprobs import Damaged, Found, key_of, write
 from tilewright.trainer.parallel.mesh import Mesh
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 settings = test_preference.settings
 
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]

@@ -30,7 +30,7 @@ from tilewright.trainer.models.reward_head import Scores  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.tables import FAMILIES  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 END, STEPS = 2, 4
 NAMES = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward_chosen")

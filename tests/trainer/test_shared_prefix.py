@@ -22,7 +22,7 @@ from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.data.batches import collate  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 SHARED = "--preference.share_prefix=true"
 NUMBERS = ("loss", "grad_norm", "reward_margin", "logprob_chosen", "logprob_rejected")

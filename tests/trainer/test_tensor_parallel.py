@@ -12,7 +12,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from ranks import drawn, nearly_same_training, run_modes, same_training
+from ranks import nearly_same_training, run_modes, same_training, selected
 from test_trainer import (
     MOE,
     QWEN3,
@@ -37,8 +37,6 @@ from tilewright.trainer.parallel import tensor_parallel
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.context_parallel import spread_sequence
 from tilewright.trainer.parallel.mesh import Mesh, padding
-
-pytestmark = pytest.mark.recorded(whole=True)
 
 SHARDED = {
     "vocab_size": 100,
@@ -156,7 +154,7 @@ def trained(tmp_path_factory, request):
     )
     runs = {"whole/run": [whole, *arguments(4, train__micro_batch_size=1)]}
     moved = [f"{kind}/train_{what}" for kind in MOVED for what in ("and_save", "after_loading")]
-    modes = drawn(request, MODES, *moved)
+    modes = selected(request, MODES, *moved)
     said = run_modes(4, root, modes | runs)
     assert "on 4 tensor-parallel ranks, micro-batches padded to a multiple of 12" in said
     return root, paths, {mode: torch.load(root / f"{mode}.pt") for mode in modes}
@@ -171,7 +169,6 @@ def in_one_process(path, options):
     return distributed_worker.several_steps(load(path, list(options)), Mesh(), bins())[1]
 
 
-@pytest.mark.recorded
 @pytest.mark.parametrize("mode", MODES)
 def test_sharded_matrices_train_as_in_one_process(mode, trained):
     _, paths, found = trained

@@ -41,8 +41,6 @@ from tilewright.trainer.parallel.mesh import Layout, Mesh, layout_of
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.tables import LAYOUTS
 
-pytestmark = pytest.mark.recorded(whole=True)
-
 
 def spread(ring, ulysses, processes=4, **more):
     """Arguments with which four processes train on the eight bins of a step in two micro-

@@ -44,8 +44,6 @@ from tilewright.trainer.parallel.mesh import Mesh, layout_of  # noqa: E402
 from tilewright.trainer.plugins import housekeeping, metrics  # noqa: E402
 from tilewright.trainer.plugins.callback import Step  # noqa: E402
 
-pytestmark = pytest.mark.recorded
-
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 DENSE = {
     "model_type": "qwen3",

@@ -32,7 +32,7 @@ from tilewright.trainer.memory_plan import plan  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
 
-pytestmark = [pytest.mark.packages, pytest.mark.recorded(whole=True)]
+pytestmark = pytest.mark.packages
 
 KTO = PREFERENCES["kto"]
 WEIGHED = Options(beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.4)

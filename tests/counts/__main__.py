@@ -1,0 +1,102 @@
+"""What the tests cover: cells of ops, and lines and branches of the code.
+
+    python -m tests.counts FOLDER     # goes on where FOLDER ends; then writes tests/counts.json
+
+It needs coverage (https://coverage.readthedocs.io) and all that `make test` needs, and takes some
+two hours on two cores: the whole suite runs in parts, each under coverage, in processes that tests
+start too. Kernels' Python is counted as Triton's interpreter runs it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.counts import cells
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILE = ROOT / "tests/counts.json"
+PARTS = 8
+CONFIG = """
+[run]
+branch = true
+parallel = true
+source = {sources}
+data_file = {data}
+patch = _exit, fork, subprocess
+core = ctrace
+disable_warnings = no-data-collected, module-not-imported, already-imported, couldnt-parse
+"""
+SOURCES = ("tilewright", "lab/tilewright_lab", "bench")
+
+
+def run(folder: pathlib.Path, part: int) -> None:
+    report, own = folder / f"{part}.xml", folder / str(part)
+    if report.exists():
+        return
+    own.mkdir(parents=True, exist_ok=True)
+    for old in own.iterdir():  # of a run that was stopped
+        old.unlink()
+    config = folder / f"{part}.cfg"
+    sources = ",".join(str(ROOT / name) for name in SOURCES)
+    config.write_text(CONFIG.format(sources=sources, data=own / "coverage"))
+    shown = folder / f"{part}.partial.xml"
+    command = f"-m coverage run --rcfile={config} -m pytest -q -n 3 --dist loadfile"
+    command += f" --no-loadscope-reorder --shard={part}/{PARTS} --junitxml={shown}"
+    environment = {**os.environ, "TILEWRIGHT_REQUIRE": "cpp,triton", "OMP_WAIT_POLICY": "PASSIVE"}
+    with (folder / f"{part}.log").open("w") as log:
+        ended = subprocess.run(
+            [sys.executable, *command.split()], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+    if ended.returncode not in (0, 1):  # 1: some tests failed
+        raise SystemExit(f"part {part} ended with {ended.returncode}: {folder / f'{part}.log'}")
+    shown.rename(report)
+
+
+def covered(folder: pathlib.Path) -> dict[str, dict[str, list[int]]]:
+    """Package -> lines and branches: how many were run, of how many."""
+    import coverage
+
+    config = folder / "all.cfg"
+    sources = ",".join(str(ROOT / name) for name in SOURCES)
+    config.write_text(CONFIG.format(sources=sources, data=folder / "all"))
+    whole = coverage.Coverage(config_file=str(config))
+    whole.combine([str(folder / str(i)) for i in range(1, PARTS + 1)], keep=True)
+    whole.json_report(outfile=str(folder / "all.json"))
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, file in json.loads((folder / "all.json").read_text())["files"].items():
+        path = pathlib.PurePath(os.path.relpath(ROOT / name, ROOT))
+        package = "/".join(path.parts[: min(2, len(path.parts) - 1)])
+        sums = found.setdefault(package, {"lines": [0, 0], "branches": [0, 0]})
+        s = file["summary"]
+        for kind, pair in (
+            ("lines", (s["covered_lines"], s["num_statements"])),
+            ("branches", (s["covered_branches"], s["num_branches"])),
+        ):
+            sums[kind] = [a + b for a, b in zip(sums[kind], pair, strict=True)]
+    return dict(sorted(found.items()))
+
+
+def main(folder: pathlib.Path) -> None:
+    for part in range(1, PARTS + 1):
+        run(folder, part)
+    reports = [str(folder / f"{part}.xml") for part in range(1, PARTS + 1)]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    found = {
+        "commit": commit.stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+        "tests": cells.outcomes(reports),
+        "cells": cells.counted(reports),
+        "covered": covered(folder),
+    }
+    FILE.write_text(cells.shown(found))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""Tables of what is too long for `make test`, which runs a fixed part of each.
+
+    python -m tests.lib.sweeps            # which rows are not of today's sources
+    python -m tests.lib.sweeps --strict   # and exit code 1 if there are any, or if one is wrong
+
+A sweep has a command, which goes on where it ended and writes a row for each unit, with the digest
+of what the row depends on, the commit and the date.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[2]
+Row = dict[str, Any]
+
+
+class Sweep(NamedTuple):
+    """what: of what the rows are.   digests: unit -> of what its row depends on, today."""
+
+    what: str
+    command: str
+    file: pathlib.Path
+    digests: Callable[[], dict[str, str]]
+
+    def rows(self) -> dict[str, Row]:
+        """unit -> row."""
+        if not self.file.exists():
+            return {}
+        return {row["unit"]: row for row in map(json.loads, self.file.read_text().splitlines())}
+
+    def old(self) -> list[str]:
+        """Units without a row of today's sources."""
+        rows = self.rows()
+        return [
+            unit for unit, now in self.digests().items() if rows.get(unit, {}).get("digest") != now
+        ]
+
+    def wrong(self) -> list[str]:
+        return [unit for unit, row in self.rows().items() if row["wrong"]]
+
+    def write(self, unit: str, digest: str, wrong: list[str], **further: Any) -> None:
+        """Adds a row, or replaces it. Rows of units that are no more go."""
+        known = self.digests()
+        row = {"unit": unit, **further, "wrong": wrong, "digest": digest, **now()}
+        rows = {u: r for u, r in {**self.rows(), unit: row}.items() if u in known}
+        aside = self.file.with_suffix(".new")
+        aside.write_text("".join(json.dumps(rows[u]) + "\n" for u in sorted(rows)))
+        os.replace(aside, self.file)
+
+    def told(self) -> str:
+        """One line."""
+        old, of, wrong = self.old(), len(self.digests()), self.wrong()
+        text = f"{self.what}: {of - len(old)} of {of} rows are of today's sources"
+        if old:
+            text += f"; not {', '.join(old[:6])}{' ...' if len(old) > 6 else ''} ({self.command})"
+        return text + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
+
+
+def now() -> Row:
+    """The commit and the date of a row."""
+    said = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {"commit": said.stdout.strip(), "date": datetime.date.today().isoformat()}
+
+
+def of_files(paths: Iterable[pathlib.Path], *further: str) -> str:
+    """The digest of files, by their syntax if they are Python, and of what is said beside them."""
+    from tilewright.bench import sources
+
+    parts = [*further]
+    for path in sorted(paths):
+        text = path.read_text()
+        parts.append(sources.meaning(text) if path.suffix == ".py" else text)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def every() -> list[Sweep]:
+    from tests.ptx import sweep
+
+    return [sweep.SWEEP]
+
+
+def main(arguments: list[str]) -> int:
+    found = every()
+    for sweep in found:
+        print(sweep.told())
+    bad = any(sweep.old() or sweep.wrong() for sweep in found)
+    return int(bad and "--strict" in arguments)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests")]
+    sys.exit(main(sys.argv[1:]))

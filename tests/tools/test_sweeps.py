@@ -1,0 +1,61 @@
+"""Tables of sweeps: a row is of today's sources or is named."""
+
+import json
+
+import pytest
+
+from tests.lib import sweeps
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    today = {"a": "1", "b": "2"}
+    found = sweeps.Sweep("things", "python -m things", tmp_path / "table.jsonl", lambda: today)
+    return found, today
+
+
+def test_a_row_is_of_today_until_its_digest_changes(sweep, monkeypatch):
+    sweep, today = sweep
+    assert sweep.old() == ["a", "b"] and not sweep.wrong()
+    sweep.write("b", "2", [], runs=3)
+    sweep.write("a", "1", ["a case"])
+    assert not sweep.old() and sweep.wrong() == ["a"]
+    assert "2 of 2 rows are of today's sources; WRONG: a" in sweep.told()
+    monkeypatch.setattr(sweeps, "every", lambda: [sweep])
+    assert sweeps.main([]) == 0 and sweeps.main(["--strict"]) == 1
+    sweep.write("a", "1", [])
+    assert sweeps.main(["--strict"]) == 0
+    today["b"] = "3"
+    assert sweep.old() == ["b"] and sweeps.main(["--strict"]) == 1
+    assert "1 of 2 rows are of today's sources; not b (python -m things)" in sweep.told()
+
+
+def test_rows_are_sorted_and_those_of_units_that_are_gone_go(sweep):
+    sweep, today = sweep
+    today["c"] = "4"
+    for unit in "cba":
+        sweep.write(unit, today[unit], [], runs=1)
+    del today["c"]
+    sweep.write("a", "5", [], runs=2)
+    rows = [json.loads(line) for line in sweep.file.read_text().splitlines()]
+    assert [(row["unit"], row["runs"], row["digest"]) for row in rows] == [
+        ("a", 2, "5"),
+        ("b", 1, "2"),
+    ]
+    assert all(row["commit"] and row["date"] for row in rows)
+    assert not sweep.file.with_suffix(".new").exists()
+
+
+def test_a_digest_is_of_what_python_means_and_of_other_text(tmp_path):
+    code, text = tmp_path / "x.py", tmp_path / "x.ptx"
+    code.write_text("x = 1\n")
+    text.write_text("add\n")
+    before = sweeps.of_files([code, text], "3.9.0")
+    code.write_text("# a comment\nx  =  1\n")
+    assert sweeps.of_files([text, code], "3.9.0") == before
+    assert sweeps.of_files([code, text], "3.6.0") != before
+    code.write_text("x = 2\n")
+    changed = sweeps.of_files([code, text], "3.9.0")
+    assert changed != before
+    text.write_text("sub\n")
+    assert sweeps.of_files([code, text], "3.9.0") not in (before, changed)
