@@ -3,11 +3,13 @@ imported.
 """
 
 import atexit
+import collections
 import contextlib
 import gc
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 
 # Threads of several tests at a time would wait for each other. Those that C++ kernels divide work
@@ -65,7 +67,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     from tests.lib import shards
 
-    files = {item: item.path.relative_to(shards.ROOT).as_posix() for item in items}
+    files = {item: os.path.relpath(item.path, shards.ROOT) for item in items}
     at = {file: i for i, file in enumerate(shards.ordered(files.values()))}
     if given := config.getoption("--shard"):
         try:
@@ -108,18 +110,26 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Beside the slowest tests: the time of those that start ranks, which is to stay under four
-    minutes of `make test` on two idle cores.
-    """
-    if not terminalreporter.config.option.durations:
-        return
-    found = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "duration")]
+    """What was left out, by reason; and the time of the tests that start ranks."""
+    tell, stats = terminalreporter.write_line, terminalreporter.stats
+    reasons = collections.Counter(reason_of(report) for report in stats.get("skipped", ()))
+    for reason, n in sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0])):
+        tell(f"left out: {n} {reason}")
+    found = [r for rs in stats.values() for r in rs if hasattr(r, "duration")]
     ranks = [r for r in found if ("ranks", True) in r.user_properties]
-    took = [sum(r.duration for r in reports) for reports in (ranks, found)]
-    tests = len({r.nodeid for r in ranks})
-    terminalreporter.write_line(
-        f"{took[0]:.0f} s of {took[1]:.0f} s, summed over processes, in {tests} tests that start ranks"
-    )
+    if len(found) > 1000:
+        took = [sum(r.duration for r in reports) for reports in (ranks, found)]
+        tests = len({r.nodeid for r in ranks})
+        tell(
+            f"{took[0]:.0f} s of {took[1]:.0f} s of all processes in {tests} tests that start ranks"
+        )
+
+
+def reason_of(report):
+    """Without what differs from case to case of one reason."""
+    said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    said = re.sub(r" \(usable here: .*\)$", "", said.removeprefix("Skipped: "))
+    return re.sub(r"^(\w+\[\w+\]: does not compute ).*", r"\1what a case asks for", said)
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,24 @@
 """What the tests cover: cells of ops, and lines and branches of the code.
 
-    python -m tests.counts FOLDER     # goes on where FOLDER ends; then writes tests/counts.json
+    python -m tests.counts FOLDER             # writes tests/counts.json; goes on where FOLDER ends
+    python -m tests.counts --cells JUNIT.xml  # cells alone, from a report of pytest --junitxml
 
-It needs coverage (https://coverage.readthedocs.io) and all that `make test` needs, and takes some
-two hours on two cores: the whole suite runs in parts, each under coverage, in processes that tests
+The first needs coverage (https://coverage.readthedocs.io) and all that `make test` needs, and takes
+an hour or two on two cores: the suite runs in parts, each under coverage, in processes that tests
 start too. Kernels' Python is counted as Triton's interpreter runs it.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from tests.counts import cells
+from tests.lib.sweeps import now
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILE = ROOT / "tests/counts.json"
@@ -81,22 +83,22 @@ def covered(folder: pathlib.Path) -> dict[str, dict[str, list[int]]]:
     return dict(sorted(found.items()))
 
 
-def main(folder: pathlib.Path) -> None:
-    for part in range(1, PARTS + 1):
-        run(folder, part)
-    reports = [str(folder / f"{part}.xml") for part in range(1, PARTS + 1)]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    found = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "tests": cells.outcomes(reports),
-        "cells": cells.counted(reports),
-        "covered": covered(folder),
-    }
+def write(reports: Sequence[str], folder: pathlib.Path | None) -> None:
+    found = {**now(), "tests": cells.outcomes(reports), "cells": cells.counted(reports)}
+    if folder is not None:
+        found["covered"] = covered(folder)
     FILE.write_text(cells.shown(found))
 
 
+def main(arguments: Sequence[str]) -> None:
+    if arguments[0] == "--cells":
+        write(arguments[1:], None)
+        return
+    folder = pathlib.Path(arguments[0]).resolve()
+    for part in range(1, PARTS + 1):
+        run(folder, part)
+    write([str(folder / f"{part}.xml") for part in range(1, PARTS + 1)], folder)
+
+
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(sys.argv[1:])

@@ -51,6 +51,32 @@ def test_pytest_runs_what_its_shard_has_the_longest_file_first(pytester, monkeyp
     assert names("--shard=2/2") == ["test_a.py::test", "test_c.py::test"]
 
 
+SKIPPED = """
+import pytest
+
+@pytest.mark.parametrize("what", ["a softcap", "sinks"])
+def test_an_option(what):
+    pytest.skip(f"attention[sdpa]: does not compute {what} (usable here: ['triton', 'eager'])")
+
+@pytest.mark.parametrize("i", range(3))
+def test_a_device(i):
+    pytest.skip("no CUDA device")
+
+def test_it(): pass
+"""
+
+
+def test_what_is_left_out_is_counted_by_reason(pytester):
+    (pytester.path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (pytester.path / "test_skipped.py").write_text(SKIPPED)
+    said = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:randomly")
+    found = [line for line in said.outlines if line.startswith("left out")]
+    assert found == [
+        "left out: 3 no CUDA device",
+        "left out: 2 attention[sdpa]: does not compute what a case asks for",
+    ]
+
+
 @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/0", "a/b", "-1/2"])
 def test_a_shard_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match=re.escape(f"such as 2/4, got {text!r}")):
