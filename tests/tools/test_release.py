@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import shlex
 
 import pytest
 
@@ -35,7 +36,11 @@ def test_workflows_name_what_exists_and_ask_for_no_more_than_they_need(path):
     text = path.read_text()
     targets = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M)
     for line in re.findall(r"run: make (.+)", text):
-        assert {w for w in line.split() if "=" not in w} <= set(targets)
+        words = shlex.split(re.sub(r"\$\{\{.*?\}\}", "a value", line))
+        assert {w for w in words if "=" not in w} <= set(targets)
+    for shards in re.findall(r"shard: \[(.*)\]", text):  # all of them
+        found = re.findall(r"\d+/\d+", shards)
+        assert found == [f"{i}/{len(found)}" for i in range(1, len(found) + 1)]
     for script in re.findall(r"scripts/\w+\.\w+", text):
         assert (ROOT / script).exists()
     for used in re.findall(r"uses: (\S+)", text):
