@@ -36,7 +36,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest newer build demo quick test pytest beside lint gate gate-gpu gate-all whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest newer build demo quick test pytest beside lint gate gate-gpu gate-all sweeps whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -168,8 +168,12 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --shard $(SHARD)
 
 beside: $(STAMP)
-	for part in $$($(BIN)/python tests/lib/shards.py $(SHARD) lint docs newer gate gate-gpu); do \
+	for part in $$($(BIN)/python tests/lib/shards.py $(SHARD) lint docs newer gate gate-gpu sweeps); do \
 		nice $(MAKE) $$part || exit 1; done
+
+# Which tables of what is too long for `make test` are not of today's sources.
+sweeps: $(STAMP)
+	TRITON_INTERPRET=1 $(BIN)/python -m tests.lib.sweeps
 
 gate-gpu:
 	$(MAKE) gate TRITON=$(GPU_TRITON)
@@ -192,8 +196,11 @@ gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
 	$(GATE_PYTHON) -m bench gate-variants $(GATE_ARGS)
 
-# Before a version: `make test`, every kernel compiled by both Tritons, and every fault that is planted for the tools.
+# Before a version: `make test`, every kernel compiled by both Tritons, and those tables; and every fault that is planted
+# for the tools.
 whole: test
+	TRITON_INTERPRET=1 $(BIN)/python -m tests.ptx
+	TRITON_INTERPRET=1 $(BIN)/python -m tests.lib.sweeps --strict
 	$(MAKE) gate-all
 	$(MAKE) gate-all TRITON=$(GPU_TRITON)
 	$(BIN)/python tests/plants build/plants.jsonl
