@@ -8,8 +8,8 @@ TRITON ?= $(PINNED_TRITON)
 # Newer than that of the lock, for what is HELD there.
 NEWER_TRANSFORMERS := 5.24.0
 VENV := .venv
-# Processes that tests run in: one more than two processors, since a test that starts ranks or commands waits for them.
-JOBS ?= 3
+# Processes that tests run in: more than two processors, since a test that starts ranks or commands waits for them.
+JOBS ?= 4
 SMOLLM2 := 0.1.2
 BIN := $(VENV)/bin
 # OpenMP threads that sleep while they wait: spinning made a training step eight times slower on a shared machine.

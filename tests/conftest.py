@@ -152,7 +152,7 @@ assert "tilewright" not in sys.modules
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
-            (root, *(os.path.join(root, folder) for folder in ("lab", "tests")))
+            (root, *(os.path.join(root, folder) for folder in ("lab", "tests", "tests/lib")))
         ),
         "TRITON_INTERPRET": "0",
     }

@@ -37,7 +37,7 @@ import warnings
 import torch
 from torch.utils import _pytree as pytree
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "lib"))
 from isolated import Died, isolated
 from small_models import EVERY, build, kinds
 

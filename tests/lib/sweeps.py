@@ -99,5 +99,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
     sys.exit(main(sys.argv[1:]))

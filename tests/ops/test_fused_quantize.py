@@ -645,7 +645,7 @@ def verdicts(compiling):
         **os.environ,
         "TRITON_INTERPRET": "0",
         "DISABLE_PTXAS_OPT": "1",  # what ptxas makes of the PTX is not run
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/lib'}",
     }
     run = subprocess.run(
         [compiling, __file__],

@@ -1,4 +1,4 @@
-"""Triton's interpreter as tests/interpreter.py changes it: what a kernel may not do fails."""
+"""Triton's interpreter as tests/lib/interpreter.py changes it: what a kernel may not do fails."""
 
 import pytest
 import torch

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
+from docstrings import missing
 from helpers import DEVICE, as_on_a_gpu, skip_unless_usable
-from tools.test_docstrings import missing
 
 from tilewright.core.registry import Judged
 from tilewright.kernels.loss.operators import Stats, Wanted

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import DEVICE, join_group, processes
-from ops.test_context_parallel import LAYOUTS, Count, close, of_this
+from sequences import LAYOUTS, Count, close, of_this
 
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops import causal_conv1d, gated_delta_rule

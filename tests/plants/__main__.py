@@ -12,7 +12,7 @@ import sys
 
 if __name__ == "__main__":
     # Not this folder, whose kernels.py would be the package of that name.
-    sys.path[0] = str(pathlib.Path(__file__).parents[1])
+    sys.path[:1] = [str(tests := pathlib.Path(__file__).parents[1]), str(tests / "lib")]
     from plants import kernels, layout, verify
 
     path = pathlib.Path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Faults planted in the steps of tests/layout_steps.py for `tilewright check-layout`: each has what
+"""Faults planted in steps (tests/lib/layout_steps.py) for `tilewright check-layout`: each has what
 is found first, and words of the cause that is named. And the layouts that are right.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tilewright.__main__ import main
 
-STEPS = str(pathlib.Path(__file__).parents[1] / "layout_steps.py")
+STEPS = str(pathlib.Path(__file__).parents[1] / "lib/layout_steps.py")
 ANY = math.inf
 
 

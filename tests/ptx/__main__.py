@@ -6,7 +6,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[2]
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
     from tests.ptx import sweep
     from tests.ptx.verdicts import Verdicts
 

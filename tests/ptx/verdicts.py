@@ -18,7 +18,7 @@ def environment():
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "0",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "lab", ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "lab", ROOT / "tests/lib"))),
     }
 
 

@@ -20,7 +20,7 @@ TUTORIAL = (ROOT / "docs/tutorials/your_own_op.md").read_text()
 SCRIPT = """
 import doctest, json, sys
 import forked, pytest, torch
-from tools.test_docstrings import missing
+from docstrings import missing
 from bench import __main__ as checkout
 from tilewright import __main__ as cli
 from tilewright.bench import __main__ as bench
@@ -58,7 +58,7 @@ def printed(script, argument, tree, **environment):
             **os.environ,
             **environment,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{tree}:{ROOT / 'tests'}:{ROOT}",
+            "PYTHONPATH": f"{tree}:{ROOT / 'tests/lib'}:{ROOT}",
         },
         capture_output=True,
         text=True,
@@ -166,7 +166,7 @@ KIND = (ROOT / "docs/tutorials/own_kind_of_loss.md").read_text()
 KIND_SCRIPT = """
 import doctest, functools, json, sys
 import forked, torch
-from tools.test_docstrings import missing
+from docstrings import missing
 from tilewright import __main__ as cli
 from tilewright.ops import OPS
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from docstrings import missing
 
 import tilewright
 from bench.page import api
@@ -55,19 +56,6 @@ def test_examples_run(name):
     names = {"torch": torch, "tilewright": tilewright}
     results = doctest.testmod(importlib.import_module(name), extraglobs=names)
     assert results.attempted and not results.failed
-
-
-def missing(function, never_raises=False):
-    """Sections missing from its docstring, and undocumented parameters."""
-    text = inspect.getdoc(function) or ""
-    heads = re.findall(r"^ {4}([\w*, ]+)(?: \([^)]*\))?:", text, re.MULTILINE)
-    described = {name.strip("* ") for head in heads for name in head.split(",")}
-    parameters = inspect.signature(function).parameters
-    sections = ["Returns:", "Example:"]
-    if parameters:
-        sections += ["Args:"] if never_raises else ["Args:", "Raises:"]
-    absent = [s for s in sections if f"\n{s}\n" not in text]
-    return absent + [p for p in parameters if p not in described]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -393,6 +393,7 @@ MAY_SLEEP = {
     "helpers.py": "`pause`, between two looks at another process, which are counted",
     "forked.py": "the same, of processes that are waited for; helpers.py is imported in them",
     "test_style.py": "faults that are planted, in strings",
+    "compiled.py": "its command says how long runs took",
     "__main__.py": "of tests/mutations: its command says how long tests took",
     "watched.py": "the limit of that command; no test runs it with one",
 }
@@ -661,7 +662,10 @@ def test_pre_commit_and_the_workflow_run_what_make_does():
         r"entry: .venv/bin/(.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M
     )
     assert len(lint) == 4 and hooks == [line.replace("$(BIN)", ".venv/bin") for line in lint]
-    assert "run: make test\n" in (ROOT / ".github/workflows/test.yml").read_text()
+    assert (
+        "run: make test SHARD=${{ matrix.shard }}\n"
+        in (ROOT / ".github/workflows/test.yml").read_text()
+    )
 
 
 def test_the_type_checker_reads_everything():
@@ -682,3 +686,14 @@ def test_the_type_checker_reads_everything():
     assert len(asking) <= 5, asking
     assert all(re.search(r"# pyright: ignore\[\w+\] +\(.{5,}\)$", line) for line in asking), asking
     assert not (ROOT / ".basedpyright").exists()
+
+
+def test_no_test_file_imports_another_and_what_they_share_is_on_its_page():
+    library = ROOT / "tests/lib"
+    page = (library / "README.md").read_text()
+    assert all(f"`{path.stem}`" in page for path in library.glob("*.py"))
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else ()
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            assert not any(n.rpartition(".")[2].startswith("test_") for n in names), path

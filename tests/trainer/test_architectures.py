@@ -15,8 +15,9 @@ pytest.importorskip("transformers")
 import distributed_worker
 from ranks import nearly_same_training, run_modes, same_training, selected
 from safetensors.torch import load_file, save_file
-from test_trainer import MOE as QWEN3_MOE
-from test_trainer import QWEN3, check_moves, make_bins, run, write_config
+from shapes import ALTERNATING, SHAPES, SMALL, YARN
+from training import MOE as QWEN3_MOE
+from training import check_moves, make_bins, run, write_config
 
 from tilewright import nn
 from tilewright import ops as tw
@@ -40,72 +41,6 @@ from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.tables import FAMILIES
 
 pytestmark = pytest.mark.packages
-
-SMALL = {**QWEN3, "vocab_size": 100, "num_hidden_layers": 4, "head_dim": 16}
-ALTERNATING = ["sliding_attention", "full_attention"] * 2
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.8,
-}
-SHAPES = {
-    "mistral": {**SMALL, "model_type": "mistral", "sliding_window": 5},
-    "qwen2": {**SMALL, "model_type": "qwen2", "tie_word_embeddings": False},
-    "gemma3": {
-        **SMALL,
-        "model_type": "gemma3_text",
-        "sliding_window": 5,
-        "layer_types": ALTERNATING,
-        "query_pre_attn_scalar": 24,
-        "rope_theta": 10000.0,
-        "rope_local_base_freq": 100.0,
-    },
-    "gpt_oss": {
-        **SMALL,
-        "model_type": "gpt_oss",
-        "tie_word_embeddings": False,
-        "sliding_window": 5,
-        "layer_types": ALTERNATING,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "swiglu_limit": 0.5,
-        "rope_parameters": YARN,
-    },
-    # Heads that two ranks cannot share.
-    "odd": {
-        **SMALL,
-        "model_type": "gpt_oss",
-        "tie_word_embeddings": False,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 2,
-        "sliding_window": 5,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": YARN,
-    },
-    "deepseek_v3": {
-        **SMALL,
-        "model_type": "deepseek_v3",
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "rope_parameters": YARN,
-    },
-}
 
 
 def layout(**train):

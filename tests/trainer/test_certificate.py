@@ -14,10 +14,10 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from helpers import threads
-from ranks import run_modes
-from test_architectures import SHAPES
-from test_trainer import MOE, QWEN3, ROOT, rows, run, write_config
+from ranks import ROOT, run_modes
+from shapes import SHAPES
 from torch.cuda import nccl
+from training import MOE, QWEN3, rows, run, write_config
 
 from tilewright.core import platform
 from tilewright.core.installed import Installed

@@ -14,10 +14,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import datasets
-import tokenizers
+from chats import CHATML, MARKED, PLAIN, REASONED, TOOLS, TURNS, characters, messages, runs
 from preparing import prepare_of
-from tokenizers import models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Config
@@ -27,57 +26,34 @@ pytestmark = pytest.mark.packages
 
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 SMOLLM2 = ROOT / ".cache/smollm2"
-START, END, BOS = "<|im_start|>", "<|im_end|>", "<s>"
-TURNS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{{ m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-)
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CHATML = TURNS + PROMPT
-TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '\n' }}{% endif %}"
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
-    "{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}" + PROMPT
-)
-# As Qwen3 does: only the last answer keeps its reasoning.
-REASONED = (
-    TURNS.replace(
-        "{{ m['content']",
-        "{{ '(so)' if m['role'] == 'assistant' and loop.last }}{{ m['content']",
-    )
-    + PROMPT
-)
 OTHER_PROMPT = TURNS + "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}"
 STRICT = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
     + CHATML
 )
-PLAIN = (
-    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 
 
-def characters(template=CHATML):
-    """A fast tokenizer with a token per character, and special ones."""
-    names = [START, END, BOS, *map(chr, range(10)), "\n", *map(chr, range(32, 127)), "?"]
-    vocab = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=END, bos_token=BOS, additional_special_tokens=[START]
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
 
+    def made(*entries, tokenizer=None, **fields):
+        config = Config(
+            model={"config_path": str(tmp_path)},
+            data={
+                "datasets": [{**e, "path": str(e["path"])} for e in entries],
+                "dataset_prepared_path": str(tmp_path / "prepared"),
+                "sample_packing_sequence_len": 64,
+                "shuffle_merged_datasets": False,
+                "shuffle_before_merging_datasets": False,
+            }
+            | fields,
+            train={"output_dir": "out"},
+        )
+        return prepare_of(config, lambda: tokenizer or characters(), 200)
 
-def messages(*turns):
-    return [{"role": role, "content": content} for role, content in turns]
+    return made
 
 
 def seen(tokenizer, sample):
@@ -195,41 +171,7 @@ def test_tokens_of_a_real_tokenizer():
     assert tokenizer.decode([x for x in labels if x != IGNORE]) == " yes<|im_end|>"
 
 
-def runs(labels):
-    """Runs of labels that are not ignored."""
-    out = [[]]
-    for label in labels:
-        if label != IGNORE:
-            out[-1].append(label)
-        elif out[-1]:
-            out.append([])
-    return [run for run in out if run]
-
-
 # ---- from files
-
-
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-
-    def made(*entries, tokenizer=None, **fields):
-        config = Config(
-            model={"config_path": str(tmp_path)},
-            data={
-                "datasets": [{**e, "path": str(e["path"])} for e in entries],
-                "dataset_prepared_path": str(tmp_path / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "shuffle_merged_datasets": False,
-                "shuffle_before_merging_datasets": False,
-            }
-            | fields,
-            train={"output_dir": "out"},
-        )
-        return prepare_of(config, lambda: tokenizer or characters(), 200)
-
-    return made
 
 
 def lines(path, *rows):

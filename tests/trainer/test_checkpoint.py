@@ -19,17 +19,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from test_trainer import (
-    LORA,
-    NF4,
-    QWEN3,
-    ROOT,
-    Engine,
-    resumed_equals_never_stopped,
-    rows,
-    run,
-    write_config,
-)
+from ranks import ROOT
+from training import LORA, NF4, QWEN3, resumed_equals_never_stopped, rows, run, write_config
 
 from tilewright import nn
 from tilewright.core import files as core_files
@@ -45,6 +36,7 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
     verify,
 )
 from tilewright.trainer.data import logprobs, packing
+from tilewright.trainer.engine import Engine
 
 AUTO = "--train.load_checkpoint_path=auto"
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
@@ -115,7 +107,7 @@ def test_another_optimizer_is_said_to_be_one(tmp_path):
 
 def test_weights_are_the_same_in_other_files(bases, tmp_path):
     from safetensors.torch import load_file, save_file
-    from test_trainer import build
+    from training import build
 
     from tilewright.trainer.checkpoint import hf
     from tilewright.trainer.parallel.parts import Parts

@@ -12,14 +12,13 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 import distributed_worker  # noqa: E402
-import test_preference  # noqa: E402
+import pairs  # noqa: E402
+from pairs import trained as preferred  # noqa: E402
 from ranks import metrics, run_modes, same_training, selected  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_preference import trained as preferred  # noqa: E402
-from test_trainer import (  # noqa: E402
+from training import (  # noqa: E402
     MOE,
     QWEN3,
-    backend,  # noqa: F401
     make_bins,
     rows,
     run,
@@ -41,7 +40,7 @@ from tilewright.trainer.parallel.tensor_parallel import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.packages
-settings = test_preference.settings
+settings = pairs.settings
 
 DORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__use_dora": True}
 NF4 = {"enable_qlora": True, "quant_format": "nf4", "quant_group_size": 64}
@@ -206,7 +205,7 @@ def test_biases_of_shared_matrices_are_not_scaled(kind):
     torch.testing.assert_close(y, layer(x))
 
 
-def test_compiled_layers_give_the_same_gradients(tmp_path, backend):  # noqa: F811
+def test_compiled_layers_give_the_same_gradients(tmp_path, backend):
     path = write_config(tmp_path, train__micro_batch_size=8, **DORA)
     plain, compiled = (
         step_in_one_process(path, make_bins(), f"--train.enable_compile={c}")

@@ -10,8 +10,8 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import run_modes
-from test_architectures import SHAPES
-from test_trainer import MOE, QWEN3, rows, run, write_config
+from shapes import SHAPES
+from training import MOE, QWEN3, rows, run, write_config
 
 from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable

@@ -18,7 +18,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from helpers import DEVICE, processes
-from test_trainer import QWEN3, engine_of, make_bins, rows, run, shape_of, write_config
+from training import QWEN3, engine_of, make_bins, rows, run, shape_of, write_config
 
 from tilewright.nn.sharded import whole
 from tilewright.trainer.build import build_data, build_model, identity

@@ -14,36 +14,23 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from test_trainer import (
-    Engine,
-    Mesh,
-    build_data,
-    engine_of,
-    evaluation_batches,
-    language_modeling,
-    load,
-    rows,
-    run,
-    tensors,
-    write_config,
-)
+from training import EPOCHS, engine_of, rows, run, tensors, three_steps, write_config
 
 from tilewright.trainer import launch, loop, train
-from tilewright.trainer.config import ConfigError
+from tilewright.trainer.build import build_data
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.data.batches import evaluation_batches
+from tilewright.trainer.engine import Engine
 from tilewright.trainer.interrupts import Interrupts, Stopped
+from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
 
 HELD = {"data__val_set_size": 7}
-# Two epochs of three steps.
-EPOCHS = {
-    "train__max_steps": None,
-    "train__num_train_epochs": 2,
-    "data__dataloader_drop_last": False,
-}
 STEPS = {"train__eval_strategy": "steps"}
 ONES = {"train__eval_micro_batch_size": 1}
 EPOCH = {"train__eval_strategy": "epoch"}
@@ -51,12 +38,6 @@ EPOCH = {"train__eval_strategy": "epoch"}
 
 def evaluated(folder):
     return [row["step"] for row in rows(folder) if "eval_loss" in row]
-
-
-def three_steps(folder, **data):
-    """Settings with three steps in an epoch, each of one forward pass."""
-    bins = len(build_data(load(write_config(folder, **data)), Mesh(), 97)[0].bins)
-    return {**EPOCHS, **data, "train__micro_batch_size": math.ceil(bins / 3)}
 
 
 @pytest.mark.parametrize(

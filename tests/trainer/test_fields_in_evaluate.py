@@ -1,7 +1,7 @@
 """Every field of the configuration in `tilewright.trainer.evaluate`: it changes what is computed,
 changes nothing, since it is one of training alone, or is refused.
 
-Values and settings are those of the rows of test_trainer_fields.py.
+Values and settings are those of the rows of field_effects.py.
 """
 
 import contextlib
@@ -15,8 +15,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 pytest.importorskip("transformers")
 
-import test_trainer_fields as fields
-from test_trainer_fields import DPO, EVAL, MOE, REWARD, ROOT, ROWS, row
+import field_effects as fields
+from field_effects import DPO, EVAL, MOE, REWARD, ROWS, row
+from ranks import ROOT
 
 from tilewright.trainer import evaluate
 from tilewright.trainer.config import Config, ConfigError, load

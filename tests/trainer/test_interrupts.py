@@ -18,10 +18,11 @@ pytest.importorskip("transformers")
 
 from helpers import until
 from ranks import ROOT, agents, torchrun
-from test_trainer import Engine, rows, run, tensors, write_config
+from training import rows, run, tensors, write_config
 
 from tilewright.trainer import interrupts, loop, train
 from tilewright.trainer.checkpoint import checkpoint
+from tilewright.trainer.engine import Engine
 from tilewright.trainer.interrupts import Interrupts
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 import datasets
 import pyarrow as pa
+from chats import CHATML, MARKED, PLAIN, REASONED, characters, messages, runs
 from preparing import prepare_of
-from test_chat import CHATML, MARKED, PLAIN, REASONED, characters, messages, runs
 
 from tilewright.trainer import build
 from tilewright.trainer.columns import IGNORE

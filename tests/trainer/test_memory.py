@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from helpers import as_on_a_gpu
 from ranks import run_modes
 from symmetric_ranks import symmetric_ranks
-from test_trainer import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
+from training import MOE, QWEN3, engine_of, make_bins, shape_of, write_config
 
 from bench.memory import most_allocated
 from tilewright.core.torch_names import FakeTensor, no_zero_bubble

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 
-from test_trainer import MOE, QWEN3, rows, run, schedule, write_config
+from training import MOE, QWEN3, rows, run, schedule, write_config
 
 from tilewright.trainer import engine
 from tilewright.trainer.models.initialize import init_weights

@@ -9,8 +9,8 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import run_modes
-from test_trainer import MOE, QWEN3, rows, run, write_config
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from training import MOE, QWEN3, rows, run, write_config
 
 from tilewright.trainer.plugins.norms import kind_of
 

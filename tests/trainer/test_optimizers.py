@@ -15,11 +15,11 @@ pytest.importorskip("datasets")
 
 import distributed_worker
 from ranks import run_modes, same_training
-from test_architectures import SHAPES
-from test_trainer import MOE, QWEN3, fake_group, make_bins, run, tensors, write_config
+from shapes import SHAPES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import MOE, QWEN3, fake_group, make_bins, run, tensors, write_config
 
 from tilewright.nn.adapt import add_lora
 from tilewright.trainer import memory_plan

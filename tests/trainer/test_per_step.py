@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 
 import yaml
-from test_trainer import rows, run, tensors, write_config
+from training import rows, run, tensors, write_config
 
 from tilewright.trainer import engine
 from tilewright.trainer.columns import IGNORE

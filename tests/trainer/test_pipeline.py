@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import distributed_worker
 from ranks import nearly_same_training, run_modes, same_training, selected
 from safetensors.torch import load_file
-from test_trainer import (
+from training import (
     MOE,
     MUON,
     QWEN3,

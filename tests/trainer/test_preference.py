@@ -15,41 +15,42 @@ import pytest
 import torch
 
 pytest.importorskip("pydantic")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from preparing import prepare_of  # noqa: E402
-from ranks import metrics, run_modes  # noqa: E402
-from small import write_run  # noqa: E402
 
-from tilewright import ops  # noqa: E402
-from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
-from tilewright.ops.loss.preference import (  # noqa: E402
+import pairs
+from pairs import VOCAB, Given, Words, answers, plain, rows, same, samples, trained
+from preparing import prepare_of
+from ranks import metrics, run_modes
+
+from tilewright import ops
+from tilewright.nn.lora_experts import LoRAExperts
+from tilewright.ops.loss.preference import (
     Formula,
     Options,
     Pairs,
     log1mexp,
 )
-from tilewright.trainer import build, train  # noqa: E402
-from tilewright.trainer.checkpoint import hf  # noqa: E402
-from tilewright.trainer.columns import IGNORE  # noqa: E402
-from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.config.preference import Preference, kind_of_reference  # noqa: E402
-from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused  # noqa: E402
-from tilewright.trainer.data.types.preference import (  # noqa: E402
+from tilewright.trainer import build, train
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.config.preference import Preference, kind_of_reference
+from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused
+from tilewright.trainer.data.types.preference import (
     implicit_prompt,
     with_shorter_prompt,
 )
-from tilewright.trainer.losses import preferences  # noqa: E402
-from tilewright.trainer.losses.loss import loss_of  # noqa: E402
-from tilewright.trainer.models.head import OfSequence  # noqa: E402
-from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
-from tilewright.trainer.reference import adapters_off  # noqa: E402
-from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
+from tilewright.trainer.losses import preferences
+from tilewright.trainer.losses.loss import loss_of
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.reference import adapters_off
+from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 pytestmark = pytest.mark.packages
+settings = pairs.settings
 
 EVERY = pytest.mark.parametrize("name", [n for n, row in PREFERENCES.items() if row.paired])
-VOCAB = 64
 
 
 def pairs(*shape, seed=0, scale=3.0):
@@ -121,17 +122,6 @@ def test_a_formula_is_trls(name):
         torch.testing.assert_close(
             PREFERENCES[name].function(p, o).mean(), trls_dpo(name, p, o), rtol=1e-6, atol=1e-9
         )
-
-
-class Given(OfSequence):
-    """Log-probabilities that a model would give."""
-
-    def __init__(self, logprobs):
-        super().__init__(())
-        self.logprobs = logprobs
-
-    def values(self):
-        return -self.logprobs[None]
 
 
 def of_answers(sums, tokens):
@@ -349,39 +339,6 @@ def test_a_formula_reads_what_it_says(name):
 # ---- data
 
 
-class Words:
-    """A tokenizer of words, with offsets and a chat template."""
-
-    is_fast, chat_template, eos_token_id = True, "there", 1
-    all_special_ids, added_tokens_decoder = (1,), {}
-
-    def __call__(self, text, **_):
-        ids, offsets, at = [], [], 0
-        for word in text.split(" "):
-            ids.append(2 + sum(map(ord, word)) % (VOCAB - 2))
-            offsets.append((at, at + len(word)))
-            at += len(word) + 1
-        return {"input_ids": ids, "offset_mapping": offsets}
-
-    def get_chat_template(self, tools=None):
-        return "no generation blocks"
-
-    def apply_chat_template(self, messages, add_generation_prompt=False, **_):
-        text = "".join(f"<{m['role']}> {m['content']} " for m in messages)
-        return text + ("<assistant> " if add_generation_prompt else "")
-
-
-def samples(row, most=64, kind="preference", **features):
-    listed = isinstance(row.get("chosen"), list)
-    features = {"chosen": types.SimpleNamespace(dtype="list" if listed else "string"), **features}
-    made: Any = DATASETS[kind].samples(Asked("data", kind, most, Words(), features))(row)
-    return [*made]
-
-
-def answers(found):
-    return [[t for t in labels if t != IGNORE] for _, labels, _ in found]
-
-
 def test_strings_are_two_documents_with_the_answers_labels():
     found = samples({"prompt": "to be ", "chosen": "or not", "rejected": "and so on"})
     assert [f[2]["role"] for f in found] == [0, 1] and len({f[2]["pair"] for f in found}) == 1
@@ -576,101 +533,9 @@ def test_ranked_responses_that_are_no_pairs_are_refused(changed, said):
 # ---- runs
 
 
-def rows(count, seed):
-    rng = random.Random(seed)
-
-    def ids(low, high):
-        return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
-
-    return [
-        {"prompt_ids": ids(2, 9), "chosen_ids": ids(1, 8), "rejected_ids": ids(1, 8)}
-        for _ in range(count)
-    ]
-
-
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    """(folder, path of a configuration): eight bins a step, each of one or more pairs."""
-    folder = tmp_path_factory.mktemp("preference")
-    for name, seed in (("model", 0), ("other", 1)):
-        torch.manual_seed(seed)
-        config = transformers.LlamaConfig(**SMALL)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-    text = "".join(json.dumps(row) + "\n" for row in rows(120, 1))
-    (folder / "pairs.jsonl").write_text(text)
-    path = write_run(
-        folder,
-        "preference",
-        ("pairs.jsonl", "preference_tokenized"),
-        train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
-    )
-    return folder, path
-
-
-def trained(settings, name, *options):
-    folder, path = settings
-    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
-    return metrics(folder / name)
-
-
 @pytest.fixture(scope="module")
 def alone(settings):
     return trained(settings, "alone")
-
-
-def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
-    """The losses and margins of a loop over two of transformers' models, a pair at a time.
-
-    after: of (policy, reference model, steps done), called after each step.
-    """
-    folder, path = settings
-    load_model = transformers.LlamaForCausalLM.from_pretrained
-    policy, other = (load_model(folder / name) for name in ("model", reference))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
-    steps, found = made.batches.steps(), []
-
-    def logprob(model, ids, labels):
-        logits = model(ids[None]).logits[0].log_softmax(-1)
-        kept = labels != IGNORE
-        return logits[kept].gather(1, labels[kept][:, None]).sum()
-
-    for _ in range(STEPS):
-        terms = []
-        for batch in next(steps):
-            ends = batch["cu_seqlens"].tolist()
-            spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
-            for chosen, rejected, role in zip(spans, spans[1:], batch["role"], strict=False):
-                if role != 0:
-                    continue
-                answers = [
-                    (batch["input_ids"][0, s], batch["labels"][0, s]) for s in (chosen, rejected)
-                ]
-                c, r = (logprob(policy, *a) for a in answers)
-                with torch.no_grad():
-                    C, R = (logprob(other, *a) for a in answers)
-                terms.append(beta * ((c - r) - (C - R)))
-        margins = torch.stack(terms)
-        loss = -torch.nn.functional.logsigmoid(margins).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        after(policy, other, len(found) + 1)
-        found.append((loss.item(), margins.mean().item(), (margins > 0).double().mean().item()))
-    return found
 
 
 def test_ranked_responses_of_files_are_prepared_with_their_scores(settings, tmp_path):
@@ -780,17 +645,6 @@ def spread(settings):
     }
     run_modes(2, folder, modes)
     return {name: metrics(folder / name) for name in (*OPTIONS, *WITH_SFT)}
-
-
-NAMES = ("loss", "grad_norm", "reward_margin", "reward_chosen", "logprob_rejected", "drift")
-
-
-def same(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        for name in NAMES:
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
-        assert a["reward_accuracy"] == pytest.approx(b["reward_accuracy"])
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -20,7 +20,7 @@ from distributed_worker import engine_of
 from helpers import until
 from ranks import ROOT, agents, run_modes
 from safetensors.torch import load_file, save_file
-from test_trainer import rows
+from training import rows
 
 from tilewright.trainer.build import build_data
 from tilewright.trainer.config import load

@@ -17,9 +17,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-import test_preference
-from ranks import run_modes
-from test_preference import metrics, plain, rows, same, trained
+import pairs
+from pairs import plain, rows, same, trained
+from ranks import metrics, run_modes
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ from tilewright.trainer.data.logprobs import Damaged, Found, key_of, write
 from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
-settings = test_preference.settings
+settings = pairs.settings
 
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
 MOVING = ["--preference.reference_update_steps=1", "--preference.reference_ema=0.6"]
@@ -288,7 +288,7 @@ def test_another_chat_template_matches_nothing_and_is_named(settings, tmp_path, 
 
 def test_a_reference_that_cannot_be_compared_with_is_refused(settings, tmp_path):
     def saved(name, change=lambda model: None, **shape):
-        model = LlamaForCausalLM(LlamaConfig(**test_preference.SMALL | shape))
+        model = LlamaForCausalLM(LlamaConfig(**pairs.SMALL | shape))
         change(model)
         model.save_pretrained(tmp_path / name)
         return f"--preference.reference_path={tmp_path / name}"

@@ -16,8 +16,8 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from preparing import prepare_of
-from ranks import same_training, together_and_alone
-from test_trainer import MOE, QWEN3, ROOT, make_bins, rows, run, write_config
+from ranks import ROOT, same_training, together_and_alone
+from training import MOE, QWEN3, make_bins, rows, run, write_config
 
 from tilewright import ops as tw
 from tilewright.nn import read_routed_experts

@@ -109,7 +109,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(rows, sentence, tmp_path, capsy
 def test_a_run_draws_its_page_at_its_end_on_one_rank(tmp_path):
     pytest.importorskip("datasets")
     from ranks import agents
-    from test_trainer import write_config
+    from training import write_config
 
     options = {"train__data_parallel_mode": "ddp", "train__save_hf_weights": False}
     path, pages = write_config(tmp_path, **options, train__max_steps=2), tmp_path / "pages"
@@ -150,7 +150,7 @@ def test_a_page_that_cannot_be_written_is_found_before_the_run(
     where, said, tmp_path, capsys, monkeypatch
 ):
     pytest.importorskip("datasets")
-    from test_trainer import write_config
+    from training import write_config
 
     from tilewright.trainer import train
 

@@ -22,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from small import write_run  # noqa: E402
-from test_trainer import MOE, write_config  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from training import MOE, write_config  # noqa: E402
 
 from tilewright.trainer import loop, train  # noqa: E402
 from tilewright.trainer.checkpoint import checkpoint, run_folder  # noqa: E402

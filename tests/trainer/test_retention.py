@@ -12,8 +12,7 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from test_evaluation import three_steps
-from test_trainer import QWEN3, Mesh, rows, run, tensors, write_config
+from training import QWEN3, rows, run, tensors, three_steps, write_config
 
 from tilewright.trainer import loop
 from tilewright.trainer.checkpoint import run_folder
@@ -24,6 +23,7 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
     verify,
     write_state,
 )
+from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
 

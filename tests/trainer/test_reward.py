@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from ranks import run_modes  # noqa: E402
+from pairs import SMALL, rows, trained  # noqa: E402
+from ranks import metrics, run_modes  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small import write_run  # noqa: E402
-from test_preference import SMALL, metrics, rows, trained  # noqa: E402
 
 from tilewright.trainer import build, evaluate  # noqa: E402
 from tilewright.trainer.checkpoint import hf  # noqa: E402

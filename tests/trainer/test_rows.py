@@ -22,8 +22,8 @@ pytest.importorskip("transformers")
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from chats import CHATML, TOOLS, characters
 from preparing import prepare_of, write_rows
-from test_chat import CHATML, TOOLS, characters
 
 from tilewright.trainer.config import Config
 from tilewright.trainer.data import rows as module_of_rows

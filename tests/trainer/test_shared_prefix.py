@@ -11,10 +11,10 @@ import yaml
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from ranks import run_modes  # noqa: E402
-from test_architectures import SHAPES  # noqa: E402
-from test_preference import SMALL, VOCAB, metrics, samples, trained  # noqa: E402
-from test_trainer import MOE, write_config  # noqa: E402
+from pairs import SMALL, VOCAB, samples, trained  # noqa: E402
+from ranks import metrics, run_modes  # noqa: E402
+from shapes import SHAPES  # noqa: E402
+from training import MOE, write_config  # noqa: E402
 
 from tilewright.trainer import build, train  # noqa: E402
 from tilewright.trainer.columns import IGNORE  # noqa: E402

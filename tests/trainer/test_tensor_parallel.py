@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 import distributed_worker
 from ranks import nearly_same_training, run_modes, same_training, selected
-from test_trainer import (
+from torch.distributed.device_mesh import init_device_mesh
+from training import (
     MOE,
     QWEN3,
     check_moves,
@@ -24,7 +25,6 @@ from test_trainer import (
     tensors,
     write_config,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 from tilewright.nn import Linear, LoRALinear
 from tilewright.ops.attention.context_parallel import ContextParallel

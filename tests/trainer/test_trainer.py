@@ -21,145 +21,76 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
 pytest.importorskip("pydantic")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-import distributed_worker  # noqa: E402
-from ranks import (  # noqa: E402
+import distributed_worker
+import transformers
+from ranks import (
     nearly_same_training,
     run_modes,
     same_training,
     together_and_alone,
 )
+from training import (
+    LORA,
+    MOE,
+    MUON,
+    NF4,
+    QLORA,
+    QWEN3,
+    build,
+    check_moves,
+    engine_of,
+    fake_group,
+    make_bins,
+    resumed_equals_never_stopped,
+    rows,
+    run,
+    same,
+    schedule,
+    shape_of,
+    step_in_one_process,
+    stopped,
+    tensors,
+    write_config,
+)
 
-from tilewright import nn  # noqa: E402
-from tilewright import ops as tw  # noqa: E402
-from tilewright.core.registry import ImplementationUnavailable  # noqa: E402
-from tilewright.nn import QuantizedLinear  # noqa: E402
-from tilewright.nn.weights import adapted as adapted_layers  # noqa: E402
-from tilewright.nn.weights import dense_weights, is_adapter  # noqa: E402
-from tilewright.ops.loss import targets  # noqa: E402
-from tilewright.ops.moe.moe_lora import MOE_LORA  # noqa: E402
-from tilewright.ops.quant.aqn import AQN  # noqa: E402
-from tilewright.trainer import build as build_module  # noqa: E402
-from tilewright.trainer import loop, memory_plan, train  # noqa: E402
-from tilewright.trainer.build import build_data, build_engine, build_model  # noqa: E402
-from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable  # noqa: E402
-from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.data import batches  # noqa: E402
-from tilewright.trainer.data.batches import evaluation_batches  # noqa: E402
-from tilewright.trainer.engine import Engine  # noqa: E402
-from tilewright.trainer.losses.language_modeling import language_modeling  # noqa: E402
-from tilewright.trainer.models.initialize import init_weights  # noqa: E402
-from tilewright.trainer.models.model import ModelConfig, Ops, Transformer  # noqa: E402
-from tilewright.trainer.optim import optim, schedules  # noqa: E402
-from tilewright.trainer.parallel import compiling, exchange, mesh  # noqa: E402
-from tilewright.trainer.parallel.layouts import apply_layouts  # noqa: E402
-from tilewright.trainer.parallel.mesh import Group, Mesh, join  # noqa: E402
-from tilewright.trainer.parallel.parts import Parts  # noqa: E402
-from tilewright.trainer.parallel.recomputation import recompute_activations  # noqa: E402
-from tilewright.trainer.plan import Plan  # noqa: E402
-from tilewright.trainer.plugins import adapters  # noqa: E402
-from tilewright.trainer.plugins.flops import flops_per_token  # noqa: E402
+from tilewright import nn
+from tilewright import ops as tw
+from tilewright.core.registry import ImplementationUnavailable
+from tilewright.nn import QuantizedLinear
+from tilewright.nn.weights import adapted as adapted_layers
+from tilewright.nn.weights import dense_weights, is_adapter
+from tilewright.ops.loss import targets
+from tilewright.ops.moe.moe_lora import MOE_LORA
+from tilewright.ops.quant.aqn import AQN
+from tilewright.trainer import build as build_module
+from tilewright.trainer import loop, memory_plan, train
+from tilewright.trainer.build import build_data, build_model
+from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.data import batches
+from tilewright.trainer.data.batches import evaluation_batches
+from tilewright.trainer.engine import Engine
+from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.models.initialize import init_weights
+from tilewright.trainer.models.model import ModelConfig, Ops, Transformer
+from tilewright.trainer.optim import optim, schedules
+from tilewright.trainer.parallel import compiling, exchange, mesh
+from tilewright.trainer.parallel.layouts import apply_layouts
+from tilewright.trainer.parallel.mesh import Group, Mesh, join
+from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.recomputation import recompute_activations
+from tilewright.trainer.plan import Plan
+from tilewright.trainer.plugins import adapters
+from tilewright.trainer.plugins.flops import flops_per_token
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-MOE = {
-    **QWEN3,
-    "model_type": "qwen3_moe",
-    "tie_word_embeddings": False,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
-
-
-def write_config(folder, shape=QWEN3, **changes):
-    """A configuration of a small run on synthetic tokens; changes as train__lr=..."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model").mkdir(exist_ok=True)
-    (folder / "model/config.json").write_text(json.dumps(shape))
-    tree = {
-        "model": {"config_path": str(folder / "model")},
-        "data": {
-            "datasets": [{"path": "dummy"}],
-            "sample_packing_sequence_len": 32,
-            "dataset_prepared_path": str(folder / "prepared"),
-            "pad_to_multiple_of": 8,
-        },
-        "train": {
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "lr": 1e-2,
-            "max_steps": 6,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "save_epochs": 0,
-            # A collection goes through all that the tests' process holds.
-            "gc_steps": 0,
-        },
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        tree.setdefault(section, {})[name] = value
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return str(folder / "config.yaml")
-
-
-def shape_of(config):
-    return hf.load_config(config.model.config_path)
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
-
-
-def tensors(folder, step):
-    from safetensors.torch import load_file
-
-    return load_file(folder / f"out/checkpoints/global_step_{step}/hf/model.safetensors")
-
-
-def run(path, *arguments):
-    config = load(path, list(arguments))
-    try:
-        train.train(config, join(config.train))
-    finally:
-        dist.destroy_process_group()
-
 
 # ---- schedule and groups
-
-
-def schedule(**changes):
-    return load(
-        None,
-        [
-            "--train.output_dir",
-            "-",
-            "--data.datasets",
-            '[{"path": "dummy"}]',
-            "--model.config_path",
-            "-",
-            *(f"--train.{k}={v}" for k, v in changes.items()),
-        ],
-    ).train
 
 
 def lr_at(step, total, settings):
@@ -244,51 +175,6 @@ def test_clipping_scales_to_the_norm_and_zero_only_measures():
 
 
 # ---- the same gradients under every split of the batch
-
-
-def make_bins():
-    """Eight bins of uneven documents; one has no valid label, another only one."""
-    rng = np.random.default_rng(7)
-    bins = []
-    for lengths in ((9, 4), (13,), (3, 3, 3), (16,), (2, 14), (5, 6), (16,), (8, 8)):
-        ids = [rng.integers(0, 97, n) for n in lengths]
-        bins.append([(i, i.copy()) for i in ids])
-    for _, labels in bins[3]:
-        labels[:] = -100
-    for _, labels in bins[6]:
-        labels[:-1] = -100
-    return bins
-
-
-def step_in_one_process(path, bins, *arguments):
-    config = load(path, list(arguments))
-    t, held = config.train, engine_of(config)
-    step = [
-        batches.collate(bins[i : i + t.micro_batch_size], 8)
-        for i in range(0, len(bins), t.micro_batch_size)
-    ]
-    assert len(step) == t.gradient_accumulation_steps
-    sums = held.forward_backward(step, language_modeling)
-    norm = float(held.divide())
-    return {
-        "loss": sums.mean,
-        "tokens": sums.denominator,
-        "norm": norm,
-        "grads": {n: p.grad for n, p in held.model.named_parameters() if p.requires_grad},
-    }
-
-
-def engine_of(config, ranks=None):
-    return build_engine(config, shape_of(config), ranks or Mesh(), Ops.resolve())
-
-
-def same(found, want, tolerance=1e-5):
-    assert found["tokens"] == want["tokens"]
-    assert found["loss"] == pytest.approx(want["loss"], rel=tolerance)
-    assert found["norm"] == pytest.approx(want["norm"], rel=tolerance)
-    assert found["grads"].keys() == want["grads"].keys()
-    for name, grad in want["grads"].items():
-        assert (found["grads"][name] - grad).abs().max() <= tolerance * grad.abs().max(), name
 
 
 @pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
@@ -465,16 +351,6 @@ SPREAD = {
         '--train.recompute_modules=["mlp"]',
     ],
 }
-# Matrices whose update shows every difference; all else moves little, since AdamW's division
-# amplifies rounding errors of small gradients.
-MUON = [
-    "--train.data_parallel_mode=fsdp2",
-    "--train.optimizer=muon",
-    "--train.optimizer_dtype=fp32",
-    "--train.lr=1e-6",
-    "--train.muon_lr=0.01",
-    "--train.weight_decay=0.1",
-]
 MUONS = {
     "muon/train_and_save": [*MUON, "--train.expert_parallel_size=2"],
     "muon/train_after_loading": [*MUON],
@@ -619,30 +495,6 @@ def test_moe_act_sends_no_token_twice_and_nothing_exchanges_sizes_again(mode, ca
     assert spread[2][mode]["all_to_alls"] == layers * micro_batches * calls
 
 
-def check_moves(trained, options=("--train.optimizer=adamw",)):
-    """The checkpoint of `train_and_save` must load in the processes of `train_after_loading`, with
-    another layout, and in one process. Returns the latter's model, and the saved
-    state.
-    """
-    folder, path, found, _ = trained
-    want, moved = found["train_and_save"], found["train_after_loading"]
-    for kind in ("restored", *hf.LOAD_MODES):
-        assert all(torch.equal(moved[kind][name], w) for name, w in want["weights"].items()), kind
-    assert moved["moments"].keys() == want["moments"].keys()
-    assert all(torch.equal(moved["moments"][name], m) for name, m in want["moments"].items())
-    config = load(path, [*options])
-    model = Transformer(shape_of(config), Ops.resolve(), config.model.merge_qkv)
-    optimizer = optim.build_optimizer(model, config.train)
-    checkpoint.restore(
-        folder / "checkpoints/global_step_1", Parts(model), optimizer, Mesh(), run={}, ops={}
-    )
-    assert all(torch.equal(p, want["weights"][name]) for name, p in model.named_parameters())
-    held = distributed_worker.moments(model, optimizer, Mesh())
-    assert held.keys() == want["moments"].keys()
-    assert all(torch.equal(held[name], m) for name, m in want["moments"].items())
-    return model, want
-
-
 def test_checkpoints_of_spread_experts_move(spread):
     folder, *_ = spread
     model, want = check_moves(spread)
@@ -695,17 +547,6 @@ def test_what_cannot_be_spread_is_one_sentence(shape, message, tmp_path):
     with pytest.raises(ValueError, match=message), fake_group(8):
         ranks = mesh.build(config.train, 0, 8, torch.device("cpu"), control_backend="fake")
         apply_layouts(Parts(model), dict(config), ranks, filled=False)
-
-
-@contextlib.contextmanager
-def fake_group(size):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_router_statistics_are_of_the_whole_step(tmp_path):
@@ -1019,33 +860,6 @@ def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
     assert found[0] == pytest.approx(total / count, rel=1e-5)
 
 
-def resumed_equals_never_stopped(tmp_path, **options):
-    options = {
-        "train__save_steps": 2,
-        "train__gradient_accumulation_steps": 2,
-        "data__dataloader_drop_last": False,
-        "train__lr_decay_style": "cosine",
-        **options,
-    }
-    run(write_config(tmp_path / "a", **options))
-    path = write_config(tmp_path / "b", **options)
-    with stopped(5, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        run(path)
-    torch.manual_seed(99)
-    run(path, "--train.load_checkpoint_path", "auto")
-    a, b = (
-        [
-            {k: r[k] for k in ("step", "loss", "lr", "grad_norm", "tokens")}
-            for r in rows(tmp_path / n)
-        ]
-        for n in ("a", "b")
-    )
-    assert a == b
-    final = tensors(tmp_path / "b", 6)
-    assert all(torch.equal(t, final[n]) for n, t in tensors(tmp_path / "a", 6).items())
-    assert not list((tmp_path / "b/out/checkpoints").glob(".*"))
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
     resumed_equals_never_stopped(tmp_path, train__save_async=asynchronous)
@@ -1098,22 +912,6 @@ def test_a_checkpoint_of_another_run_is_refused(shape, changes, message, tmp_pat
 
 class Killed(BaseException):
     """An exception that nothing handles, like SIGKILL."""
-
-
-@contextlib.contextmanager
-def stopped(step, error):
-    """Ends a run with that error once the gradients of that step are computed."""
-    real, calls = Engine.optim_step, []
-
-    def stops(*arguments):
-        calls.append(1)
-        if len(calls) == step:
-            raise error
-        return real(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "optim_step", stops)
-        yield
 
 
 @contextlib.contextmanager
@@ -1791,22 +1589,6 @@ COMPILED = {
 }
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    """torch.compile without a compiler behind it: records which code becomes a graph, and how
-    often.
-    """
-    from torch._dynamo.testing import CompileCounter
-
-    counter, real = CompileCounter(), torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: real(*args, **options, backend=counter)
-    )
-    torch._dynamo.reset()
-    yield counter
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("case", COMPILED)
 def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
     options, parts = COMPILED[case]
@@ -2092,16 +1874,8 @@ def test_weights_that_are_not_safetensors_are_named(tmp_path):
 
 # ---- adapters
 
-LORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__lora_alpha": 8}
-QLORA = {**LORA, "lora__enable_qlora": True}
-NF4 = {**QLORA, "lora__quant_format": "nf4", "lora__quant_group_size": 64}
 FP8 = {**QLORA, "lora__quant_format": "block_fp8", "lora__quant_group_size": 16}
 KINDS = {"lora": LORA, "nvfp4": QLORA, "nf4": NF4, "block_fp8": FP8}
-
-
-def build(path, *arguments):
-    config = load(path, list(arguments))
-    return config, build_model(config, shape_of(config), Mesh(), Ops.resolve()).model
 
 
 def adapter_names(model):

@@ -12,7 +12,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from ranks import nearly_same_training, run_modes, same_training, together_and_alone
-from test_trainer import (
+from training import (
     MOE,
     QWEN3,
     check_moves,

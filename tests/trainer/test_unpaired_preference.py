@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("pydantic")
 transformers = pytest.importorskip("transformers")
 
-from ranks import run_modes  # noqa: E402
+from pairs import SMALL, VOCAB, Given, Words, trained  # noqa: E402
+from ranks import metrics, run_modes  # noqa: E402
 from small import write_run  # noqa: E402
-from test_preference import SMALL, VOCAB, Given, Words, metrics, trained  # noqa: E402
 
 from tilewright.ops.loss.preference import Answers, Options  # noqa: E402
 from tilewright.trainer import build  # noqa: E402

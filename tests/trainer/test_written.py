@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-from test_trainer import run
+from training import run
 from written import make
 
 pytestmark = pytest.mark.packages

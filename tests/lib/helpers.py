@@ -139,7 +139,7 @@ torch.multiprocessing.set_forkserver_preload(
         "tilewright.trainer.train",
         "torch._dynamo.testing",
         "transformers.models.llama.modeling_llama",
-        "tests.preloaded",
+        "tests.lib.preloaded",
     ]
 )
 

@@ -3,7 +3,8 @@
 import pathlib
 import sys
 
-TESTS = pathlib.Path(__file__).parent
-sys.path[:0] = [str(TESTS.parent / "lab"), str(TESTS), str(TESTS / "trainer")]
+LIB = pathlib.Path(__file__).parent
+ROOT = LIB.parents[1]
+sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests"), str(LIB)]
 
 import ranks  # noqa: E402, F401

@@ -32,7 +32,7 @@ def torchrun(number, *script):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests/lib"))),
     }
     STARTS.append(number)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -1,0 +1,20 @@
+"""Fixtures of several test files."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """torch.compile without a compiler behind it: records which code becomes a graph, and how
+    often.
+    """
+    from torch._dynamo.testing import CompileCounter
+
+    counter, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: real(*args, **options, backend=counter)
+    )
+    torch._dynamo.reset()
+    yield counter
+    torch._dynamo.reset()
