@@ -165,7 +165,7 @@ quick: lint
 # What was built must run: without it thousands of tests would be skipped.
 pytest: export TILEWRIGHT_REQUIRE ?= cpp,triton
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --shard $(SHARD)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --fixed-part --shard $(SHARD)
 
 beside: $(STAMP)
 	for part in $$($(BIN)/python tests/lib/shards.py $(SHARD) lint docs newer gate gate-gpu sweeps); do \

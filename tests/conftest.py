@@ -62,6 +62,8 @@ def pytest_sessionstart(session):
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="I/N", help="only the test files of this shard of so many")
+    text = "of what a table has, only the part that `make test` runs (tests/lib/sweeps.py)"
+    parser.addoption("--fixed-part", action="store_true", help=text)
 
 
 def pytest_collection_modifyitems(config, items):

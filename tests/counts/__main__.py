@@ -48,7 +48,7 @@ def run(folder: pathlib.Path, part: int) -> None:
     config.write_text(CONFIG.format(sources=sources, data=own / "coverage"))
     shown = folder / f"{part}.partial.xml"
     command = f"-m coverage run --rcfile={config} -m pytest -q -n 3 --dist loadfile"
-    command += f" --no-loadscope-reorder --shard={part}/{PARTS} --junitxml={shown}"
+    command += f" --no-loadscope-reorder --fixed-part --shard={part}/{PARTS} --junitxml={shown}"
     environment = {**os.environ, "TILEWRIGHT_REQUIRE": "cpp,triton", "OMP_WAIT_POLICY": "PASSIVE"}
     with (folder / f"{part}.log").open("w") as log:
         ended = subprocess.run(

@@ -1,6 +1,4 @@
-"""Compiled Triton kernels, emulated from their PTX: the part that `make test` runs of compiled.py,
-and what counts their accesses.
-"""
+"""Compiled Triton kernels, emulated from their PTX (compiled.py); and counts of their accesses."""
 
 import json
 import sys
@@ -28,7 +26,12 @@ def verdicts(request):
     found.end()
 
 
-@pytest.mark.parametrize("name", compiled.fixed())
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_compiled_kernels:
+        part = metafunc.config.getoption("--fixed-part")
+        metafunc.parametrize("name", compiled.fixed() if part else compiled.runs())
+
+
 def test_compiled_kernels(name, verdicts):
     assert not verdicts[name], verdicts[name]
 
