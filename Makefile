@@ -178,7 +178,7 @@ sweeps: $(STAMP)
 gate-gpu:
 	$(MAKE) gate TRITON=$(GPU_TRITON)
 
-# Every Triton kernel that has changed since its budget was written, and the first of each op, compiled for sm_90, sm_100
+# Every Triton kernel that has changed since its budget was written, and the first of each family, compiled for sm_90, sm_100
 # and sm_120 without a GPU, against the committed budgets; and those in CuTe DSL, for sm_90 and sm_100. `make gate-all`
 # compiles everything.
 # `make gate TRITON=3.6.0` does it with that Triton, put before this environment's in another one.

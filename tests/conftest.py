@@ -62,7 +62,7 @@ def pytest_sessionstart(session):
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="I/N", help="only the test files of this shard of so many")
-    text = "of what a table has, only the part that `make test` runs (tests/lib/sweeps.py)"
+    text = "leave out what is marked `table` (tests/lib/sweeps.py), as `make test` does"
     parser.addoption("--fixed-part", action="store_true", help=text)
 
 
@@ -71,6 +71,10 @@ def pytest_collection_modifyitems(config, items):
 
     files = {item: os.path.relpath(item.path, shards.ROOT) for item in items}
     at = {file: i for i, file in enumerate(shards.ordered(files.values()))}
+    if config.getoption("--fixed-part"):
+        left = [item for item in items if item.get_closest_marker("table")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("table")]
     if given := config.getoption("--shard"):
         try:
             kept = shards.shard(at, *shards.parsed(given))

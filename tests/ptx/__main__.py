@@ -1,27 +1,55 @@
 """Runs all compiled kernels of each op whose row is not of today's sources: python -m tests.ptx"""
 
+import os
 import pathlib
+import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
+
+from tests.lib import shards  # noqa: E402
+from tests.ptx import sweep  # noqa: E402
+from tests.ptx.verdicts import Verdicts  # noqa: E402
+
+
+def emulated(names):
+    """How many runs, which of them are wrong, and the seconds of all."""
+    verdicts = Verdicts(names)
+    wrong = [name for name in names if verdicts[name]]
+    verdicts.end()
+    for name in wrong:
+        print(f"{name}\n{verdicts[name]}", file=sys.stderr)
+    return len(names), wrong, sum(filter(None, map(verdicts.seconds.get, names)))
+
+
+def tested(test):
+    """The same, of a test's cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder, "report.xml")
+        command = f"-m pytest -q -n 0 -p no:cacheprovider --junitxml={report} {test}".split()
+        variables = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=variables)
+        found = [(name, case) for _, name, case in shards.cases(str(report))]
+    red = {"failure", "error", "skipped"}
+    wrong = [name for name, case in found if red & {child.tag for child in case}]
+    return len(found), wrong if found else [test], sum(float(case.get("time")) for _, case in found)
+
+
+def main():
+    digests, red = sweep.digests(), 0
+    for unit in sweep.SWEEP.old():
+        if unit in sweep.TESTS:
+            runs, wrong, took = tested(sweep.TESTS[unit][0])
+        else:
+            runs, wrong, took = emulated(sweep.groups()[unit])
+        sweep.SWEEP.write(unit, digests[unit], wrong, runs=runs, seconds=round(took))
+        print(f"{unit}: {runs} runs in {took:.0f} s, {len(wrong) or 'none'} wrong", flush=True)
+        red += len(wrong)
+    print(sweep.SWEEP.told())
+    return min(red, 1)
+
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
-    from tests.ptx import sweep
-    from tests.ptx.verdicts import Verdicts
-
-    SWEEP, digests, red = sweep.SWEEP, sweep.digests(), 0
-    for op in SWEEP.old():
-        names = sweep.groups()[op]
-        verdicts = Verdicts(names)
-        wrong = [name for name in names if verdicts[name]]
-        verdicts.end()
-        for name in wrong:
-            print(f"{name}\n{verdicts[name]}", file=sys.stderr)
-        seconds = {name: verdicts.seconds.get(name) for name in names}
-        took = round(sum(filter(None, seconds.values())))
-        SWEEP.write(op, digests[op], wrong, runs=len(names), seconds=took)
-        print(f"{op}: {len(names)} runs in {took} s, {len(wrong) or 'none'} wrong", flush=True)
-        red += len(wrong)
-    print(SWEEP.told())
-    sys.exit(min(red, 1))
+    sys.exit(main())

@@ -26,16 +26,27 @@ def digests():
     folder = ROOT / "lab/tilewright_lab"
     paths = [*(folder / "emulator").glob("*.py"), pathlib.Path(compiled.__file__)]
     common = of_files(paths, compiled.triton.__version__)
-    return {
-        op: of_files(
-            [],
-            common,
-            sources.everything() if op == "several" else sources.digest(operations()[op]),
-        )
-        for op in groups()
-    }
+    found = {}
+    for op in groups():
+        own = sources.everything() if op == "several" else sources.digest(operations()[op])
+        found[op] = of_files([], common, own)
+    for unit, (test, ops) in TESTS.items():
+        of_ops = (sources.digest(operations()[op]) for op in ops)
+        found[unit] = of_files([ROOT / test.partition("::")[0]], common, *of_ops)
+    return found
 
 
+# Further units: tests that run whole.
+TESTS = {
+    "bytes of fused quantization": (
+        "tests/ops/test_fused_quantize.py::test_compiled_kernels_give_the_bytes",
+        ("silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize", "quantize_mxfp8"),
+    ),
+    "kernels in CuTe DSL": (
+        "tests/ptx/test_cute.py::test_the_contract_holds",
+        ("rmsnorm", "add_rmsnorm", "cross_entropy"),
+    ),
+}
 SWEEP = Sweep(
     f"compiled kernels of Triton {compiled.triton.__version__}, emulated from their PTX",
     "python -m tests.ptx",

@@ -126,7 +126,18 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("emulator, op, case", RUNS.values(), indirect=["emulator"], ids=RUNS)
+# What `make test` runs of these. All are in the table of `python -m tests.ptx`.
+FIXED = ("-ragged", "-qk_norm", "wide")
+
+
+@pytest.mark.parametrize(
+    "emulator, op, case",
+    [
+        pytest.param(*run, id=name, marks=[pytest.mark.table] * (not name.endswith(FIXED)))
+        for name, run in RUNS.items()
+    ],
+    indirect=["emulator"],
+)
 def test_the_contract_holds(op, case, emulator):
     for dtype in (BF16,) if emulator.arch == 90 else (F32, F16):
         with contract.poisoned():

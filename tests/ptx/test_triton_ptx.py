@@ -26,12 +26,13 @@ def verdicts(request):
     found.end()
 
 
-def pytest_generate_tests(metafunc):
-    if metafunc.function is test_compiled_kernels:
-        part = metafunc.config.getoption("--fixed-part")
-        metafunc.parametrize("name", compiled.fixed() if part else compiled.runs())
+FIXED = compiled.fixed()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.table] * (n not in FIXED)) for n in compiled.runs()],
+)
 def test_compiled_kernels(name, verdicts):
     assert not verdicts[name], verdicts[name]
 

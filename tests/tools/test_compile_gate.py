@@ -261,7 +261,7 @@ def test_update_writes_what_was_compiled_and_is_then_green(planted):
     assert planted["green"]["code"] == 0 and "no failures" in planted["green"]["out"]
 
 
-def test_of_what_did_not_change_the_first_of_each_op_is_compiled(planted):
+def test_of_what_did_not_change_the_first_of_each_family_is_compiled(planted):
     """Six kernels with unsatisfiable budgets: the op's first fails, with --all each does."""
     found = json.loads(planted["unchanged"]["out"])
     assert [r["name"] for r in found["results"]] == ["planted/copy 4 512"]

@@ -18,7 +18,7 @@ A budget belongs to one version of one compiler (budgets/triton-3.9.0.json). For
 such a file, only the rules that need no budget are checked.
 
 A budget records the digest of the source, launch configuration and needs that it was written for.
-Kernels with another digest are compiled, and the first kernel of each op; --all: everything.
+Kernels with another digest are compiled, and the first of each family of ops; --all: all.
 
     tilewright gate --registry [--op OP] [--arch 90] [--all] [--update] [--space] [--json]
 """
@@ -170,7 +170,7 @@ def _plan(
     tasks = launched(specs, archs)
     same = [] if args.all else [task for task in tasks if unchanged(*task)]
     # A change of what no digest has, such as ptxas, shows in these.
-    first = {name.split("/")[0]: (name, arch) for name, arch in reversed(tasks)}
+    first = {_family(name): (name, arch) for name, arch in reversed(tasks)}
     left_out = {*same} - {*first.values()}
     if same:
         notes.append(
@@ -178,6 +178,13 @@ def _plan(
             f"{len(left_out)} of them were not compiled (--all compiles them)"
         )
     return Plan(specs, archs, compilers, tasks, digests, known, left_out), notes
+
+
+def _family(name: str) -> str:
+    """The package of a spec's op; the op's name, if the registry has none of it."""
+    op = operations().get(name.split("/")[0])
+    module = getattr(op and op.public, "__module__", None)
+    return module.rpartition(".")[0] if module else name.split("/")[0]
 
 
 def _judge(
@@ -245,7 +252,7 @@ def _parser(ops: dict[str, Op], prog: str) -> argparse.ArgumentParser:
         "--all",
         action="store_true",
         help="compile all kernels that did not change since their budget was written, instead "
-        "of the first of each op",
+        "of the first of each family of ops",
     )
     add(
         "--update",
