@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 
+from . import cpp
 from .faults import ROOT, Fault, load
 from .table import last_rows, write_table
 
@@ -55,7 +56,8 @@ def planted(tree: pathlib.Path, fault: Fault):
     try:
         path.write_text(fault.applied(before))
         compiled.unlink(missing_ok=True)
-        yield
+        with cpp.built(tree, fault) if path.suffix == ".cpp" else contextlib.nullcontext():
+            yield
     finally:
         path.write_text(before)
         compiled.unlink(missing_ok=True)

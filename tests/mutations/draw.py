@@ -1,10 +1,9 @@
-"""Draws single faults from the library's source, from a seed.
+"""Draws single faults from the library's source, from seeds.
 
-    python -m tests.mutations.draw      # writes those of SEED before the named ones of faults.json
+    python -m tests.mutations.draw      # writes those of SEEDS before the named ones of faults.json
 
 Left out: docstrings, annotations, decorators, messages of errors and logs, what only prints,
-cases and costs (the tests' and the benchmark's own inputs), CuTe DSL and specs of the
-compile gate (the PTX emulator and the gate check them, which takes minutes), and C++.
+cases and costs (the tests' and the benchmark's own inputs), and specs of the compile gate.
 """
 
 from __future__ import annotations
@@ -14,21 +13,35 @@ import collections
 import itertools
 import random
 import re
+from collections.abc import Collection
 
+from . import cpp
 from .faults import ROOT, Fault, functions, load, occurrences, span, write
 
-SEED = 20261125
-# How many of each part.
+# How many of each part, of which files.
 PARTS = {
-    "ops": (9, "tilewright/ops"),
-    "kernels": (6, "tilewright/kernels"),
-    "nn": (15, "tilewright/nn"),
-    "integrations": (15, "tilewright/integrations"),
-    "trainer": (15, "tilewright/trainer"),
+    "ops": (9, "tilewright/ops/**/*.py"),
+    "kernels": (6, "tilewright/kernels/**/*.py"),
+    "nn": (15, "tilewright/nn/**/*.py"),
+    "integrations": (15, "tilewright/integrations/**/*.py"),
+    "trainer": (15, "tilewright/trainer/**/*.py"),
 }
-NOT_DRAWN = re.compile(r"(cases|_cute|/cute|/gate|/spec|/__init__)\.py$")
+LATER = {
+    "core": (4, "tilewright/core/**/*.py"),
+    "ops": (8, "tilewright/ops/**/*.py"),
+    "kernels": (8, "tilewright/kernels/**/*_triton.py"),
+    "gluon": (5, "tilewright/kernels/**/*_gluon.py"),
+    "cute": (3, "tilewright/kernels/**/*_cute.py"),
+    "cpp": (9, "csrc/cpu/*.cpp"),
+    "nn": (6, "tilewright/nn/**/*.py"),
+    "integrations": (6, "tilewright/integrations/**/*.py"),
+    "trainer": (12, "tilewright/trainer/**/*.py"),
+    "bench": (3, "tilewright/bench/**/*.py"),
+}
+SEEDS = {20261125: PARTS, 20261129: LATER}
+NOT_DRAWN = re.compile(r"(cases|/cute|/gate|/spec|/__init__)\.py$")
 # Functions that print, describe, or count for the benchmark and the gate.
-NOT_IN = re.compile(r"__repr__|__str__|extra_repr|main|\w*(gate|gates|cost|case|cases)")
+NOT_IN = re.compile(r"__repr__|__str__|extra_repr|main|specs?|\w*(gate|gates|cost|case|cases)")
 NOT_OF = {
     "Op", "Cost", "Case", "KernelSpec", "TypeError", "ValueError", "RuntimeError", "OSError",
     "ImplementationUnavailable", "NotFinite", "ConfigError", "print", "warn", "say", "debug",
@@ -194,29 +207,51 @@ def made(file: str, text: str, kind: str, start: int, end: int, new: str) -> Fau
     return None if same else fault
 
 
-def draw(seed: int = SEED) -> list[Fault]:
-    drawn = []
-    for part, (count, folder) in PARTS.items():
+def draw(seed: int, known: Collection[Fault] = ()) -> list[Fault]:
+    """known: faults that are not drawn again."""
+    drawn, first = [], seed == min(SEEDS)
+    same = {(fault.file, fault.old, fault.new) for fault in known}
+    for part, (count, files) in SEEDS[seed].items():
         # Its own generator: what is drawn of one part does not depend on the others.
         generator = random.Random(f"{seed} {part}")
         by_kind = collections.defaultdict(list)
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(ROOT.glob(files)):
             file = path.relative_to(ROOT).as_posix()
-            if not NOT_DRAWN.search(file):
-                for kind, change in candidates(file, path.read_text()):
+            if not NOT_DRAWN.search(file) and not (first and path.stem.endswith("_cute")):
+                of = candidates if path.suffix == ".py" else cpp.candidates
+                for kind, change in of(file, path.read_text()):
                     by_kind[kind].append(change)
         used, chosen = set(), []
         for kind in itertools.cycle(sorted(by_kind)):
             if len(chosen) == count:
                 break
-            fault = made(*generator.choice(by_kind[kind]))
+            fault = _made(generator.choice(by_kind[kind]), generator)
             # One of a function: they are to be apart.
-            if fault is not None and (fault.file, fault.function) not in used:
+            if fault is None or (fault.file, fault.old, fault.new) in same:
+                continue
+            if (fault.file, fault.function) not in used:
                 used.add((fault.file, fault.function))
-                chosen.append(fault._replace(id=f"{part}-{len(chosen) + 1:02}"))
+                number = f"{len(chosen) + 1:02}"
+                chosen.append(fault._replace(id=f"{part}-{number if first else 'b' + number}"))
         drawn += chosen
     return drawn
 
 
+def _made(change, generator: random.Random) -> Fault | None:
+    if change[0].endswith(".py"):
+        return made(*change)
+    fault = cpp.made(*change, at=generator.randrange(2**16))
+    return fault if cpp.compiles(fault) else None
+
+
 if __name__ == "__main__":
-    write([*draw(), *(f for f in load() if f.kind == "named")])
+    known = load()
+    named = [fault for fault in known if fault.kind == "named"]
+    drawn = [fault for fault in known if fault.kind != "named"]
+    before = 0
+    for seed, parts in SEEDS.items():
+        count = sum(n for n, _ in parts.values())
+        if len(drawn) < before + count:
+            drawn[before:] = draw(seed, known)
+        before += count
+    write([*drawn, *named])

@@ -95,7 +95,7 @@ def write(faults: list[Fault], path: pathlib.Path = LIST) -> None:
 def moved(fault: Fault) -> Fault | None:
     """The fault in the file that its text is in now; None if no file or more than one has it."""
     found = []
-    for path in sorted((ROOT / "tilewright").rglob("*.py")):
+    for path in sorted([*(ROOT / "tilewright").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]):
         text = path.read_text()
         if fault.old in text:
             here = fault._replace(file=path.relative_to(ROOT).as_posix())

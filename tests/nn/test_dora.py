@@ -249,6 +249,7 @@ def test_a_layer_learns_as_pefts_does(bias, rslora):
     )
     other = peft.inject_adapter_in_model(config, model)["up_proj"]
     [(_, magnitude)] = own.magnitudes()
+    assert not magnitude.requires_grad
     pairs = {
         own.lora_A: other.lora_A.default.weight,
         own.lora_B: other.lora_B.default.weight,

@@ -417,6 +417,14 @@ def test_the_mean_logit_of_16_bits_is_computed_in_float32():
     torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_the_mean_capped_logit_of_16_bits_is_that_of_its_logits():
+    """The logits are those of a product of 16 bits; what is made of them is computed in float32."""
+    x, weight = (torch.randn(n, 32).bfloat16() for n in (6, 100))
+    found = head.mean_logits(x, weight, {"bias": None, "softcap": 5.0})
+    wanted = (5 * torch.tanh((x @ weight.T).double() / 5)).mean(-1)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-6)
+
+
 # ---- what is reported, left and refused
 
 

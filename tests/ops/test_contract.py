@@ -224,6 +224,23 @@ def test_the_smallest_code_is_held_to_the_twins(name):
     ]
 
 
+@pytest.mark.parametrize("up", [True, False])
+def test_a_scale_a_binade_away_breaks_the_contract(up):
+    """Of one block, whose codes change with it so that nearly the same values are stored."""
+    op, dtype = OPS["silu_mul_quantize"], torch.bfloat16
+    kwargs = next(c for c in op.cases if c.name == "mxfp8").make("cpu", dtype, 0)
+    by = contract.reference(op, kwargs, dtype)
+    results, _ = contract.run(op, "eager", kwargs)
+    codes, scale = results["out 0"], results["out 1"]
+    row = int(scale.float().flatten().argmax()) // scale.shape[-1]
+    at = int(scale.float().view(-1, scale.shape[-1])[row].argmax())
+    scale.view(torch.uint8).view(-1, scale.shape[-1])[row, at] += 1 if up else -1
+    block = codes.view(-1, codes.shape[-1])[row, 32 * at : 32 * at + 32]
+    block.copy_((block.float() * (0.5 if up else 2)).clamp(-448, 448).to(block.dtype))
+    found = contract.broken(contract.compared(op, results, kwargs, by))
+    assert "out 1" in [f.name for f in found]
+
+
 @pytest.mark.parametrize("name", ["ragged", "mxfp8"])
 def test_codes_may_differ_from_the_twins_only_where_a_tie_is_near(name):
     """Values that are a rounding apart have other codes, and scales of powers of two."""

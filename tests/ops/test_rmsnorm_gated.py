@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable, threads
 
+from tilewright.bench import contract
 from tilewright.core.registry import FLOATS, short
-from tilewright.ops import rmsnorm_gated
+from tilewright.ops import OPS, rmsnorm_gated
 from tilewright.ops.norm.rmsnorm_gated import RMSNORM_GATED
 
 
@@ -81,3 +82,27 @@ def test_cpp_operators_themselves_check_every_tensor():
     ):
         with pytest.raises(RuntimeError, match=message):
             backward(dy, **right)
+
+
+ONE_WIDE = [
+    pytest.param(OPS[op], name, id=f"{op}-{name}")
+    for op in ("rmsnorm", "add_rmsnorm", "layernorm", "add_layernorm", "rmsnorm_gated")
+    for name in OPS[op].names()
+    if name != "eager"
+]
+
+
+@pytest.mark.parametrize("op, name", ONE_WIDE)
+def test_rows_of_one_element(op, name):
+    skip_unless_usable(op, name, torch.float32)
+    further = {"add_rmsnorm": 1, "add_layernorm": 1, "rmsnorm_gated": 1}.get(op.name, 0)
+    rows = [torch.randn(7, 1, device=DEVICE, requires_grad=True) for _ in range(1 + further)]
+    weight = torch.tensor([1.5], device=DEVICE, requires_grad=True)
+
+    def results(name):
+        outs = contract.leaves(op.public(*rows, weight, implementation=name))
+        loss = sum(o.cos().sum() for o in outs)
+        return *outs, *torch.autograd.grad(loss, (*rows, weight))
+
+    for found, expected in zip(results(name), results("eager"), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import textwrap
 
+import helpers
 import pytest
-from mutations import choose, draw, faults, table
+from mutations import choose, cpp, draw, faults, table
 from mutations.faults import ROOT, Fault
 
 FOLDER = ROOT / "tests/mutations"
@@ -22,7 +23,10 @@ ROWS = table.last_rows(FOLDER / "results.jsonl")
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.id for fault in FAULTS])
 def test_a_fault_applies_and_has_a_result(fault):
     text = (ROOT / fault.file).read_text()
-    assert ast.dump(ast.parse(fault.applied(text))) != ast.dump(ast.parse(text))
+    if fault.file.endswith(".py"):
+        assert ast.dump(ast.parse(fault.applied(text))) != ast.dump(ast.parse(text))
+    else:
+        assert fault.applied(text) != text
     own, others = choose.files(fault)
     assert own and all((ROOT / name).is_file() for name in (*own, *others))
     row = ROWS[fault.id]
@@ -39,7 +43,7 @@ def test_a_fault_applies_and_has_a_result(fault):
 def test_the_list_and_its_table_are_whole():
     assert len({fault.id for fault in FAULTS}) == len(FAULTS) == len(ROWS)
     drawn = sum(fault.kind != "named" for fault in FAULTS)
-    assert drawn == sum(count for count, _ in draw.PARTS.values())
+    assert drawn == sum(count for parts in draw.SEEDS.values() for count, _ in parts.values())
     text = table.README.read_text().partition(table.HEAD)[2]
     assert text == "\n" + table.table(FAULTS, ROWS), "python -m tests.mutations RESULTS --table"
 
@@ -80,9 +84,68 @@ def test_what_is_drawn_is_code_that_computes():
 
 
 def test_what_is_drawn_depends_on_the_seed_alone(monkeypatch):
-    monkeypatch.setattr(draw, "PARTS", {"nn": (9, "tilewright/nn")})
+    part = {"nn": (9, "tilewright/nn/**/*.py")}
+    monkeypatch.setattr(draw, "SEEDS", {1: part, 2: part})
     assert draw.draw(1) == draw.draw(1) != draw.draw(2)
     assert len({fault.kind for fault in draw.draw(1)}) > 5
+
+
+CPP = """// 1 + 1
+#include <cmath>
+template <int K>
+void rows(const float* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {  // all
+    y[i] = std::max(x[i] * 0.5f, low);
+    TORCH_CHECK(n > 0, "n + 1");
+  }
+}
+"""
+
+
+def test_what_is_drawn_of_cpp_is_code_that_computes():
+    found = {(kind, old, new) for kind, (_, old, new, _) in cpp.candidates("x.cpp", CPP)}
+    loop = "for (int64_t i = 0; i < n; ++i) {"
+    line = "y[i] = std::max(x[i] * 0.5f, low);"
+    assert found == {
+        ("constant", loop, loop.replace("= 0", "= 1")),
+        ("operator", loop, loop.replace(" < ", " <= ")),
+        ("operator", line, line.replace(" * ", " + ")),
+        ("operator", line, line.replace("max", "min")),
+        ("constant", line, line.replace("0.5f", "1.0f")),
+    }
+
+
+def test_a_fault_of_cpp_is_compiled_into_its_object_alone(tmp_path):
+    """And is gone afterwards. Another, which is no C++, is an error that says so."""
+    if reason := helpers.cannot_run("cpp"):
+        pytest.skip(reason)
+    if not list((ROOT / "build").glob("temp.*/*/build.ninja")):
+        pytest.skip("no objects of a build: `make build`")
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    (tmp_path / "tilewright").mkdir()
+    libraries = sorted((ROOT / "tilewright").glob("_C*.so"))
+    for library in libraries:
+        shutil.copy(library, tmp_path / "tilewright")
+
+    def bytes_():
+        return [(tmp_path / "tilewright" / library.name).read_bytes() for library in libraries]
+
+    file, before = "csrc/cpu/hadamard.cpp", bytes_()
+    *_, change = (
+        c for kind, c in cpp.candidates(file, (ROOT / file).read_text()) if kind == "operator"
+    )
+    fault = cpp.made(*change, at=0)
+    assert cpp.compiles(fault) and not cpp.compiles(fault._replace(new="("))
+    path = tmp_path / file
+    right = path.read_text()
+    path.write_text(fault.applied(right))
+    with cpp.built(tmp_path, fault):
+        assert sum(a != b for a, b in zip(bytes_(), before, strict=True)) == 1
+    assert bytes_() == before
+    path.write_text("(")
+    with pytest.raises(RuntimeError, match="does not compile"), cpp.built(tmp_path, fault):
+        pass
+    assert bytes_() == before
 
 
 TESTS = """

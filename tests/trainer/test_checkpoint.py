@@ -35,6 +35,7 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
     share,
     verify,
 )
+from tilewright.trainer.checkpoint.hf_folder import checksum_of
 from tilewright.trainer.data import logprobs, packing
 from tilewright.trainer.engine import Engine
 
@@ -567,3 +568,10 @@ def tensors_of(folder):
     }
     dcp.load(found, checkpoint_id=folder / "dcp")
     return found
+
+
+def test_a_checksum_is_of_values_whatever_their_strides():
+    t = torch.randn(3, 4)
+    found = checksum_of(t.T)
+    assert found == checksum_of(t.T.contiguous()) != checksum_of(t)
+    assert found != checksum_of(t.T.to(torch.bfloat16))

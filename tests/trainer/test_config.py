@@ -1764,6 +1764,12 @@ def test_rule(least, broken, sentence, neighbor, monkeypatch):
     least(*neighbor.split())
 
 
+def test_an_empty_repository_is_none(least):
+    """As in configurations that other programs write: it asks for no token."""
+    least("--data.push_dataset_to_hub=")
+    least("--data.push_dataset_to_hub=", "--data.skip_prepare_dataset=true")
+
+
 def test_only_the_field_at_fault_is_named(least):
     for field, value in (("loss_temperature", "0.5"), ("z_loss", "0.1")):
         [line] = errors(least, *DPO.split(), f"--train.{field}={value}")

@@ -47,6 +47,25 @@ def test_a_page_shows_every_number_of_a_run_and_loads_nothing(tmp_path, capsys):
     assert {*re.findall(r"(?:src|href)=.(.)", page)} == {"#"}
 
 
+def test_colors_tell_names_of_one_run_apart_or_runs(tmp_path, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    real, styles = axes.plot, []
+
+    def keep(self, *points, color, linestyle, **style):
+        styles.append((color, linestyle))
+        return real(self, *points, color=color, linestyle=linestyle, **style)
+
+    monkeypatch.setattr(axes, "plot", keep)
+    runs = [made(tmp_path / name) for name in ("one", "two")]
+    report.main([str(runs[0])])
+    assert len({color for color, _ in styles[:3]}) == 3 and {dash for _, dash in styles} == {"-"}
+    styles.clear()
+    report.main([*map(str, runs), "--out", str(tmp_path / "both.html")])
+    loss = styles[:6]  # of each run: loss, and two evaluations
+    assert len({color for color, _ in loss[:3]}) == len({color for color, _ in loss[3:]}) == 1
+    assert loss[0][0] != loss[3][0] and len({dash for _, dash in loss[:3]}) == 3
+
+
 def test_the_lines_are_the_numbers(tmp_path, monkeypatch):
     axes = pytest.importorskip("matplotlib.axes").Axes
     real, drawn = axes.plot, []
