@@ -168,8 +168,8 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --fixed-part --shard $(SHARD)
 
 beside: $(STAMP)
-	for part in $$($(BIN)/python tests/lib/shards.py $(SHARD) lint docs newer gate gate-gpu sweeps); do \
-		nice $(MAKE) $$part || exit 1; done
+	parts=$$($(BIN)/python tests/lib/shards.py $(SHARD) lint docs newer gate gate-gpu sweeps) || exit 1; \
+		for part in $$parts; do nice $(MAKE) $$part || exit 1; done
 
 # Which tables of what is too long for `make test` are not of today's sources.
 sweeps: $(STAMP)

@@ -36,6 +36,13 @@ disable_warnings = no-data-collected, module-not-imported, already-imported, cou
 SOURCES = ("tilewright", "lab/tilewright_lab", "bench")
 
 
+def configured(file: pathlib.Path, data: pathlib.Path) -> str:
+    """The path of a configuration of coverage, which this writes."""
+    sources = ",".join(str(ROOT / name) for name in SOURCES)
+    file.write_text(CONFIG.format(sources=sources, data=data))
+    return str(file)
+
+
 def run(folder: pathlib.Path, part: int) -> None:
     report, own = folder / f"{part}.xml", folder / str(part)
     if report.exists():
@@ -43,9 +50,7 @@ def run(folder: pathlib.Path, part: int) -> None:
     own.mkdir(parents=True, exist_ok=True)
     for old in own.iterdir():  # of a run that was stopped
         old.unlink()
-    config = folder / f"{part}.cfg"
-    sources = ",".join(str(ROOT / name) for name in SOURCES)
-    config.write_text(CONFIG.format(sources=sources, data=own / "coverage"))
+    config = configured(folder / f"{part}.cfg", own / "coverage")
     shown = folder / f"{part}.partial.xml"
     command = f"-m coverage run --rcfile={config} -m pytest -q -n 3 --dist loadfile"
     command += f" --no-loadscope-reorder --fixed-part --shard={part}/{PARTS} --junitxml={shown}"
@@ -63,10 +68,7 @@ def covered(folder: pathlib.Path) -> dict[str, dict[str, list[int]]]:
     """Package -> lines and branches: how many were run, of how many."""
     import coverage
 
-    config = folder / "all.cfg"
-    sources = ",".join(str(ROOT / name) for name in SOURCES)
-    config.write_text(CONFIG.format(sources=sources, data=folder / "all"))
-    whole = coverage.Coverage(config_file=str(config))
+    whole = coverage.Coverage(config_file=configured(folder / "all.cfg", folder / "all"))
     whole.combine([str(folder / str(i)) for i in range(1, PARTS + 1)], keep=True)
     whole.json_report(outfile=str(folder / "all.json"))
     found: dict[str, dict[str, list[int]]] = {}

@@ -1,7 +1,6 @@
 """Cells: an op, an implementation, a dtype and a property that a test has held there.
 
-A test of ops has its cell in the name of its parameters, `rmsnorm-cpp-ragged-float32`; one that
-walks over several names each by the fixture `cell`.
+A test of ops has its cell in the name of its parameters, as in `rmsnorm-cpp-ragged-float32`.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ def found_in(reports: Iterable[str]) -> collections.Counter[Cell]:
         for file, name, case in cases(report):
             if not file.startswith(FOLDERS) or {child.tag for child in case} & NOT_PASSED:
                 continue
-            said = [p.get("value", "") for p in case.iter("property") if p.get("name") == "cell"]
-            for cell in map(json.loads, said):
-                found[tuple(cell)] += 1
-            if not said and (cell := of_name(name, ops)):
+            if cell := of_name(name, ops):
                 found[cell] += 1
     return found
 

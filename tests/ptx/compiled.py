@@ -11,8 +11,8 @@ shared memory, prefetching.
     python tests/ptx/compiled.py      # runs those in standard input, a line of JSON for each
     python tests/ptx/compiled.py --counts [NAME ...]        # writes the budgets of counts
 
-`make test` runs `fixed()`, and each by a process of its own, since Triton's interpreter may be
-installed in pytest's.
+`make test` runs `fixed()`, in other processes than pytest's (verdicts.py), where Triton's
+interpreter may be installed.
 """
 
 import contextlib
@@ -1296,7 +1296,7 @@ def base(name, known):
 
 def fixed():
     """What `make test` runs: the first run of each op, and those in which faults are planted, so
-    that what sees them runs; of the faults, one of each kind.
+    that what sees them runs; of the faults, every sixth.
     """
     known = runs()
     first = {op_of(name, run[2:]): name for name, run in reversed(known.items())}

@@ -96,6 +96,26 @@ def test_what_runs_beside_the_tests_is_in_one_shard_each():
     assert all(re.search(rf"^{name}:", made, re.M) for name in found)
 
 
+@pytest.mark.parametrize("shard, fails", [("1/2", False), ("9/2", True)])
+def test_a_shard_that_is_none_does_not_pass_beside_the_tests(shard, fails):
+    """Though nothing would be left to run."""
+    made = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    [recipe] = re.findall(r"^beside:.*\n\t(.*)", made, re.M)
+    for old, new in (
+        ("$(BIN)/python", sys.executable),
+        ("$(SHARD)", shard),
+        ("$(MAKE)", "echo"),
+        ("$$", "$"),
+    ):
+        recipe = recipe.replace(old, new)
+    done = subprocess.run(["sh", "-c", recipe], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode != 0) == fails and bool(done.stdout.split()) != fails
+
+
+def test_what_a_gpu_is_judged_by_starts_first():
+    assert shards.FIRST in FILES and shards.ordered(FILES)[0] == shards.FIRST
+
+
 def test_the_seconds_are_those_of_a_report(tmp_path, monkeypatch):
     (tmp_path / "report.xml").write_text(
         '<testsuites><testsuite><testcase classname="tests.tools.test_shards" name="a" time="1.5"/>'
