@@ -68,7 +68,7 @@ def covered(folder: pathlib.Path) -> dict[str, dict[str, list[int]]]:
     """Package -> lines and branches: how many were run, of how many."""
     import coverage
 
-    whole = coverage.Coverage(config_file=configured(folder / "all.cfg", folder / "all"))
+    whole = coverage.Coverage(config_file=configured(folder / "all.cfg", folder / "coverage"))
     whole.combine([str(folder / str(i)) for i in range(1, PARTS + 1)], keep=True)
     whole.json_report(outfile=str(folder / "all.json"))
     found: dict[str, dict[str, list[int]]] = {}

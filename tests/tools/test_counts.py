@@ -2,7 +2,7 @@
 
 import json
 
-from tests.counts import cells
+from tests.counts import cells, kept
 
 CASE = '<testcase classname="{}" name="{}" time="1">{}</testcase>'
 CASES = (
@@ -30,3 +30,10 @@ def test_cells_are_those_of_ops_that_a_passed_test_names(tmp_path):
     assert cells.outcomes([str(report)]) == {"failure": 1, "passed": 5, "skipped": 1}
     text = cells.shown({"cells": counted})
     assert json.loads(text) == {"cells": counted} and '"test_matches_eager": [1, 2]' in text
+
+
+def test_what_is_covered_no_longer_is_named_by_file():
+    before = {"a.py": {"lines": [1, 2, 3], "branches": [[1, 2], [1, 3]]}, "b.py": {"lines": [7]}}
+    after = [{"a.py": {"lines": [1, 3], "branches": [[1, 2]]}}, {"b.py": {"lines": [7, 8]}}]
+    assert kept.lost(before, after) == {"a.py": {"lines": [2], "branches": [[1, 3]]}}
+    assert kept.lost(before, [before]) == {}

@@ -5,6 +5,7 @@ import functools
 import itertools
 import pathlib
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -697,3 +698,16 @@ def test_no_test_file_imports_another_and_what_they_share_is_on_its_page():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else ()
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
             assert not any(n.rpartition(".")[2].startswith("test_") for n in names), path
+
+
+def test_git_tracks_no_ignored_file_and_no_link():
+    """A link to a folder of one machine breaks the checkout of another."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+
+    def listed(*options):
+        command = ["git", "ls-files", *options]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+    assert listed("--cached", "--ignored", "--exclude-standard") == []
+    assert [line for line in listed("--stage") if line.startswith("120000")] == []
