@@ -9,6 +9,8 @@ of what the row depends on, the commit and the date.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import datetime
 import hashlib
 import json
@@ -16,7 +18,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,37 +26,22 @@ Row = dict[str, Any]
 
 
 class Sweep(NamedTuple):
-    """what: of what the rows are.   digests: unit -> of what its row depends on, today."""
+    """what: of what the rows are.   digests: unit -> of what its row depends on, today.
+    rows: unit -> row, of which `digest` is as it was, and `wrong` lists what does not hold.
+    """
 
     what: str
     command: str
-    file: pathlib.Path
-    digests: Callable[[], dict[str, str]]
-
-    def rows(self) -> dict[str, Row]:
-        """unit -> row."""
-        if not self.file.exists():
-            return {}
-        return {row["unit"]: row for row in map(json.loads, self.file.read_text().splitlines())}
+    digests: Callable[[], Mapping[str, str]]
+    rows: Callable[[], Mapping[str, Row]]
 
     def old(self) -> list[str]:
         """Units without a row of today's sources."""
         rows = self.rows()
-        return [
-            unit for unit, now in self.digests().items() if rows.get(unit, {}).get("digest") != now
-        ]
+        return [u for u, now in self.digests().items() if rows.get(u, {}).get("digest") != now]
 
     def wrong(self) -> list[str]:
         return [unit for unit, row in self.rows().items() if row["wrong"]]
-
-    def write(self, unit: str, digest: str, wrong: list[str], **further: Any) -> None:
-        """Adds a row, or replaces it. Rows of units that are no more go."""
-        known = self.digests()
-        row = {"unit": unit, **further, "wrong": wrong, "digest": digest, **now()}
-        rows = {u: r for u, r in {**self.rows(), unit: row}.items() if u in known}
-        aside = self.file.with_suffix(".new")
-        aside.write_text("".join(json.dumps(rows[u]) + "\n" for u in sorted(rows)))
-        os.replace(aside, self.file)
 
     def told(self) -> str:
         """One line."""
@@ -63,6 +50,45 @@ class Sweep(NamedTuple):
         if old:
             text += f"; not {', '.join(old[:6])}{' ...' if len(old) > 6 else ''} ({self.command})"
         return text + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
+
+
+class Table(NamedTuple):
+    """A file of JSON lines, each the row of a unit."""
+
+    file: pathlib.Path
+
+    def rows(self) -> dict[str, Row]:
+        """unit -> row, its last."""
+        if not self.file.exists():
+            return {}
+        return {row["unit"]: row for row in map(json.loads, self.file.read_text().splitlines())}
+
+    def write(self, row: Row, units: Container[str]) -> None:
+        """Adds a row, or replaces it, with the commit and the date. Rows of other than these units
+        go.
+        """
+        rows = {**self.rows(), row["unit"]: {**row, **now()}}
+        aside = self.file.with_suffix(".new")
+        aside.write_text("".join(json.dumps(rows[u]) + "\n" for u in sorted(rows) if u in units))
+        os.replace(aside, self.file)
+
+
+def go_on(
+    sweep: Sweep, table: Table, units: Sequence[str], row_of: Callable[[str], Row], jobs: int = 1
+) -> None:
+    """Writes the rows of these units as they are found, and says of each what is wrong.
+
+    row_of: unit -> row, with `wrong`. It is called by threads: the work is a process's.
+    """
+    digests = sweep.digests()
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(row_of, unit): unit for unit in units}
+        for done in concurrent.futures.as_completed(waiting):
+            unit = waiting[done]
+            row = {"unit": unit, **done.result(), "digest": digests[unit]}
+            table.write(row, digests)
+            print(f"{unit}: {'; '.join(row['wrong']) or 'as it should be'}", flush=True)
+    print(sweep.told())
 
 
 def now() -> Row:
@@ -87,7 +113,12 @@ def of_files(paths: Iterable[pathlib.Path], *further: str) -> str:
 def every() -> list[Sweep]:
     from tests.ptx import sweep
 
-    return [sweep.SWEEP]
+    found = [sweep.SWEEP]
+    with contextlib.suppress(ModuleNotFoundError):  # without transformers
+        from tests.families.each import SWEEPS
+
+        found += SWEEPS.values()
+    return found
 
 
 def main(arguments: list[str]) -> int:

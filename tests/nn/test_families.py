@@ -1,15 +1,11 @@
-"""A sample of `python tests/families.py`: one family for each way in which families differ. After
-`accelerate`, every call that works without it gives the same result.
+"""A sample of `python -m tests.families accelerated`: one family for each way in which families
+differ. After `accelerate`, every call that works without it gives the same result.
 """
 
-import importlib.metadata
-import json
-import pathlib
-
-import families
 import pytest
 from helpers import keep_tables
-from small_models import EVERY, kinds
+
+from tests.families import accelerated
 
 pytestmark = pytest.mark.packages
 
@@ -33,7 +29,7 @@ SAMPLE = {
 @pytest.mark.parametrize("family, head", SAMPLE)
 def test_what_worked_before_accelerate_works_the_same(family, head, monkeypatch):
     keep_tables(monkeypatch)
-    row = families.check(family, head)
+    row = accelerated.check(family, head)
     assert "calls" in row, row
     wrong = {n: found for n, found in row["calls"].items() if found not in ("same", "no")}
     assert not wrong, (wrong, row["causes"])
@@ -47,9 +43,9 @@ def test_what_worked_before_accelerate_works_the_same(family, head, monkeypatch)
 def test_a_difference_is_seen(monkeypatch):
     """The sweep itself, against a planted fault of each kind."""
     keep_tables(monkeypatch)
-    layers, rmsnorm = families.integration.layers, families.integration.layers.ops.rmsnorm
+    layers, rmsnorm = accelerated.integration.layers, accelerated.integration.layers.ops.rmsnorm
     monkeypatch.setattr(layers.ops, "rmsnorm", lambda x, *a, **k: rmsnorm(x, *a, **k) * 1.001)
-    row = families.check("llama", "causal", {"eval", "train", "greedy"})
+    row = accelerated.check("llama", "causal", {"eval", "train", "greedy"})
     assert row["calls"]["eval"].startswith("wrong") and row["calls"]["train"].startswith("wrong")
     assert set(row["causes"]) == {"norm"}
 
@@ -57,24 +53,5 @@ def test_a_difference_is_seen(monkeypatch):
         raise ValueError("planted")
 
     monkeypatch.setattr(layers.ops, "rmsnorm", refuse)
-    row = families.check("llama", "causal", {"eval"})
+    row = accelerated.check("llama", "causal", {"eval"})
     assert row["calls"]["eval"] == "refused: ValueError: planted"
-
-
-def test_the_committed_table_is_of_all_families():
-    """Whoever installs another transformers writes it again; for the version of the table, each
-    family stands there.
-    """
-    folder = pathlib.Path(__file__).parents[2] / "bench/results/families"
-    rows = [json.loads(line) for line in (folder / "families.jsonl").read_text().splitlines()]
-    if rows[-1]["versions"]["transformers"] != importlib.metadata.version("transformers"):
-        pytest.skip(f"the table is of transformers {rows[-1]['versions']['transformers']}")
-    found = {(row["family"], row["head"]) for row in rows}
-    assert found >= {(kind, head) for head in EVERY for kind in kinds(head)}
-    bad = [
-        (row["family"], name, result)
-        for row in rows
-        for name, result in row.get("calls", {}).items()
-        if result not in ("same", "no")
-    ]
-    assert not bad, bad

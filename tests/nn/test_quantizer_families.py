@@ -1,6 +1,4 @@
-"""Quantized loading over families of transformers: what `tests/families_quantized.py` checks over
-all of them, for those that stand for a fault.
-"""
+"""A sample of `python -m tests.families quantized`: families that stand for a fault."""
 
 import re
 
@@ -63,12 +61,12 @@ FAMILIES = {
     ids=[kind for _, kind in FAMILIES],
 )
 def test_a_family_is_loaded_saved_and_read_again(head, kind, formats, refused, tmp_path):
-    import families_quantized  # which imports transformers
+    from tests.families import quantized  # which imports transformers
 
     if kind not in kinds(head):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     model = build(kind, head)
-    found = families_quantized.check(kind, type(model), model.config, tmp_path, formats=formats)
+    found = quantized.check(kind, type(model), model.config, tmp_path, formats=formats)
     assert {f"{name} load" for name in formats} <= found.keys()
     for key, outcome in found.items():
         if key in refused:

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
 
 from tests.lib import shards  # noqa: E402
+from tests.lib.sweeps import go_on  # noqa: E402
 from tests.ptx import sweep  # noqa: E402
 from tests.ptx.verdicts import Verdicts  # noqa: E402
 
@@ -37,19 +38,14 @@ def tested(test):
     return len(found), wrong if found else [test], sum(float(case.get("time")) for _, case in found)
 
 
-def main():
-    digests, red = sweep.digests(), 0
-    for unit in sweep.SWEEP.old():
-        if unit in sweep.TESTS:
-            runs, wrong, took = tested(sweep.TESTS[unit][0])
-        else:
-            runs, wrong, took = emulated(sweep.groups()[unit])
-        sweep.SWEEP.write(unit, digests[unit], wrong, runs=runs, seconds=round(took))
-        print(f"{unit}: {runs} runs in {took:.0f} s, {len(wrong) or 'none'} wrong", flush=True)
-        red += len(wrong)
-    print(sweep.SWEEP.told())
-    return min(red, 1)
+def row_of(unit):
+    if unit in sweep.TESTS:
+        runs, wrong, took = tested(sweep.TESTS[unit][0])
+    else:
+        runs, wrong, took = emulated(sweep.groups()[unit])
+    return {"runs": runs, "seconds": round(took), "wrong": wrong}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    go_on(sweep.SWEEP, sweep.TABLE, sweep.SWEEP.old(), row_of)
+    sys.exit(bool(sweep.SWEEP.wrong()))

@@ -3,12 +3,12 @@
 import functools
 import pathlib
 
-from tests.lib.sweeps import ROOT, Sweep, of_files
+from tests.lib.sweeps import ROOT, Sweep, Table, of_files
 from tests.ptx import compiled
 from tilewright.bench import sources
 from tilewright.selection import operations
 
-FILE = pathlib.Path(__file__).with_name("table.jsonl")
+TABLE = Table(pathlib.Path(__file__).with_name("table.jsonl"))
 
 
 @functools.cache
@@ -50,6 +50,6 @@ TESTS = {
 SWEEP = Sweep(
     f"compiled kernels of Triton {compiled.triton.__version__}, emulated from their PTX",
     "python -m tests.ptx",
-    FILE,
     digests,
+    TABLE.rows,
 )

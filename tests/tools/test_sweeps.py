@@ -10,20 +10,25 @@ from tests.lib import sweeps
 @pytest.fixture
 def sweep(tmp_path):
     today = {"a": "1", "b": "2"}
-    found = sweeps.Sweep("things", "python -m things", tmp_path / "table.jsonl", lambda: today)
-    return found, today
+    table = sweeps.Table(tmp_path / "table.jsonl")
+    found = sweeps.Sweep("things", "python -m things", lambda: today, table.rows)
+
+    def write(unit, digest, wrong=(), **further):
+        table.write({"unit": unit, "wrong": [*wrong], "digest": digest, **further}, today)
+
+    return found, today, write, table.file
 
 
 def test_a_row_is_of_today_until_its_digest_changes(sweep, monkeypatch):
-    sweep, today = sweep
+    sweep, today, write, _ = sweep
     assert sweep.old() == ["a", "b"] and not sweep.wrong()
-    sweep.write("b", "2", [], runs=3)
-    sweep.write("a", "1", ["a case"])
+    write("b", "2", runs=3)
+    write("a", "1", ["a case"])
     assert not sweep.old() and sweep.wrong() == ["a"]
     assert "2 of 2 rows are of today's sources; WRONG: a" in sweep.told()
     monkeypatch.setattr(sweeps, "every", lambda: [sweep])
     assert sweeps.main([]) == 0 and sweeps.main(["--strict"]) == 1
-    sweep.write("a", "1", [])
+    write("a", "1")
     assert sweeps.main(["--strict"]) == 0
     today["b"] = "3"
     assert sweep.old() == ["b"] and sweeps.main(["--strict"]) == 1
@@ -31,19 +36,19 @@ def test_a_row_is_of_today_until_its_digest_changes(sweep, monkeypatch):
 
 
 def test_rows_are_sorted_and_those_of_units_that_are_gone_go(sweep):
-    sweep, today = sweep
+    _, today, write, file = sweep
     today["c"] = "4"
     for unit in "cba":
-        sweep.write(unit, today[unit], [], runs=1)
+        write(unit, today[unit], runs=1)
     del today["c"]
-    sweep.write("a", "5", [], runs=2)
-    rows = [json.loads(line) for line in sweep.file.read_text().splitlines()]
+    write("a", "5", runs=2)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["unit"], row["runs"], row["digest"]) for row in rows] == [
         ("a", 2, "5"),
         ("b", 1, "2"),
     ]
     assert all(row["commit"] and row["date"] for row in rows)
-    assert not sweep.file.with_suffix(".new").exists()
+    assert not file.with_suffix(".new").exists()
 
 
 def test_a_digest_is_of_what_python_means_and_of_other_text(tmp_path):
@@ -59,3 +64,18 @@ def test_a_digest_is_of_what_python_means_and_of_other_text(tmp_path):
     assert changed != before
     text.write_text("sub\n")
     assert sweeps.of_files([code, text], "3.9.0") not in (before, changed)
+
+
+def test_rows_are_written_as_they_are_found(sweep, capsys):
+    sweep, _, _, file = sweep
+    rows = {"a": {"wrong": ["a case"], "runs": 1}, "b": {"wrong": [], "runs": 2}}
+    sweeps.go_on(sweep, sweeps.Table(file), sweep.old(), rows.__getitem__, jobs=2)
+    assert not sweep.old() and sweep.wrong() == ["a"]
+    assert {unit: row["runs"] for unit, row in sweep.rows().items()} == {"a": 1, "b": 2}
+    assert "a: a case\n" in (said := capsys.readouterr().out) and said.endswith("WRONG: a\n")
+
+
+def test_no_committed_row_is_wrong():
+    """Of today's sources or not: `make whole` says which are old."""
+    for sweep in sweeps.every():
+        assert sweep.rows() and not sweep.wrong(), sweep.what

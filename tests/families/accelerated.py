@@ -1,12 +1,10 @@
 """What `accelerate` does to every family of transformers that can be built small.
 
-    python tests/families.py bench/results/families [--only llama,bert] [--jobs 2]
-
 Every call that works before `accelerate(model, parts=PARTS)` is made after it: training with the
 dropout of the default configuration, but for attention's, which draws other elements; evaluation
 with each optional argument of the forward's signature, generation, saving and loading, and
-restoring. A row of FOLDER/families.jsonl is one family: its parts, changed or left with the reason,
-and its calls:
+restoring. A row of bench/results/families/accelerated.jsonl is one family: its parts, changed or left
+with the reason, and its calls:
 
     same       the same result: each tensor within 1e-4 of its norm, or of a hundredth of that of
                the largest (some gradients, as of keys' biases, are roundings of 0)
@@ -14,34 +12,26 @@ and its calls:
     refused    raises an error, which does not happen without accelerate
     wrong      another result
 
-What fails is tried again with each part alone; a part that fails is named. Families that stand in
-the file for this commit and these versions are not tried again. FOLDER/README.md is the table, and
-beside it, from FOLDER/before.jsonl, what an earlier commit's rows had otherwise.
+What fails is tried again with each part alone; a part that fails is named. Families whose rows are
+of today's sources are not tried again. README.md beside the rows is the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
-import datetime
-import importlib.metadata
 import inspect
-import json
-import pathlib
-import subprocess
-import sys
 import tempfile
 import warnings
 
 import torch
 from torch.utils import _pytree as pytree
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "lib"))
-from isolated import Died, isolated
-from small_models import EVERY, build, kinds
-
 import tilewright.integrations.transformers as integration
+from tests.families.each import table as rows_of
+from tests.families.each import versions
+from tests.lib.isolated import Died, isolated
+from tests.lib.small_models import build
 
 TOKENS = torch.tensor([[7, 12, 9, 33, 21, 40, 18, 25, 11], [7, 13, 9, 30, 21, 42, 18, 20, 14]])
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
@@ -395,27 +385,20 @@ def check(kind: str, head: str, only: set[str] | None = None) -> dict:
 # ---- all of them
 
 
-def versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-
-
-def commit() -> str:
-    root = pathlib.Path(__file__).parent
-    run = lambda *a: subprocess.run(a, cwd=root, capture_output=True, text=True).stdout.strip()  # noqa: E731
-    changed = run("git", "status", "--porcelain", "--untracked-files=no", "--", "../tilewright")
-    return run("git", "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
-
-
-def row_of(kind: str, head: str) -> dict:
+def row_of(unit: str) -> dict:
     """`check` in a process of its own."""
+    head, kind = unit.split()
     try:
-        return isolated(check, kind, head, limit=LIMIT)
+        row = isolated(check, kind, head, limit=LIMIT)
     except Died as error:
-        return {"family": kind, "head": head, "died": str(error)}
+        row = {"family": kind, "head": head, "died": str(error)}
+    return row | {"versions": versions("accelerated"), "wrong": wrong(row)}
 
 
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def wrong(row: dict) -> list[str]:
+    """The calls that work otherwise, or that the family ends the process."""
+    bad = [name for name, result in row.get("calls", {}).items() if result not in ("same", "no")]
+    return [*bad, *(["died"] if "died" in row else [])]
 
 
 def cell(row: dict, part: str) -> str:
@@ -428,40 +411,18 @@ def cell(row: dict, part: str) -> str:
     return "none" if said == "left: the model has none" or not said else "left"
 
 
-def changes(rows: list[dict], before: list[dict]) -> list[str]:
-    """The cells that another commit's table had otherwise."""
-    from tilewright.integrations.transformers import PARTS
-
-    was = {(r["family"], r["head"]): r for r in before if "calls" in r}
-    if not was:
-        return []
-    stamps = sorted({(r["commit"], r["date"]) for r in before})
-    lines = ["", "## Since " + ", ".join(f"{c} of {d}" for c, d in stamps), ""]
-    lines += ["| part | was | is | families | why it is left |", "|---|---|---|---|---|"]
-    moved = collections.defaultdict(list)
-    for row in rows:
-        old = was.get((row["family"], row["head"]))
-        for part in PARTS:
-            if old and cell(old, part) != cell(row, part):
-                why = row["parts"][part].partition("left: ")[2] if cell(row, part) == "left" else ""
-                moved[part, cell(old, part), cell(row, part), why].append(row["family"])
-    for (part, one, other, why), families in sorted(moved.items()):
-        lines.append(f"| {part} | {one} | {other} | {', '.join(sorted(families))} | {why} |")
-    return lines
-
-
-def table(rows: list[dict], before: list[dict]) -> str:
-    """The Markdown of FOLDER/README.md."""
+def table(rows: list[dict]) -> str:
+    """The Markdown of the page."""
     from tilewright.integrations.transformers import PARTS
 
     told = {(r["commit"], r["date"], tuple(r["versions"].items())) for r in rows}
     lines = ["# What `accelerate` does to the families of transformers", ""]
     lines += [
-        "`python tests/families.py` wrote this page from `families.jsonl`, "
+        "`python -m tests.families accelerated` wrote this page from `accelerated.jsonl`, "
         + "; ".join(
             f"at {c} on {d} ({', '.join(f'{k} {v}' for k, v in v)})" for c, d, v in sorted(told)
         )
-        + ". What each call does, and what the words mean, tests/families.py says.",
+        + ". What each call does, and what the words mean, tests/families/accelerated.py says.",
         "",
     ]
     built = [r for r in rows if "calls" in r]
@@ -507,7 +468,6 @@ def table(rows: list[dict], before: list[dict]) -> str:
                 reasons[part, reason.replace("|", "/")].append(row["family"])
     for (part, reason), families in sorted(reasons.items()):
         lines.append(f"| {part} | {reason} | {', '.join(sorted(families))} |")
-    lines += changes(built, before)
     other = [r for r in rows if "calls" not in r]
     lines += [
         "",
@@ -516,48 +476,7 @@ def table(rows: list[dict], before: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--only", default="", help="families, separated by commas")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    path = given.folder / "families.jsonl"
-    stamp = {"commit": commit(), "versions": versions()}
-    rows = rows_of(path)
-    done = {
-        (r["family"], r["head"])
-        for r in rows
-        if (r["commit"], r["versions"]) == (stamp["commit"], stamp["versions"])
-    }
-    wanted = set(filter(None, given.only.split(",")))
-    work = [
-        (kind, head)
-        for head in EVERY
-        for kind in kinds(head)
-        if (kind, head) not in done and (not wanted or kind in wanted)
-    ]
-    torch.set_num_threads(1)
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-
-    integration.register()  # imports what every child needs
-
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for future in as_completed([pool.submit(row_of, *task) for task in work]):
-            row = future.result() | stamp | {"date": str(datetime.date.today())}
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            bad = [k for k, v in row.get("calls", {}).items() if v not in ("same", "no")]
-            print(
-                row["family"], row["head"], row.get("unbuilt") or row.get("died") or bad, flush=True
-            )
-    last = {(r["family"], r["head"]): r for r in rows_of(path)}
-    page = table(list(last.values()), rows_of(given.folder / "before.jsonl"))
-    (given.folder / "README.md").write_text(page)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def write_page() -> None:
+    """README.md beside the rows."""
+    rows = rows_of("accelerated")
+    (rows.file.parent / "README.md").write_text(table(list(rows.rows().values())))

@@ -1,27 +1,16 @@
-"""Quantized loading, over every language model of transformers that can be built small.
-
-    python tests/families_quantized.py --out FILE.jsonl [--model llama --model gemma3 ...]
-
-writes a row of JSON for each family: what `check` found for each format. Rows that are in the file
-already are kept, so that a run goes on where an earlier one ended. Each family runs in a process of
-its own, with a limit: a crash costs one row.
+"""Quantized loading, over every language model of transformers that can be built small: what
+`check` finds of each format. Each family runs in a process of its own, with a limit: a crash costs
+one row.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
-import datetime
-import importlib.metadata
 import importlib.util
 import inspect
-import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 import traceback
 import warnings
@@ -34,10 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "lib"))
-from isolated import Died, isolated
-from small_models import EVERY, build, kinds
-
+from tests.families.each import versions
+from tests.lib.isolated import Died, isolated
+from tests.lib.small_models import build
+from tests.lib.sweeps import ROOT
 from tilewright import ImplementationUnavailable
 from tilewright.integrations.transformers import TilewrightConfig, quantized_config
 from tilewright.nn import QuantizedLinear
@@ -45,7 +34,6 @@ from tilewright.nn.quantize import linear_layers
 from tilewright.ops.quant.nf4_format import NF4
 from tilewright.ops.quant.quantized_linear import dequantize
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Group sizes that divide the widths of small models.
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"format": "nf4"},
@@ -351,11 +339,6 @@ def _try(run: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
 # ---- all families
 
 
-def families() -> list[tuple[str, str]]:
-    """The pairs (head, model type) that can be built small."""
-    return [(head, kind) for head in EVERY for kind in kinds(head)]
-
-
 def _family(head: str, kind: str) -> dict[str, str]:
     """`check` of a small model of a family."""
     torch.set_num_threads(1)
@@ -375,51 +358,11 @@ def _family(head: str, kind: str) -> dict[str, str]:
         return {"check": f"wrong: {type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def one(head: str, kind: str) -> dict[str, str]:
+def row_of(unit: str) -> dict:
     """`check` of a family, in a process of its own."""
     try:
-        return isolated(_family, head, kind, limit=LIMIT)
+        found = isolated(_family, *unit.split(), limit=LIMIT)
     except Died as error:
-        return {"build": f"wrong: {error}"}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "transformers", "bitsandbytes", "compressed-tensors"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"transformers": transformers.__version__}
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="a file of JSON lines")
-    parser.add_argument("--model", action="append", default=[], help="a family; default: all")
-    args = parser.parse_args(argv)
-    done = set()
-    if args.out.exists():
-        rows = map(json.loads, args.out.read_text().splitlines())
-        done = {(row["head"], row["family"]) for row in rows}
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    for head, kind in families():
-        if (head, kind) in done or (args.model and kind not in args.model):
-            continue
-        row = {
-            "head": head,
-            "family": kind,
-            "found": one(head, kind),
-            "commit": commit,
-            "date": str(datetime.date.today()),
-            "versions": _versions(),
-        }
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        wrong = {k: v for k, v in row["found"].items() if v != "same"}
-        print(f"{head} {kind}: {wrong or 'same'}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found = {"build": f"wrong: {error}"}
+    wrong = [name for name, said in found.items() if said.startswith("wrong")]
+    return {"found": found, "versions": versions("quantized"), "wrong": wrong}
