@@ -3,8 +3,8 @@
 Every call that works before `accelerate(model, parts=PARTS)` is made after it: training with the
 dropout of the default configuration, but for attention's, which draws other elements; evaluation
 with each optional argument of the forward's signature, generation, saving and loading, and
-restoring. A row of bench/results/families/accelerated.jsonl is one family: its parts, changed or left
-with the reason, and its calls:
+restoring. A row of accelerated.jsonl is one family: its parts, changed or left with the reason, and
+its calls:
 
     same       the same result: each tensor within 1e-4 of its norm, or of a hundredth of that of
                the largest (some gradients, as of keys' biases, are roundings of 0)
@@ -405,7 +405,7 @@ def cell(row: dict, part: str) -> str:
     """changed, left or wrong; none where the family has no such part."""
     if row["causes"].get(part):
         return "wrong"
-    said = row["parts"][part]
+    said = row["parts"].get(part, "")
     if said.startswith("changed"):
         return "changed"
     return "none" if said == "left: the model has none" or not said else "left"
@@ -463,7 +463,7 @@ def table(rows: list[dict]) -> str:
     reasons = collections.defaultdict(list)
     for row in built:
         for part in PARTS:
-            _, found, reason = row["parts"][part].partition("left: ")
+            _, found, reason = row["parts"].get(part, "").partition("left: ")
             if found and reason != "the model has none":
                 reasons[part, reason.replace("|", "/")].append(row["family"])
     for (part, reason), families in sorted(reasons.items()):
