@@ -1,8 +1,10 @@
 """Selection, over the whole registry: names, `auto`, and the reasons for rejections."""
 
 import functools
+import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ import torch
 from tilewright import __main__ as cli
 from tilewright import selection
 from tilewright.core import platform
-from tilewright.core.registry import FLOATS, Implementation, ImplementationUnavailable, Op, short
+from tilewright.core.registry import FLOATS, Implementation, ImplementationUnavailable, Op
 from tilewright.ops import OPS
 from tilewright.ops.attention.context_parallel import ContextParallel, context_parallel_attention
 from tilewright.ops.linear_attention.context_parallel import (
@@ -61,22 +63,16 @@ def listed(monkeypatch):
 
 
 @EVERY_OP
-def test_an_unknown_implementation_is_refused_with_the_names_there_are(op):
+def test_what_names_no_implementation_is_refused_with_the_names_there_are(op):
     with pytest.raises(ValueError, match="unknown implementation 'nope'") as caught:
         op.resolve("nope", "cpu")
     assert all(repr(name) in str(caught.value) for name in ("auto", *op.names()))
-
-
-@EVERY_OP
-@pytest.mark.parametrize("name", [[], {}, 3, None], ids=repr)
-def test_an_implementation_that_is_no_name_is_refused_with_the_names_there_are(op, name):
     op.unpinned(torch.ones(1))  # the cache entry of an unnamed call is no name either
-    for ask in (lambda: op.resolve(name, "cpu"), lambda: op.pick(name, torch.ones(1))):
-        with pytest.raises(
-            TypeError, match=r"implementation must be one of \['auto', .*, got"
-        ) as caught:
-            ask()
-        assert repr(name) in str(caught.value) and str(caught.value).startswith(op.name)
+    for name in ([], {}, 3, None):
+        for ask, of in ((op.resolve, "cpu"), (op.pick, torch.ones(1))):
+            said = rf"^{op.name}.*implementation must be one of \['auto', .*, got.*"
+            with pytest.raises(TypeError, match=said + re.escape(repr(name))):
+                ask(name, of)
 
 
 def test_an_unknown_op_is_refused_with_the_names_there_are():
@@ -86,13 +82,8 @@ def test_an_unknown_op_is_refused_with_the_names_there_are():
 
 
 @EVERY_OP
-def test_an_op_resolves_by_its_name(op):
-    assert selection.resolve(op.name, "eager", "cpu") is op.eager
-
-
-@EVERY_OP
 def test_the_table_is_well_formed(op):
-    assert op.name in OPS and OPS[op.name] is op
+    assert OPS[op.name] is op and selection.resolve(op.name, "eager", "cpu") is op.eager
     assert op.names()[-1] == "eager" and op.names().count("eager") == 1
     assert len(set(op.names())) == len(op.implementations) and "auto" not in op.names()
     assert op.public.__doc__
@@ -104,17 +95,17 @@ def test_the_table_is_well_formed(op):
 
 
 @EVERY_IMPLEMENTATION
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64], ids=short)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
-def test_a_name_gives_that_implementation_or_its_reason(op, impl, device_type, dtype):
-    reason = impl.why_not(device_type, dtype)
-    if reason is None:
-        found = op.resolve(impl.name, device_type, dtype)
-        assert qualified(found) == qualified(impl.load())  # `load` may return a new closure
-        return
-    with pytest.raises(ImplementationUnavailable) as caught:
-        op.resolve(impl.name, device_type, dtype)
-    assert str(caught.value).startswith(f"{op.name}[{impl.name}]: {reason} (usable here: ")
+def test_a_name_gives_that_implementation_or_its_reason(op, impl):
+    dtypes = (*FLOATS, torch.float64, torch.int64)
+    for at in itertools.product(("cpu", "cuda", "mps"), dtypes):
+        reason = impl.why_not(*at)
+        if reason is None:
+            found = op.resolve(impl.name, *at)
+            assert qualified(found) == qualified(impl.load())  # `load` may return a new closure
+            continue
+        with pytest.raises(ImplementationUnavailable) as caught:
+            op.resolve(impl.name, *at)
+        assert str(caught.value).startswith(f"{op.name}[{impl.name}]: {reason} (usable here: "), at
 
 
 def qualified(fn):
@@ -181,17 +172,15 @@ def test_a_broken_import_is_unavailable_with_its_reason_and_does_not_fall_back()
 
 
 @EVERY_OP
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=short)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_auto_is_the_first_that_is_usable_and_meant_for_the_device(op, device_type, dtype):
-    chosen = op.choose(device_type, dtype)
-    better = op.implementations[: op.names().index(chosen)]
-    for i in better:
-        if device_type in i.devices and i.why_not(device_type, dtype) is None:
-            assert i.slower_than(device_type, None) == chosen
-    assert chosen == "eager" or op.implementation(chosen).why_not(device_type, dtype) is None
-    if device_type == "cpu":
-        assert chosen != "triton", "the interpreter is for tests, never a choice"
+def test_auto_is_the_first_that_is_usable_and_meant_for_the_device(op):
+    for device, dtype in itertools.product(("cpu", "cuda"), (*FLOATS, torch.float64)):
+        chosen = op.choose(device, dtype)
+        for i in op.implementations[: op.names().index(chosen)]:
+            if device in i.devices and i.why_not(device, dtype) is None:
+                assert i.slower_than(device, None) == chosen
+        assert chosen == "eager" or op.implementation(chosen).why_not(device, dtype) is None
+        if device == "cpu":
+            assert chosen != "triton", "the interpreter is for tests, never a choice"
 
 
 def test_auto_depends_on_device_and_dtype(monkeypatch):
