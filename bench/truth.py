@@ -6,12 +6,14 @@ under each layout.
 One step of answers, some of one token, is computed by the trainer, and by transformers' (with
 adapters PEFT's) model in float64. A loss holds where its error, and the largest of its gradients',
 are at most twice those of transformers' model in the trainer's dtypes and a rounding, in the units
-of the numerics contract. A call with the same --out runs what has no rows there.
+of the numerics contract. A call with the same --out runs what has no rows of today's sources there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import itertools
 import json
 import pathlib
@@ -39,7 +41,7 @@ from bench.truth_losses import (
     Kind,
     Step,
 )
-from tilewright.bench import bounds, report, store
+from tilewright.bench import bounds, report, sources, store
 from tilewright.bench.options import chosen, names
 from tilewright.bench.tensors import error
 from tilewright.ops.loss.preference import FORMULAS
@@ -409,6 +411,15 @@ def _measure(kind: str, name: str, dtype: str, losses: Sequence[str]) -> Iterato
         yield {"loss": loss, "layout": name, "dtype": dtype, **row(compared, half)}
 
 
+@functools.cache
+def code() -> str:
+    """The digest of what computes a row."""
+    # The trainer imports the rows of its tables by their folders.
+    paths = {*sources.files(["bench.truth"]), *(ROOT / "tilewright/trainer").rglob("*.py")}
+    texts = (sources.meaning(path.read_text()) for path in sorted(paths) if path.suffix == ".py")
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
 def share(row: Mapping[str, Any]) -> float:
     return max(row["value_share"], row["gradients_share"])
 
@@ -458,10 +469,12 @@ def main(argv: Sequence[str]) -> int:
     path = args.out / FILE
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for layout in layouts:
-        there = {r["loss"] for r in rows if r["layout"] == layout}
+        there = {r["loss"] for r in rows if r["layout"] == layout and r.get("code") == code()}
         if not (left := [name for name in losses if name not in there]):
             continue
-        rows += [{**found, "commit": report.commit(meta)} for found in measure(layout, left)]
+        stamp = {"commit": report.commit(meta), "code": code()}
+        rows = [r for r in rows if r["layout"] != layout or r["loss"] not in left]
+        rows += [found | stamp for found in measure(layout, left)]
         document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
         store.write_json(path, document)
         store.write_text(args.page, page(document))

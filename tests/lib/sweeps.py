@@ -110,11 +110,30 @@ def of_files(paths: Iterable[pathlib.Path], *further: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def truth() -> Sweep:
+    """The losses of the trainer beside float64: a row a layout."""
+    from bench import truth
+
+    folder = "bench/results/truth"
+
+    def rows() -> dict[str, Row]:
+        found: dict[str, Row] = {}
+        for row in json.loads((ROOT / folder / truth.FILE).read_text())["rows"]:
+            one = found.setdefault(row["layout"], {"digest": row.get("code"), "wrong": []})
+            one["digest"] = one["digest"] if one["digest"] == row.get("code") else None
+            one["wrong"] += [row["loss"]] if truth.share(row) > 1 else []
+        return found
+
+    command = f"python -m bench truth --out {folder}"
+    return Sweep("losses", command, lambda: dict.fromkeys(truth.LAYOUTS, truth.code()), rows)
+
+
 def every() -> list[Sweep]:
     from tests.ptx import sweep
 
     found = [sweep.SWEEP]
-    with contextlib.suppress(ModuleNotFoundError):  # without transformers
+    with contextlib.suppress(ModuleNotFoundError):  # without transformers, or pydantic
+        found.append(truth())
         from tests.families.each import SWEEPS
 
         found += SWEEPS.values()

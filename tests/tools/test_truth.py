@@ -17,7 +17,7 @@ from tilewright.ops.loss import policy, preference
 from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
-COMMITTED = truth.ROOT / "bench/results/truth-amd-epyc-2026-11-27/truth.json"
+COMMITTED = truth.ROOT / "bench/results/truth/truth.json"
 DRAWS = truth.DRAWS
 
 
