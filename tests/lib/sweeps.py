@@ -129,9 +129,10 @@ def truth() -> Sweep:
 
 
 def every() -> list[Sweep]:
+    from tests.mutations.sweep import SWEEP as faults
     from tests.ptx import sweep
 
-    found = [sweep.SWEEP]
+    found = [sweep.SWEEP, faults]
     with contextlib.suppress(ModuleNotFoundError):  # without transformers, or pydantic
         found.append(truth())
         from tests.families.each import SWEEPS

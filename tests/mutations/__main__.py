@@ -2,6 +2,7 @@
 that ought to see it.
 
     python -m tests.mutations OUT.jsonl [--only ID,ID] [--limit 240] [--jobs 1]
+    python -m tests.mutations OUT.jsonl --old        # those whose rows are not of today's sources
     python -m tests.mutations OUT.jsonl --clean      # the red tests without faults: all are green
     python -m tests.mutations OUT.jsonl --table      # writes README.md's table from OUT
 
@@ -29,7 +30,7 @@ import time
 
 from . import cpp
 from .faults import ROOT, Fault, load
-from .table import last_rows, write_table
+from .table import digest, last_rows, old, write_table
 
 HANGS = 100  # seconds that the last test has beyond the limit
 
@@ -114,6 +115,7 @@ def judged(fault: Fault, events: list[dict], last: list[str], seconds: float) ->
         "first": first,
         "why": why,
         "seconds": round(seconds, 1),
+        "digest": digest(fault, first),
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT,
                                  capture_output=True, text=True).stdout.strip(),
         "date": datetime.date.today().isoformat(),
@@ -165,6 +167,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="ids, with commas between them")
     parser.add_argument("--limit", type=float, default=240, help="seconds of each fault")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--old", action="store_true")
     parser.add_argument("--clean", action="store_true")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -173,10 +176,12 @@ def main() -> int:
         return clean(out)
     if not given.table:
         only, faults = set(filter(None, given.only.split(","))), load()
+        only |= set(old(out) if given.old else ())
         if wrong := only - {fault.id for fault in faults}:
             parser.error(f"--only: there are no faults {', '.join(sorted(wrong))}")
         done = last_rows(out)
-        chosen = [f for f in faults if (f.id in only if only else f.id not in done)]
+        again = only or given.old
+        chosen = [f for f in faults if (f.id in only if again else f.id not in done)]
         # What saw a fault before sees it first.
         seen = {name: row["first"] for name, row in done.items() if "::" in row["first"]}
         chosen = [f._replace(seen_by=seen.get(f.id, f.seen_by)) for f in chosen]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import pathlib
+import re
 
-from .faults import Fault, load
+from .faults import ROOT, Fault, load
 
 README = pathlib.Path(__file__).with_name("README.md")
 HEAD = "<!-- The table below is generated: python -m tests.mutations RESULTS --table -->\n"
@@ -15,6 +18,29 @@ def last_rows(out: pathlib.Path) -> dict[str, dict]:
     """The last row of each fault."""
     lines = out.read_text().splitlines() if out.exists() else []
     return {row["id"]: row for row in map(json.loads, lines)}
+
+
+def digest(fault: Fault, first: str) -> str:
+    """Of the source that has a fault, and of the test file that is the first to see it."""
+    names = (fault.file, first.partition("::")[0])
+    parts = [fault.old, fault.new, *(code(ROOT / n) for n in names if (ROOT / n).is_file())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code(path: pathlib.Path) -> str:
+    """A file without blank lines and lines of a comment."""
+    return re.sub(r"(?m)^\s*(#.*|//.*)?\n", "", path.read_text())
+
+
+def old(out: pathlib.Path) -> list[str]:
+    """Faults without a row of today's sources."""
+    rows = last_rows(out)
+    return [f.id for f in load() if rows.get(f.id, {}).get("digest") != digest_of(f, rows)]
+
+
+def digest_of(fault: Fault, rows: dict[str, dict]) -> str:
+    return digest(fault, rows.get(fault.id, {}).get("first", ""))
 
 
 def cell(text: str) -> str:

@@ -1,0 +1,30 @@
+"""The table of planted faults."""
+
+from __future__ import annotations
+
+from tests.lib.sweeps import ROOT, Row, Sweep
+
+from . import table
+from .faults import load
+
+FILE = "tests/mutations/results.jsonl"
+
+
+def digests() -> dict[str, str]:
+    rows = table.last_rows(ROOT / FILE)
+    return {fault.id: table.digest_of(fault, rows) for fault in load()}
+
+
+def rows() -> dict[str, Row]:
+    judged = {fault.id for fault in load() if fault.judgement}
+    found = table.last_rows(ROOT / FILE)
+    return {
+        name: {
+            "digest": row.get("digest"),
+            "wrong": ["green"] * (row["result"] == "green" and name not in judged),
+        }
+        for name, row in found.items()
+    }
+
+
+SWEEP = Sweep("planted faults", f"python -m tests.mutations {FILE} --old", digests, rows)
