@@ -41,18 +41,7 @@ def _tables(monkeypatch):
 
 
 def tiny():
-    config = transformers.LlamaConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).train()
+    return small_models.build("llama", "causal").train()
 
 
 def gradients(model):

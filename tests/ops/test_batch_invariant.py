@@ -215,7 +215,7 @@ SHAPE = {
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=short)
 @pytest.mark.parametrize("merge_qkv", [True, False], ids=["merged", "apart"])
-@pytest.mark.parametrize("length", [1, 2, 23])
+@pytest.mark.parametrize("length", [1, 23])
 def test_logits_and_losses_do_not_depend_on_the_batch(dtype, merge_qkv, length):
     """A document alone, and packed after and before others: the same bits throughout the model.
     Matrix products treat one token differently from many.
