@@ -1,5 +1,5 @@
 """tilewright.integrations.trl: TRL's trainers have the loss, the metrics and the gradients of eager
-logits, in each layout; a fault in what makes that so is seen.
+logits, in each layout.
 """
 
 import copy
@@ -46,12 +46,6 @@ def assert_equal(found, kind, lora, slack=SLACK):
     mine, theirs = worst(found, truth), worst(eager, truth)
     for name, error in mine.items():
         assert error <= 2 * theirs[name] + slack, f"{name}: {error:.2e}, eager {theirs[name]:.2e}"
-
-
-def assert_different(found, kind, lora, which=""):
-    """A planted fault is far outside of it, in gradients whose names contain `which`."""
-    errors = worst(found, reference(kind, lora)[0])
-    assert max(e for name, e in errors.items() if which in name) > 0.05, errors
 
 
 # ---- the matrix: one process
@@ -102,13 +96,7 @@ PAIRS = [(kind, layout) for layout in LAYOUTS for kind in KINDS[:3]]
 
 @pytest.mark.parametrize("kind, layout", [p for p in PAIRS if p[1] != "fsdp2" or p[0] == "sft"])
 def test_two_ranks(found, kind, layout):
-    assert_equal(found[kind, layout, "none"], kind, "lora" if "lora" in layout else "dense")
-
-
-@pytest.mark.parametrize("kind, layout", rows.FAULTS)
-def test_gradients_that_are_not_reduced_are_seen(found, kind, layout):
-    lora = "lora" if "lora" in layout else "dense"
-    assert_different(found[kind, layout, "fault"], kind, lora, "lm_head")
+    assert_equal(found[kind, layout], kind, "lora" if "lora" in layout else "dense")
 
 
 def test_a_sharded_vocabulary(found):
