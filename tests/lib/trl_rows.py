@@ -9,7 +9,6 @@ import copy
 import functools
 import os
 import tempfile
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from tilewright.integrations import rl
-from tilewright.integrations.trl import build_trainer, head, trainers
+from tilewright.integrations.trl import build_trainer, trainers
 
 disable_progress_bars()
 VOCAB = 61
@@ -292,8 +291,6 @@ LAYOUTS = {
     "fsdp2 own unit": {"units": ["LlamaDecoderLayer", "Linear"]},
     "fsdp2 lora": {"units": ["LlamaDecoderLayer"], "lora": LORA},
 }
-# Each trainer, and each layout that reduces gradients in a way of its own, has a fault planted.
-FAULTS = (("sft", "ddp"), ("dpo", "fsdp2 own unit"), ("grpo", "fsdp2 lora"))
 
 
 def fsdp2(units, trainer):
@@ -313,34 +310,6 @@ def fsdp2(units, trainer):
             fully_shard(getattr(head, factor)["default"])
 
 
-def no_sync(trainer):
-    """A fault: DDP does not reduce gradients."""
-
-    class Off(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            trainer.model_wrapped.require_backward_grad_sync = False
-
-    trainer.add_callback(Off())
-
-
-def gathered_without_reduction(compute):
-    """A fault: parameters are gathered by full_tensor, whose gradient is not summed over ranks, in
-    place of by the head's hooks.
-    """
-
-    def faulty(found, *args):
-        def whole(module):
-            found = {
-                n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()
-            }
-            return SimpleNamespace(**{"bias": None, **found}, parameters=found.values)
-
-        low = tuple(a._replace(A=whole(a.A), B=whole(a.B)) for a in found.adapters)
-        return compute(found._replace(base=whole(found.base), adapters=low), *args)
-
-    return faulty
-
-
 def two_ranks(rank, world, folder):
     """All rows of two ranks, in one launch. Rank 0 writes what it found."""
     os.environ.update(
@@ -355,18 +324,7 @@ def two_ranks(rank, world, folder):
             del options["units"]
             options["prepare"] = functools.partial(fsdp2, units)
         for kind in KINDS[:3] if layout != "fsdp2" else KINDS[:1]:
-            found[kind, layout, "none"] = step(kind, world=world, **options)
-            if (kind, layout) not in FAULTS:
-                continue
-            if layout == "ddp":
-                found[kind, layout, "fault"] = step(kind, world=world, prepare=no_sync, **options)
-            else:
-                faulty = gathered_without_reduction(head._compute)
-                with (
-                    planted(head, "_compute", faulty),
-                    planted(head, "_has_hooks", lambda m: False),
-                ):
-                    found[kind, layout, "fault"] = step(kind, world=world, **options)
+            found[kind, layout] = step(kind, world=world, **options)
     found["rl"] = of_rl(rank, world)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")

@@ -2,15 +2,10 @@
 
 import copy
 import pickle
-import sys
-import tempfile
 import warnings
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import DEVICE, join_group, processes
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilewright
@@ -19,11 +14,6 @@ from tilewright.integrations.transformers import linear_attention as part
 from tilewright.integrations.transformers.functions import own_function
 from tilewright.integrations.transformers.packing import documents_of
 from tilewright.ops import OPS
-from tilewright.ops.attention.context_parallel import ContextParallel, shard
-from tilewright.ops.linear_attention.context_parallel import (
-    context_parallel_causal_conv1d,
-    context_parallel_gated_delta_rule,
-)
 
 transformers = pytest.importorskip("transformers")
 
@@ -137,26 +127,6 @@ def test_autocast_and_checkpointing_train_as_before(model, monkeypatch):
     for name, grad in grads.items():
         error, size = (theirs[name] - grad).norm(), grad.norm()
         assert theirs[name].dtype == grad.dtype and error <= 0.1 * size + 1e-4, name
-
-
-def test_packed_documents_are_apart(model):
-    lengths = (5, 66, 1, 20)
-    x = tokens(1, sum(lengths))
-    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    apart = [model(document).logits for document in x.split(lengths, 1)]
-    with pinned():
-        accelerate(model, quiet=True, parts=("attention", "linear_attention"))
-        found = model(
-            x,
-            position_ids=positions,
-            cu_seq_lens_q=ends,
-            cu_seq_lens_k=ends,
-            max_length_q=max(lengths),
-            max_length_k=max(lengths),
-            use_cache=False,
-        ).logits
-    torch.testing.assert_close(found, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
 
 
 KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -323,43 +293,3 @@ def test_requests_that_the_op_does_not_take_are_the_models_own(options):
     x, w = torch.randn(2, 3, 9), torch.randn(3, 4)
     assert part._convolution(own)(x, w, None, **options) == "own"
     assert torch.is_tensor(part._convolution(own)(x, w, None, activation="silu"))
-
-
-def _layer_over_ranks(rank, world, folder):
-    torch.set_num_threads(1)
-    where = ContextParallel.of(ring=join_group(rank, world, folder))
-
-    def convolve(x, weight, bias=None, activation=None, **kwargs):
-        return context_parallel_causal_conv1d(x.mT, weight, where, bias, activation=activation).mT
-
-    def rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **kwargs):
-        o = context_parallel_gated_delta_rule(
-            q, k, v, g, beta, where, use_qk_l2norm=use_qk_l2norm_in_kernel
-        )
-        return o, None
-
-    config = transformers.AutoConfig.for_model("qwen3_next", **SIZES)
-    torch.manual_seed(0)
-    layer = layers_of(transformers.AutoModelForCausalLM.from_config(config))[0]
-    x, dy = torch.randn(2, 2, 140, 32)
-    own = shard(x, 1, where).requires_grad_()
-    weights = [x.requires_grad_(), *layer.parameters()]
-    y = layer(x)
-    wanted = [y, *torch.autograd.grad(y, weights, dy)]
-    functions = {"causal_conv1d_fn": convolve, "torch_chunk_gated_delta_rule": rule}
-    with mock.patch.multiple(sys.modules[type(layer).__module__], **functions):
-        y = layer(own)
-        found = [y, *torch.autograd.grad(y, [own, *layer.parameters()], shard(dy, 1, where))]
-    for t in found[2:]:
-        dist.all_reduce(t)
-    for a, b in zip(found, [shard(t, 1, where) for t in wanted[:2]] + wanted[2:], strict=True):
-        torch.testing.assert_close(a, b, **part.CLOSE)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_a_layer_of_transformers_over_ranks_is_that_of_one_process():
-    if DEVICE == "cuda":
-        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
-    with tempfile.TemporaryDirectory() as folder:
-        processes(2, _layer_over_ranks, folder)

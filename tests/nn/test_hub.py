@@ -64,13 +64,8 @@ print(kernel.__name__, *kernel.layers.__all__)
 
 
 def test_the_repository_needs_no_installed_package(repository):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGE, str(repository)],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", WITHOUT_PACKAGE, str(repository)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     name, *layers = done.stdout.splitlines()[0].split()
     assert name.startswith(LOADED) and tuple(layers) == hub.LAYERS
@@ -108,20 +103,11 @@ def test_a_model_has_the_same_logits_and_gradients(repository, monkeypatch):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        experts_implementation="eager",
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"mlp_only_layers": [0], "experts_implementation": "eager"}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts)
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     # As `use_kernel_forward_from_hub` and `use_kernelized_func` do.

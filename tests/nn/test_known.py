@@ -7,6 +7,7 @@ import math
 import types
 
 import pytest
+import small_models
 import torch
 import torch.nn.functional as F
 from helpers import keep_tables
@@ -30,18 +31,7 @@ def _tables(monkeypatch):
 
 
 def tiny():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            initializer_range=0.3,
-            attn_implementation="eager",
-        )
-    )
+    return small_models.build("llama", "causal")
 
 
 def rms(self, x):

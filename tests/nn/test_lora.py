@@ -4,11 +4,13 @@ checkpoints.
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
 import re
+import shutil
 import weakref
 
 import pytest
@@ -32,7 +34,6 @@ from tilewright.nn import (  # noqa: E402
     add_lora,
     quantize_model,
 )
-from tilewright.nn.lora_experts import LoRAExperts  # noqa: E402
 from tilewright.nn.quantized_layers import wrong_group_size  # noqa: E402
 from tilewright.nn.weights import adapted, dense_weights, is_adapter  # noqa: E402
 from tilewright.ops.quant.aqn import AQN  # noqa: E402
@@ -60,6 +61,16 @@ QWEN3 = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 FORMATS = [QuantFormat("nvfp4", 16), QuantFormat("block_fp8", 16), QuantFormat("nf4", 32)]
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
@@ -70,13 +81,9 @@ def bits(q):
 
 
 def equal(a, b):
-    return (
-        type(a) is type(b)
-        and (a.shape, a.dtype) == (b.shape, b.dtype)
-        and all(
-            s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(bits(a), bits(b), strict=True)
-        )
-    )
+    same = type(a) is type(b) and (a.shape, a.dtype) == (b.shape, b.dtype)
+    pairs = zip(bits(a), bits(b), strict=True)
+    return same and all(s.dtype == t.dtype and torch.equal(s, t) for s, t in pairs)
 
 
 IDS = torch.arange(40).view(2, 20) * 7 % 97
@@ -92,8 +99,9 @@ def learn(model, seed=3, std=0.3):
     """Randomizes adapters, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, module in adapted(model):
-            module.lora_B.normal_(std=std, generator=generator)
+        for name, p in model.named_parameters():
+            if is_adapter(name) and name.endswith(("_B", "_magnitude_change")):
+                p.normal_(std=std, generator=generator)
     return model
 
 
@@ -143,15 +151,13 @@ def test_output_and_gradients_equal_the_plain_products(parts, targets, rslora, s
     y, want = module(x), plain(module, x)
     torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
     dy = torch.randn_like(y)
-    for got, expected in zip(
-        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True
-    ):
+    found, wanted = (torch.autograd.grad(t, inputs, dy) for t in (y, want))
+    for got, expected in zip(found, wanted, strict=True):
         # Sums in another order: 1.3e-5 is seen on an Intel Xeon, of elements up to 30.
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-5)
     base, low = (t.flatten(0, 1) for t in (module.base(x), F.linear(x, module.lora_A) * scale))
-    assert (
-        torch.equal(module._separately(base, low, module.lora_B).view(y.shape), y) or parts is None
-    )
+    separately = module._separately(base, low, module.lora_B).view(y.shape)
+    assert torch.equal(separately, y) or parts is None
     assert not any(p.requires_grad for p in module.base.parameters())
 
 
@@ -171,17 +177,18 @@ def test_the_first_output_is_the_bases_and_nothing_more_is_kept_than_needed(part
     x = torch.randn(5, 32, requires_grad=True)
     assert torch.equal(module(x), module.base(x))
     kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t
-    ):
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         module(x)
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     extra = [t.shape for key, t in kept.items() if key not in own and t.numel() > 1]
     low = len(module.slices) * 4
-    assert sorted(math.prod(s) for s in extra if math.prod(s) != 16) == [
-        5 * low,
-        5 * 32,
-    ]  # 16: the codes of NF4
+    # 16: the codes of NF4.
+    assert sorted(math.prod(s) for s in extra if math.prod(s) != 16) == [5 * low, 5 * 32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -283,10 +290,9 @@ def test_a_merge_adds_in_float32_and_rounds_once():
     want[:12] += 1.5 * module.lora_B.detach() @ module.lora_A.detach()
     torch.testing.assert_close(module.merged_weight(), want, rtol=1e-6, atol=1e-7)
     module.merge_()
-    assert torch.equal(module.base.weight, want.bfloat16()) and not torch.equal(
-        module.base.weight[:12], was[:12]
-    )
-    assert torch.equal(module.base.weight[12:], was[12:])
+    weight = module.base.weight
+    assert torch.equal(weight, want.bfloat16()) and not torch.equal(weight[:12], was[:12])
+    assert torch.equal(weight[12:], was[12:])
 
 
 W = torch.randn(24, 48, generator=torch.Generator().manual_seed(8))
@@ -298,28 +304,10 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_a_merge_quantises_again_in_the_same_format(name):
-    q = QUANTISED[name]
-    module = LoRALinear(QuantizedLinear(q), 3, 3)
-    torch.nn.init.normal_(module.lora_B)
-    dense = module.merged_weight()
-    torch.testing.assert_close(
-        dense, dequantize(q, dtype=torch.float32) + module.lora_B @ module.lora_A
-    )
-    module.merge_()
-    [new] = module.base.weights()
-    want = nn.quantize_as(q, dense)
-    assert equal(new, want) and not equal(new, q)
-    assert [t.shape for t in new.tensors()] == [t.shape for t in q.tensors()]
-    assert not module.lora_B.any()
-
-
 def test_a_merge_leaves_quantized_parts_without_adapters_alone():
     parts = [ops.quantize_nvfp4(W[:8]), ops.quantize_nvfp4(W[8:])]
-    module = LoRALinear(
-        QuantizedLinear(parts), 3, 3, parts={"gate_proj": 8, "up_proj": 16}, targets=["up_proj"]
-    )
+    options = {"parts": {"gate_proj": 8, "up_proj": 16}, "targets": ["up_proj"]}
+    module = LoRALinear(QuantizedLinear(parts), 3, 3, **options)
     torch.nn.init.normal_(module.lora_B)
     module.merge_()
     first, second = module.base.weights()
@@ -336,14 +324,9 @@ def test_a_quantized_layer_keeps_its_bits_through_casts_meta_and_files(name, tmp
     x = torch.randn(3, 48)
     want = F.linear(x, dequantize(q, dtype=torch.float32), layer.bias)
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
-    assert layer.state_dict().keys() == {
-        *(
-            f"{f.name}_0"
-            for f in dataclasses.fields(q)
-            if isinstance(getattr(q, f.name), torch.Tensor)
-        ),
-        "bias",
-    }
+    fields = [f.name for f in dataclasses.fields(q)]
+    tensors = {f"{n}_0" for n in fields if isinstance(getattr(q, n), torch.Tensor)}
+    assert layer.state_dict().keys() == tensors | {"bias"}
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")
     on_meta = _pytree.tree_map(lambda t: t if t is None else t.to("meta"), q)
     empty = QuantizedLinear(on_meta, torch.empty(24, device="meta"))
@@ -388,9 +371,7 @@ def test_matrices_become_one_only_where_that_is_exact(name):
     quantize, exact = JOINS[name]
     w = torch.randn(56, 32)
     parts = [quantize(w[:32]), quantize(w[32:40]), quantize(w[40:])]
-    with pytest.raises(
-        ValueError, match=r"^parts must hold at least one quantized matrix, got none"
-    ):
+    with pytest.raises(ValueError, match=r"^parts must hold at least one"):
         nn.join([])
     found = nn.join(parts)
     assert len(found) == (1 if exact else 3)
@@ -399,31 +380,39 @@ def test_matrices_become_one_only_where_that_is_exact(name):
 
 @pytest.mark.parametrize(
     "name, size",
-    [("nvfp4", 32), ("block_fp8", 129), ("block_fp8", 0), ("nf4", 16), ("nf4", 48), ("nf4", 8192)],
+    [
+        *(("nvfp4", 32), ("block_fp8", 129), ("block_fp8", 0), ("nf4", 16), ("nf4", 48)),
+        *(("nf4", 8192), ("nvfp4", 16.0), ("block_fp8", True), ("nf4", "64")),
+    ],
 )
 def test_group_sizes_that_a_format_does_not_have(name, size):
     assert wrong_group_size(name, size)
-    with pytest.raises(ValueError, match=f"{name} has groups of"):
+    with pytest.raises(ValueError, match=f"{name} has groups of .*, got {size!r}"):
         QuantFormat(name, size)
 
 
-@pytest.mark.parametrize("name", nn.FORMATS)
+@pytest.mark.parametrize("name", ["nf4 nested", *nn.FORMATS])
 def test_every_group_size_that_is_accepted_works(name):
     """Forward, backward and requantizing of a matrix that is not a multiple of any block."""
-    sizes = nn.FORMATS[name][1]
-    for size in sizes if len(sizes) < 20 else (1, 2, 3, 7, 16, 33, 64, 100, 127, 128):
-        format = QuantFormat(name, size)
-        q = format(W)
-        assert nn.format_of(q) == format
+    sizes = () if name == "nf4 nested" else nn.FORMATS[name][1]
+    sizes = sizes if len(sizes) < 20 else (1, 2, 3, 7, 16, 33, 64, 100, 127, 128)
+    for format in [QuantFormat(name, size) for size in sizes] or [None]:
+        q = format(W) if format else QUANTISED[name]
+        assert format is None or nn.format_of(q) == format
         module = LoRALinear(QuantizedLinear(q), 2, 2)
         torch.nn.init.normal_(module.lora_B)
         x = torch.randn(3, 48, requires_grad=True)
         y, dense, g = module(x), module.merged_weight(), torch.randn(3, 24)
+        delta = module.lora_B @ module.lora_A
+        torch.testing.assert_close(dense, dequantize(q, dtype=torch.float32) + delta)
         torch.testing.assert_close(y, F.linear(x, dense), rtol=1e-5, atol=1e-5)
         y.backward(g)
         torch.testing.assert_close(x.grad, g @ dense, rtol=1e-5, atol=1e-5)
         module.merge_()
-        assert equal(module.base.weights()[0], nn.quantize_as(q, dense))
+        [new] = module.base.weights()
+        assert equal(new, nn.quantize_as(q, dense)) and not equal(new, q)
+        assert [t.shape for t in new.tensors()] == [t.shape for t in q.tensors()]
+        assert not module.lora_B.any()
         assert (module.merged_weight() - dense).norm() < 0.15 * dense.norm()
 
 
@@ -441,9 +430,8 @@ def test_a_model_with_new_adapters_computes_what_it_did(merge_qkv, autocast):
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {n for n, _ in model.named_parameters() if is_adapter(n)}
     assert len(trained) == 2 * 2 * (4 if merge_qkv else 6)
-    assert {n for n, _ in nn.base_weights(model)} == {
-        n for n, _ in make(merge_qkv).named_parameters()
-    }
+    before = {n for n, _ in make(merge_qkv).named_parameters()}
+    assert {n for n, _ in nn.base_weights(model)} == before
 
 
 @formats
@@ -498,67 +486,53 @@ def test_targets_are_named_as_if_nothing_were_fused(targets, expected):
     assert add_lora(make(), ["layers.1.self_attn.o_proj"]) == ["model.layers.1.self_attn.o_proj"]
 
 
-@pytest.mark.parametrize(
-    "targets, message",
-    [
-        (
-            ["q_proj", "w_proj", "zzz"],
-            r"'w_proj', 'zzz' match no projection; there are down_proj, gate_proj, gate_up_proj",
-        ),
-        (["lm_head"], "'lm_head' match no projection"),
-        (["embed_tokens"], "'embed_tokens' match"),
-        (["input_layernorm"], "'input_layernorm' match"),
-    ],
-)
-def test_targets_that_are_not_there_are_named(targets, message):
-    with pytest.raises(ValueError, match=message):
-        add_lora(make(), targets)
-
-
-def test_no_targets_and_a_text_for_a_list_are_refused():
-    model = make()
-    with pytest.raises(
-        ValueError, match=r"targets must name projections, got \[\]; None means all"
-    ):
-        add_lora(model, [])
-    assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(TypeError, match="targets must be a list of names, got the text 'q_proj'"):
-        add_lora(model, "q_proj")
-    with pytest.raises(TypeError, match="exclude must be a list of names, got the text 'lm_head'"):
-        quantize_model(model, FORMATS[0], exclude="lm_head")
-
-
 @pytest.mark.parametrize("name, size", [("nvfp4", 16), ("block_fp8", 128), ("nf4", 64)])
 def test_a_format_is_named_and_has_a_group_size_by_default(name, size):
     assert nn.QuantFormat(name) == QuantFormat(name, size)
     model, named = make(), make()
     assert quantize_model(named, name) == quantize_model(model, QuantFormat(name, size))
     assert all(torch.equal(t, named.state_dict()[n]) for n, t in model.state_dict().items())
-    for wrong in (16.0, True, "16"):
-        with pytest.raises(ValueError, match=f"{name} has groups of .*, got {wrong!r}"):
-            QuantFormat(name, wrong)
 
 
-def test_a_format_that_is_none_is_refused_with_those_that_are():
-    model = make()
-    with pytest.raises(
-        ValueError, match=r"name must be one of \['nvfp4', 'block_fp8', 'nf4', 'mxfp8'\], got 'nf5'"
-    ):
-        quantize_model(model, "nf5")
-    with pytest.raises(
-        TypeError, match="format must be a QuantFormat, the name of one or a function, got 4"
-    ):
-        quantize_model(model, 4)
+REFUSED = (  # by add_lora, of targets
+    (["q_proj", "zzz"], "ValueError: targets: 'zzz' match no projection; there are down_proj, exp"),
+    *(([name], f"ValueError: .*'{name}' match no projection") for name in ("lm_head", "gate")),
+    (["embed_tokens", "input_layernorm"], "'embed_tokens', 'input_layernorm' match no projection"),
+    (["down_proj"], r"ValueError: .*layers\.0\.mlp\.experts has adapters on all of gate_proj, up"),
+    (["re:("], r"ValueError: 're:\(' must be a regular expression"),
+    ([], r"ValueError: targets must name projections, got \[\]; None means all"),
+    ("q_proj", "TypeError: targets must be a list of names, got the text 'q_proj'"),
+)
+NOT_QUANTIZED = (  # format, exclude
+    (FORMATS[0], "lm_head", "TypeError: exclude must be a list of names, got the text 'lm_head'"),
+    (FORMATS[0], ["nosuch", "lm_head"], "Error: exclude: 'nosuch' match no module; .*q_proj"),
+    (FORMATS[0], ["q_proj"], r"Error: exclude names model\.layers\.0.*q_proj and not the rest"),
+    (FORMATS[0], ["experts.up_proj"], r"exclude names .*experts\.up_proj and not the rest of"),
+    ("nf5", [], r"ValueError: name must be one of \['nvfp4', 'block_fp8', 'nf4', 'mxfp8'\], got "),
+    (4, [], "TypeError: format must be a QuantFormat, the name of one or a function, got 4"),
+)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        *((lambda model, t=targets: add_lora(model, t), message) for targets, message in REFUSED),
+        *(
+            (lambda model, f=format, e=exclude: quantize_model(model, f, exclude=e), message)
+            for format, exclude, message in NOT_QUANTIZED
+        ),
+    ],
+)
+def test_what_cannot_be_changed_is_named_and_changes_nothing(change, message):
+    model = make(shape=MOE)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        change(model)
+    assert re.search(message, f"{caught.typename}: {caught.value}")
+    assert all(p.requires_grad for p in model.parameters())
     assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
 
 
-def test_exclusions_that_cannot_be_are_named():
-    with pytest.raises(ValueError, match=r"'nosuch' match no module; there are .*q_proj"):
-        quantize_model(make(), FORMATS[0], exclude=["nosuch", "lm_head"])
-    with pytest.raises(
-        ValueError, match=r"exclude names model\.layers\.0\.self_attn\.q_proj and not the rest of"
-    ):
-        quantize_model(make(), FORMATS[0], exclude=["q_proj"])
+def test_what_is_not_fused_is_excluded_alone():
     assert len(quantize_model(make(False), FORMATS[0], exclude=["q_proj"])) == 2 * 5
     with pytest.raises(ValueError, match="no linear layers called"):
         add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)))
@@ -567,27 +541,27 @@ def test_exclusions_that_cannot_be_are_named():
 # ---- PEFT
 
 
-def theirs(folder, kind=transformers.Qwen3Config, **changes):
+def random_model(kind, shape, **changes):
+    """A model of transformers whose weights are large enough to matter."""
     torch.manual_seed(1)
-    shape = {k: v for k, v in QWEN3.items() if k != "model_type"}
-    config = kind(**{**shape, "initializer_range": 0.2, **changes})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    settings = {k: v for k, v in shape.items() if k != "model_type"}
+    config = kind(**{**settings, "initializer_range": 0.2, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def read(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def theirs(folder, kind=transformers.Qwen3Config, shape=QWEN3, **changes):
+    random_model(kind, shape, **changes).save_pretrained(folder)
+    return read(folder)
 
 
 def ours(folder, merge_qkv=True):
     model = Transformer(hf.load_config(folder), Ops.resolve(), merge_qkv)
     hf.load_weights(model, folder)
     return model
-
-
-def read_by_bitsandbytes(folder):
-    """A saved model whose Linear4bit layers multiply in float32. In eval mode, on a CPU with
-    AVX-512 BF16, they would multiply in bfloat16.
-    """
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    linears = {n: m.train() for n, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
-    return model, linears
 
 
 def close(a, b, tolerance=1e-5):
@@ -602,6 +576,9 @@ PLAIN = [
 ]
 
 
+DORA = {"use_dora": True}
+
+
 @pytest.mark.parametrize(
     "options, merge_qkv, kind",
     [
@@ -610,8 +587,11 @@ PLAIN = [
         (PLAIN[2], True, transformers.Qwen3Config),
         (PLAIN[2], False, transformers.LlamaConfig),
         (PLAIN[3], False, transformers.Qwen3Config),
+        (PLAIN[1] | DORA, True, transformers.Qwen3Config),
+        (PLAIN[2] | DORA, False, transformers.Qwen3Config),
+        (PLAIN[2] | DORA, True, transformers.Qwen3Config),
     ],
-    ids=["all", "rslora", "some", "some apart", "a layer"],
+    ids=["all", "rslora", "some", "some apart", "a layer", "dora", "dora apart", "some dora"],
 )
 def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     peft = pytest.importorskip("peft")
@@ -619,38 +599,50 @@ def test_peft_loads_what_is_saved(options, merge_qkv, kind, tmp_path):
     model = ours(tmp_path / "base", merge_qkv)
     add_lora(model, **options)
     learn(model)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/old").write_text("")
-    (tmp_path / "adapter" / nn.ADAPTER_CONFIG).write_text("{}")
-    nn.save_adapter(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "old").write_text("")
+    (folder / nn.ADAPTER_CONFIG).write_text("{}")
+    nn.save_adapter(model, folder, base_model=str(tmp_path / "base"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
-        nn.ADAPTER_CONFIG,
-        nn.ADAPTER_FILE,
-        "old",
-    ]
+    names = [nn.ADAPTER_CONFIG, nn.ADAPTER_FILE, "old"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    dora = options.get("use_dora", False)
+    assert (json.loads((folder / nn.ADAPTER_CONFIG).read_text()).get("use_dora") is True) == dora
+    if dora:
+        key = "base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector"
+        assert load_file(folder / nn.ADAPTER_FILE)[key].shape == (32,)
     with torch.no_grad():
         want = model(IDS)
         alone = reference(IDS).logits
-        loaded = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+        loaded = peft.PeftModel.from_pretrained(reference, folder)
         close(loaded(IDS).logits, want)
     assert (want - alone).abs().max() > 0.05 * alone.abs().max()
     status = loaded.get_model_status()
     assert status.num_adapter_layers == sum(len(m.slices) for _, m in adapted(model))
     again = ours(tmp_path / "base", not merge_qkv)
-    nn.load_adapter(again, tmp_path / "adapter")
+    nn.load_adapter(again, folder)
     close(again(IDS), want)
+    with torch.no_grad():
+        merged = loaded.merge_and_unload()
+        close(merged(IDS).logits, want)
+        nn.merge_and_unload(again)
+        close(again(IDS), want)
+        down = "model.layers.1.mlp.down_proj.weight"
+        close(again.get_parameter(down), merged.get_parameter(down), 1e-6)
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, merge_qkv",
     [
-        {"r": 4, "lora_alpha": 6},
-        {"r": 3, "lora_alpha": 2, "use_rslora": True},
-        {"r": 2, "target_modules": ["k_proj", "up_proj"], "lora_dropout": 0.1},
+        ({"r": 4, "lora_alpha": 6}, True),
+        ({"r": 3, "lora_alpha": 2, "use_rslora": True}, False),
+        ({"r": 2, "target_modules": ["k_proj", "up_proj"], "lora_dropout": 0.1}, True),
+        ({"r": 2, "target_modules": ["k_proj", "up_proj"], "lora_dropout": 0.1}, False),
+        ({"r": 4, "lora_alpha": 6, "use_dora": True}, True),
+        ({"r": 3, "use_rslora": True, "target_modules": ["k_proj"], "use_dora": True}, False),
     ],
 )
-@pytest.mark.parametrize("merge_qkv", [True, False])
 def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
     peft = pytest.importorskip("peft")
     reference = theirs(tmp_path / "base")
@@ -662,56 +654,113 @@ def test_what_peft_saves_is_loaded(options, merge_qkv, tmp_path):
         for name, p in wrapped.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.3)
+            elif "magnitude" in name:
+                p.mul_(torch.rand_like(p) + 0.5)
         want = wrapped(IDS).logits
     wrapped.save_pretrained(tmp_path / "adapter")
     model = ours(tmp_path / "base", merge_qkv).eval()  # dropout is loaded too
     nn.load_adapter(model, tmp_path / "adapter")
     close(model(IDS), want)
+    nn.save_adapter(model, tmp_path / "again")
+    found, was = (load_file(tmp_path / f / nn.ADAPTER_FILE) for f in ("again", "adapter"))
+    assert found.keys() == was.keys()
+    for name, t in was.items():
+        torch.testing.assert_close(found[name], t, rtol=1e-6, atol=0)
     filled = ours(tmp_path / "base", merge_qkv)  # into existing adapters
-    add_lora(
-        filled,
-        options.get("target_modules"),
-        rank=config.r,
-        alpha=config.lora_alpha,
-        rslora=config.use_rslora,
-    )
+    given = {"rank": config.r, "alpha": config.lora_alpha, "rslora": config.use_rslora}
+    add_lora(filled, options.get("target_modules"), use_dora=config.use_dora, **given)
     nn.load_adapter(filled, tmp_path / "adapter")
     assert torch.equal(filled(IDS), model(IDS))
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
-    model = add_to = make()
-    add_lora(add_to, ["q_proj"], rank=2, alpha=2)
+    model = make()
+    add_lora(model, ["q_proj"], rank=2, alpha=2)
     nn.save_adapter(model, tmp_path / "a")
     with pytest.raises(ValueError, match="no adapters"):
         nn.save_adapter(make(), tmp_path / "b")
     with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json"):
         nn.load_adapter(make(), tmp_path / "nowhere")
-    other = make()
-    add_lora(other, ["q_proj"], rank=3)
-    with pytest.raises(
-        ValueError, match=r"\(r, lora_alpha, use_rslora\) is \(2, 2, False\), the model's \(3, 16, "
+    for changes, options, message in (
+        ({}, {"targets": ["q_proj"], "rank": 3}, r"is \(2, 2, False\), the model's \(3, 16, "),
+        ({}, {"targets": ["q_proj", "k_proj"], "rank": 2, "alpha": 2}, r"differ in .*k_proj"),
+        ({"num_hidden_layers": 1}, None, r"no projections model\.layers\.1\.self_attn\.q_proj"),
+        ({"hidden_size": 40}, None, r"lora_A must be \[2, 40\], got \[2, 32\]"),
     ):
-        nn.load_adapter(other, tmp_path / "a")
-    other = make()
-    add_lora(other, ["q_proj", "k_proj"], rank=2, alpha=2)
-    with pytest.raises(ValueError, match=r"differ in model\.layers\.0\.self_attn\.k_proj"):
-        nn.load_adapter(other, tmp_path / "a")
-    with pytest.raises(ValueError, match=r"no projections model\.layers\.1\.self_attn\.q_proj"):
-        nn.load_adapter(make(shape={**QWEN3, "num_hidden_layers": 1}), tmp_path / "a")
-    with pytest.raises(ValueError, match=r"lora_A must be \[2, 40\], got \[2, 32\]"):
-        nn.load_adapter(make(shape={**QWEN3, "hidden_size": 40}), tmp_path / "a")
-    file = tmp_path / "a" / nn.ADAPTER_CONFIG
-    config = json.loads(file.read_text())
-    for key, value in (
-        ("lora_bias", True),
-        ("bias", "all"),
-        ("rank_pattern", {"q_proj": 4}),
-        ("peft_type", "IA3"),
-    ):
-        file.write_text(json.dumps({**config, key: value}))
-        with pytest.raises(ValueError, match=key):
-            nn.load_adapter(make(), tmp_path / "a")
+        other = make(shape={**QWEN3, **changes})
+        if options:
+            add_lora(other, **options)
+        with pytest.raises(ValueError, match=message):
+            nn.load_adapter(other, tmp_path / "a")
+
+
+@pytest.fixture(scope="module", params=[QWEN3, MOE], ids=["dense", "experts"])
+def saved(request, tmp_path_factory):
+    """A shape of a model, and the folder of its adapters."""
+    model, folder = make(shape=request.param), tmp_path_factory.mktemp("adapter")
+    add_lora(model, rank=2)
+    nn.save_adapter(model, folder)
+    return request.param, folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "gaussian", "peft_version": "0.21", "of_a_later_version": False},
+        {"loftq_config": {}, "use_dora": None, "use_rslora": None},  # PEFT's null is the default
+        {"use_rslora": ...},
+    ],
+)
+def test_settings_that_change_nothing_are_read(changes, saved, tmp_path):
+    shape, folder = saved
+    nn.load_adapter(make(shape=shape), with_settings(folder, tmp_path, changes))
+
+
+def with_settings(folder, copied, changes):
+    """A copy of an adapter with other settings; without those that are `...`."""
+    shutil.copytree(folder, copied, dirs_exist_ok=True)
+    file = copied / nn.ADAPTER_CONFIG
+    settings = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
+    return copied
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("lora_bias", True, "lora_bias"),
+        ("bias", "all", "bias"),
+        ("rank_pattern", {"q_proj": 4}, "rank_pattern|rank is|scale is"),
+        ("peft_type", "IA3", "peft_type"),
+        *(("init_lora_weights", v, "init_lora") for v in ("pissa", "pissa_niter_4", "loftq")),
+        ("alora_invocation_tokens", [1, 2], "alora_invocation_tokens"),
+        ("layer_replication", [[0, 2]], "layer_replication"),
+        ("use_bdlora", {"target_modules_bd_a": ["q_proj"]}, "use_bdlora"),
+        ("kasa_config", {"beta": 1.0}, "kasa_config"),
+        ("arrow_config", {"k": 2}, "arrow_config"),
+        ("of_a_later_version", 3, "of_a_later_version"),
+        # ---- of another type
+        ("r", 0, "r must be an int >= 1, got 0"),
+        ("r", None, "r must be an int >= 1, got null"),
+        ("r", ..., "r must be an int >= 1, got nothing"),
+        ("r", True, "r must be an int >= 1, got true"),
+        ("r", 2.0, "r must be an int >= 1, got 2.0"),
+        ("lora_alpha", "two", 'lora_alpha must be a finite number > 0, got "two"'),
+        ("lora_alpha", ..., "lora_alpha must be a finite number > 0, got nothing"),
+        ("lora_alpha", math.nan, "lora_alpha must be a finite number > 0, got NaN"),
+        ("lora_alpha", math.inf, "lora_alpha must be a finite number"),
+        ("use_rslora", "false", 'use_rslora must be true or false, got "false"'),
+        ("use_rslora", 0, "use_rslora must be"),
+        ("rank_pattern", [2], r"rank_pattern must be an object, got \[2\]"),
+        ("rank_pattern", {"x": "2"}, r"rank_pattern\['x'\] must be an int >= 1, got \"2\""),
+        ("alpha_pattern", {"(": 2}, r"alpha_pattern must have regular expressions, got '\('"),
+    ],
+)
+def test_settings_that_are_not_supported_are_named(key, value, message, saved, tmp_path):
+    shape, folder = saved
+    where = rf"adapter_config\.json: {message}" if " must " in message else message
+    with pytest.raises(ValueError, match=where):
+        nn.load_adapter(make(shape=shape), with_settings(folder, tmp_path, {key: value}))
 
 
 # ---- noise
@@ -729,17 +778,12 @@ def test_noise_is_of_each_weight_and_step_and_of_training_alone(format):
     assert not torch.equal(first, plain_) and torch.equal(model(IDS), first)
     numbers = [n.layer for m in model.modules() if isinstance(m, QuantizedLinear) for n in m.noise]
     assert len(set(numbers)) == len(numbers) == 8
-    [path, module] = next(
-        (p, m) for p, m in model.named_modules() if isinstance(m, QuantizedLinear)
-    )
+    quantized = ((p, m) for p, m in model.named_modules() if isinstance(m, QuantizedLinear))
+    path, module = next(quantized)
     x = torch.randn(3, module.in_features)
     [q] = module.weights()
-    torch.testing.assert_close(
-        module(x),
-        F.linear(x, dequantize(q, dtype=torch.float32, noise=module.noise[0])),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    want = F.linear(x, dequantize(q, dtype=torch.float32, noise=module.noise[0]))
+    torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-6)
     model.eval()
     assert torch.equal(model(IDS), plain_)
     model.train()
@@ -777,13 +821,15 @@ def bitsandbytes(weight, **options):
 
 
 def nvfp4(layout, global_scale=None):
+    extra = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
+
     def make(weight):
         q = ops.quantize_nvfp4(weight.bfloat16(), global_scale=global_scale)
-        extra = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[layout]
-        return q, lambda stem: {
-            **q.to_safetensors(f"{stem}.weight", layout),
-            f"{stem}.{extra}": torch.ones(1),
-        }
+
+        def write(stem):
+            return {**q.to_safetensors(f"{stem}.weight", layout), f"{stem}.{extra}": torch.ones(1)}
+
+        return q, write
 
     return make
 
@@ -793,57 +839,45 @@ def deepseek(weight):
     return q, lambda stem: q.to_safetensors(f"{stem}.weight")
 
 
+OF_BITSANDBYTES = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]}
+OF_COMPRESSED_TENSORS = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+OF_MODELOPT = {"quant_method": "modelopt", "exclude_modules": ["lm_head"]}
+OF_DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+nested = functools.partial(bitsandbytes, double_quant=True, block_size=32)
+inverse = nvfp4("compressed-tensors")  # of the global scale
+scaled = nvfp4("modelopt", torch.tensor(2.0**-11))
 STORED = {  # storage of each projection, its configuration, and the matching format
-    "bitsandbytes": (
-        bitsandbytes,
-        {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
-        QuantFormat("nf4", 64),
-    ),
-    "bitsandbytes nested": (
-        lambda w: bitsandbytes(w, double_quant=True, block_size=32),
-        {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]},
-        QuantFormat("nf4", 32),
-    ),
-    "compressed-tensors": (
-        nvfp4("compressed-tensors"),
-        {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
-        QuantFormat("nvfp4", 16),
-    ),
-    "modelopt": (
-        nvfp4("modelopt", torch.tensor(2.0**-11)),
-        {"quant_method": "modelopt", "exclude_modules": ["lm_head"]},
-        QuantFormat("nvfp4", 16),
-    ),
-    "deepseek": (
-        deepseek,
-        {"quant_method": "fp8", "weight_block_size": [16, 16]},
-        QuantFormat("block_fp8", 16),
-    ),
+    "bitsandbytes": (bitsandbytes, OF_BITSANDBYTES, QuantFormat("nf4", 64)),
+    "bitsandbytes nested": (nested, OF_BITSANDBYTES, QuantFormat("nf4", 32)),
+    "compressed-tensors": (inverse, OF_COMPRESSED_TENSORS, QuantFormat("nvfp4", 16)),
+    "modelopt": (scaled, OF_MODELOPT, QuantFormat("nvfp4", 16)),
+    "deepseek": (deepseek, OF_DEEPSEEK, QuantFormat("block_fp8", 16)),
 }
 
 
-def store(folder, name, dense=()):
+def store(folder, name, dense=(), experts=False):
     """A checkpoint with quantized projections, except those in `dense`; and its dequantized
     counterpart.
     """
     quantize, config, _ = STORED[name]
-    theirs(folder / "dense")
+    if experts:  # a file with separate projections per expert
+        theirs(folder / "base", transformers.Qwen3MoeConfig, MOE)
+        hf.save_weights(ours(folder / "base"), folder / "dense")
+    else:
+        theirs(folder / "dense")
     tensors, stood, bytes_ = load_file(folder / "dense/model.safetensors"), {}, {}
     for key in list(tensors):
         stem = key.removesuffix(".weight")
-        if stem.rpartition(".")[2] in nn.PROJECTIONS and not any(
-            nn.matches(d, stem) for d in dense
-        ):
+        projection = stem.rpartition(".")[2] in nn.PROJECTIONS
+        if projection and not any(nn.matches(d, stem) for d in dense):
             q, write = quantize(tensors.pop(key))
             stood[key], bytes_[stem] = dequantize(q, dtype=torch.float32), q
             tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
         else:
             stood[key] = tensors[key]
     shape = json.loads((folder / "dense/config.json").read_text())
-    for where, what, extra in (
-        ("stored", tensors, {"quantization_config": config}),
-        ("stood", stood, {}),
-    ):
+    quantized = {"quantization_config": config}
+    for where, what, extra in (("stored", tensors, quantized), ("stood", stood, {})):
         (folder / where).mkdir()
         (folder / where / "config.json").write_text(json.dumps({**shape, **extra}))
         save_file(what, folder / where / "model.safetensors")
@@ -873,9 +907,8 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is(name, merge_qkv, tmp_path):
     o_proj = dict(nn.base_weights(model))["model.layers.1.self_attn.o_proj.weight"]
     [found], want = o_proj.weights(), bytes_["model.layers.1.self_attn.o_proj"]
     for a, b in zip(bits(found), bits(want), strict=True):
-        assert torch.equal(a, b) or (
-            a.dim() == 0 and abs(a / b - 1) < 1e-6
-        )  # compressed-tensors store an inverse
+        # compressed-tensors store an inverse.
+        assert torch.equal(a, b) or (a.dim() == 0 and abs(a / b - 1) < 1e-6)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -888,9 +921,8 @@ def test_what_a_quantized_checkpoint_leaves_dense_or_the_user_excludes(name, tmp
     want = ours(tmp_path / "stood")
     model = empty(folder, format, True, ["layers.0.mlp", "layers.1.self_attn"])
     hf.load_weights(model, folder)
-    close(
-        model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2
-    )  # dequantized weights are rounded to bfloat16
+    # Dequantized weights are rounded to bfloat16.
+    close(model(IDS), want(IDS), 3e-2 if name.startswith("b") else 1e-2)
     stored = dict(nn.base_weights(model))
     for path in ("layers.0.mlp.down_proj", "layers.1.self_attn.o_proj"):
         assert isinstance(stored[f"model.{path}.weight"], torch.nn.Parameter)
@@ -919,15 +951,12 @@ def test_a_tensor_that_a_quantized_weight_lacks_is_named_before_anything_is_read
         with pytest.raises(ValueError, match=re.escape(weight)) as raised:
             hf.load_weights(model, folder)
         # Without its mark a weight is no longer known to be quantized, or is not found.
-        told = str(raised.value)
-        assert any(
-            text in told
-            for text in (key, f"{weight} is U8", f"{weight} is F8", f"missing {weight}")
-        )
+        said = key, f"{weight} is U8", f"{weight} is F8", f"missing {weight}"
+        assert any(text in str(raised.value) for text in said)
         assert all(p.eq(7).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", ["bitsandbytes", "deepseek"])
 def test_a_quantized_folder_keeps_a_head_beside_a_tied_embedding(name, tmp_path):
     store(tmp_path, name)
     folder, format = tmp_path / "stored", STORED[name][2]
@@ -950,17 +979,11 @@ def test_a_quantized_folder_keeps_a_head_beside_a_tied_embedding(name, tmp_path)
 def test_a_quantized_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
     store(tmp_path, "bitsandbytes")
     folder = tmp_path / "stored"
-    with pytest.raises(
-        ValueError, match=r"q_proj\.weight is nf4 in groups of 64; lora\.quant_format .* nf4 and 32"
-    ):
+    with pytest.raises(ValueError, match=r"q_proj\.weight is nf4 in groups of 64; .* nf4 and 32"):
         hf.load_weights(empty(folder, QuantFormat("nf4", 32), True), folder)
     with pytest.raises(ValueError, match=r"is nf4 in groups of 64; .* say nvfp4 and 16"):
         hf.load_weights(empty(folder, QuantFormat("nvfp4", 16), True), folder)
-    with pytest.raises(
-        ValueError,
-        match=r"q_proj\.weight is quantized: set lora\.enable_qlora to true and "
-        r"lora\.quant_format to nf4",
-    ):
+    with pytest.raises(ValueError, match=r"set lora\.enable_qlora to .* lora\.quant_format to nf4"):
         ours(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.0.spare": torch.ones(1)}, folder / "model.safetensors")
@@ -994,14 +1017,8 @@ class Live(TorchDispatchMode):
 @formats
 @pytest.mark.parametrize("stored", [False, True], ids=["dense", "quantized"])
 def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, stored, tmp_path):
-    shape = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 6,
-        "vocab_size": 32,
-        "head_dim": 32,
-    }
-    theirs(tmp_path / "base", **shape)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 32, "head_dim": 32}
+    theirs(tmp_path / "base", **sizes, num_hidden_layers=3)
     tensors = load_file(tmp_path / "base/model.safetensors")
     folder = tmp_path / "base"
     if stored:
@@ -1025,47 +1042,23 @@ def test_quantising_while_loading_needs_two_tensors_beside_the_model(format, sto
 # ---- what is written
 
 
-@formats
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=lambda f: getattr(f, "name", "dense"))
 def test_dense_weights_with_adapters_merged_are_what_transformers_loads(format, tmp_path):
-    for quantized in (False, True):
-        model = make()
-        if quantized:
-            quantize_model(model, format)
-        add_lora(model, ["q_proj", "o_proj", "up_proj"], rank=2)
-        learn(model)
-        before = {n: t.clone() for n, t in model.state_dict().items()}
-        hf.save_weights(model, tmp_path / "out")
-        reference = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "out", dtype=torch.float32
-        ).eval()
-        with torch.no_grad():
-            close(reference(IDS).logits, model(IDS), 1e-4)
-        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-        assert reference.config.to_dict().get("quantization_config") is None
+    model = make()
+    if format:
+        quantize_model(model, format)
+    add_lora(model, ["q_proj", "o_proj", "up_proj"], rank=2)
+    learn(model)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    hf.save_weights(model, tmp_path)
+    reference = read(tmp_path)
+    with torch.no_grad():
+        close(reference(IDS).logits, model(IDS), 1e-4)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert reference.config.to_dict().get("quantization_config") is None
 
 
 # ---- experts
-
-MOE = {
-    **QWEN3,
-    "model_type": "qwen3_moe",
-    "tie_word_embeddings": False,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-}
-
-
-def mixture(folder):
-    torch.manual_seed(1)
-    shape = {k: v for k, v in MOE.items() if k != "model_type"}
-    made = transformers.AutoModelForCausalLM.from_config(
-        transformers.Qwen3MoeConfig(**shape, initializer_range=0.2)
-    )
-    made.save_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize(
@@ -1073,47 +1066,28 @@ def mixture(folder):
 )
 def test_experts_get_adapters_too_and_peft_loads_them(targets, tmp_path):
     peft = pytest.importorskip("peft")
-    reference = mixture(tmp_path / "base")
+    reference = theirs(tmp_path / "base", transformers.Qwen3MoeConfig, MOE)
     model = ours(tmp_path / "base")
-    paths = add_lora(model, targets, rank=2, alpha=3)
-    of_experts = [p for p in paths if ".experts." in p]
-    assert of_experts == (
-        []
-        if targets and "mlp" not in targets
-        else [f"model.layers.0.mlp.experts.{n}" for n in nn.OF_EXPERTS]
-    )
+    of_experts = [p for p in add_lora(model, targets, rank=2, alpha=3) if ".experts." in p]
+    expected = [f"model.layers.0.mlp.experts.{n}" for n in nn.OF_EXPERTS]
+    assert of_experts == ([] if targets and "mlp" not in targets else expected)
     assert not any(p.requires_grad for n, p in model.named_parameters() if not is_adapter(n))
     close(model(IDS), reference(IDS).logits, 1e-4)
     model(IDS, labels=IDS).backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if is_adapter(n))
-    generator = torch.Generator().manual_seed(2)
+    learn(model)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            if is_adapter(name) and name.endswith("_B"):
-                p.normal_(std=0.3, generator=generator)
         want = model(IDS)
-        lora_of = tmp_path / "adapter"
-        nn.save_adapter(model, lora_of)
-        close(peft.PeftModel.from_pretrained(reference, lora_of)(IDS).logits, want, 1e-4)
+        nn.save_adapter(model, tmp_path / "adapter")
+        loaded = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+        close(loaded(IDS).logits, want, 1e-4)
         again = ours(tmp_path / "base", False)
-        nn.load_adapter(again, lora_of)
+        nn.load_adapter(again, tmp_path / "adapter")
         close(again(IDS), want)
         hf.save_weights(model, tmp_path / "merged")
         close(ours(tmp_path / "merged")(IDS), want, 1e-4)
         nn.merge_adapters(model)
         close(model(IDS), want, 1e-4)
-
-
-def test_some_of_what_experts_have_is_refused():
-    model = make(shape=MOE)
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.mlp\.experts has adapters on all of gate_proj, up_proj"
-    ):
-        add_lora(model, ["down_proj"])
-    with pytest.raises(ValueError, match=r"exclude names .*experts\.up_proj and not the rest of"):
-        quantize_model(make(shape=MOE), FORMATS[0], exclude=["layers.0.mlp.experts.up_proj"])
-    with pytest.raises(ValueError, match="'gate' match no projection"):
-        add_lora(make(shape=MOE), ["gate"])
 
 
 @formats
@@ -1140,42 +1114,21 @@ def test_quantized_experts_compute_with_what_they_stand_for(format, targets):
     assert torch.equal(model.eval()(IDS), plain_)
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes", "modelopt", "deepseek", "compressed-tensors"])
-def test_experts_that_are_stored_quantized_are_loaded_where_one_tensor_can_hold_them(
-    name, tmp_path
-):
-    mixture(tmp_path / "base")
-    quantize, config, format = STORED[name]
-    hf.save_weights(
-        ours(tmp_path / "base"), tmp_path / "dense"
-    )  # a file with separate projections per expert
-    tensors = load_file(tmp_path / "dense/model.safetensors")
-    stood = {}
-    for key in list(tensors):
-        stem = key.removesuffix(".weight")
-        if stem.rpartition(".")[2] in nn.PROJECTIONS:
-            q, write = quantize(tensors.pop(key))
-            stood[key] = dequantize(q, dtype=torch.float32)
-            tensors |= {k: t.clone().contiguous() for k, t in write(stem).items()}
-        else:
-            stood[key] = tensors[key]
-    shape = json.loads((tmp_path / "dense/config.json").read_text())
-    (tmp_path / "dense/config.json").write_text(
-        json.dumps({**shape, "quantization_config": config})
-    )
-    save_file(tensors, tmp_path / "dense/model.safetensors")
-    model = empty(tmp_path / "dense", format, True)
-    if name == "compressed-tensors":  # one global scale per projection and expert
-        with pytest.raises(
-            ValueError, match=r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"
-        ):
-            hf.load_weights(model, tmp_path / "dense")
-        return
-    hf.load_weights(model, tmp_path / "dense")
-    (tmp_path / "stood").mkdir()
-    (tmp_path / "stood/config.json").write_text(json.dumps(shape))
-    save_file(stood, tmp_path / "stood/model.safetensors")
+@pytest.mark.parametrize("name", ["bitsandbytes", "modelopt", "deepseek"])
+def test_experts_that_are_stored_quantized_are_loaded(name, tmp_path):
+    store(tmp_path, name, experts=True)
+    model = empty(tmp_path / "stored", STORED[name][2], True)
+    hf.load_weights(model, tmp_path / "stored")
     close(model(IDS), ours(tmp_path / "stood")(IDS), 1e-4)
+
+
+def test_experts_that_one_tensor_cannot_hold_are_refused(tmp_path):
+    """Of compressed-tensors, which has one global scale per projection and expert."""
+    store(tmp_path, "compressed-tensors", experts=True)
+    model = empty(tmp_path / "stored", STORED["compressed-tensors"][2], True)
+    message = r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"
+    with pytest.raises(ValueError, match=message):
+        hf.load_weights(model, tmp_path / "stored")
 
 
 # ---- what is refused, and what a refusal leaves
@@ -1224,9 +1177,7 @@ def with_mixture(module):
 )
 def test_experts_that_compute_something_else_get_no_adapters(module, reason):
     model = with_mixture(module)
-    with pytest.raises(
-        ValueError, match=f"^experts: experts of {type(module).__name__} .*{reason}"
-    ):
+    with pytest.raises(ValueError, match=f"^experts: .* {type(module).__name__} .*{reason}"):
         add_lora(model)
     assert model["experts"] is module and all(p.requires_grad for p in model.parameters())
     assert add_lora(model, ["q_proj"]) == ["q_proj"]
@@ -1241,29 +1192,20 @@ def test_silu_is_known_by_what_it_computes(act):
 
 
 def test_transformers_experts_are_told_apart():
-    small = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "num_key_value_heads": 1,
-        "vocab_size": 32,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 1}
+    small = {**sizes, **heads, "num_local_experts": 2, "num_experts_per_tok": 1}
     with torch.device("meta"):
-        oss = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**small))
-        qwen = transformers.AutoModelForCausalLM.from_config(
-            transformers.Qwen3MoeConfig(**small, moe_intermediate_size=32)
+        oss, qwen = (
+            transformers.AutoModelForCausalLM.from_config(config(**small, **more))
+            for config, more in (
+                (transformers.GptOssConfig, {}),
+                (transformers.Qwen3MoeConfig, {"moe_intermediate_size": 32}),
+            )
         )
-    with pytest.raises(
-        ValueError, match=r"^model\.layers\.0\.mlp\.experts: experts of GptOssExperts .*have biases"
-    ):
+    with pytest.raises(ValueError, match=r"^model\..*experts of GptOssExperts .*have biases"):
         add_lora(oss)
-    with pytest.raises(
-        ValueError, match="experts of Qwen3MoeExperts compute with dense weights only"
-    ):
+    with pytest.raises(ValueError, match="Qwen3MoeExperts compute with dense weights only"):
         quantize_model(qwen, FORMATS[0])
     assert not any(isinstance(m, QuantizedLinear) for m in qwen.modules())
     assert len(quantize_model(qwen, FORMATS[0], exclude=["experts"])) == 4
@@ -1284,10 +1226,7 @@ def test_rows_of_a_fused_projection_are_not_guessed():
         )
 
     model = fused()
-    with pytest.raises(
-        ValueError,
-        match=r"^qkv_proj: how its 48 rows divide among q_proj, k_proj, v_proj .*`widths`",
-    ):
+    with pytest.raises(ValueError, match=r"^qkv_proj: how its 48 rows divide among .*`widths`"):
         add_lora(model)
     assert all(p.requires_grad for p in model.parameters())
     assert add_lora(model, ["o_proj"]) == ["o_proj"]
@@ -1303,13 +1242,9 @@ def test_rows_of_a_fused_projection_are_not_guessed():
 def test_adapters_are_added_once_and_after_quantizing():
     model = make()
     add_lora(model, ["q_proj"], rank=2)
-    with pytest.raises(
-        ValueError, match=r"^model\.layers\.0\.self_attn\.qkv_proj has adapters already"
-    ):
+    with pytest.raises(ValueError, match=r"^model\..*\.qkv_proj has adapters already"):
         add_lora(model, ["o_proj"])
-    with pytest.raises(
-        ValueError, match=r"qkv_proj has adapters; call quantize_model before add_lora"
-    ):
+    with pytest.raises(ValueError, match="qkv_proj has adapters; call quantize_model before"):
         quantize_model(model, FORMATS[0])
 
 
@@ -1324,87 +1259,6 @@ def test_quantising_lets_go_of_each_dense_weight():
 
     assert len(quantize_model(model, format)) == len(dense)
     assert alive == [*range(len(dense), 0, -1)] and not any(r() is not None for r in dense)
-
-
-def test_a_wrong_regular_expression_is_named():
-    with pytest.raises(ValueError, match=r"^'re:\(' must be a regular expression"):
-        add_lora(make(), ["re:("])
-
-
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("init_lora_weights", "pissa"),
-        ("init_lora_weights", "pissa_niter_4"),
-        ("init_lora_weights", "olora"),
-        ("init_lora_weights", "loftq"),
-        ("alora_invocation_tokens", [1, 2]),
-        ("layer_replication", [[0, 2]]),
-        ("use_bdlora", {"target_modules_bd_a": ["q_proj"]}),
-        ("kasa_config", {"beta": 1.0}),
-        ("arrow_config", {"k": 2}),
-        ("of_a_later_version", 3),
-        ("r", 0),
-        ("r", None),
-        ("lora_alpha", "two"),
-    ],
-)
-def test_settings_that_change_what_an_adapter_computes_are_refused(key, value, tmp_path):
-    model = make()
-    add_lora(model, ["q_proj"], rank=2)
-    nn.save_adapter(model, tmp_path / "a")
-    file = tmp_path / "a" / nn.ADAPTER_CONFIG
-    config = json.loads(file.read_text())
-    free = {
-        "init_lora_weights": "gaussian",
-        "peft_version": "0.21",
-        "loftq_config": {},
-        "use_dora": None,
-        "of_a_later_version": False,
-    }
-    file.write_text(json.dumps({**config, **free}))
-    nn.load_adapter(make(), tmp_path / "a")
-    file.write_text(json.dumps({**config, key: value}))
-    with pytest.raises(ValueError, match=key):
-        nn.load_adapter(make(), tmp_path / "a")
-    if key in config:
-        del config[key]
-        file.write_text(json.dumps(config))
-        if key in ("r", "lora_alpha"):
-            with pytest.raises(
-                ValueError, match=rf"adapter_config\.json: {key} must be .*, got nothing"
-            ):
-                nn.load_adapter(make(), tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    "key, value, message",
-    [
-        ("use_rslora", "false", 'use_rslora must be true or false, got "false"'),
-        ("use_rslora", 0, "use_rslora must be"),
-        ("r", True, "r must be an int >= 1, got true"),
-        ("r", 2.0, "r must be an int >= 1, got 2.0"),
-        ("lora_alpha", math.nan, "lora_alpha must be a finite number > 0, got NaN"),
-        ("lora_alpha", math.inf, "lora_alpha must be a finite number"),
-        ("rank_pattern", [2], r"rank_pattern must be an object, got \[2\]"),
-        ("rank_pattern", {"x": "2"}, r"rank_pattern\['x'\] must be an int >= 1, got \"2\""),
-        ("alpha_pattern", {"(": 2}, r"alpha_pattern must have regular expressions, got '\('"),
-    ],
-)
-def test_settings_of_another_type_are_refused(key, value, message, tmp_path):
-    for shape in (QWEN3, MOE):
-        model = make(shape=shape)
-        add_lora(model, rank=2)
-        nn.save_adapter(model, tmp_path / "a")
-        file = tmp_path / "a" / nn.ADAPTER_CONFIG
-        config = json.loads(file.read_text())
-        for null in (None, ...):  # in PEFT, null means the default
-            own = {k: v for k, v in {**config, "use_rslora": null}.items() if v is not ...}
-            file.write_text(json.dumps(own))
-            nn.load_adapter(model, tmp_path / "a")
-        file.write_text(json.dumps({**config, key: value}))
-        with pytest.raises(ValueError, match=rf"adapter_config\.json: {message}"):
-            nn.load_adapter(make(shape=shape), tmp_path / "a")
 
 
 def test_a_file_that_is_no_adapter_is_refused_in_one_sentence(tmp_path):
@@ -1455,15 +1309,9 @@ def test_a_layer_that_transformers_fuses_has_one_adapter_as_peft_has_it(tmp_path
         close(loaded(IDS).logits, want)
         nn.save_adapter(loaded, tmp_path / "ours")
         close(peft.PeftModel.from_pretrained(phi(), tmp_path / "ours")(IDS).logits, want)
-    assert {p.rpartition(".")[2] for p in add_lora(phi())} == {
-        "qkv_proj",
-        "gate_up_proj",
-        "o_proj",
-        "down_proj",
-    }
-    with pytest.raises(
-        ValueError, match="'q_proj' match no projection; there are down_proj, gate_up_proj, o_proj"
-    ):
+    fused = {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
+    assert {p.rpartition(".")[2] for p in add_lora(phi())} == fused
+    with pytest.raises(ValueError, match=r"'q_proj' match .* are down_proj, gate_up_proj, o_proj"):
         add_lora(phi(), ["q_proj"])
 
 
@@ -1480,7 +1328,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(shape, key, tmp
     source, model, filled = make(shape=shape), make(shape=shape), make(shape=shape)
     add_lora(source, rank=2)
     add_lora(filled, rank=2)
-    learn_experts(source)  # so that what is not to be copied differs from filled's zeros
+    learn(source)  # so that what is not to be copied differs from filled's zeros
     nn.save_adapter(source, tmp_path / "a")
     file = tmp_path / "a" / nn.ADAPTER_FILE
     tensors = load_file(file)
@@ -1492,10 +1340,8 @@ def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(shape, key, tmp
         with pytest.raises(ValueError, match=r"must (be|have shape) \["):
             nn.load_adapter(before, tmp_path / "a")
         assert {n: type(m) for n, m in before.named_modules()} == modules
-        assert all(
-            p.requires_grad == values[n][0] and torch.equal(p, values[n][1])
-            for n, p in before.named_parameters()
-        )
+        for n, p in before.named_parameters():
+            assert p.requires_grad == values[n][0] and torch.equal(p, values[n][1])
 
 
 SAVES = pytest.mark.parametrize(
@@ -1543,9 +1389,7 @@ def test_weights_are_not_written_where_an_adapter_would_be_put_on_them(tmp_path)
     model = adapted_model()
     nn.save_adapter(model, tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(
-        ValueError, match=r"holds an adapter \(adapter_config\.json\), which from_pretrained would"
-    ):
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\)"):
         hf.save_weights(model, tmp_path)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -1583,13 +1427,9 @@ def killed_at(step, monkeypatch, save):
 def logits_of(folder):
     """The logits read by transformers and by the trainer, which must agree."""
     with torch.no_grad():
-        theirs = (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            .eval()(IDS)
-            .logits
-        )
-        close(ours(folder)(IDS), theirs)
-    return theirs
+        logits = read(folder)(IDS).logits
+        close(ours(folder)(IDS), logits)
+    return logits
 
 
 @pytest.mark.parametrize("first, second", [(1, 1), (1, 3), (3, 1), (3, 3), (3, 2)])
@@ -1665,37 +1505,14 @@ def test_a_save_of_another_shape_that_is_killed_mixes_nothing(save, tmp_path, mo
 
 
 def of_transformers(kind=transformers.LlamaConfig, **changes):
-    torch.manual_seed(1)
-    shape = {k: v for k, v in MOE.items() if k not in ("model_type", "mlp_only_layers")}
-    config = kind(
-        **{
-            **shape,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "head_dim": 16,
-            "initializer_range": 0.2,
-            **changes,
-        }
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    shape = {k: v for k, v in MOE.items() if k != "mlp_only_layers"}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    return random_model(kind, shape, **sizes, **changes)
 
 
 def adapt_only(model):
     add_lora(model, rank=2)
-    return (
-        learn(model)
-        if not any(isinstance(m, LoRAExperts) for m in model.modules())
-        else learn_experts(model)
-    )
-
-
-def learn_experts(model):
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if is_adapter(name):
-                p.normal_(std=0.3, generator=generator)
-    return model
+    return learn(model)
 
 
 def adapt_quantized(model):
@@ -1766,30 +1583,26 @@ def test_what_is_merged_and_unloaded_is_a_plain_model(change, kind, tmp_path):
     assert model.__dict__.keys() == plain_.__dict__.keys()
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        close(
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()(IDS).logits,
-            want,
-            1e-4,
-        )
+        close(read(tmp_path)(IDS).logits, want, 1e-4)
     add_lora(model, rank=2)  # starts over
     with torch.no_grad():
         close(model(IDS).logits, want, 1e-4)
 
 
 @formats
-def test_the_trainers_model_is_merged_and_unloaded_too(format):
-    for adapters in (False, True):
-        model = make(shape=MOE)
-        types = {n: type(m) for n, m in model.named_modules()}
-        model.bfloat16()
-        quantize_model(model, format)
-        if adapters:
-            learn_experts(model if add_lora(model, rank=2) else None)
-        stood = {n: full for n, full, _ in dense_weights(model)}
-        nn.merge_and_unload(model)
-        assert {n: type(m) for n, m in model.named_modules()} == types
-        for name, p in model.named_parameters():
-            assert p.dtype == torch.bfloat16 and torch.equal(p, stood[name].bfloat16()), name
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_trainers_model_is_merged_and_unloaded_too(format, adapters):
+    model = make(shape=MOE)
+    types = {n: type(m) for n, m in model.named_modules()}
+    model.bfloat16()
+    quantize_model(model, format)
+    if adapters:
+        adapt_only(model)
+    stood = {n: full for n, full, _ in dense_weights(model)}
+    nn.merge_and_unload(model)
+    assert {n: type(m) for n, m in model.named_modules()} == types
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.bfloat16 and torch.equal(p, stood[name].bfloat16()), name
 
 
 def test_what_cannot_be_unloaded_is_refused(tmp_path):
@@ -1799,48 +1612,12 @@ def test_what_cannot_be_unloaded_is_refused(tmp_path):
     assert not list(experts.replaced.parameters())  # retained without its weights
     before = {n: type(m) for n, m in model.named_modules()}
     experts.group = object()
-    with pytest.raises(
-        ValueError, match=r"^model\.layers\.0\.mlp\.experts: its weights are sharded over ranks"
-    ):
+    with pytest.raises(ValueError, match=r"^model\..*\.experts: its weights are sharded over"):
         nn.merge_and_unload(model)
     experts.group = experts.__dict__["replaced"] = None
-    with pytest.raises(
-        ValueError, match=r"^model\.layers\.0\.mlp\.experts: what these experts were before"
-    ):
+    with pytest.raises(ValueError, match=r"^model\..*\.experts: what these experts were before"):
         nn.merge_and_unload(model)
     assert {n: type(m) for n, m in model.named_modules()} == before
-
-
-@KINDS_OF_MODEL
-@pytest.mark.parametrize("double", [False, True])
-def test_save_pretrained_writes_nf4_as_bitsandbytes_reads_it(double, kind, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    model = of_transformers(kind, tie_word_embeddings=kind is transformers.LlamaConfig)
-    quantize_model(
-        model,
-        lambda w: ops.quantize_nf4(w, double_quant=double),
-        exclude=["experts", "layers.1.self_attn"],
-        strict=False,
-    )
-    model.save_pretrained(tmp_path)
-    assert not hasattr(model.config, "quantization_config")
-    again, found = read_by_bitsandbytes(tmp_path)
-    wanted = {n: m.weights()[0] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    assert found.keys() == wanted.keys() and len(found) == (
-        4 + 2 * 3 if kind is transformers.LlamaConfig else 4
-    )
-    for name, q in wanted.items():
-        state = found[name].weight.quant_state
-        assert torch.equal(found[name].weight.view(-1), q.data) and torch.equal(
-            state.absmax, q.absmax
-        ), name
-        assert not double or torch.equal(state.state2.absmax, q.nested_absmax)
-    for name, p in again.named_parameters():
-        if name.removesuffix(".weight") not in found:
-            assert torch.equal(p, model.get_parameter(name)), name
-    with torch.no_grad():
-        close(again(IDS).logits, model(IDS).logits, 1e-4)
-    assert not double or model.save_pretrained(tmp_path / "twice") is None
 
 
 @pytest.mark.parametrize("change", ["adapters", "nf4"])
@@ -1849,15 +1626,9 @@ def test_a_checkpoint_of_transformers_trainer_is_refused_or_read(change, tmp_pat
     model = CHANGES[change](of_transformers())
     model.lm_head.requires_grad_(True)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 2
+    options = {"save_strategy": "steps", "save_steps": 1, "use_cpu": True, "disable_tqdm": True}
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=2,
-        save_strategy="steps",
-        save_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to=[], **options
     )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     if change == "adapters":
@@ -1866,6 +1637,9 @@ def test_a_checkpoint_of_transformers_trainer_is_refused_or_read(change, tmp_pat
         assert not list(tmp_path.rglob("*.safetensors"))
         return
     trainer.train()
-    again, _ = read_by_bitsandbytes(tmp_path / "checkpoint-1")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1").eval()
+    # In eval mode, on a CPU with AVX-512 BF16, bitsandbytes would multiply in bfloat16.
+    for linear in (m for m in again.modules() if type(m).__name__ == "Linear4bit"):
+        linear.train()
     with torch.no_grad():
         close(again(IDS).logits, model.eval()(IDS).logits, 1e-4)

@@ -1,5 +1,5 @@
 """tilewright.integrations.trl: TRL's trainers have the loss, the metrics and the gradients of eager
-logits, in each layout; a fault in what makes that so is seen.
+logits, in each layout.
 """
 
 import copy
@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers import forked_processes
+from helpers import forked_processes, join_group
 
 pytest.importorskip("trl", reason="needs trl, of the extra trl")
 
@@ -36,13 +36,8 @@ def reference(kind, lora):
 def worst(found, expected):
     """{name: error relative to the norm; of metrics, some of which are small differences, to 1}."""
     assert found.keys() == expected.keys()
-    return {
-        name: (
-            (found[name].double() - t).norm()
-            / t.norm().clamp_min(1.0 if "metric" in name else 1e-9)
-        ).item()
-        for name, t in expected.items()
-    }
+    sizes = {n: t.norm().clamp_min(1.0 if "metric" in n else 1e-9) for n, t in expected.items()}
+    return {n: float((found[n].double() - t).norm() / sizes[n]) for n, t in expected.items()}
 
 
 def assert_equal(found, kind, lora, slack=SLACK):
@@ -51,12 +46,6 @@ def assert_equal(found, kind, lora, slack=SLACK):
     mine, theirs = worst(found, truth), worst(eager, truth)
     for name, error in mine.items():
         assert error <= 2 * theirs[name] + slack, f"{name}: {error:.2e}, eager {theirs[name]:.2e}"
-
-
-def assert_different(found, kind, lora, which=""):
-    """A planted fault is far outside of it, in gradients whose names contain `which`."""
-    errors = worst(found, reference(kind, lora)[0])
-    assert max(e for name, e in errors.items() if which in name) > 0.05, errors
 
 
 # ---- the matrix: one process
@@ -72,26 +61,6 @@ def test_one_process(kind, lora):
 def test_trl_is_the_reference(kind):
     """The reference's eager logits have TRL's own results, where TRL computes them."""
     assert_equal(step(kind, ours=False), kind, "dense")
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_a_wrong_normalizer_is_seen(kind):
-    """Log-probabilities that are means over a row's tokens, not of each."""
-    own = trainers.token_statistics
-
-    def means(x, labels, *args):
-        found = own(x, labels, *args)
-        count = (args[0] != -100).sum(-1, keepdim=True).clamp_min(1)
-        return found | {"log_probs": found["log_probs"] / count}
-
-    with planted(trainers, "token_statistics", means):
-        assert_different(step(kind), kind, "dense", "lm_head")
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_a_dropped_adapter_is_seen(kind):
-    with planted(head, "_adapters", lambda layer: ()):
-        assert_different(step(kind, lora=LORA), kind, "lora", "lm_head.lora_B")
 
 
 def test_bfloat16():
@@ -127,13 +96,7 @@ PAIRS = [(kind, layout) for layout in LAYOUTS for kind in KINDS[:3]]
 
 @pytest.mark.parametrize("kind, layout", [p for p in PAIRS if p[1] != "fsdp2" or p[0] == "sft"])
 def test_two_ranks(found, kind, layout):
-    assert_equal(found[kind, layout, "none"], kind, "lora" if "lora" in layout else "dense")
-
-
-@pytest.mark.parametrize("kind, layout", rows.FAULTS)
-def test_gradients_that_are_not_reduced_are_seen(found, kind, layout):
-    lora = "lora" if "lora" in layout else "dense"
-    assert_different(found[kind, layout, "fault"], kind, lora, "lm_head")
+    assert_equal(found[kind, layout], kind, "lora" if "lora" in layout else "dense")
 
 
 def test_a_sharded_vocabulary(found):
@@ -156,9 +119,8 @@ def fused(model, ours, labels, ids, num_items_in_batch=None, **options):
     count = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
     mask = torch.ones_like(ids)
     out = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True, **count)
-    (
-        out.loss + (out.log_probs * torch.arange(labels.shape[1] - 1)).sum() + out.entropy.sum()
-    ).backward()
+    of_tokens = (out.log_probs * torch.arange(labels.shape[1] - 1)).sum() + out.entropy.sum()
+    (out.loss + of_tokens).backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     return {k: v for k, v in out.items() if torch.is_tensor(v)} | grads
 
@@ -410,19 +372,15 @@ def peak_of_head(function, lora, vocabulary):
     return peak_bytes(both) / 2**20
 
 
-def test_the_mean_logit_of_16_bits_is_computed_in_float32():
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_mean_logit_of_16_bits_is_computed_in_float32(softcap):
+    """Capped logits are those of a product of 16 bits; what is made of them is in float32."""
     x, weight = (torch.randn(n, 32).bfloat16() for n in (6, 100))
-    found = head.mean_logits(x, weight, {"bias": None, "softcap": None})
-    wanted = (x.double() @ weight.double().T).mean(-1)
-    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-6)
-
-
-def test_the_mean_capped_logit_of_16_bits_is_that_of_its_logits():
-    """The logits are those of a product of 16 bits; what is made of them is computed in float32."""
-    x, weight = (torch.randn(n, 32).bfloat16() for n in (6, 100))
-    found = head.mean_logits(x, weight, {"bias": None, "softcap": 5.0})
-    wanted = (5 * torch.tanh((x @ weight.T).double() / 5)).mean(-1)
-    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-6)
+    found = head.mean_logits(x, weight, {"bias": None, "softcap": softcap})
+    wanted = x.double() @ weight.double().T
+    if softcap:
+        wanted = softcap * torch.tanh((x @ weight.T).double() / softcap)
+    torch.testing.assert_close(found, wanted.mean(-1).float(), rtol=1e-5, atol=1e-6)
 
 
 # ---- what is reported, left and refused
@@ -472,22 +430,18 @@ def adapted(**options):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"use_dora": True}, "use_dora or another variant must not be set for adapter 'default' on the "
-         "head, got True (accepted: plain LoRA)"),
-        ({"lora_dropout": 0.1}, "lora_dropout must not be set for adapter 'default' on the head, got "
-         "0.1 (accepted: 0)"),
-        ({"lora_bias": True}, "lora_bias must not be set for adapter 'default' on the head, got True "
-         "(accepted: False)"),
+        ({"use_dora": True}, "use_dora or another variant must not be set .* got True"),
+        ({"lora_dropout": 0.1}, "lora_dropout must not be set .* got 0.1"),
+        ({"lora_bias": True}, "lora_bias must not be set .* got True"),
     ],
-)  # fmt: skip
+)
 def test_adapters_that_are_refused(options, sentence, tmp_path):
     model = rows.tiny()
     if "lora_bias" in options:
         options = {**options, "target_modules": ["lm_head"]}
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(rows.VOCAB))
-    with rows.fresh(), pytest.raises(ImplementationUnavailable) as error:
+    with rows.fresh(), pytest.raises(ImplementationUnavailable, match=f"^{sentence}"):
         rows.build("sft", model, tmp_path, lora={**LORA, "init_lora_weights": True, **options})
-    assert str(error.value) == sentence
     assert "get_output_embeddings" not in vars(model)
 
 
@@ -499,44 +453,43 @@ class Scaled(torch.nn.Linear):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda m: setattr(m, "lm_head", Scaled(32, rows.VOCAB)), "the head must be a torch.nn.Linear, "
-         "with or without PEFT's LoRA, got " + Scaled.__module__ + ".Scaled"),
-        (lambda m: setattr(m.lm_head, "forward", functools.partial(Scaled.forward, m.lm_head)), "the "
-         "forward of the head's Linear must be its class's, got partial, which was set on the module "
-         "and is not computed here"),
-        (lambda m: setattr(m.config, "logit_scale", -1.0), "the scale of LlamaForCausalLM's logits must "
-         "be positive, got -1.0"),
+        (
+            lambda m: setattr(m, "lm_head", Scaled(32, rows.VOCAB)),
+            r"the head must be a torch.nn.Linear, .*, got \S*Scaled$",
+        ),
+        (
+            lambda m: setattr(m.lm_head, "forward", functools.partial(Scaled.forward, m.lm_head)),
+            "the forward of the head's Linear must be its class's, got partial",
+        ),
+        (
+            lambda m: setattr(m.config, "logit_scale", -1.0),
+            "the scale of LlamaForCausalLM's logits must be positive, got -1.0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_models_that_are_refused(change, sentence, tmp_path):
     model = rows.tiny()
     change(model)
     with rows.fresh():
         trainer = rows.build("sft", model, tmp_path, ours=False)
         before = model.forward
-        with pytest.raises(ImplementationUnavailable) as error:
+        with pytest.raises(ImplementationUnavailable, match=f"^{sentence}"):
             accelerate_trainer(trainer)
-    assert str(error.value) == sentence and model.forward == before
+    assert model.forward == before
 
 
 def test_trainers_that_are_refused(tmp_path, monkeypatch):
     with rows.fresh():
         trainer = rows.build("sft", rows.tiny(), tmp_path, ours=False)
     del trainer.model.forward  # as of RewardTrainer
-    with pytest.raises(
-        ImplementationUnavailable, match=r"^trainer must be one whose Llama.* got SFT"
-    ):
+    with pytest.raises(ImplementationUnavailable, match=r"^trainer must be one .* got SFT"):
         accelerate_trainer(trainer)
-    with pytest.raises(
-        TypeError, match=r"^trainer must be a trainer of TRL, got LlamaForCausalLM$"
-    ):
+    with pytest.raises(TypeError, match=r"^trainer must be a .* got LlamaForCausalLM$"):
         accelerate_trainer(trainer.model)
     with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module, got 'a/name'; load it"):
         build_trainer(type(trainer), "a/name")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.17.0")
-    with pytest.raises(
-        ImplementationUnavailable, match=r"^trl must be of version 1.16, .* 1.17.0$"
-    ):
+    with pytest.raises(ImplementationUnavailable, match=r"^trl must be of .*1.16, .* 1.17.0$"):
         accelerate_trainer(trainer)
     monkeypatch.setattr("tilewright.core.platform.no_module", lambda name: f"{name} is missing")
     with pytest.raises(ImplementationUnavailable, match=r"^trl is missing$"):
@@ -557,23 +510,14 @@ def test_a_tensor_parallel_head(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
-    )
+    join_group(0, 1, str(tmp_path))
     try:
         layer = torch.nn.Linear(32, rows.VOCAB, bias=False)
-        mesh = init_device_mesh("cpu", (1,))
-        layer.weight = torch.nn.Parameter(
-            distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
-        )
+        weight = distribute_tensor(layer.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+        layer.weight = torch.nn.Parameter(weight.detach())
+        scaling = head.Scaling(1.0, None, 1.0, False)
         with pytest.raises(ImplementationUnavailable, match=r"^the head's weight must be whole"):
-            head.statistics(
-                layer,
-                torch.randn(2, 32),
-                torch.tensor([1, 2]),
-                head.Scaling(1.0, None, 1.0, False),
-                ALL,
-            )
+            head.statistics(layer, torch.randn(2, 32), torch.tensor([1, 2]), scaling, ALL)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -55,15 +55,9 @@ def test_equals_torch_in_float64(name, kind, dtype):
         limit = 8 if name in FUSED or kind == "silu" else 64
     else:
         limit = 1.1 if name == "torch" else 0.51
-    results = [
-        (found.detach(), truth.detach()),
-        *zip(
-            torch.autograd.grad(found, (gate, up), grad),
-            torch.autograd.grad(truth, (gate, up), grad.double()),
-            strict=True,
-        ),
-    ]
-    for i, (f, t) in enumerate(results):
+    mine = found.detach(), *torch.autograd.grad(found, (gate, up), grad)
+    truths = truth.detach(), *torch.autograd.grad(truth, (gate, up), grad.double())
+    for i, (f, t) in enumerate(zip(mine, truths, strict=True)):
         # Autograd rounds a gradient to its leaf's dtype, so truth too carries half an eps.
         slack = 0.5 if i and dtype != torch.float32 else 0
         assert contract.error(f, t)[0] <= (limit + slack) * torch.finfo(dtype).eps
@@ -100,9 +94,8 @@ def test_relative_accuracy_in_the_negative_tail(name, dtype, kind, last):
     which cancels.
     """
     skip_unless_usable(SILU_MUL, name, dtype)
-    x = -torch.linspace(2.0, last, 3000, device=DEVICE).to(
-        dtype
-    )  # from 2 on, past the zeros of the derivatives
+    # From 2 on, past the zeros of the derivatives.
+    x = -torch.linspace(2.0, last, 3000, device=DEVICE).to(dtype)
     gate = x.clone().requires_grad_()
     y = call(kind, name, gate, torch.ones_like(x))
     (dx,) = torch.autograd.grad(y.sum(), gate)
@@ -116,40 +109,14 @@ def test_relative_accuracy_in_the_negative_tail(name, dtype, kind, last):
         else:
             # 16 bits: the rounding on store. float32: an exponential (1 eps), a quotient and a few
             # products.
-            assert (wrong / truth.abs()[normal]).max() <= (
-                6 if dtype == torch.float32 else 0.51
-            ) * eps
+            limit = 6 if dtype == torch.float32 else 0.51
+            assert (wrong / truth.abs()[normal]).max() <= limit * eps
 
 
 # ---- large and infinite arguments
 
-EXTREME = [
-    0.0,
-    -0.0,
-    1e-38,
-    -1e-38,
-    11.0,
-    -11.0,
-    50.0,
-    -50.0,
-    90.0,
-    -90.0,
-    200.0,
-    -200.0,
-    1e4,
-    -1e4,
-    6e4,
-    -6e4,
-    1e13,
-    -1e13,
-    1e19,
-    -1e19,
-    1e38,
-    -1e38,
-    math.inf,
-    -math.inf,
-    math.nan,
-]
+SIZES = (0.0, 1e-38, 11.0, 50.0, 90.0, 200.0, 1e4, 6e4, 1e13, 1e19, 1e38, math.inf)
+EXTREME = [sign * size for size in SIZES for sign in (1, -1)] + [math.nan]
 
 
 @EVERY_TAKEN
@@ -180,14 +147,8 @@ def test_extreme_arguments(name, kind, dtype):
     if kind != "tanh" or name != "torch":
         assert (dgate[right] == 0.5).all() and (dgate[left] == 0).all()
     assert (y[left] == 0).all() and (dup[left] == 0).all()
-
-
-@pytest.mark.parametrize("name", FUSED)
-@EVERY_KIND
-def test_infinite_gate(name, kind):
-    skip_unless_usable(SILU_MUL, name, torch.float32)
-    gate = torch.tensor([math.inf], device=DEVICE)
-    assert call(kind, name, gate, torch.ones_like(gate)) == math.inf
+    if name in FUSED:
+        assert (y[values == math.inf] == math.inf).all()
 
 
 # ---- packed
@@ -200,9 +161,7 @@ def same(name, found, expected):
     if name in FUSED:
         assert torch.equal(found, expected)
     else:
-        tolerance = (64 if found.dtype == torch.float32 else 2) * torch.finfo(
-            found.dtype
-        ).eps  # F.gelu: see above
+        tolerance = (64 if found.dtype == torch.float32 else 2) * torch.finfo(found.dtype).eps
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -244,11 +203,8 @@ def test_packed_gradient_is_one_tensor(name, kind):
         (found,) = torch.autograd.grad(y, packed, grad)
     written = [(op, sizes) for op, sizes in operators.seen if op != "aten::detach"]
     assert written == [(f"tilewright::act_mul_{name}_backward", [packed.numel()])]
-    assert (
-        found.shape == packed.shape
-        and found.is_contiguous()
-        and found.untyped_storage().nbytes() == 4 * 240
-    )
+    assert found.shape == packed.shape and found.is_contiguous()
+    assert found.untyped_storage().nbytes() == 4 * 240
 
 
 # ---- shapes
@@ -267,38 +223,6 @@ def test_without_elements(name, kind, shape):
             assert g.shape == t.shape
 
 
-@EVERY
-@EVERY_KIND
-def test_any_strides(name, kind):
-    """Sliced, transposed, expanded columns give the same bits as contiguous inputs."""
-    skip_unless_usable(SILU_MUL, name, torch.float32)
-    wide = torch.randn(6, 40, device=DEVICE)
-    for gate, up in (
-        (wide[:, ::2], wide[:, 1::2]),
-        (wide.t(), wide.flip(0).t()),
-        (wide[:1].expand(6, 40), wide),
-        (wide.view(2, 3, 40).transpose(0, 1), wide.view(3, 2, 40)),
-    ):
-        expected = call(kind, name, gate.contiguous(), up.contiguous())
-        same(name, call(kind, name, gate, up), expected)
-        same(
-            name,
-            call(kind, name, torch.cat((gate, up, up), -1)[..., : 2 * gate.shape[-1]]),
-            expected,
-        )
-
-
-@EVERY
-def test_one_of_the_two_gradients(name):
-    skip_unless_usable(SILU_MUL, name, torch.float32)
-    gate, up = pair(4, 10)
-    both = torch.autograd.grad(silu_mul(gate, up, implementation=name).sum(), (gate, up))
-    only = torch.autograd.grad(silu_mul(gate, up.detach(), implementation=name).sum(), gate)[0]
-    assert torch.equal(only, both[0])
-    only = torch.autograd.grad(silu_mul(gate.detach(), up, implementation=name).sum(), up)[0]
-    assert torch.equal(only, both[1])
-
-
 # ---- bad input
 
 G, U = torch.randn(3, 8), torch.randn(3, 8)
@@ -308,10 +232,8 @@ def test_cpp_operators_themselves_check_every_tensor():
     """Called below the public functions' checks."""
     skip_unless_usable(SILU_MUL, "cpp", torch.float32)
     SILU_MUL.resolve("cpp", "cpu")
-    forward, backward = (
-        torch.ops.tilewright.act_mul_cpp,
-        torch.ops.tilewright.act_mul_cpp_backward,
-    )
+    ops = torch.ops.tilewright
+    forward, backward = ops.act_mul_cpp, ops.act_mul_cpp_backward
     for call, names, given in (
         (forward, ("gate", "up"), [G, U]),
         (backward, ("dy", "gate", "up"), [G, G, U]),
@@ -335,26 +257,17 @@ def test_cpp_operators_themselves_check_every_tensor():
     "args, error, message",
     [
         ((G, U.half()), TypeError, "up must be gate's dtype float32, got float16"),
-        (
-            (torch.randn(3, 7),),
-            ValueError,
-            r"gate must have shape \[..., I\] with up is not None or I % 2 == 0, got \[3, 7\]",
-        ),
+        ((torch.randn(3, 7),), ValueError, r"gate .* or I % 2 == 0, got \[3, 7\]"),
         (
             (G, U[:2]),
             ValueError,
             r"up must have shape \[gate\], where gate = \[3, 8\], got \[2, 8\]",
         ),
+        ((G, U, "c"), ValueError, r"implementation 'c'; have \['auto', 'triton'"),
     ],
 )
 def test_bad_input_is_one_clear_error(fn, args, error, message):
+    gate, *rest = args
+    given = dict(zip(("up", "implementation"), rest, strict=False))
     with pytest.raises(error, match=message):
-        fn(*args)
-
-
-def test_bad_options():
-    for fn in (silu_mul, gelu_mul):
-        with pytest.raises(
-            ValueError, match=r"unknown implementation 'c'; have \['auto', 'triton'"
-        ):
-            fn(G, U, implementation="c")
+        fn(gate, **given)

@@ -27,6 +27,8 @@ S, D = 48, 8
 PREFIXES = ((20, 21, 5, 19), (21, 40, 5, 15))
 CROSSING = (0, 5, 5, 20, 21, 21, 40, 48)  # chunks begin at multiples of 6 or 12
 
+ALL = {"sinks": True, "window": 9, "softcap": 2.0}
+
 # name -> batch, query and key heads, cu_seqlens (or None), options
 CASES = {
     "sequences": (2, 4, 2, None, {}),
@@ -43,15 +45,9 @@ CASES = {
     "softcap": (1, 4, 2, CROSSING, {"softcap": 1.5}),
     "sinks": (2, 4, 2, None, {"sinks": True}),
     "values": (1, 4, 2, CROSSING, {"values": 12, "sinks": True}),
-    "all_of_it": (1, 8, 2, CROSSING, {"sinks": True, "window": 9, "softcap": 2.0, "scale": 0.5}),
+    "all_of_it": (1, 8, 2, CROSSING, {**ALL, "scale": 0.5}),
     "prefixes": (1, 4, 2, CROSSING, {"prefixes": PREFIXES}),
-    "prefixes_and_all": (
-        1,
-        8,
-        2,
-        CROSSING,
-        {"prefixes": PREFIXES, "window": 9, "softcap": 2.0, "sinks": True},
-    ),
+    "prefixes_and_all": (1, 8, 2, CROSSING, {"prefixes": PREFIXES, **ALL}),
     "both_ways": (2, 4, 2, None, {"causal": False}),
     # Neither a ring of two, beside two of Ulysses, nor one of four divides them.
     "lacking_heads": (1, 6, 3, CROSSING, {"sinks": True, "window": 9}),
@@ -68,20 +64,12 @@ def ranks(ring, ulysses):
 
 def test_the_picture_in_the_module():
     assert [positions(8, c).tolist() for c in ranks(2, 2)] == [[0, 1], [6, 7], [2, 3], [4, 5]]
-    assert [positions(12, c).tolist() for c in ranks(3, 1)] == [
-        [0, 1, 10, 11],
-        [2, 3, 8, 9],
-        [4, 5, 6, 7],
-    ]
+    of_three = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert [positions(12, c).tolist() for c in ranks(3, 1)] == of_three
     assert [positions(8, c).tolist() for c in ranks(1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [positions(24, c).tolist() for c in ranks(2, 3)] == [
-        [0, 1, 2, 3],
-        [4, 5, 18, 19],
-        [20, 21, 22, 23],
-        [6, 7, 8, 9],
-        [10, 11, 12, 13],
-        [14, 15, 16, 17],
-    ]
+    of_six = [[0, 1, 2, 3], [4, 5, 18, 19], [20, 21, 22, 23]]
+    of_six += [[6, 7, 8, 9], [10, 11, 12, 13], [14, 15, 16, 17]]
+    assert [positions(24, c).tolist() for c in ranks(2, 3)] == of_six
 
 
 @pytest.mark.parametrize("ring, ulysses", [(1, 1), (1, 3), (2, 1), (2, 2), (3, 4), (5, 2)])
@@ -100,14 +88,13 @@ def test_every_token_is_on_one_rank(ring, ulysses):
 
 
 def test_a_sequence_that_does_not_fit_and_a_rank_that_is_not_there_are_refused():
-    with pytest.raises(
-        ValueError, match=r"a multiple of 12 tokens \(2 x 3 ring x 2 Ulysses ranks\), got 30"
-    ):
+    with pytest.raises(ValueError, match=r"of 12 tokens \(2 x 3 ring x 2 Ulysses ranks\), got 30"):
         shard(torch.zeros(30), 0, ContextParallel(2, 3))
-    for t, dim, accepted in (
-        (torch.zeros(2, 12), 2, "from -2 to 1"),
-        (torch.zeros(2, 12), -3, "from -2 to 1"),
-        (torch.zeros(()), 0, "none of a scalar"),
+    matrix = torch.zeros(2, 12), "from -2 to 1"
+    for (t, accepted), dim in (
+        (matrix, 2),
+        (matrix, -3),
+        ((torch.ones(()), "none of a scalar"), 0),
     ):
         for function in (shard, cp.unshard):
             said = rf"^dim must be a dimension of t \({accepted}\), got {dim}$"
@@ -190,21 +177,17 @@ def test_a_plan_computes_each_pair_once_and_sends_what_is_seen_alone(
                 if causal and window is None and not prefixes:
                     assert len(step.blocks) <= 1
                 there = positions(n, source)
-                rows = (
-                    torch.cat([there[a:b] for a, b in step.receive])
-                    if t and step.receive
-                    else there
-                )
-                if t and not step.receive:
-                    assert not step.blocks
+                rows = there
+                if t and step.receive:
+                    rows = torch.cat([there[a:b] for a, b in step.receive])
+                assert step.receive or not t or not step.blocks
                 useful = torch.zeros(n, dtype=torch.bool)
                 for block in step.blocks:
                     q, k = own[slice(*block.queries)], rows[slice(*block.keys)]
                     part = torch.ones(len(q), len(k), dtype=torch.int64)
                     if block.offset is not None:
-                        distance = (
-                            torch.arange(len(q))[:, None] + block.offset - torch.arange(len(k))
-                        )
+                        distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
+                        distance += block.offset
                         assert distance.equal(away[q[:, None], k])
                         part = (distance < window).long()
                     times[q[:, None], k] += part
@@ -271,11 +254,12 @@ def of_rank(whole, where):
 def _everything(rank, world, folder):
     torch.set_num_threads(1)
     join_group(rank, world, folder)
-    for ring, ulysses in LAYOUTS[world]:
+    names = CASES if world > 2 else ("crossing", "all_of_it", "prefixes_and_all", "both_ways")
+    for ring, ulysses in LAYOUTS[world]:  # a ring of two, and two of Ulysses, are among four too
         where = of_this(ring, ulysses)
         assert where.layout() == ContextParallel(ulysses, ring, rank % ulysses, rank // ulysses)
-        for name, (_, heads, *_) in CASES.items():
-            if heads % ulysses == 0:
+        for name in names:
+            if CASES[name][1] % ulysses == 0:
                 _equals_one_process(name, where)
                 _has_the_bits_of_one_process(name, where)
         _other_dtypes(where)
@@ -299,13 +283,11 @@ def _equals_one_process(name, where):
         again = call(where, tensors, dout, ends, options, host=True)
         assert all(a.equal(b) for a, b in zip(found, again, strict=True)), name
     if found[4:]:
-        assert where.ulysses_size == 1 or (found[4] == 0).sum() == len(found[4]) * (
-            1 - 1 / where.ulysses_size
-        )
+        others = len(found[4]) * (1 - 1 / where.ulysses_size)
+        assert where.ulysses_size == 1 or (found[4] == 0).sum() == others
         dist.all_reduce(found[4])  # each rank has those of its queries and heads
-    for what, a, b in zip(
-        ("out", "dq", "dk", "dv", "dsinks"), found, of_rank(want, where), strict=False
-    ):
+    names = ("out", "dq", "dk", "dv", "dsinks")
+    for what, a, b in zip(names, found, of_rank(want, where), strict=False):
         close(a, b, (where.layout(), name, what))
 
 
@@ -320,9 +302,8 @@ def _has_the_bits_of_one_process(name, where):
             continue
         want = one_process(tensors, dout, ends, options, torch.float32, implementation)
         with Count() as count:
-            found = call(
-                where, tensors, dout, ends, {**options, "whole_documents": True}, implementation
-            )
+            whole = {**options, "whole_documents": True}
+            found = call(where, tensors, dout, ends, whole, implementation)
         assert count.sent == count.received == []
         rounds = (where.ring_size > 1) + (where.ulysses_size > 1)
         assert len(count.all_to_alls) == 4 * rounds, name
@@ -355,11 +336,8 @@ def _other_dtypes(where):
         assert all(t.dtype == dtype for t in found)
         total = found[4].double()
         dist.all_reduce(total)
-        for a, b in zip(
-            (*found[:4], total),
-            of_rank(one_process(tensors, dout, ends, options), where),
-            strict=True,
-        ):
+        want = of_rank(one_process(tensors, dout, ends, options), where)
+        for a, b in zip((*found[:4], total), want, strict=True):
             close(a, b, (where.layout(), dtype), tolerance)
     tensors, dout, ends, options = problem("crossing")
     expected = call(where, [t.bfloat16() for t in tensors], dout.bfloat16(), ends, options)
@@ -401,10 +379,8 @@ def _what_travels(where):
         assert forward.all_to_alls == backward.all_to_alls == []
     else:
         scatter, gather = (U, s, 1, (4 // U + 2 * keys) * D), (U, s, 1, 4 // U * D)
-        assert forward.all_to_alls == [scatter, gather] and backward.all_to_alls == [
-            gather,
-            scatter,
-        ]
+        assert forward.all_to_alls == [scatter, gather]
+        assert backward.all_to_alls == [gather, scatter]
     # A later ring rank needs only the early chunk, an earlier one both.
     rows = [chunk if r + t < R else 2 * chunk for t in range(1, R)]
     sent = [((2 * n * keys * D,), torch.float32) for n in rows]
@@ -428,9 +404,7 @@ def _no_second_derivative(where):
     tensors, dout, ends, _ = problem("crossing")
     own = [t.detach().requires_grad_() for t in of_rank(tensors, where)]
     out = context_parallel_attention(*own, where, cu_seqlens=torch.tensor(ends))
-    with pytest.raises(
-        RuntimeError, match=r"(context_parallel_attention|Ulysses) is differentiable once"
-    ):
+    with pytest.raises(RuntimeError, match="is differentiable once"):
         torch.autograd.grad(out, own, shard(dout, 2, where), create_graph=True)
 
 
@@ -443,54 +417,27 @@ def _refusals(where):
         i.name for i in ATTENTION.implementations if i.refuses(Request(head_dim=D, part=True))
     )
     three = [t[:, :3] if i == 0 else t[:, :1] for i, t in enumerate((q, k, v))]
-    for parts, changed, error, message in (
-        ((q, k, v), {"cu_seqlens": cu - 1}, ValueError, "cu_seqlens must start at 0"),
-        (
-            (q, k, v),
-            {"cu_seqlens": cu.clamp_max(24)},
-            ValueError,
-            "cu_seqlens must end at 48, the number of tokens",
-        ),
-        (
-            (q, k, v),
-            {"cu_seqlens": cu, "ends": ends[:-1]},
-            ValueError,
-            "ends must be the values of cu_seqlens",
-        ),
-        (
-            (q, k, v),
-            {"cu_seqlens": cu, "ends": (0, 6, 6, 20, 21, 21, 40, 48)},
-            ValueError,
-            "ends must be the values",
-        ),
-        ((q, k, v), {"ends": ends}, ValueError, "give both, or cu_seqlens alone"),
-        (
-            [t.repeat(2, 1, 1, 1) for t in (q, k, v)],
-            {"cu_seqlens": cu},
-            ValueError,
-            "packed documents need B = 1",
-        ),
-        ([t[:, :, 1:] for t in (q, k, v)], {}, ValueError, "q must have an even number of tokens"),
-        ((q, k[:, :, 2:], v[:, :, 2:]), {}, ValueError, "k must have shape .* with Sk == S"),
-        ((q, k, v), {"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
-        ((q, k, v), {"window": 3, "causal": False}, ValueError, "window = 3 needs causal=True"),
-        (
-            (q, k, v),
-            {"implementation": no_part},
-            ImplementationUnavailable,
-            rf"attention\[{no_part}\]: ",
-        ),
-        ((q, k, v), {"implementation": "ring"}, ValueError, "unknown implementation 'ring'"),
+    moved, twice = (0, 6, 6, 20, 21, 21, 40, 48), [t.repeat(2, 1, 1, 1) for t in (q, k, v)]
+    for parts, changed, message in (
+        ((q, k, v), {"cu_seqlens": cu - 1}, "cu_seqlens must start at 0"),
+        ((q, k, v), {"cu_seqlens": cu.clamp_max(24)}, "cu_seqlens must end at 48, the number of"),
+        ((q, k, v), {"cu_seqlens": cu, "ends": ends[:-1]}, "ends must be the values of cu_seqlens"),
+        ((q, k, v), {"cu_seqlens": cu, "ends": moved}, "ends must be the values of cu_seqlens"),
+        ((q, k, v), {"ends": ends}, "give both, or cu_seqlens alone"),
+        (twice, {"cu_seqlens": cu}, "packed documents need B = 1"),
+        ([t[:, :, 1:] for t in (q, k, v)], {}, "q must have an even number of tokens"),
+        ((q, k[:, :, 2:], v[:, :, 2:]), {}, "k must have shape .* with Sk == S"),
+        ((q, k, v), {"sinks": torch.zeros(3)}, "sinks must have shape"),
+        ((q, k, v), {"window": 3, "causal": False}, "window = 3 needs causal=True"),
+        ((q, k, v), {"implementation": "ring"}, "unknown implementation 'ring'"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             context_parallel_attention(*parts, where, **changed)
-    with pytest.raises(
-        ValueError, match="q must have a multiple of 2 heads, so that each Ulysses rank has as many"
-    ):
+    with pytest.raises(ImplementationUnavailable, match=rf"attention\[{no_part}\]: "):
+        context_parallel_attention(q, k, v, where, implementation=no_part)
+    with pytest.raises(ValueError, match="q must have a multiple of 2 heads"):
         context_parallel_attention(*three, replace(where, ulysses_size=2))
-    with pytest.raises(
-        ValueError, match="cp must have a process group for ring_size = 2: it is a layout alone"
-    ):
+    with pytest.raises(ValueError, match="cp must have a process group for ring_size = 2"):
         context_parallel_attention(q, k, v, where.layout())
 
 
@@ -499,9 +446,8 @@ def _triton(where):
         return
     tensors, dout, ends, options = problem("all_of_it")
     found = call(where, tensors, dout, ends, options, "triton")
-    for a, b in zip(
-        found[:4], of_rank(one_process(tensors, dout, ends, options), where), strict=False
-    ):
+    want = of_rank(one_process(tensors, dout, ends, options), where)
+    for a, b in zip(found[:4], want, strict=False):
         close(a, b, "triton")
 
 
@@ -517,11 +463,11 @@ def test_a_sequence_on_one_rank_is_attention():
     tensors, dout, ends, options = problem("all_of_it")
     alone = ContextParallel.of()
     assert alone == ContextParallel() and alone.multiple == 1
-    for a, b in zip(
+    found, want = (
         call(alone, tensors, dout, ends, options),
         one_process(tensors, dout, ends, options),
-        strict=True,
-    ):
+    )
+    for a, b in zip(found, want, strict=True):
         close(a, b, "alone")
     assert cp.unshard(tensors[0], 2, alone).equal(tensors[0])
     for (i, a), (j, b) in itertools.product(enumerate(ranks(2, 2)), repeat=2):

@@ -81,22 +81,6 @@ def test_seed_and_offset_choose_the_mask(name):
             assert 64 < int((mask != other).sum()) < 192  # 128, by 8 standard deviations
 
 
-def test_another_seed_and_offset_do_not_recompile():
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-    compiled = torch.compile(
-        lambda x, seed, offset: drop(x, 0.5, "eager", seed=seed, offset=offset),
-        backend=counter,
-        fullgraph=True,
-    )
-    x = torch.ones(64, device=DEVICE)
-    for seed, offset in ((5, 7), (6, 9), (2**40, 2**41), (8, 8)):
-        expected = drop(x, 0.5, "eager", seed=seed, offset=offset)
-        assert torch.equal(compiled(x, seed, offset), expected)
-    assert counter.frame_count <= 2
-
-
 def test_the_cpp_operator_itself_checks_every_argument():
     """Called below the public function's checks."""
     skip_unless_usable(DROPOUT_ADD, "cpp", torch.float32)

@@ -27,11 +27,7 @@ E, H, I = 8, 12, 10
 CASES = {
     "uniform": ((9, 7), 3, "uniform"),
     "one_token_a_rank": ((1, 1), 2, "uniform"),
-    "idle_experts": (
-        (8, 5),
-        2,
-        "idle",
-    ),  # half of the experts, all of the first rank's, get no tokens
+    "idle_experts": ((8, 5), 2, "idle"),  # half of the experts, all of the first rank's
     "overloaded": ((6, 11), 2, "overloaded"),  # every token chooses expert 5
     "one_expert_has_all": ((7, 6), 1, "one"),
     "no_tokens_on_a_rank": ((0, 9), 2, "uniform"),
@@ -58,17 +54,14 @@ def problem(name, world):
     if kind == "sentinels":
         index[torch.rand(T, K, generator=g) < 0.4] = E
         index[0] = E
-    return (
-        sizes,
-        {
-            "x": torch.randn(T, H, generator=g),
-            "gate_up_proj": torch.randn(E, 2 * I, H, generator=g) * H**-0.5,
-            "down_proj": torch.randn(E, H, I, generator=g) * I**-0.5,
-            "expert_index": index,
-            "expert_weight": torch.rand(T, K, generator=g),
-        },
-        torch.randn(T, H, generator=g),
-    )
+    whole = {
+        "x": torch.randn(T, H, generator=g),
+        "gate_up_proj": torch.randn(E, 2 * I, H, generator=g) * H**-0.5,
+        "down_proj": torch.randn(E, H, I, generator=g) * I**-0.5,
+        "expert_index": index,
+        "expert_weight": torch.rand(T, K, generator=g),
+    }
+    return sizes, whole, torch.randn(T, H, generator=g)
 
 
 def own(whole, sizes, rank):
@@ -232,38 +225,23 @@ def kept(call):
 def _refusals(group):
     sizes, whole, _ = problem("uniform", dist.get_world_size(group))
     parts = own(whole, sizes, 0)
-    for change, options, error, message in (
-        ({}, {"dispatch": "ring"}, ValueError, "dispatch must be one of"),
-        ({"x": parts["x"][0]}, {}, ValueError, r"x must have shape \[T, H\]"),
-        ({"x": parts["x"][1:]}, {}, ValueError, r"expert_index must have shape \[T, K\], where T"),
-        (
-            {"gate_up_proj": parts["gate_up_proj"][0]},
-            {},
-            ValueError,
-            "gate_up_proj must have shape",
-        ),
-        (
-            {"expert_weight": parts["expert_weight"][:, 1:]},
-            {},
-            ValueError,
-            "expert_weight must have shape",
-        ),
-        ({"expert_index": parts["expert_index"] + E}, {}, IndexError, f"accepted are 0 to {E - 1}"),
-        (
-            {"expert_index": parts["expert_index"].double()},
-            {},
-            TypeError,
-            "expert_index must be int32 or int64",
-        ),
+    index, weight = parts["expert_index"], parts["expert_weight"]
+    for change, error, message in (
+        ({"x": parts["x"][0]}, ValueError, r"x must have shape \[T, H\]"),
+        ({"x": parts["x"][1:]}, ValueError, r"expert_index must have shape \[T, K\], where T"),
+        ({"gate_up_proj": parts["gate_up_proj"][0]}, ValueError, "gate_up_proj must have shape"),
+        ({"expert_weight": weight[:, 1:]}, ValueError, "expert_weight must have shape"),
+        ({"expert_index": index + E}, IndexError, f"accepted are 0 to {E - 1}"),
+        ({"expert_index": index.double()}, TypeError, "expert_index must be int32 or int64"),
     ):
         with pytest.raises(error, match=message):
-            ep.ep_moe_mlp(*{**parts, **change}.values(), group, **options)
+            ep.ep_moe_mlp(*{**parts, **change}.values(), group)
+    with pytest.raises(ValueError, match="dispatch must be one of"):
+        ep.ep_moe_mlp(*parts.values(), group, dispatch="ring")
     with pytest.raises(ValueError, match="num_experts must be a multiple of the group's"):
-        ep.dispatch(parts["x"], parts["expert_index"], parts["expert_weight"], E + 1, group)
+        ep.dispatch(parts["x"], index, weight, E + 1, group)
     if ep.no_deepep("cpu"):
-        sentence = (
-            r"ep_moe_mlp\[deepep\]: (the package 'deep_ep' is not installed|DeepEP takes CUDA)"
-        )
+        sentence = r"ep_moe_mlp\[deepep\]: (the package 'deep_ep' is not inst|DeepEP takes CUDA)"
         with pytest.raises(ImplementationUnavailable, match=sentence):
             ep.ep_moe_mlp(*parts.values(), group, dispatch="deepep")
 
@@ -323,29 +301,20 @@ class StandIn:
             return received, None, None, None, None, None
         assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
         handle, L = self.everyone(is_token_in_rank), num_tokens_per_expert.shape[0] // self.n
-        index = (
-            torch.cat([t[m] for t, m in zip(self.everyone(topk_idx), mine, strict=True)])
-            - self.rank * L
+        index, weight = (
+            torch.cat([t[m] for t, m in zip(self.everyone(own), mine, strict=True)])
+            for own in (topk_idx, topk_weights)
         )
-        weight = torch.cat([t[m] for t, m in zip(self.everyone(topk_weights), mine, strict=True)])
+        index -= self.rank * L
         away = (index < 0) | (index >= L)
         counts = [int((index == e).sum()) for e in range(L)]
-        return (
-            received,
-            index.masked_fill(away, -1),
-            weight.masked_fill(away, 0),
-            counts,
-            handle,
-            None,
-        )
+        index, weight = index.masked_fill(away, -1), weight.masked_fill(away, 0)
+        return received, index, weight, counts, handle, None
 
     def combine(self, x, handle, topk_weights=None):
         assert x.dtype == torch.bfloat16 and x.is_contiguous()
-        return (
-            self._sum(x, handle),
-            None if topk_weights is None else self._sum(topk_weights, handle),
-            None,
-        )
+        weights = None if topk_weights is None else self._sum(topk_weights, handle)
+        return self._sum(x, handle), weights, None
 
     def _sum(self, t, handle):
         total = torch.zeros(handle[self.rank].shape[0], t.shape[1])
@@ -407,9 +376,7 @@ def test_spread_experts_equal_one_process(world):
             for way in WAYS:
                 expected = expected_of[way.startswith("biased")]
                 parts = [torch.load(f"{folder}/{name}-{way}-{r}") for r in range(world)]
-                for i, what in enumerate(
-                    ("y", "dx", "dgate_up_proj", "ddown_proj", "dexpert_weight")
-                ):
+                for i, what in enumerate(("y", *(f"d{n}" for n in whole if n != "expert_index"))):
                     close(torch.cat([part[i] for part in parts]), expected[i], (name, way, what))
 
 
@@ -458,16 +425,9 @@ def test_a_name_fixes_its_parts_whatever_is_pinned(alone):
     # The exchange, its pairs and the experts; and in both passes the experts and their pairs (sums
     # over fewer rows than positions, those of the exchange here, are PyTorch's).
     assert ran["permute_cpp_sort"] == 3 and ran["permute_cpp_collect"] == 4
-    assert names == {
-        "moe_mlp_cpp",
-        "permute_cpp_sort",
-        "permute_cpp_collect",
-        "act_mul_cpp",
-        "grouped_gemm_cpp",
-        "grouped_gemm_cpp_backward_x",
-        "grouped_gemm_cpp_backward_weight",
-        "checked_expert_index",
-    }
+    gemm = {f"grouped_gemm_cpp{n}" for n in ("", "_backward_x", "_backward_weight")}
+    rows = {"permute_cpp_sort", "permute_cpp_collect", "checked_expert_index"}
+    assert names == gemm | rows | {"moe_mlp_cpp", "act_mul_cpp"}
 
 
 @contextlib.contextmanager
@@ -493,12 +453,8 @@ def test_a_layer_with_collectives_stays_out_of_compiled_code(alone):
     compiled = torch.compile(ep.ep_moe_mlp, backend="eager")
     plain, compiled = (f(*parts.values(), alone) for f in (ep.ep_moe_mlp, compiled))
     assert torch.equal(plain, compiled)
-    for a, b in zip(
-        torch.autograd.grad(plain, wanted, dy.to(DEVICE)),
-        torch.autograd.grad(compiled, wanted, dy.to(DEVICE)),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+    pair = (torch.autograd.grad(y, wanted, dy.to(DEVICE)) for y in (plain, compiled))
+    assert all(map(torch.equal, *pair))
 
 
 def test_results_of_other_rows_are_refused(alone):

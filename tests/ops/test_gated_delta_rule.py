@@ -39,6 +39,13 @@ def recurrence(q, k, v, g, beta, state, scale=None, normalize=False):
     return torch.stack(out, 1), state
 
 
+def both(inputs, name, **options):
+    """The outputs and the last state."""
+    *given, state = inputs
+    options |= {"initial_state": state, "output_final_state": True}
+    return gated_delta_rule(*given, **options, implementation=name)
+
+
 def gradients(results, inputs, seed=3):
     gen = torch.Generator().manual_seed(seed)
     weights = [torch.randn(r.shape, generator=gen, dtype=r.dtype) for r in results]
@@ -56,13 +63,7 @@ def gradients(results, inputs, seed=3):
 )
 def test_chunks_equal_the_recurrence_in_float64(B, S, HK, HV, DK, DV, options):
     inputs = drawn(B, S, HK, HV, DK, DV)
-    found = gated_delta_rule(
-        *inputs[:5],
-        initial_state=inputs[5],
-        output_final_state=True,
-        implementation="eager",
-        **options,
-    )
+    found = both(inputs, "eager", **options)
     expected = recurrence(*inputs, options.get("scale"), options.get("use_qk_l2norm", False))
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-11, atol=1e-12)
@@ -74,19 +75,12 @@ def test_packed_documents_start_from_their_own_states():
     bounds = (0, 70, 70, 71, 199, 200)
     inputs = drawn(1, 200, 1, 2, 4, 3, N=5)
     *rows, states = inputs
-    found = gated_delta_rule(
-        *rows,
-        initial_state=states,
-        output_final_state=True,
-        cu_seqlens=torch.tensor(bounds),
-        implementation="eager",
-    )
-    alone = [
-        recurrence(*(t[:, a:b] for t in rows), states[i : i + 1])
-        if a < b
-        else (rows[2][:, :0], states[i : i + 1])
-        for i, (a, b) in enumerate(itertools.pairwise(bounds))
-    ]
+    found = both(inputs, "eager", cu_seqlens=torch.tensor(bounds))
+    alone = []
+    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+        own = states[i : i + 1]
+        document = [t[:, a:b] for t in rows]
+        alone.append(recurrence(*document, own) if a < b else (document[2], own))
     expected = torch.cat([o for o, _ in alone], 1), torch.cat([s for _, s in alone])
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-11, atol=1e-12)
@@ -101,13 +95,7 @@ def test_packed_documents_start_from_their_own_states():
 def test_equals_transformers(form):
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     *inputs, state = drawn(2, 70, 2, 4, 16, 8, dtype=torch.float32)
-    found = gated_delta_rule(
-        *inputs,
-        initial_state=state,
-        output_final_state=True,
-        use_qk_l2norm=True,
-        implementation="eager",
-    )
+    found = both([*inputs, state], "eager", use_qk_l2norm=True)
     expected = getattr(qwen, form)(
         *inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
@@ -139,14 +127,7 @@ def test_cpp_takes_any_width_on_any_number_of_threads(DK, DV):
     inputs = drawn(1, 230, 2, 6, DK, DV, dtype=torch.float32, N=4)
 
     def step(name):
-        found = gated_delta_rule(
-            *inputs[:5],
-            initial_state=inputs[5],
-            output_final_state=True,
-            use_qk_l2norm=DK == 33,
-            cu_seqlens=torch.tensor(bounds),
-            implementation=name,
-        )
+        found = both(inputs, name, use_qk_l2norm=DK == 33, cu_seqlens=torch.tensor(bounds))
         return [*found, *gradients(found, inputs)]
 
     expected, results = step("eager"), []

@@ -1,5 +1,5 @@
-"""The block Hadamard transform: the matrix, its inverse and gradient, the signs, the bits of every
-implementation.
+"""The block Hadamard transform: the matrix, the signs, the bits of every implementation; its
+gradient is in test_contract.py.
 """
 
 import math
@@ -8,14 +8,12 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable, with_dtypes
 
-from tilewright.core.registry import FLOATS, short
 from tilewright.ops import hadamard
 from tilewright.ops.quant import quantize
 from tilewright.ops.quant.hadamard import HADAMARD
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", HADAMARD.names())
 SIZES = pytest.mark.parametrize("size", [16, 32])
-EVERY_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=short)
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -60,37 +58,11 @@ def test_is_a_product_by_the_matrix_of_signs(name, size, seed):
 )
 def test_implementations_give_the_bits_of_the_twin(name, dtype, size, options, poisoned):
     skip_unless_usable(HADAMARD, name, dtype)
-    for shape in (
-        (5, 96),
-        (2500 // size * size,),
-        (2, 0, 64),
-        (0, 32),
-    ):  # within a program's tile, and beyond
+    # Within a program's tile, and beyond.
+    for shape in ((5, 96), (2500 // size * size,), (2, 0, 64), (0, 32)):
         x = randn(*shape, dtype=dtype)
         found, expected = (hadamard(x, size, **options, implementation=n) for n in (name, "eager"))
         assert found.dtype == dtype and torch.equal(found, expected)
-
-
-@IMPLEMENTATIONS
-@SIZES
-@pytest.mark.parametrize("seed", [None, 11])
-def test_inverse_undoes_it_and_lengths_stay(name, size, seed):
-    skip_unless_usable(HADAMARD, name, torch.float32)
-    x = randn(6, 4 * size)
-    y = hadamard(x, size, seed=seed, implementation=name)
-    back = hadamard(y, size, seed=seed, inverse=True, implementation=name)
-    torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    w = randn(5, 4 * size, seed=1)  # products along the last dimension are preserved
-    torch.testing.assert_close(
-        y @ hadamard(w, size, seed=seed, implementation=name).T, x @ w.T, rtol=0, atol=5e-5
-    )
-
-
-def test_one_large_element_is_spread():
-    x = torch.zeros(1, 32, device=DEVICE)
-    x[0, 3] = 8.0
-    assert hadamard(x, 16).abs().tolist() == [[2.0] * 16 + [0.0] * 16]
 
 
 def test_signs_are_those_of_the_seed():
@@ -107,44 +79,6 @@ def test_signs_are_those_of_the_seed():
     assert ((counts - 200).abs() < 50).all()  # 5 standard deviations
 
 
-@IMPLEMENTATIONS
-@SIZES
-@pytest.mark.parametrize("inverse", [False, True])
-def test_gradient_is_the_other_direction(name, size, inverse):
-    skip_unless_usable(HADAMARD, name, torch.float32)
-    x, dy = randn(3, 2 * size).requires_grad_(), randn(3, 2 * size, seed=1)
-    options = {"seed": 4, "implementation": name}
-    y = hadamard(x, size, inverse=inverse, **options)
-    (dx,) = torch.autograd.grad(y, x, dy.expand(3, -1), create_graph=True)
-    torch.testing.assert_close(
-        dx, hadamard(dy, size, inverse=not inverse, **options), rtol=0, atol=1e-6
-    )
-    # The transform is linear: <dy, H v> = <H^T dy, v>.
-    v = randn(3, 2 * size, seed=2)
-    torch.testing.assert_close(
-        (dy * hadamard(v, size, inverse=inverse, **options)).sum(), (dx * v).sum()
-    )
-
-
-@pytest.mark.parametrize("inverse", [False, True])
-def test_gradcheck_of_the_definition(inverse):
-    x = randn(2, 32).double().requires_grad_()
-    call = lambda x: hadamard(x, 16, seed=1, inverse=inverse, implementation="eager")  # noqa: E731
-    assert torch.autograd.gradcheck(call, x)
-    assert torch.autograd.gradgradcheck(call, x)
-
-
-@IMPLEMENTATIONS
-def test_any_strides(name):
-    skip_unless_usable(HADAMARD, name, torch.float32)
-    x = randn(32, 96)
-    for view in (x[:, 16:48], x.mT, x[::2], x[:1].expand(4, 96), x.view(32, 6, 16).transpose(0, 1)):
-        assert torch.equal(
-            hadamard(view, seed=2, implementation=name),
-            hadamard(view.contiguous(), seed=2, implementation=name),
-        )
-
-
 def test_what_is_not_finite_stays_in_its_block():
     x = randn(2, 64)
     x[0, 20], x[1, 63] = float("nan"), float("inf")
@@ -157,10 +91,7 @@ def test_what_is_not_finite_stays_in_its_block():
 def test_arguments_that_do_not_fit_are_refused_by_name():
     x = randn(4, 48)
     for call, message in [
-        (
-            lambda: hadamard(x, 32),
-            r"x must have shape \[..., C\] with C % size == 0, where size = 32, got \[4, 48\]",
-        ),
+        (lambda: hadamard(x, 32), r"x .* with C % size == 0, where size = 32, got \[4, 48\]"),
         (lambda: hadamard(x[:, :40]), r"x must .*, where size = 16, got \[4, 40\]"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -44,7 +44,7 @@ CONVOLUTIONS = {
     "short_sequences": (3, 8, 8, None, False, None),
     "no_tokens": (1, 0, 4, (0, 0), True, None),
 }
-FUSED = "cpp"
+FUSED, RESULTS = "cpp", ("o", "dq", "dk", "dv", "dg", "dbeta")
 
 
 def available(op, name=FUSED):
@@ -127,12 +127,15 @@ def convolution_in_one(tensors, dout, options, implementation, dtype=None):
 def _everything(rank, world, folder):
     torch.set_num_threads(1)
     join_group(rank, world, folder)
-    for ring, ulysses in LAYOUTS[world]:
+    some = ("sequences", "crossing", "lacking_heads", "empty_documents_first")
+    for ring, ulysses in LAYOUTS[world]:  # a ring of two, and two of Ulysses, are among four too
         where = of_this(ring, ulysses)
         for name in RULES:
-            _rule_equals_one_process(name, where)
+            if world > 2 or name in some:
+                _rule_equals_one_process(name, where)
         for name in CONVOLUTIONS:
-            _convolution_equals_one_process(name, where)
+            if world > 2 or name in some:
+                _convolution_equals_one_process(name, where)
         _a_document_alone(where)
         _what_travels(where)
         _no_second_derivative(where)
@@ -150,9 +153,7 @@ def _rule_equals_one_process(name, where):
             tensors = [t.double() for t in tensors]
         want = rule_in_one(tensors, dout, options, "eager", torch.float64)
         found = rule_over_ranks(tensors, dout, where, options, "eager")
-        for what, a, b, t in zip(
-            ("o", "dq", "dk", "dv", "dg", "dbeta"), found, want, (dout, *tensors), strict=True
-        ):
+        for what, a, b, t in zip(RESULTS, found, want, (dout, *tensors), strict=True):
             assert a.dtype == t.dtype
             close(a, shard(b, 1, where), (where.layout(), name, what), tolerance)
     if not available(GATED_DELTA_RULE):
@@ -163,7 +164,7 @@ def _rule_equals_one_process(name, where):
         want = rule_in_one(tensors, dout, options, FUSED)
         found = rule_over_ranks(tensors, dout, where, options, FUSED)
         own_keys = HV % where.size == 0 and HK % where.size == 0
-        for what, a, b in zip(("o", "dq", "dk", "dv", "dg", "dbeta"), found, want, strict=True):
+        for what, a, b in zip(RESULTS, found, want, strict=True):
             b = shard(b, 1, where)
             if own_keys or what not in ("dq", "dk"):
                 assert a.equal(b), (where.layout(), name, what, dtype)
@@ -260,18 +261,15 @@ def _autocast(where):
     own = [shard(t, 1, where) for t in tensors]
     (x, weight), _, more = convolution_problem("crossing", torch.float32)
     x = shard(x, 1, where)
-    wanted = (
-        context_parallel_gated_delta_rule(
-            *(t.bfloat16() for t in own[:3]), *own[3:], where, **options
-        ),
-        context_parallel_causal_conv1d(x.bfloat16(), weight.bfloat16(), where, **more),
-    )
+
+    def both(own, x, weight):
+        rule = context_parallel_gated_delta_rule(*own, where, **options)
+        return rule, context_parallel_causal_conv1d(x, weight, where, **more)
+
+    low = [t.bfloat16() for t in own[:3]]
+    wanted = both([*low, *own[3:]], x.bfloat16(), weight.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
-        found = (
-            context_parallel_gated_delta_rule(*own, where, **options),
-            context_parallel_causal_conv1d(x, weight, where, **more),
-        )
-    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+        assert all(map(torch.equal, both(own, x, weight), wanted))
 
 
 def _refusals(where):

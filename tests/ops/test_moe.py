@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICE, operators_of, skip_unless_usable, threads
+from helpers import DEVICE, operators_of, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.core import platform
-from tilewright.ops import OPS, Gate, moe_mlp, permute, quantize_nf4, route
+from tilewright.ops import OPS, Gate, moe_mlp, quantize_nf4, route
 from tilewright.ops.moe import moe_fused
 from tilewright.ops.moe.moe import MOE_MLP, saved_bytes
 from tilewright.ops.quant import weights
@@ -116,24 +116,17 @@ def biases(dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    "change, message",
     [
-        (
-            {"gate_up_bias": torch.zeros(E, I)},
-            ValueError,
-            "gate_up_bias must have shape [E, 2*I], where E = 5, I = 16, got [5, 16]",
-        ),
-        (
-            {"down_bias": torch.zeros(E, 2 * H)},
-            ValueError,
-            "down_bias must have shape [E, H], where E = 5, H = 24, got [5, 48]",
-        ),
-        ({"gate": "silu"}, TypeError, "gate must be a Gate, got str"),
+        ({"gate_up_bias": torch.zeros(E, I)}, "[E, 2*I], where E = 5, I = 16, got [5, 16]"),
+        ({"down_bias": torch.zeros(E, 2 * H)}, "[E, H], where E = 5, H = 24, got [5, 48]"),
+        ({"gate": "silu"}, "must be a Gate, got str"),
     ],
 )
-def test_bad_biases_and_gates_are_named(change, error, message):
+def test_bad_biases_and_gates_are_named(change, message):
     change = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in change.items()}
-    with pytest.raises(error, match=re.escape(message)):
+    message = rf"{next(iter(change))} .*{re.escape(message)}"
+    with pytest.raises((ValueError, TypeError), match=message):
         moe_mlp(*inputs(), **change)
 
 
@@ -144,69 +137,41 @@ def test_a_bias_without_an_inner_width_is_refused():
 
 
 @pytest.mark.parametrize(
-    "fields, error, message",
+    "fields, message",
     [
-        (
-            {"activation": "relu"},
-            ValueError,
-            "activation must be one of ['silu', 'gelu_tanh', 'gelu', 'softcapped'], got",
-        ),
-        ({"alpha": float("nan")}, ValueError, "alpha must be a finite number, got nan"),
-        ({"limit": 0}, ValueError, "limit must be None or a positive finite number, got 0"),
-        ({"up_limit": "7"}, TypeError, "up_limit must be a number, got '7'"),
-        ({"interleaved": 1}, TypeError, "interleaved must be True or False, got 1"),
-        (
-            {"activation": "gelu", "alpha": 2},
-            ValueError,
-            "alpha must be 1 for 'gelu', which has no sigmoid, got 2",
-        ),
-        (
-            {"activation": "softcapped", "limit": 1.0},
-            ValueError,
-            "'softcapped' needs a limit and an up_limit, got limit=1",
-        ),
+        ({"activation": "relu"}, "activation must be one of ['silu', 'gelu_tanh', 'gelu', "),
+        ({"alpha": float("nan")}, "alpha must be a finite number, got nan"),
+        ({"limit": 0}, "limit must be None or a positive finite number, got 0"),
+        ({"up_limit": "7"}, "up_limit must be a number, got '7'"),
+        ({"interleaved": 1}, "interleaved must be True or False, got 1"),
+        ({"activation": "gelu", "alpha": 2}, "alpha must be 1 for 'gelu', which has no sigmoid"),
+        ({"activation": "softcapped", "limit": 1.0}, "'softcapped' needs a limit and an up_limit"),
     ],
 )
-def test_a_gate_that_is_none_is_named(fields, error, message):
+def test_a_gate_that_is_none_is_named(fields, message):
+    error = TypeError if fields.keys() & {"up_limit", "interleaved"} else ValueError
     with pytest.raises(error, match=re.escape(message)):
         Gate(**fields)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_each_bias_alone_is_both_with_the_other_zero(name):
+    skip_unless_usable(MOE_MLP, name, torch.float32)
+    arguments, both = [t.detach() for t in inputs()], biases()
+    for n in both:
+        zeros = {m: t if m == n else torch.zeros_like(t) for m, t in both.items()}
+        found, expected = (
+            moe_mlp(*arguments, **given, implementation=name) for given in ({n: both[n]}, zeros)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name, value", [*biases().items(), ("gate", Gate(limit=7.0))])
 def test_quantized_experts_refuse_biases_and_other_gates(name, value):
     x, gate_up, down, index, weight = (t.detach() for t in inputs())
     frozen = [quantize_nf4(w, implementation="eager") for w in (gate_up, down)]
-    with pytest.raises(
-        ValueError, match=f"^{name} is for weights that are tensors, got it with quantized ones$"
-    ):
+    with pytest.raises(ValueError, match=f"^{name} is for .* tensors, got .* quantized ones$"):
         moe_mlp(x, *frozen, index, weight, **{name: value})
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_each_bias_alone_and_its_gradient_alone(name):
-    """One bias alone equals both with the other zero; a gradient does not depend on which others
-    are requested.
-    """
-    skip_unless_usable(MOE_MLP, name, torch.float32)
-    arguments = [t.detach() for t in inputs()]
-    both = biases()
-    dy = torch.randn(T, H, device=DEVICE)
-    leaves = {n: t.clone().requires_grad_() for n, t in both.items()}
-    y = moe_mlp(*arguments, **leaves, implementation=name)
-    together = dict(zip(both, torch.autograd.grad(y, leaves.values(), dy), strict=True))
-    for n in both:
-        leaf = {m: t.clone().requires_grad_(m == n) for m, t in both.items()}
-        assert torch.equal(
-            torch.autograd.grad(moe_mlp(*arguments, **leaf, implementation=name), leaf[n], dy)[0],
-            together[n],
-        )
-        zeros = {m: t if m == n else torch.zeros_like(t) for m, t in both.items()}
-        torch.testing.assert_close(
-            moe_mlp(*arguments, **{n: both[n]}, implementation=name),
-            moe_mlp(*arguments, **zeros, implementation=name),
-            rtol=1e-5,
-            atol=1e-6,
-        )
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -231,25 +196,16 @@ CPP_PARTS = {
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="C++ is for the CPU")
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["tensors", "quantized"])
-def test_a_name_fixes_its_parts_whatever_is_pinned(frozen, compiled):
+def test_a_name_fixes_its_parts_whatever_is_pinned(frozen):
     skip_unless_usable(MOE_MLP, "cpp", torch.float32)
     arguments = x, _, _, _, weight = inputs()
     if frozen:
         arguments[1:3] = (quantize_nf4(w.detach()) for w in arguments[1:3])
 
-    def layer(*arguments):
-        return moe_mlp(*arguments, implementation="cpp")
-
-    if compiled:
-        torch._dynamo.reset()
-        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
-
     def both_passes():
-        torch.autograd.grad(layer(*arguments).sum(), (x, weight))
+        torch.autograd.grad(moe_mlp(*arguments, implementation="cpp").sum(), (x, weight))
 
-    both_passes()  # compiles
     with use("eager"):
         both_passes()
         ran = operators_of(both_passes)
@@ -266,16 +222,11 @@ def test_without_gradients_nothing_is_kept(name):
     expected = moe_mlp(*arguments, implementation=name)
     with torch.no_grad():
         assert torch.equal(moe_mlp(*arguments, implementation=name), expected)
-    _, pre, *_ = torch.ops.tilewright.__getattr__(f"moe_mlp_{name}_forward")(
-        arguments[0].detach(),
-        *weights.pack(arguments[1].detach()),
-        *weights.pack(arguments[2].detach()),
-        *moe_fused.NO_BIASES,
-        *moe_fused.GateOptions.of(Gate()),
-        *(t.detach() for t in arguments[3:]),
-        False,
-        name == "triton",
-    )
+    x, gate_up, down, *routing = (t.detach() for t in arguments)
+    packed = *weights.pack(gate_up), *weights.pack(down)
+    options = *moe_fused.NO_BIASES, *moe_fused.GateOptions.of(Gate())
+    forward = getattr(torch.ops.tilewright, f"moe_mlp_{name}_forward")
+    _, pre, *_ = forward(x, *packed, *options, *routing, False, name == "triton")
     assert pre is None
 
 
@@ -298,54 +249,6 @@ def test_a_sentinel_adds_nothing_and_gets_nothing(name):
     assert (dweight[away] == 0).all() and (dweight[~away] != 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_which_gradients_are_wanted_changes_none_of_them(name):
-    skip_unless_usable(MOE_MLP, name, torch.float32)
-    arguments = inputs()
-    dy = torch.randn(T, H, device=DEVICE)
-    together = dict(
-        zip(
-            (0, 1, 2, 4),
-            grads(moe_mlp(*arguments, implementation=name), arguments, dy),
-            strict=True,
-        )
-    )
-    for i, expected in together.items():
-        alone = [t.detach() if j != i else t for j, t in enumerate(arguments)]
-        (found,) = grads(moe_mlp(*alone, implementation=name), alone, dy)
-        assert torch.equal(found, expected), i
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_the_same_twice(name):
-    skip_unless_usable(MOE_MLP, name, torch.float32)
-    results = []
-    for _ in range(2):
-        arguments = inputs(T=200)
-        with threads(2):
-            y = moe_mlp(*arguments, implementation=name)
-            results.append((y, *grads(y, arguments, torch.ones_like(y))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_strides_and_index_dtypes_change_nothing(name):
-    skip_unless_usable(MOE_MLP, name, torch.float32)
-    x, gate_up, down, index, weight = (t.detach() for t in inputs())
-    expected = moe_mlp(x, gate_up, down, index, weight, implementation=name)
-    wide = torch.zeros(T, 2 * H, device=DEVICE)
-    wide[:, ::2] = x
-    found = moe_mlp(
-        wide[:, ::2],
-        gate_up.mT.contiguous().mT,
-        down.mT.contiguous().mT,
-        index.int(),
-        weight.t().contiguous().t(),
-        implementation=name,
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 # Triton's interpreter is not what torch.compile calls.
 @pytest.mark.parametrize("name", [n for n in FUSED if n != "triton" or DEVICE == "cuda"])
 def test_compiled_with_the_router_in_one_graph(name):
@@ -361,7 +264,7 @@ def test_compiled_with_the_router_in_one_graph(name):
 
     leaves = (x, gate, gate_up, down)
     expected = layer(*leaves)
-    found = torch.compile(layer, fullgraph=True)(*leaves)
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     dy = torch.randn_like(x)
     torch.testing.assert_close(
@@ -370,68 +273,29 @@ def test_compiled_with_the_router_in_one_graph(name):
     torch._dynamo.reset()
 
 
-def test_rounded_tokens_make_whole_tiles():
-    """route's token rounding, through the layer: every expert's number of rows is a multiple."""
-    x, gate_up, down, _, _ = inputs(T=64)
-    routing = route(torch.randn(64, E, device=DEVICE), K, round_to=4)
-    counts = permute(x, routing.expert_index, E).offsets.diff(
-        prepend=torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    )
-    assert (counts % 4 == 0).all() and counts.sum() > 0
-    y = moe_mlp(x, gate_up, down, routing.expert_index, routing.expert_weight)
-    assert y.isfinite().all()
-
-
 @pytest.mark.parametrize(
-    "which, make, error, message",
+    "which, make, message",
     [
-        (
-            1,
-            lambda t: t[:, :-1],
-            ValueError,
-            "gate_up_proj must have shape [E, 2*I, H], where H = 24, got [5, 31, 24]",
-        ),
-        (
-            1,
-            lambda t: t[:0],
-            ValueError,
-            "gate_up_proj must have shape [E, 2*I, H] with 1 <= E <= 4096, got [0, 32, 24]",
-        ),
-        (1, lambda t: t.half(), TypeError, "gate_up_proj must be x's dtype float32, got float16"),
-        (
-            2,
-            lambda t: t[1:],
-            ValueError,
-            "down_proj must have shape [E, H, I], where E = 5, H = 24, I = 16, got [4, 24, 16]",
-        ),
-        (
-            3,
-            lambda t: t[1:],
-            ValueError,
-            "expert_index must have shape [T, K], where T = 13, got [12, 2]",
-        ),
-        (
-            4,
-            lambda t: t[:, :1],
-            ValueError,
-            "expert_weight must have shape [T, K], where T = 13, K = 2, got [13, 1]",
-        ),
+        (1, lambda t: t[:, :-1], r"gate_up_proj must .*where H = 24, got \[5, 31, 24\]"),
+        (1, lambda t: t[:0], r"gate_up_proj .* with 1 <= E <= 4096, got \[0, "),
+        (1, lambda t: t.half(), "gate_up_proj must be x's dtype float32, got float16"),
+        (2, lambda t: t[1:], r"down_proj .*, where E = 5, H = 24, I = 16, got \[4, "),
+        (3, lambda t: t[1:], r"expert_index .*, where T = 13, got \[12, 2\]"),
+        (4, lambda t: t[:, :1], r"expert_weight .*, where T = 13, K = 2, got \[13, 1\]"),
     ],
 )
-def test_bad_input_is_named(which, make, error, message):
+def test_bad_input_is_named(which, make, message):
     arguments = inputs()
     arguments[which] = make(arguments[which].detach())
-    with pytest.raises(error, match=re.escape(message)):
+    error = TypeError if "dtype" in message else ValueError
+    with pytest.raises(error, match=message):
         moe_mlp(*arguments)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a look at values would wait for the device")
 def test_an_index_outside_is_named():
     arguments = inputs()
-    arguments[3] = (
-        arguments[3].clone().index_put_((torch.tensor(4), torch.tensor(1)), torch.tensor(E + 1))
-    )
-    with pytest.raises(
-        IndexError, match=re.escape("expert_index[4, 1] is 6; accepted are 0 to 4, and 5")
-    ):
+    arguments[3] = arguments[3].clone()
+    arguments[3][4, 1] = E + 1
+    with pytest.raises(IndexError, match=r"expert_index\[4, 1\] is 6; accepted are 0 to 4, and 5"):
         moe_mlp(*arguments)

@@ -39,12 +39,8 @@ def _paired(t, names, name):
 
 def _rows(A, B, ends, index, bias=None):
     """float32 products of each expert's rows, NaN beyond the last."""
-    assert (
-        ends.dtype == torch.int32
-        and A.stride(-1) == 1
-        and B.shape[0] == len(ends) - 1
-        and A.shape[1] == B.shape[1]
-    )
+    assert ends.dtype == torch.int32 and A.stride(-1) == 1
+    assert B.shape[0] == len(ends) - 1 and A.shape[1] == B.shape[1]
     A = _operand(A, index)
     A = A if index is None else A[index]
     out = torch.full((A.shape[0], B.shape[2]), float("nan"))
@@ -143,11 +139,8 @@ class Fake:
         s = torch.sigmoid(gate)
         h = gate * s * up
         dgate, dup = scale * dh * up * s * (1 + gate * (1 - s)), scale * dh * gate * s
-        return (
-            torch.stack((dgate, dup), -1).flatten(1).to(A.dtype),
-            (scale * h).to(A.dtype),
-            (dh * h).sum(1),
-        )
+        dpre = torch.stack((dgate, dup), -1).flatten(1)
+        return dpre.to(A.dtype), (scale * h).to(A.dtype), (dh * h).sum(1)
 
 
 @pytest.fixture(scope="module")
@@ -175,25 +168,18 @@ def test_contract(quack, case, dtype):
     quack.calls.clear()
     assert not contract.check(MOE_MLP, "quack", case, "cpu", dtype)
     kwargs = case.make("cpu", dtype, 0)
-    fits = moe_quack.fits(kwargs["gate_up_proj"], 2, kwargs.get("gate", moe_quack.Gate()))
-    assert (
-        ("gemm_gated" in quack.calls)
-        == ("gemm_dgated" in quack.calls)
-        == (fits and kwargs["x"].numel() > 0)
-    )
+    fused = fits(kwargs) and kwargs["x"].numel() > 0
+    assert ("gemm_gated" in quack.calls) == ("gemm_dgated" in quack.calls) == fused
+
+
+def fits(kwargs):
+    return moe_quack.fits(kwargs["gate_up_proj"], 2, kwargs.get("gate", moe_quack.Gate()))
 
 
 def test_which_cases_are_fused():
-    made = {c.name: c.make("cpu", torch.bfloat16, 0) for c in CASES}
-    fused = {
-        name
-        for name, kw in made.items()
-        if moe_quack.fits(kw["gate_up_proj"], 2, kw.get("gate", moe_quack.Gate()))
-    }
-    assert fused >= {"aligned", "half_idle", "skewed", "frozen_aligned"} and not fused & {
-        "ragged",
-        "gpt_oss_aligned",
-    }
+    fused = {c.name for c in CASES if fits(c.make("cpu", torch.bfloat16, 0))}
+    assert fused >= {"aligned", "half_idle", "skewed", "frozen_aligned"}
+    assert not fused & {"ragged", "gpt_oss_aligned"}
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -201,13 +187,8 @@ def test_which_cases_are_fused():
 def test_both_orders_of_gates_and_ups_with_and_without_biases(quack, interleaved, biases):
     from tilewright.ops.moe import moe_cases
 
-    case = moe_cases.case(
-        "of_this_test",
-        (29, 4, 2, 32, 16),
-        "sentinels",
-        biases=biases,
-        gate=moe_quack.Gate(interleaved=interleaved),
-    )
+    options = {"biases": biases, "gate": moe_quack.Gate(interleaved=interleaved)}
+    case = moe_cases.case("of_this_test", (29, 4, 2, 32, 16), "sentinels", **options)
     quack.calls.clear()
     assert not contract.check(MOE_MLP, "quack", case, "cpu", torch.bfloat16)
     assert "gemm_dgated" in quack.calls

@@ -167,6 +167,7 @@ def test_each_matrix_by_itself_and_any_strides(name):
     torch.testing.assert_close(y[1, 2], one, rtol=0, atol=1e-5)
     turned = newton_schulz(x.mT, implementation=name)
     torch.testing.assert_close(turned, y.mT, rtol=0, atol=1e-5)
+    assert y.is_contiguous() and turned.is_contiguous()
     # The scale of a matrix does not matter, but a tiny one is not divided by its norm.
     torch.testing.assert_close(newton_schulz(1e3 * x, implementation=name), y, rtol=0, atol=1e-5)
     assert newton_schulz(1e-15 * x, implementation=name).abs().max() < 1e-2
@@ -185,16 +186,8 @@ def test_autocast_changes_nothing():
     "arguments, error, sentence",
     [
         ((torch.ones(3),), ValueError, r"x must have shape \[..., M, N\], got \[3\]"),
-        (
-            (torch.ones(2, 2, requires_grad=True),),
-            ValueError,
-            r"x requires a gradient, and newton_schulz has none; pass x.detach\(\)",
-        ),
-        (
-            (torch.ones(2, 2), 5, "cubic"),
-            ValueError,
-            r"coefficients must be one of \['quintic', 'polar_express'\], got 'cubic'",
-        ),
+        ((torch.ones(2, 2, requires_grad=True),), ValueError, "x requires a gradient, .*x.detach"),
+        ((torch.ones(2, 2), 5, "cubic"), ValueError, r"one of \['quintic', 'polar_express'\], got"),
         ((torch.ones(2, 2), 5, [(1.0, 2.0)]), ValueError, r"or \(a, b, c\) of each step, got"),
     ],
 )
@@ -244,25 +237,6 @@ def test_programs_share_the_norm_of_a_matrix(tall, monkeypatch):
     wanted = newton_schulz.start_in_torch(x, tall, 1e-7)
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0, equal_nan=True)
     assert found[2].isnan().all() and not found[:2].isnan().any()
-
-
-@IMPLEMENTATIONS
-def test_the_result_is_contiguous_whatever_the_strides(name):
-    skip_unless_usable(NEWTON_SCHULZ, name, torch.float32)
-    x = torch.randn(3, 8, 5, device=DEVICE)
-    wide = torch.randn(16, 10, device=DEVICE)
-    for strided in (
-        x,
-        x.mT,
-        x[:, ::2],
-        x.flip(0).transpose(0, 1),
-        wide[:1].expand(4, 10),
-        wide[::2, 1:],
-    ):
-        found = newton_schulz(strided, implementation=name)
-        assert found.is_contiguous() and found.shape == strided.shape
-        expected = newton_schulz_eager(strided.contiguous(), [*QUINTIC] * 5, 1e-7)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_that_fills_a_device_takes_large_tiles(monkeypatch):
