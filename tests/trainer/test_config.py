@@ -1147,13 +1147,10 @@ RULES = [
     (f"batch_invariant=true {LORA}", "the products of adapters", "batch_invariant=false"),
     (f"{DDP} data_parallel_shard_size=2", "only fsdp2 reads this", "data_parallel_shard_size=1"),
     *(
-        (f"{mode} {field}", "only fsdp2 reads this", FSDP2)
-        for mode, fields in (
-            (DDP, "data_parallel_replicate_size expert_parallel_size ulysses_parallel_size"),
-            (DDP, "ringattn_parallel_size"),
-        )
-        for field in (f"{name}=2" for name in fields.split())
+        (f"{DDP} {name}_size=2", "only fsdp2 reads this", FSDP2)
+        for name in ("data_parallel_replicate", "expert_parallel", "ulysses_parallel")
     ),
+    (f"{DDP} ringattn_parallel_size=2", "only fsdp2 reads this", FSDP2),
     *(
         (f"{NONE} {field}", "only fsdp2 reads this", FSDP2)
         for field in (
