@@ -836,10 +836,8 @@ def test_check_prints_what_loads_again(write, capsys):
     path = write(LEAST)
     assert module.main(["check", path, "--train.seed", "7"]) == 0
     printed = capsys.readouterr().out
-    assert load(write(printed)) == load(
-        path, ["--train.seed", "7"]
-    )  # the same file: `path` now holds the printed
-    assert "seed: 7" in printed
+    want = load(path, ["--train.seed", "7"])
+    assert load(write(printed)) == want and "seed: 7" in printed
 
 
 # ---- overrides
