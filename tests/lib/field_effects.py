@@ -81,50 +81,51 @@ def row(field, value, differs, **base):
     return Row(field, value, differs, tuple(sorted(named.items(), key=str)))
 
 
+def grouped(rows, accepted):
+    """Lists of rows that share a run, which has their settings: as many as `accepted` takes."""
+    groups = []
+    for one in rows:
+        own = {**dict(one.base), one.field: one.value}
+        for changes, group in groups:
+            both = changes.keys() | own.keys()
+            fits = not any(apart <= both for apart in APART)
+            fits = fits and all(changes.get(k, v) == v for k, v in own.items())
+            if fits and accepted({**changes, **own}):
+                changes |= own
+                group.append(one)
+                break
+        else:
+            assert accepted(own), one.path
+            groups.append((own, [one]))
+    return groups
+
+
+# Of one model each, of no model with experts, of data of one kind, or of one cache.
+APART = (
+    {"train.load_checkpoint_path"},
+    {"model.model_path", "model.config_path"},
+    {"model.activation_native", "model.config_path"},
+    {"model.batch_invariant", "model.config_path"},
+    {"train.ffn_dropout", "model.config_path"},
+    {"data.test_datasets", "data.datasets"},
+    {"data.skip_prepare_dataset", "data.dataset_prepared_path"},
+)
 FSDP2 = {"train__data_parallel_mode": "fsdp2"}
-
-
 MOE = {"model__config_path": "@moe"}
-
-
 LORA = {"lora__enable_lora": True, "lora__lora_rank": 2}
-
-
 QLORA = {**LORA, "lora__enable_qlora": True, "lora__quant_format": "nf4"} | {
     "lora__quant_group_size": 64
 }
-
-
 RECOMPUTE = {"train__enable_gradient_checkpointing": True}
-
-
 TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
-
-
 EVAL = {"data__val_set_size": 4}
-
-
 EVAL_STEPS = {**EVAL, "train__eval_strategy": "steps", "train__eval_steps": 2}
-
-
 EVAL_BEST = {**EVAL_STEPS, "train__best_metric": "eval_loss"}
-
-
 DECAY = {"train__lr_decay_style": "linear"}
-
-
 STAIRS = {"train__lr_decay_style": "step", "train__lr_gamma": 0.5}
-
-
 WARM = {"train__lr_warmup_ratio": 0.6}
-
-
 MUON = {"train__optimizer": "muon"}
-
-
 WANDB = {"train__use_wandb": True}
-
-
 PROFILE = {
     "train__enable_profiling": True,
     "train__profile_trace_dir": "@trace",
@@ -132,49 +133,29 @@ PROFILE = {
     "train__profile_end_step": 2,
     "train__profile_with_stack": False,
 }
-
-
 TWO = {"data__datasets": "@two"}
-
-
 EIGHT = {"train__data_parallel_mode": "fsdp2"}
-
-
 POLICY = {"train__loss": "policy", "data__datasets": "@policy"}
-
-
 GRPO = {**POLICY, "policy__loss": "dr_grpo"}
-
-
 PPO = {**POLICY, "policy__loss": "policy_loss"}
-
-
 TIS = {**PPO, "policy__use_tis": True}
-
-
 DPO = {"train__loss": "preference", "data__datasets": "@pairs"}
-
-
 KTO = {"train__loss": "preference", "preference__loss": "kto", "data__datasets": "@answers"}
-
-
 CUT = {**DPO, "preference__max_prompt_len": 2}
-
-
 MOVING = {**DPO, "preference__reference_update_steps": 1}
-
-
 TEACHER = {"train__loss": "distillation", "distillation__top_k": 3, "data__datasets": "@teacher"}
-
-
 REWARD = {"train__loss": "reward", "data__datasets": "@pairs", "model__config_path": "@scored"}
-
-
 STEPS = {"train__gradient_accumulation_steps": 4}
-
-
 PIPELINE = {**EIGHT, **STEPS, "train__pipeline_parallel_size": 2}
-
+MULTIPACK = {"data__sample_packing_method": "multipack"}
+SHARDED = {"data__dataset_shard_num": 2, "data__dataset_shard_idx": 0}
+BY_EPOCHS = {"train__max_steps": None, "train__micro_batch_size": 4}
+EVAL_EPOCHS = {**EVAL, **BY_EPOCHS, "train__eval_strategy": "epoch", "train__num_train_epochs": 3}
+REPLAYED = {**MOE, "data__datasets": "@routes", "train__router_replay": True}
+RESUMED = {"train__load_checkpoint_path": "@checkpoint"}
+OF_OTHERS = {"train__load_checkpoint_path": "@of_others"}
+SAVED = {**LORA, "model__model_path": "@weights"}
+FP8 = {**QLORA, "lora__quant_format": "block_fp8", "lora__quant_group_size": 16}
 
 # Expected differences. Only `plan` is not measured on a run, but computed for eight ranks.
 ROWS = [
@@ -215,28 +196,20 @@ ROWS = [
     row("data.select_columns", ["input_ids"], "losses", data__datasets="@labels"),
     row("data.sample_packing_method", "multipack", "losses"),
     row("data.sample_packing_sequence_len", 48, "losses"),
-    row("data.sample_packing_group_size", 3, "losses", data__sample_packing_method="multipack"),
-    row(
-        "data.sample_packing_sequentially", True, "losses", data__sample_packing_method="multipack"
-    ),
+    row("data.sample_packing_group_size", 3, "losses", **MULTIPACK),
+    row("data.sample_packing_sequentially", True, "losses", **MULTIPACK),
     row(
         "data.sample_packing_mp_start_method",
         "fork",
         "packing_processes",
-        data__sample_packing_method="multipack",
+        **MULTIPACK,
         data__sample_packing_group_size=3,
     ),
     row("data.eval_sample_packing", False, "loaders", **EVAL),
     row("data.dataloader_num_workers", 1, "loaders"),
     row("data.dataloader_prefetch_factor", 3, "loaders", data__dataloader_num_workers=1),
     row("data.dataloader_pin_memory", False, "pinned"),
-    row(
-        "data.dataloader_drop_last",
-        False,
-        "steps",
-        train__max_steps=None,
-        train__micro_batch_size=4,
-    ),
+    row("data.dataloader_drop_last", False, "steps", **BY_EPOCHS),
     row("data.pad_to_multiple_of", 40, "shapes"),
     row("data.val_set_size", 4, "evaluations"),
     row("data.shuffle_merged_datasets", False, "losses"),
@@ -248,10 +221,8 @@ ROWS = [
         data__shuffle_merged_datasets=False,
     ),
     row("data.dataset_num_proc", 1, "prepared"),
-    row("data.dataset_shard_num", 3, "size", data__dataset_shard_num=2, data__dataset_shard_idx=0),
-    row(
-        "data.dataset_shard_idx", 1, "losses", data__dataset_shard_num=2, data__dataset_shard_idx=0
-    ),
+    row("data.dataset_shard_num", 3, "size", **SHARDED),
+    row("data.dataset_shard_idx", 1, "losses", **SHARDED),
     row("data.num_dataset_shards_to_save", 3, "arrow"),
     row("data.skip_prepare_dataset", True, "prepared"),
     row("train.data_parallel_mode", "fsdp2", "units"),
@@ -315,20 +286,11 @@ ROWS = [
     row("train.dropout_warmup_steps", 2, "losses", train__hidden_dropout=0.3),
     row("train.micro_batch_size", 2, "tokens"),
     row("train.gradient_accumulation_steps", 2, "tokens"),
-    row("train.num_train_epochs", 2, "steps", train__max_steps=None, train__micro_batch_size=4),
+    row("train.num_train_epochs", 2, "steps", **BY_EPOCHS),
     row("train.max_steps", 2, "steps"),
     row("train.eval_strategy", "no", "evaluations", **EVAL),
     row("train.eval_steps", 3, "evaluations", **EVAL_STEPS),
-    row(
-        "train.eval_epochs",
-        2,
-        "evaluations",
-        **EVAL,
-        train__eval_strategy="epoch",
-        train__max_steps=None,
-        train__num_train_epochs=3,
-        train__micro_batch_size=4,
-    ),
+    row("train.eval_epochs", 2, "evaluations", **EVAL_EPOCHS),
     row("train.eval_on_start", False, "evaluations", **EVAL),
     row("train.eval_sanity_batches", 1, "loaders", **EVAL),
     row("train.eval_max_batches", 1, "loaders", **EVAL),
@@ -339,14 +301,7 @@ ROWS = [
     row("train.recompute_modules", ["mlp"], "recomputed", **RECOMPUTE),
     row("train.moe_checkpoint_method", "moe_act", "routed", **RECOMPUTE, **MOE),
     row("train.router_replay", True, "losses", **MOE, data__datasets="@routes"),
-    row(
-        "train.router_replay_compare_steps",
-        2,
-        "compared_steps",
-        **MOE,
-        data__datasets="@routes",
-        train__router_replay=True,
-    ),
+    row("train.router_replay_compare_steps", 2, "compared_steps", **REPLAYED),
     row("train.freeze_router", True, "gates", **MOE),
     row("train.enable_compile", True, "compiled", model__attn_implementation="sdpa"),
     row("train.load_weights_mode", "all_ranks", "read", model__model_path="@weights"),
@@ -370,32 +325,16 @@ ROWS = [
     row("train.save_optimizer", False, "stored"),
     row("train.save_hf_weights", True, "exported"),
     row("train.load_checkpoint_path", "@checkpoint", "logged_steps"),
-    row(
-        "train.load_optimizer",
-        False,
-        "logged_steps",
-        train__load_checkpoint_path="@checkpoint",
-    ),
-    row(
-        "train.verify_checkpoint",
-        False,
-        "resumed",
-        train__load_checkpoint_path="@flipped",
-    ),
-    row(
-        "train.allow_other_base",
-        True,
-        "resumed",
-        model__model_path="@weights",
-        train__load_checkpoint_path="@of_others",
-    ),
+    row("train.load_optimizer", False, "logged_steps", **RESUMED),
+    row("train.verify_checkpoint", False, "resumed", train__load_checkpoint_path="@flipped"),
+    row("train.allow_other_base", True, "resumed", model__model_path="@weights", **OF_OTHERS),
     row(
         "train.accept_changes",
         ["data"],
         "resumed",
-        data__datasets="@two",
+        **TWO,
+        **OF_OTHERS,
         model__model_path="@weights2",
-        train__load_checkpoint_path="@of_others",
     ),
     row("train.checksum_steps", 2, "checksums"),
     row("train.assert_deterministic", "@earlier", "asserted"),
@@ -425,22 +364,10 @@ ROWS = [
     row("lora.use_dora", True, "names", **LORA),
     row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
     row("lora.lora_plus_scale", 4.0, "weights", **LORA),
-    row(
-        "lora.save_lora_only",
-        True,
-        "exported",
-        **LORA,
-        model__model_path="@weights",
-        train__save_hf_weights=True,
-    ),
-    row("lora.save_base", True, "stored", **LORA, model__model_path="@weights"),
+    row("lora.save_lora_only", True, "exported", **SAVED, train__save_hf_weights=True),
+    row("lora.save_base", True, "stored", **SAVED),
     row("lora.enable_qlora", True, "losses", **LORA),
-    row(
-        "lora.quant_format",
-        "nvfp4",
-        "losses",
-        **{**QLORA, "lora__quant_format": "block_fp8", "lora__quant_group_size": 16},
-    ),
+    row("lora.quant_format", "nvfp4", "losses", **FP8),
     row("lora.quant_group_size", 32, "losses", **QLORA),
     row("lora.exclude_modules", ["o_proj"], "losses", **QLORA),
     row("lora.merge_lora_interval", 2, "weights", **LORA),
@@ -627,7 +554,7 @@ def make_world(root):
         "    def log(self, values, step): calls.append((step, sorted(values)))\n"
         "    def finish(self): calls.append('finish')\n"
         "def init(config, **options):\n"
-        "    calls.append(options)\n"
+        "    calls.append({'steps': config['train']['max_steps'], **options})\n"
         "    return Run()\n"
     )
     (root / "wandb_here/tensorboard.py").touch()
@@ -784,6 +711,17 @@ class Board:
         self.kept.append("closed")
 
 
+@contextlib.contextmanager
+def packages(world):
+    """With those that fields ask for. Yields what a board is given."""
+    kept = []
+    board = types.SimpleNamespace(SummaryWriter=functools.partial(Board, kept))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(world.root / "wandb_here")
+        patch.setitem(sys.modules, "torch.utils.tensorboard", board)
+        yield kept
+
+
 def observe(world, changes):
     """Runs the command and returns its observations by name. "sentence": its error
     message instead.
@@ -792,11 +730,7 @@ def observe(world, changes):
     path = world.root / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(world.root / "wandb_here")
-        seen["board"] = []
-        board = types.SimpleNamespace(SummaryWriter=functools.partial(Board, seen["board"]))
-        patch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    with packages(world) as seen["board"]:
         try:
             config = load(str(path))
         except ConfigError as error:

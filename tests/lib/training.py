@@ -254,11 +254,7 @@ def stopped(step, error):
 
 
 LORA = {"lora__enable_lora": True, "lora__lora_rank": 4, "lora__lora_alpha": 8}
-
-
 QLORA = {**LORA, "lora__enable_qlora": True}
-
-
 NF4 = {**QLORA, "lora__quant_format": "nf4", "lora__quant_group_size": 64}
 
 

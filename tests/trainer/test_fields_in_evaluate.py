@@ -49,7 +49,6 @@ OWN = [
     row("lora.use_dora", True, "error", **OF_ADAPTERS),
     row("lora.lora_target_modules", ["o_proj"], "error", **OF_ADAPTERS),
 ]
-LOADED = "train.load_checkpoint_path"
 BY_PATH = {r.path: r for r in (*ROWS, *OWN)}
 
 # What differs where the row's other value is given: the scores, what the run is seen to do, or the
@@ -88,60 +87,9 @@ ERRORS = words(
     lora.lora_target_modules
     """
 )
-# Of training, of its checkpoints and logs, and of costs: a configuration to train with has them.
-SAME = words(
-    """
-    model.basic_modules data.dataset_prepared_path data.dataloader_drop_last
-    data.dataloader_pin_memory data.num_dataset_shards_to_save data.samples_per_epoch
-    train.data_parallel_mode train.reshard_after_forward train.enable_full_shard
-    train.enable_forward_prefetch train.optimizer train.optimizer_dtype train.adam_beta1
-    train.adam_beta2 train.adam_epsilon train.muon_lr train.muon_momentum train.muon_nesterov
-    train.muon_ns_steps train.muon_ns_coefficients train.muon_adjust_lr_fn train.lr
-    train.lr_min train.lr_start train.lr_warmup_ratio train.lr_decay_style
-    train.lr_decay_ratio train.lr_warmup_steps train.lr_decay_steps train.lr_constant_steps
-    train.lr_cycles train.lr_power train.lr_step_size train.lr_gamma train.weight_decay
-    train.no_decay_modules train.no_decay_params train.layerwise_lr_bound train.z_loss
-    train.max_grad_norm train.hidden_dropout train.attention_dropout train.ffn_dropout
-    train.dropout_warmup_steps train.gradient_accumulation_steps train.num_train_epochs
-    train.max_steps train.eval_strategy train.eval_steps train.eval_epochs train.eval_on_start
-    train.eval_sanity_batches train.eval_accuracy train.enable_gradient_checkpointing
-    train.enable_reentrant train.recompute_modules train.moe_checkpoint_method
-    train.router_replay_compare_steps train.freeze_router train.empty_cache_steps
-    train.gc_steps train.output_dir train.save_strategy train.save_steps train.save_epochs
-    train.save_total_limit train.best_metric train.best_mode train.save_best train.save_async
-    train.save_optimizer train.save_hf_weights train.load_optimizer train.checksum_steps
-    train.assert_deterministic train.log_format train.log_steps train.use_wandb
-    train.wandb_project train.wandb_name train.wandb_tags train.wandb_log_interval
-    train.use_tensorboard train.log_dir train.plot_loss train.log_norms train.enable_profiling
-    train.profile_start_step train.profile_end_step train.profile_trace_dir
-    train.profile_record_shapes train.profile_profile_memory train.profile_with_stack
-    train.profile_rank0_only train.loss_temperature lora.lora_plus_scale lora.save_lora_only
-    lora.save_base lora.merge_lora_interval lora.reset_optimizer_on_merge lora.enable_aqn
-    lora.aqn_alpha policy.loss policy.average policy.clip_low_threshold
-    policy.clip_high_threshold policy.dual_clip policy.use_tis policy.tis_clip_low
-    policy.tis_clip_high policy.icepop_beta policy.beta policy.kl_type policy.ratio_type
-    preference.loss preference.beta preference.label_smoothing preference.simpo_gamma
-    preference.dpop_lambda preference.offset_alpha preference.loss_ratio preference.sft_ratio
-    preference.kto_desirable_weight preference.kto_undesirable_weight preference.kl_scope
-    preference.share_prefix preference.reference preference.reference_path
-    preference.reference_update_steps preference.reference_ema distillation.divergence
-    distillation.beta distillation.outside distillation.temperature
-    distillation.cross_entropy_share reward.center_rewards_coefficient
-    """
-)
 RANKS = "test_evaluate.py::test_bits_do_not_depend_on_ranks"
-# As in training.
-ALSO_HELD = words(
-    """
-    model.revision data.datasets.name data.datasets.revision data.datasets.weight
-    data.hf_use_auth_token train.allow_cuda_launch_blocking train.init_device
-    train.optimizer_args train.callbacks train.layout_args train.enable_activation_offload
-    train.activation_gpu_limit train.ignore_memory_plan train.ckpt_manager
-    data.datasets.trust_remote_code preference.reference_cache
-    """
-)
 # What another test sees: of several ranks, of another machine or of the network.
-HELD = {path: fields.HELD[path] for path in ALSO_HELD} | {
+HELD = {path: test for path, test in fields.HELD.items() if path not in BY_PATH} | {
     **{r.path: RANKS for r in ROWS if r.differs == "plan"},
     "model.batch_invariant": "test_evaluate.py::test_bits_do_not_depend_on_batches",
     "model.ep_dispatch": "test_config.py::test_rules_of_the_machine",
@@ -154,6 +102,8 @@ HELD = {path: fields.HELD[path] for path in ALSO_HELD} | {
     "train.allow_other_base": "test_evaluate.py::test_adapters_over_other_weights_are_refused",
     "distillation.top_k": "test_distillation.py::test_a_teacher_writes_what_transformers_says",
 }
+# Of training, of its checkpoints and logs, and of costs: a configuration to train with has them.
+SAME = [r for r in BY_PATH.values() if r.path not in {*SCORES, *SEEN, *ERRORS, *HELD}]
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +156,6 @@ def forwards(seen):
         yield
 
 
-@contextlib.contextmanager
-def packages(world):
-    """With those that fields ask for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(world.root / "wandb_here")
-        yield
-
-
 def observed(world, changes):
     """The command's scores, what it is seen to do, and its error."""
     key = "evaluated", *sorted(changes.items(), key=str)
@@ -222,7 +164,7 @@ def observed(world, changes):
     file, seen, said = world.root / "scores.jsonl", {}, io.StringIO()
     file.unlink(missing_ok=True)
     with (
-        packages(world),
+        fields.packages(world),
         fields.spies(seen),
         forwards(seen),
         contextlib.redirect_stdout(io.StringIO()),
@@ -249,51 +191,28 @@ def test_a_field_changes_what_is_evaluated(path, world):
     assert found[0][differs] != found[1][differs]
 
 
-def grouped(world):
-    """Settings that hold as many rows of SAME as fit together, with the fields that they test."""
-    groups = []
-    for path in SAME:
-        one = BY_PATH[path]
-        own = {**dict(one.base), one.field: one.value}
-        for changes, paths in groups:
-            # Weights and checkpoints are of one model.
-            both = changes.keys() | own.keys()
-            apart = LOADED in both or {"model.model_path", "model.config_path"} <= both
-            fits = not apart and all(changes.get(k, v) == v for k, v in own.items())
-            if fits and accepted(world, {**changes, **own}):
-                changes |= own
-                paths.append(path)
-                break
-        else:
-            assert accepted(world, own), path
-            groups.append((own, [path]))
-    return groups
-
-
 def accepted(world, changes):
     try:
-        with packages(world):
+        with fields.packages(world):
             return bool(load(written(world, changes), training=False))
     except ConfigError:
         return False
 
 
 def test_fields_of_training_alone_change_no_score(world):
-    tested = []
-    for changes, paths in grouped(world):
-        rest = {k: v for k, v in changes.items() if k not in SAME}
+    same = {one.path for one in SAME}
+    for changes, group in fields.grouped(SAME, lambda changes: accepted(world, changes)):
+        rest = {k: v for k, v in changes.items() if k not in same}
         if "train.use_wandb" in changes:  # as `settings_of` sets it
             rest["data.val_set_size"] = 2
         found, alone = observed(world, changes), observed(world, rest)
         assert not found["error"], (changes, found["error"])
-        assert found["scores"] == alone["scores"] is not None, paths
-        tested += paths
-    assert sorted(tested) == sorted(SAME)
+        assert found["scores"] == alone["scores"] is not None, [one.path for one in group]
 
 
 def test_every_field_has_its_place_in_evaluate():
     every = [p for p in leaves(Config) if not p.startswith("data.test_datasets.")]
-    placed = [*SCORES, *SEEN, *ERRORS, *SAME, *HELD]
+    placed = [*SCORES, *SEEN, *ERRORS, *(one.path for one in SAME), *HELD]
     refused = fields.REFUSED.keys() - {*placed}
     assert sorted([*placed, *refused]) == sorted(every)
     for path, test in HELD.items():

@@ -2,7 +2,6 @@
 output files.
 """
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -27,12 +26,7 @@ pytest.importorskip("transformers")
 
 import distributed_worker
 import transformers
-from ranks import (
-    nearly_same_training,
-    run_modes,
-    same_training,
-    together_and_alone,
-)
+from ranks import nearly_same_training, run_modes, same_training, together_and_alone
 from training import (
     LORA,
     MOE,
@@ -70,7 +64,7 @@ from tilewright.trainer import build as build_module
 from tilewright.trainer import loop, memory_plan, train
 from tilewright.trainer.build import build_data, build_model
 from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable
-from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.config import load
 from tilewright.trainer.data import batches
 from tilewright.trainer.data.batches import evaluation_batches
 from tilewright.trainer.engine import Engine
@@ -87,7 +81,9 @@ from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins import adapters
 from tilewright.trainer.plugins.flops import flops_per_token
 
-ROOT = pathlib.Path(__file__).parents[2]
+AUTO = "--train.load_checkpoint_path=auto"
+FSDP2 = "--train.data_parallel_mode=fsdp2"
+RECOMPUTE = "--train.enable_gradient_checkpointing=true"
 
 
 # ---- schedule and groups
@@ -95,25 +91,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def lr_at(step, total, settings):
     return settings.lr * schedules.schedule(step, total, settings)
-
-
-def test_learning_rate_follows_its_closed_form():
-    constant = schedule(lr=1.0)
-    assert [lr_at(i, 10, constant) for i in (0, 9)] == [1.0, 1.0]
-    warm = schedule(lr=1.0, lr_warmup_ratio=0.4)
-    assert np.allclose([lr_at(i, 10, warm) for i in range(6)], [0, 0.25, 0.5, 0.75, 1, 1])
-    started = schedule(lr=1.0, lr_start=0.5, lr_warmup_ratio=0.4)
-    assert np.allclose([lr_at(i, 10, started) for i in range(5)], [0.5, 0.625, 0.75, 0.875, 1])
-    linear = schedule(lr=1.0, lr_min=0.1, lr_decay_style="linear")
-    assert np.allclose([lr_at(i, 10, linear) for i in range(10)], np.linspace(1, 0.1, 10))
-    cosine = schedule(
-        lr=1.0, lr_min=0.0, lr_warmup_ratio=0.2, lr_decay_style="cosine", lr_decay_ratio=0.7
-    )
-    want = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)] + [0, 0, 0]
-    assert np.allclose([lr_at(i, 10, cosine) for i in range(2, 10)], want)
-    assert (
-        lr_at(0, 1, schedule(lr=1.0, lr_decay_style="cosine")) == 1.0
-    )  # one step is not a division by zero
 
 
 def groups_of(model, train):
@@ -141,16 +118,11 @@ def test_every_parameter_is_in_one_group_and_decay_follows_the_names():
     assert [names[id(p)] for p in exempt["params"]] == ["model.layers.1.mlp.down_proj.weight"]
 
 
-@pytest.mark.parametrize(
-    "field, names",
-    [
-        ("no_decay_modules", "model.embed_tokens, model.layers.N.input_layernorm, "),
-        ("no_decay_params", "model.embed_tokens.weight, model.layers.N.input_layernorm.weight, "),
-    ],
-)
-def test_a_name_without_decay_that_finds_nothing_is_refused_with_the_names(field, names):
+@pytest.mark.parametrize("field, end", [("no_decay_modules", ""), ("no_decay_params", ".weight")])
+def test_a_name_without_decay_that_finds_nothing_is_refused_with_the_names(field, end):
     """Each layer's names once. A bias is nowhere in this model."""
     model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
+    names = f"model.embed_tokens{end}, model.layers.N.input_layernorm{end}, "
     said = f"train.{field}: no name in the model contains 'bias'; names are {names}"
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         groups_of(model, schedule(**{field: '["norm", "bias"]'}))
@@ -202,13 +174,12 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
     assert at_once["loss"] == pytest.approx(mean.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["none", "fsdp2"])
-def test_a_frozen_router_stays_what_it_was_and_the_rest_learns(mode, tmp_path):
+def test_a_frozen_router_stays_what_it_was_and_the_rest_learns(tmp_path):
     path = write_config(
         tmp_path,
         MOE,
         train__freeze_router=True,
-        train__data_parallel_mode=mode,
+        train__data_parallel_mode="fsdp2",
         train__save_steps=2,
         train__max_steps=4,
         train__weight_decay=0.1,
@@ -234,35 +205,27 @@ def test_a_frozen_router_stays_what_it_was_and_the_rest_learns(mode, tmp_path):
             assert not torch.equal(t.float(), fresh.state_dict()[name]), name
 
 
-def test_freezing_a_router_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"train\.freeze_router = True: the model has no experts"):
-        run(write_config(tmp_path, train__freeze_router=True))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("model.moe_implementation", "eager"),
         ("model.router_fp32", False),
         ("train.moe_checkpoint_method", "moe_act"),
+        ("train.freeze_router", True),
     ],
 )
 def test_what_experts_alone_read_is_refused_without_them(field, value, tmp_path):
     options = {field.replace(".", "__"): value, "train__enable_gradient_checkpointing": True}
-    with pytest.raises(ValueError, match=rf"^{field} = {value}: the model has no experts$"):
+    with pytest.raises(ValueError, match=rf"^{field} = {value}: the model has no experts"):
         run(write_config(tmp_path, **options))
-    run(write_config(tmp_path / "experts", MOE, train__max_steps=1, **options))
 
 
 MODES = {
     "ddp": ["--train.data_parallel_mode=ddp"],
-    "fsdp2": ["--train.data_parallel_mode=fsdp2"],
-    "fsdp2_recompute": [
-        "--train.data_parallel_mode=fsdp2",
-        "--train.enable_gradient_checkpointing=true",
-    ],
-    "fsdp2_zero2": ["--train.data_parallel_mode=fsdp2", "--train.enable_full_shard=false"],
-    "hsdp": ["--train.data_parallel_mode=fsdp2", "--train.data_parallel_replicate_size=2"],
+    "fsdp2": [FSDP2],
+    "fsdp2_recompute": [FSDP2, RECOMPUTE],
+    "fsdp2_zero2": [FSDP2, "--train.enable_full_shard=false"],
+    "hsdp": [FSDP2, "--train.data_parallel_replicate_size=2"],
 }
 
 
@@ -270,14 +233,20 @@ SHAPES = {"qwen3": QWEN3, "qwen3-moe": MOE}
 OVERFLOWS = {
     **{mode: MODES[mode] for mode in ("ddp", "fsdp2", "hsdp")},
     "tensor": [
-        "--train.data_parallel_mode=fsdp2",
+        FSDP2,
         "--train.tensor_parallel_size=2",
         "--model.merge_qkv=false",
         '--model.foundation={"vocab_size": 98}',
     ],
-    "pipeline": ["--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"],
-    "ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
+    "pipeline": [FSDP2, "--train.pipeline_parallel_size=2"],
+    "ring": [FSDP2, "--train.ringattn_parallel_size=2"],
 }
+
+
+def drawn(shape):
+    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
+    init_weights(model, 3)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -291,9 +260,7 @@ def pairs(tmp_path_factory):
             at, options = folder / name / kind, {}
             at.mkdir(parents=True)
             if kind == "adapters":  # from weights that one process reads and broadcasts
-                source = Transformer(ModelConfig.from_hf(shape), Ops.resolve())
-                init_weights(source, 3)
-                hf.save_weights(source, at / "weights")
+                hf.save_weights(drawn(shape), at / "weights")
                 options = {
                     "train__optimizer": "sgd",
                     "train__lr": 1.0,
@@ -327,8 +294,7 @@ def test_two_processes_give_the_gradients_of_one(shape, pairs):
         same(torch.load(at / f"{mode}.pt"), want)
 
 
-EXPERTS = ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=2"]
-RECOMPUTE = "--train.enable_gradient_checkpointing=true"
+EXPERTS = [FSDP2, "--train.expert_parallel_size=2"]
 SPREAD = {
     "train_and_save": [*EXPERTS, "--train.optimizer=adamw", "--train.lr=1e-3"],
     "train_after_loading": [
@@ -339,7 +305,7 @@ SPREAD = {
     ],
     "train": [*EXPERTS],
     "train_outside": [*EXPERTS, "--train.ep_outside=true", "--train.enable_full_shard=false"],
-    "train_all_four": ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=4"],
+    "train_all_four": [FSDP2, "--train.expert_parallel_size=4"],
     "train_replicas": [*EXPERTS, "--train.data_parallel_replicate_size=2"],
     "train_recompute": [*EXPERTS, RECOMPUTE],
     "train_moe_act": [*EXPERTS, RECOMPUTE, "--train.moe_checkpoint_method=moe_act"],
@@ -424,23 +390,17 @@ def test_experts_spread_over_processes_train_as_in_one(mode, spread):
         for name, weight in want["weights"].items():  # by its movement
             moved = found["weights"][name] - start[name]
             assert moved.dtype == torch.float32
-            want_moved = (
-                weight - start[name]
-            )  # less than 1 % differently, and 8 % where a token chose another expert
+            # Less than 1 % differently, and 8 % where a token chose another expert.
+            want_moved = weight - start[name]
             assert (moved - want_moved).norm() <= 0.15 * want_moved.norm(), name
         return
     adam = mode in ("train_and_save", "train_after_loading")
     same_training(found, want, weights=1e-3 if adam else None)
     for a, b in zip(found["router"], want["router"], strict=True):
-        assert (
-            a.keys()
-            == b.keys()
-            == {"expert_load", "worst_expert_load", "load_balance_loss", "z_loss"}
-        )
+        assert {*a} == {"expert_load", "worst_expert_load", "load_balance_loss", "z_loss"}
         assert a["expert_load"] == pytest.approx(b["expert_load"], rel=1e-6)
-        assert a == pytest.approx(
-            b, rel=0.1
-        )  # losses are means over micro-batches with different token counts
+        # Losses are means over micro-batches with different token counts.
+        assert a == pytest.approx(b, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -512,7 +472,7 @@ def test_the_trainer_spreads_experts_and_reports_on_routers(runs):
     spread = rows(folder)
     run(
         str(folder / "config.yaml"),
-        "--train.data_parallel_mode=fsdp2",
+        FSDP2,
         "--train.micro_batch_size=2",
         "--train.load_checkpoint_path",
         str(folder / "out/checkpoints/global_step_2"),
@@ -617,8 +577,6 @@ def ten_samples(folder):
 # Shapes and lengths at which activations, and not the head's chunk, are the larger part.
 WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
 FULL = {"train__enable_gradient_checkpointing": True, "data__sample_packing_sequence_len": 768}
-FSDP2 = "--train.data_parallel_mode=fsdp2"
-PLANNED = {"shards": ({**QWEN3, **WIDE}, [])}
 
 
 @pytest.fixture(scope="module")
@@ -627,13 +585,11 @@ def runs(tmp_path_factory):
     results.
     """
     folder = tmp_path_factory.mktemp("runs")
-    two, modes = "--train.data_parallel_mode=fsdp2", {}
-    for name, (shape, options) in PLANNED.items():  # first: nothing is left from other modes
-        path = write_config(folder / name, shape, **FULL)
-        modes[f"memory_{name}"] = [path, two, *options]
+    # First: nothing is left from other modes.
+    modes = {"memory": [write_config(folder / "memory", {**QWEN3, **WIDE}, **FULL), FSDP2]}
 
     def add(name, path, *arguments):
-        modes[f"run_{name}"] = [path, two, *arguments]
+        modes[f"run_{name}"] = [path, FSDP2, *arguments]
 
     path = write_config(
         folder / "experts",
@@ -647,7 +603,7 @@ def runs(tmp_path_factory):
     path = write_config(
         folder / "moves", train__micro_batch_size=2, train__save_steps=2, train__lr_warmup_ratio=0.5
     )
-    run(path, two)
+    run(path, FSDP2)
     (folder / "moves/out/metrics.jsonl").rename(folder / "moves/alone.jsonl")
     (folder / "moves/out/checkpoints/global_step_6").rename(folder / "moves/alone")
     # the same global batch, with one bin per rank, from the second step on
@@ -661,13 +617,13 @@ def runs(tmp_path_factory):
     for name in ("now", "later"):
         add(
             name,
-            write_config(folder / name, train__max_steps=30),
+            write_config(folder / name, train__max_steps=10),
             "--train.save_steps=2",
             f"--train.save_async={name == 'later'}",
             "--train.save_hf_weights=false",
         )
     options = ten_samples(folder)
-    run(write_config(folder / "ten", train__save_steps=4, **options), two)
+    run(write_config(folder / "ten", train__save_steps=4, **options), FSDP2)
     for step in (4, 12):
         add(
             f"from_{step}",
@@ -677,14 +633,12 @@ def runs(tmp_path_factory):
     return folder, run_modes(2, folder, modes)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_the_plan_of_two_ranks_is_what_their_allocators_count(name, runs):
+def test_the_plan_of_two_ranks_is_what_their_allocators_count(runs):
     folder, _ = runs
-    config = load(str(folder / name / "config.yaml"), [FSDP2, *PLANNED[name][1]])
+    config = load(str(folder / "memory/config.yaml"), [FSDP2])
     for rank in range(2):
         found = memory_plan.plan(config, shape_of(config), 2, rank, torch.device("cpu"))
-        counted = int((folder / f"memory_{name}_{rank}").read_text())
-        assert found.total == pytest.approx(counted, rel=0.1)
+        assert found.total == pytest.approx(int((folder / f"memory_{rank}").read_text()), rel=0.1)
 
 
 def test_fsdp2_trains_in_one_process_and_a_checkpoint_moves_to_two(runs):
@@ -713,10 +667,10 @@ def test_checkpoints_written_while_two_ranks_train_change_nothing(runs):
     now, later = (
         [(r["step"], r["loss"], r["grad_norm"]) for r in rows(folder / n)] for n in ("now", "later")
     )
-    assert len(now) == 30 and now == later
+    assert len(now) == 10 and now == later
     for name in ("now", "later"):
         found = checkpoint.complete(str(folder / name / "out"))
-        assert sorted(int(p.name.split("_")[-1]) for p in found) == list(range(2, 31, 2))
+        assert sorted(int(p.name.split("_")[-1]) for p in found) == [2, 4, 6, 8, 10]
         assert len([*found[0].glob("random_*")]) == 2 and not [*found[0].parent.glob(".*")]
 
 
@@ -733,7 +687,7 @@ def test_an_epoch_is_all_samples_whatever_ranks_and_accumulation_a_run_goes_on_w
         write_config(tmp_path, **options),
         "--train.gradient_accumulation_steps=2",
         "--train.lr_decay_style=linear",
-        "--train.data_parallel_mode=fsdp2",
+        FSDP2,
         "--train.save_epochs=1",
         f"--train.load_checkpoint_path={folder}/ten/out/checkpoints/global_step_4",
     )
@@ -800,8 +754,6 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path, monkeypatc
         "train.data_parallel_mode = none: trains one process, but 2 were started"
         in capsys.readouterr().err
     )
-    with pytest.raises(ConfigError, match="do not make 4 processes"):
-        mesh.layout_of(schedule(data_parallel_shard_size=3), 4)
 
 
 # ---- runs
@@ -838,85 +790,28 @@ def test_a_run_learns_and_writes_what_transformers_loads(tmp_path):
     assert resolved == config
 
 
-def test_evaluation_is_the_mean_over_tokens_whatever_the_batches(tmp_path):
-    path = write_config(tmp_path, data__val_set_size=7)
-    found = []
-    for size in (1, 3, 7):
-        config = load(path, [f"--train.micro_batch_size={size}"])
-        [held] = build_data(config, Mesh(), 97)[1].values()
-        built = engine_of(config)
-        model = built.model
-        found.append(built.evaluate(evaluation_batches(held, size, 0, 1), language_modeling))
-        assert model.training
-    np.testing.assert_allclose(found, found[0], rtol=1e-6)
-    total, count = 0.0, 0
-    for i in range(len(held)):
-        for ids, _ in held[i]:
-            ids = torch.from_numpy(ids)[None]
-            total += torch.nn.functional.cross_entropy(
-                model(ids)[0, :-1], ids[0, 1:], reduction="sum"
-            ).item()
-            count += ids.shape[1] - 1
-    assert found[0] == pytest.approx(total / count, rel=1e-5)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_resumed_run_equals_one_that_was_never_stopped(asynchronous, tmp_path):
-    resumed_equals_never_stopped(tmp_path, train__save_async=asynchronous)
-
-
-def test_a_checkpoint_that_was_not_finished_is_not_found(tmp_path):
-    path = write_config(tmp_path, train__save_steps=2)
-    with pytest.MonkeyPatch.context() as patch:
-        real = checkpoint.state_dict_saver.save
-
-        def dies(tensors, checkpoint_id, **options):
-            real(tensors, checkpoint_id=checkpoint_id, **options)
-            if "step_4" in str(checkpoint_id):
-                raise OSError("disk full")
-
-        patch.setattr(checkpoint.state_dict_saver, "save", dies)
-        with pytest.raises(OSError, match="disk full"):
-            run(path)
-    out = tmp_path / "out"
-    assert checkpoint.find(str(out), "auto").name == "global_step_2"
-    run(path, "--train.load_checkpoint_path", "auto")
-    assert checkpoint.find(str(out), "auto").name == "global_step_6"
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
-        f"global_step_{n}" for n in (2, 4, 6)
-    ]
-
-
-@pytest.mark.parametrize(
-    "shape, changes, message",
-    [
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    run(write_config(tmp_path, train__max_steps=2))
+    for shape, changes, message in (
         ({**QWEN3, "hidden_size": 48}, {}, r"another model: \{'hidden_size': \[?\(32, 48\)\]?\}"),
-        (QWEN3, {"model__merge_qkv": False}, r"another model: \{'merge_qkv': \(True, False\)\}"),
-        (
-            QWEN3,
-            {"train__optimizer": "sgd"},
-            r"another optimizer: \{'optimizer': \('adamw', 'sgd'\)\}",
-        ),
-        (QWEN3, {"train__no_decay_modules": ["norm"]}, r"another optimizer: \{'no_decay_modules'"),
+        (QWEN3, {"model__merge_qkv": False}, r"model: \{'merge_qkv': \(True, False\)\}"),
+        (QWEN3, {"train__optimizer": "sgd"}, r"optimizer: \{'optimizer': \('adamw', 'sgd'\)\}"),
+        (QWEN3, {"train__no_decay_modules": ["norm"]}, r"optimizer: \{'no_decay_modules'"),
         (QWEN3, {"train__seed": 1}, r"another data: .*'seed': \(42, 1\)"),
         (QWEN3, {"data__sample_packing_sequence_len": 64}, "another data: .*'bins'"),
         (QWEN3, {"train__max_steps": 1}, "is at step 2, and the run ends at step 1"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(shape, changes, message, tmp_path):
-    run(write_config(tmp_path, train__max_steps=2))
-    path = write_config(tmp_path, shape, **changes)
-    with pytest.raises(ValueError, match=message):
-        run(path, "--train.load_checkpoint_path", "auto")
+    ):
+        path = write_config(tmp_path, shape, **changes)
+        with pytest.raises(ValueError, match=message):
+            run(path, AUTO)
 
 
 class Killed(BaseException):
     """An exception that nothing handles, like SIGKILL."""
 
 
-@contextlib.contextmanager
-def written_at_once():
-    """Asynchronous checkpoints are complete when the next step begins."""
+def test_a_finished_asynchronous_checkpoint_has_its_name_at_the_next_step(tmp_path, monkeypatch):
+    """Not only at the next checkpoint."""
     real = checkpoint.state_dict_saver.async_save
 
     def save(*arguments, **options):
@@ -924,18 +819,9 @@ def written_at_once():
         future.result()
         return future
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.state_dict_saver, "async_save", save)
-        yield
-
-
-def test_a_finished_asynchronous_checkpoint_has_its_name_at_the_next_step(tmp_path):
+    monkeypatch.setattr(checkpoint.state_dict_saver, "async_save", save)
     path = write_config(tmp_path, train__save_steps=2, train__save_async=True)
-    with (
-        written_at_once(),
-        stopped(4, Killed()),
-        pytest.raises(Killed),
-    ):  # before the next checkpoint
+    with stopped(4, Killed()), pytest.raises(Killed):
         run(path)
     assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_2"
 
@@ -944,27 +830,20 @@ def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
     path = write_config(tmp_path, train__save_steps=2, train__max_steps=4)
     run(path)
     folder = tmp_path / "out/checkpoints"
-    (folder / "global_step_4").rename(
-        folder / ".global_step_4.partial"
-    )  # complete, but killed before the rename
+    # Complete, but killed before the rename; unfinished; and complete, but of another step.
+    (folder / "global_step_4").rename(folder / ".global_step_4.partial")
     shutil.copytree(folder / "global_step_2", folder / ".global_step_6.partial")
     (folder / ".global_step_6.partial/dcp/.metadata").unlink()
     (folder / "global_step_2/.hf.partial").mkdir()
-    shutil.copytree(
-        folder / "global_step_2", folder / ".global_step_8.partial"
-    )  # complete, but of another step
+    shutil.copytree(folder / "global_step_2", folder / ".global_step_8.partial")
     checkpoint.recover(str(tmp_path / "out"), Mesh(), alone=False)
     assert sum("another run may be writing it" in r.message for r in caplog.records) == 4
-    run(path, "--train.load_checkpoint_path=auto")
+    run(path, AUTO)
     assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
     assert not (folder / "global_step_2/.hf.partial").exists()
-    assert (
-        ".global_step_6.partial: an unfinished checkpoint of an earlier run, removed" in caplog.text
-    )
-    assert (
-        ".global_step_8.partial: an unfinished checkpoint of an earlier run, removed (its state is of step 2)"
-        in caplog.text
-    )
+    said = "partial: an unfinished checkpoint of an earlier run, removed"
+    assert f".global_step_6.{said}" in caplog.text
+    assert f".global_step_8.{said} (its state is of step 2)" in caplog.text
 
 
 def test_a_second_run_does_not_write_where_one_is_writing(tmp_path):
@@ -1043,7 +922,7 @@ def test_a_step_that_is_not_finite_reaches_no_weight_and_no_checkpoint(tmp_path)
             r"that gave this: .* and resume from .*global_step_1$",
         ):
             run(path)
-    run(path, "--train.load_checkpoint_path=auto")
+    run(path, AUTO)
     assert [r["loss"] for r in rows(tmp_path / "a")] == [r["loss"] for r in rows(tmp_path / "b")]
     a, b = (tensors(tmp_path / name, 4) for name in "ab")
     assert all(torch.equal(t, b[n]) for n, t in a.items())
@@ -1073,12 +952,10 @@ def test_a_ruined_checkpoint_is_not_what_a_run_is_told_to_go_on_with(tmp_path):
             run(later)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_weights_that_are_not_finite_are_named_before_training(value, tmp_path):
-    source = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
-    init_weights(source, 3)
+def test_weights_that_are_not_finite_are_named_before_training(tmp_path):
+    source = drawn(QWEN3)
     with torch.no_grad():
-        source.model.layers[1].mlp.down_proj.weight[3, 5] = value
+        source.model.layers[1].mlp.down_proj.weight[3, 5] = math.nan
     hf.save_weights(source, tmp_path / "weights")
     path = write_config(tmp_path, model__model_path=str(tmp_path / "weights"))
     said = r"weights: model.layers.1.mlp.down_proj.weight holds NaN or infinity as it is stored$"
@@ -1134,7 +1011,7 @@ def test_trying_a_folder_leaves_no_file(tmp_path):
         writable.check(config.train, Mesh())
 
 
-@pytest.mark.parametrize("kind", ["lora", "nvfp4", "nf4", "block_fp8"])
+@pytest.mark.parametrize("kind", ["lora", "nvfp4"])
 def test_adapters_that_are_not_finite_are_not_merged(kind, tmp_path):
     path = write_config(
         tmp_path,
@@ -1166,11 +1043,17 @@ def test_a_loss_of_evaluation_that_is_not_finite_ends_the_run_before_a_checkpoin
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 
 
-def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
+def stepped():
+    """A layer and its optimizer, after a step."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def test_moments_that_are_not_finite_reach_no_checkpoint(tmp_path):
+    model, optimizer = stepped()
     optimizer.state[model.bias]["exp_avg_sq"][1] = math.nan
     with pytest.raises(ValueError, match=r"step 1: bias or its moments are not finite"):
         checkpoint.Saver(str(tmp_path), Mesh(), False).save(
@@ -1189,21 +1072,8 @@ class Calls:
         return self.call
 
 
-class Touch:
-    """Unpickling creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return pathlib.Path.touch, (self.path,)
-
-
 def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    model, optimizer = stepped()
     saver = checkpoint.Saver(str(tmp_path), Mesh(), False)
 
     def save(step):
@@ -1215,10 +1085,11 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
         )
 
     touched = tmp_path / "touched"
+    touch = Calls(pathlib.Path.touch, touched)
     whole = save(1)
     assert load(whole)["step"] == 1
     state = optimizer.state[model.weight]
-    state["more"] = Touch(touched)
+    state["more"] = touch
     crafted = save(2)
     state["more"] = 0
     with pytest.raises(
@@ -1236,7 +1107,7 @@ def test_reading_a_checkpoint_runs_no_code_of_its(tmp_path):
     piece = next(iter(metadata.storage_data.values()))
     for changed, message in (
         (Calls(getattr, pathlib.PosixPath, "touch"), r"it names builtins\.getattr of"),
-        (Touch(touched), r"it names pathlib\.Path\.touch"),
+        (touch, r"it names pathlib\.Path\.touch"),
         (Calls(exec, f"open({str(touched)!r}, 'w')"), r"it names builtins\.exec"),
         (Calls(torch.save, 1, str(touched)), r"it names torch\.serialization\.save"),
         (dataclasses.replace(piece, relative_path=str(touched)), "is not a file in the folder"),
@@ -1269,7 +1140,7 @@ def test_auto_goes_to_the_checkpoint_before_one_that_is_damaged(tmp_path, caplog
         ValueError, match=r"global_step_4/dcp/\S+\.distcp: is cut off after \d+ bytes"
     ):
         run(path, f"--train.load_checkpoint_path={folder}/global_step_4")
-    run(path, "--train.load_checkpoint_path=auto")
+    run(path, AUTO)
     said = [r.message for r in caplog.records if "going on from the one before it" in r.message]
     assert [re.search(r"global_step_\d", line).group() for line in said] == [
         f"global_step_{n}" for n in (4, 3, 2)
@@ -1284,13 +1155,13 @@ def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
     file = tmp_path / "ten.jsonl"
     file.write_text(file.read_text().replace("96, 0", "96, 1").replace("[9, 10", "[9, 11"))
     with pytest.raises(ValueError, match=r"another data: \{'contents'"):
-        run(path, "--train.load_checkpoint_path=auto")
+        run(path, AUTO)
     folder = checkpoint.find(str(tmp_path / "out"), "auto")
     then = checkpoint_files.read_state(folder)
     del then["run"]["data"]["contents"], then["made_of"]
     checkpoint_files.write_state(folder, then)
     with pytest.raises(ValueError, match="written by a version that did not record data: contents"):
-        run(path, "--train.load_checkpoint_path=auto")
+        run(path, AUTO)
 
 
 def test_seconds_and_tokens_are_those_of_the_steps(tmp_path, monkeypatch):
@@ -1378,10 +1249,10 @@ def test_a_missing_or_broken_checkpoint_is_one_sentence(tmp_path):
     folder = tmp_path / "out/checkpoints/global_step_1"
     (folder / "dcp/.metadata").unlink()
     with pytest.raises(FileNotFoundError, match="not a whole checkpoint"):
-        run(path, "--train.load_checkpoint_path", "auto")
+        run(path, AUTO)
     (folder / "state.json").write_text('{"step": 1')
     with pytest.raises(ValueError, match=r"state\.json: is not valid JSON"):
-        run(path, "--train.load_checkpoint_path", "auto")
+        run(path, AUTO)
 
 
 def test_a_run_does_not_start_over_an_earlier_one_and_auto_takes_what_was_written_last(tmp_path):
@@ -1451,20 +1322,22 @@ def test_checkpoints_for_a_gpu_are_staged_in_page_locked_memory(tmp_path, monkey
     assert not options.use_async_staging  # weights change in the next step
 
 
-def test_an_incomplete_checkpoint_is_named_and_ignored(tmp_path, caplog):
-    run(write_config(tmp_path, train__max_steps=2, train__save_hf_weights=False))
+def test_a_finished_run_is_not_run_again_and_an_incomplete_checkpoint_is_ignored(tmp_path, caplog):
+    path = write_config(tmp_path, train__max_steps=2, train__save_hf_weights=False)
+    run(path)
+    before = (tmp_path / "out/metrics.jsonl").read_text()
     (tmp_path / "out/checkpoints/global_step_3/dcp").mkdir(parents=True)
-    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_2"
+    run(path, AUTO)
     assert "global_step_3: is not complete (no state.json), so it is ignored" in caplog.text
+    assert (tmp_path / "out/metrics.jsonl").read_text() == before
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path):
     path = write_config(tmp_path, train__save_steps=2, train__max_steps=4)
     run(path)
     folder = tmp_path / "out/checkpoints"
-    (folder / "global_step_4").rename(
-        folder / ".global_step_4.old"
-    )  # killed between the two renames
+    # Killed between the two renames.
+    (folder / "global_step_4").rename(folder / ".global_step_4.old")
     checkpoint.recover(str(tmp_path / "out"), Mesh())
     assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
     (folder / ".global_step_4.old/x").mkdir(parents=True)  # killed before the old one was removed
@@ -1473,30 +1346,6 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path):
     run(path, "--train.load_checkpoint_path", str(folder / "global_step_2"))
     assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
     assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 4]
-
-
-def test_a_finished_run_is_not_run_again(tmp_path):
-    path = write_config(tmp_path, train__max_steps=2)
-    run(path)
-    before = (tmp_path / "out/metrics.jsonl").read_text()
-    run(path, "--train.load_checkpoint_path", "auto")
-    assert (tmp_path / "out/metrics.jsonl").read_text() == before
-
-
-def test_fine_tuning_starts_from_the_weights_it_is_given(tmp_path):
-    run(write_config(tmp_path / "a", train__max_steps=2))
-    weights = tmp_path / "a/out/checkpoints/global_step_2/hf"
-    path = write_config(
-        tmp_path / "b",
-        model__model_path=str(weights),
-        model__config_path=None,
-        train__max_steps=1,
-        train__optimizer="sgd",
-        train__lr=1e-30,
-    )
-    run(path)
-    start, end = tensors(tmp_path / "a", 2), tensors(tmp_path / "b", 1)
-    assert start.keys() == end.keys() and all(torch.equal(t, end[n]) for n, t in start.items())
 
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
@@ -1512,8 +1361,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path
         assert (mixed["grads"][name] - grad).norm() <= 0.05 * grad.norm(), name
 
 
-@pytest.mark.parametrize("mode", ["none", "fsdp2"])
-@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize("mode, merge_qkv", [("none", False), ("fsdp2", True)])
 def test_mixed_precision_rounds_no_angle_no_count_and_no_sum_of_gradients(
     mode, merge_qkv, tmp_path, monkeypatch
 ):
@@ -1576,10 +1424,7 @@ PARTS = {
     "MLP.forward": 12,
 }
 MIXED = {**MOE, "mlp_only_layers": [0, 5]}
-RECOMPUTED = {
-    "train__enable_gradient_checkpointing": True,
-    "train__data_parallel_mode": "fsdp2",
-}
+RECOMPUTED = {"train__enable_gradient_checkpointing": True, "train__data_parallel_mode": "fsdp2"}
 COMPILED = {
     "whole": ({"model__attn_implementation": "eager"}, {"Block.forward": 12}),
     "parts": (
@@ -1628,11 +1473,7 @@ def test_every_layer_is_compiled_and_stays_so(case, tmp_path, backend, capsys):
         (QWEN3, [], {"Block.forward": 12}),
         (QWEN3, [RECOMPUTE, '--train.recompute_modules=["self_attn"]'], PARTS),
         (MOE, EXPERTS, {k: n for k, n in PARTS.items() if k != "MLP.forward"}),
-        (
-            QWEN3,
-            ["--train.data_parallel_mode=fsdp2", '--model.basic_modules=["o_proj"]'],
-            "o_proj would be gathered in",
-        ),
+        (QWEN3, [FSDP2, '--model.basic_modules=["o_proj"]'], "o_proj would be gathered in"),
     ],
 )
 def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
@@ -1650,25 +1491,6 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
         compiling.compile_layers(*arguments)
         recompute_activations(model, config.train.recompute_modules)
         assert compiling.compiled_parts(model) == parts
-
-
-def test_few_recompilations_serve_all_lengths(backend):
-    """150 batches of random packed documents, through one layer: one with a residual would
-    be compiled as often again.
-    """
-    shape = {**QWEN3, "hidden_size": 16, "num_hidden_layers": 1}
-    model = Transformer(ModelConfig.from_hf(shape), Ops.resolve("eager"))
-    compiling.compile_layers(model, schedule(enable_compile="true"), [])
-    draw, counts, lengths = np.random.default_rng(0), [], set()
-    init_weights(model, 0)
-    for _ in range(150):
-        documents = [np.zeros(n, np.int64) for n in draw.integers(1, 14, draw.integers(1, 7))]
-        batch = batches.collate([[(ids, ids) for ids in documents]], 1)
-        ends = tuple(batch["cu_seqlens"].tolist())
-        model(**batch, ends=ends, loss=language_modeling)
-        counts.append(backend.frame_count)
-        lengths.add(ends)
-    assert len(lengths) > 100 and 0 < counts[0] < counts[-1] <= counts[0] + 2
 
 
 def test_what_is_no_longer_compiled_says_so(caplog, backend):
@@ -1710,68 +1532,8 @@ def test_a_profile_is_written_when_asked_for(tmp_path):
     assert any("tilewright" in e.get("name", "") for e in events)
 
 
-def test_a_small_fraction_of_an_epoch_still_saves(tmp_path):
-    run(
-        write_config(
-            tmp_path, train__max_steps=2, train__save_epochs=1e-6, train__save_hf_weights=False
-        )
-    )
-    assert (tmp_path / "out/checkpoints/global_step_1/state.json").is_file()
-
-
-def test_weights_and_biases_gets_every_evaluation_and_every_nth_step(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text(
-        "calls = []\n"
-        "class Run:\n"
-        "    def log(self, values, step): calls.append((step, sorted(values)))\n"
-        "    def finish(self): calls.append('finish')\n"
-        "def init(**options):\n"
-        "    calls.append(options)\n"
-        "    return Run()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    run(
-        write_config(
-            tmp_path,
-            train__use_wandb=True,
-            train__wandb_log_interval=4,
-            train__wandb_name="name",
-            train__max_steps=5,
-            data__val_set_size=4,
-        )
-    )
-    import wandb
-
-    options, *logged, last = wandb.calls
-    assert (
-        options["name"] == "name"
-        and options["config"]["train"]["max_steps"] == 5
-        and last == "finish"
-    )
-    assert [(step, "eval_loss" in names) for step, names in logged] == [
-        (0, True),
-        (4, False),
-        (5, True),
-    ]
-    del sys.modules["wandb"]
-
-
-def test_the_defaults_train(tmp_path):
-    """FSDP2, bfloat16 and recomputation, which all other runs here disable."""
-    options = {"train__micro_batch_size": 2, "train__max_steps": 4}
-    run(write_config(tmp_path / "plain", **options))
-    run(
-        write_config(tmp_path / "defaults", **options),
-        "--train.data_parallel_mode=fsdp2",
-        "--train.enable_mixed_precision=true",
-        "--train.enable_gradient_checkpointing=true",
-    )
-    plain, default = ([r["loss"] for r in rows(tmp_path / name)] for name in ("plain", "defaults"))
-    assert plain != default
-    np.testing.assert_allclose(default, plain, rtol=1e-2)
-    a, b = tensors(tmp_path / "plain", 4), tensors(tmp_path / "defaults", 4)
-    assert all(b[n].dtype == torch.float32 for n in a)
-    assert a.keys() == b.keys()
+UNREAD = {"profile_start_step": 50, "profile_end_step": 51, "enable_profiling": True}
+TWO_THETAS = {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}
 
 
 @pytest.mark.parametrize(
@@ -1780,33 +1542,20 @@ def test_the_defaults_train(tmp_path):
         ({"train__output_dir": "FILE"}, "File exists|Not a directory"),
         (
             {"train__lr": 1e30},
-            r"step 2: the (loss|norm of the gradients) is (nan|inf), so the step was not taken",
+            r"step 2: the (loss|norm of the gradients) is (nan|inf), so the step",
         ),
         (
             {"train__no_decay_modules": ["nosuch"]},
-            "no_decay_modules: no name in the model contains 'nosuch'",
+            "no_decay_modules: no name in the model contains",
         ),
-        (
-            {
-                "train__enable_profiling": True,
-                "train__profile_start_step": 50,
-                "train__profile_end_step": 51,
-            },
-            "profile_start_step = 50: the run has 6 steps",
-        ),
+        ({f"train__{k}": v for k, v in UNREAD.items()}, "profile_start_step = 50: the run has 6"),
         ({"model__config_path": "no/such/folder"}, "no/such/folder: no such file or folder"),
         (
             {"model__foundation": {"hiden_size": 64}},
             "foundation: hiden_size is no entry that a qwen3 model .* did you mean hidden_size?",
         ),
-        (
-            {"model__foundation": {"bos_token_id": 3}},
-            "foundation: bos_token_id is no entry that a qwen3 model is made from$",
-        ),
-        (
-            {"model__foundation": {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}},
-            r"foundation: rope_theta = 7\.0 would be 5\.0 all the same; give the entry that",
-        ),
+        ({"model__foundation": {"bos_token_id": 3}}, "bos_token_id is no entry that a qwen3 model"),
+        ({"model__foundation": TWO_THETAS}, r"foundation: rope_theta = 7\.0 would be 5\.0 all the"),
         ({"model__foundation": {"head_dim": 7}}, "config.json: head_dim must be even, got 7"),
         ({"data__datasets": [{"path": "TEXT", "type": "text"}]}, "holds no tokenizer"),
         ({"data__datasets": [{"path": "EMPTY"}]}, "empty.jsonl: there is nothing in it"),
@@ -1840,26 +1589,10 @@ def test_what_a_user_can_mend_is_one_sentence(change, message, tmp_path):
     assert gc.isenabled()  # restored
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            {"vocab_size": "64"},
-            "vocab_size must be an integer of at least 1 and at most 16777216, got '64'",
-        ),
-        (
-            {"num_hidden_layers": 0},
-            "num_hidden_layers must be an integer of at least 1 and at most 16777216, got 0",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope type 'llama3' needs low_freq_factor",
-        ),
-    ],
-)
-def test_a_model_configuration_that_cannot_be_is_refused_by_name(change, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf({**QWEN3, **change})
+def test_a_rope_type_needs_its_entries():
+    scaling = {"rope_type": "llama3", "factor": 8.0}
+    with pytest.raises(ValueError, match="rope type 'llama3' needs low_freq_factor"):
+        ModelConfig.from_hf({**QWEN3, "rope_scaling": scaling})
 
 
 def test_weights_that_are_not_safetensors_are_named(tmp_path):
@@ -1867,9 +1600,6 @@ def test_weights_that_are_not_safetensors_are_named(tmp_path):
     (tmp_path / "model/model.safetensors").write_text("not tensors")
     with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as safetensors"):
         hf.load_weights(Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve()), tmp_path / "model")
-    (tmp_path / "model/config.json").write_text("[]")
-    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
-        hf.load_config(tmp_path / "model")
 
 
 # ---- adapters
@@ -1882,9 +1612,12 @@ def adapter_names(model):
     return {n for n, _ in model.named_parameters() if is_adapter(n)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["qwen3", "qwen3-moe"])
-def test_adapters_alone_learn(shape, kind, tmp_path):
+OF_SHAPES = {"qwen3": ("lora", "nf4", "block_fp8"), "qwen3-moe": ("lora", "nvfp4")}
+
+
+@pytest.mark.parametrize("name, kind", [(n, k) for n, own in OF_SHAPES.items() for k in own])
+def test_adapters_alone_learn(name, kind, tmp_path):
+    shape = SHAPES[name]
     path = write_config(
         tmp_path,
         shape,
@@ -1927,7 +1660,9 @@ def flags(options):
 MERGED = ["--lora.enable_lora=true", "--lora.merge_lora_interval=2", "--train.max_steps=3"]
 AQN_TRAINED = ["--lora.enable_qlora=true", "--lora.enable_aqn=true"]
 ADAPTERS = {
-    **{f"train_lora_{mode}": [*flags(LORA), *arguments] for mode, arguments in MODES.items()},
+    "train_lora_ddp": [*flags(LORA), *MODES["ddp"]],
+    "train_lora_fsdp2": [*flags(LORA), *MODES["fsdp2_recompute"]],
+    "train_lora_hsdp": [*flags(LORA), *MODES["hsdp"]],
     "train_nf4_ddp": [*flags(NF4), *MODES["ddp"]],
     "train_nf4_hsdp": [*flags(NF4), *MODES["hsdp"]],
     "train_nvfp4_fsdp2": [*flags(QLORA), *MODES["fsdp2_recompute"]],
@@ -1970,16 +1705,7 @@ def test_two_processes_train_adapters_as_one(shape, pairs):
         same_training(found, in_one_process(*alone), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind, mode",
-    [
-        ("lora", "none"),
-        ("lora", "fsdp2"),
-        ("nf4", "fsdp2"),
-        ("nvfp4", "none"),
-        ("block_fp8", "fsdp2"),
-    ],
-)
+@pytest.mark.parametrize("kind, mode", [("lora", "none"), ("nf4", "fsdp2"), ("nvfp4", "none")])
 def test_resuming_adapters_equals_never_stopping(kind, mode, tmp_path):
     """Through merges, with noise, and with the quantized weights in the checkpoint."""
     noise = {} if kind == "lora" else {"lora__enable_aqn": True}
@@ -2010,8 +1736,7 @@ def test_no_rank_merges_if_one_cannot(tmp_path):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, reset", zip(KINDS, (False, True, False, True), strict=True))
 def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset, tmp_path):
     path = write_config(
         tmp_path, lora__merge_lora_interval=3, lora__reset_optimizer_on_merge=reset, **KINDS[kind]
@@ -2047,21 +1772,6 @@ def test_merging_happens_every_so_many_steps_and_may_forget_moments(kind, reset,
     again = build(path)[1]  # the new adapters differ from the initial ones
     name = next(n for n in adapter_names(model) if n.endswith("lora_A"))
     assert not torch.equal(model.state_dict()[name], again.state_dict()[name])
-
-
-def test_a_run_merges_when_it_is_told_to(tmp_path):
-    for name, changes in {
-        "a": {},
-        "b": {"lora__merge_lora_interval": 2},
-        "c": {"lora__merge_lora_interval": 2, "lora__reset_optimizer_on_merge": True},
-    }.items():
-        run(write_config(tmp_path / name, **LORA, **changes))
-    a, b, c = ([r["loss"] for r in rows(tmp_path / n)] for n in "abc")
-    assert a[:2] == b[:2] == c[:2] and b[2] == c[2]
-    assert b[2] == pytest.approx(
-        a[2], rel=1e-6
-    )  # the merge after step 2 rounds the weights of step 3
-    assert a[3] != b[3] and b[3:] != c[3:]
 
 
 @pytest.mark.parametrize("kind, mode", [("lora", "none"), ("nf4", "fsdp2")])
@@ -2132,7 +1842,7 @@ def test_the_export_has_the_dtype_of_the_base(tmp_path):
         "half", model__config_path=str(tmp_path / "config.json"), model__tokenizer_path=str(folder)
     )
     assert dtype == torch.bfloat16
-    for kind in KINDS:
+    for kind in ("lora", "nf4"):
         _, dtype = exported(
             kind, model__model_path=str(half), model__config_path=None, **KINDS[kind]
         )
@@ -2164,14 +1874,10 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
         "1.mlp.gate_up_proj": ["gate_proj", "up_proj"],
         "1.mlp.down_proj": [""],
     }
-    for kind, (name, size) in {
-        "nvfp4": ("nvfp4", 16),
-        "nf4": ("nf4", 64),
-        "block_fp8": ("block_fp8", 16),
-    }.items():
+    for kind, size in (("nvfp4", 16), ("nf4", 64), ("block_fp8", 16)):
         _, weights = layers(**KINDS[kind])
         [q] = weights["model.layers.0.self_attn.o_proj.weight"].weights()
-        assert nn.QuantFormat(name, size) == nn.format_of(q)
+        assert nn.QuantFormat(kind, size) == nn.format_of(q)
     _, weights = layers(**{**NF4, "lora__quant_group_size": 512})
     assert weights["model.layers.0.self_attn.o_proj.weight"].weights()[0].block_size == 512
     _, weights = layers(**NF4, lora__exclude_modules=["layers.1", "gate_proj", "up_proj"])
@@ -2191,9 +1897,7 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
 def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says_otherwise(
     tmp_path,
 ):
-    model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve())
-    init_weights(model, 3)
-    hf.save_weights(model, tmp_path / "weights")
+    hf.save_weights(drawn(QWEN3), tmp_path / "weights")
     file = tmp_path / "weights/config.json"
     shape = json.loads(file.read_text())
     file.write_text(
@@ -2210,8 +1914,7 @@ def test_what_a_quantized_checkpoint_leaves_out_is_left_out_unless_the_user_says
 
 
 @pytest.mark.parametrize(
-    "adapted, owner",
-    [(["q_proj", "o_proj"], "Experts"), (["mlp"], "LoRAExperts"), (["experts"], "LoRAExperts")],
+    "adapted, owner", [(["q_proj", "o_proj"], "Experts"), (["mlp"], "LoRAExperts")]
 )
 def test_quantized_experts_have_noise_in_training_alone(adapted, owner, tmp_path):
     """With adapters, which have a forward pass of their own, and without."""
@@ -2229,9 +1932,8 @@ def test_quantized_experts_have_noise_in_training_alone(adapted, owner, tmp_path
     assert built.forward_backward(few, language_modeling).mean != trained
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nvfp4"])
-def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
-    options = {**KINDS[kind], "data__val_set_size": 4, "train__max_steps": 3}
+def test_noise_is_trained_with_and_not_evaluated_with(tmp_path):
+    options = {**NF4, "data__val_set_size": 4, "train__max_steps": 3}
     runs = {
         "plain": {},
         "none": {"lora__enable_aqn": True, "lora__aqn_alpha": 0},
@@ -2249,9 +1951,8 @@ def test_noise_is_trained_with_and_not_evaluated_with(kind, tmp_path):
         for name in runs
     }
     assert found["plain"] == found["none"] and found["some"] == found["again"]
-    assert (
-        found["plain"][0] == found["some"][0] and found["plain"][0][3]
-    )  # evaluated before the first step
+    # Evaluated before the first step.
+    assert found["plain"][0] == found["some"][0] and found["plain"][0][3]
     losses = [[row[1] for row in found[name] if row[1]] for name in ("plain", "some", "more")]
     assert all(len(set(step)) == 3 for step in zip(*losses, strict=True))
     config = load(write_config(tmp_path / "eval", **options))
@@ -2278,29 +1979,31 @@ def test_compiled_layers_with_adapters_give_the_same_gradients(kind, tmp_path, b
 
 
 @pytest.mark.parametrize(
-    "kind, mode", [("lora", "none"), ("nf4", "none"), ("nvfp4", "fsdp2"), ("lora", "fsdp2")]
+    "kind, mode, tolerance",
+    [("all", "fsdp2", 1e-2), ("lora", "none", 1.5e-3), ("nvfp4", "fsdp2", 1.5e-3)],
 )
-def test_adapters_in_mixed_precision_with_recomputation(kind, mode, tmp_path):
-    options = {**KINDS[kind], "train__micro_batch_size": 2, "train__max_steps": 4}
+def test_mixed_precision_with_recomputation(kind, mode, tolerance, tmp_path):
+    """With FSDP2 the defaults, which all other runs here disable."""
+    options = {**KINDS.get(kind, {}), "train__micro_batch_size": 2, "train__max_steps": 4}
     run(write_config(tmp_path / "exact", **options))
     run(
         write_config(tmp_path / "mixed", **options),
         f"--train.data_parallel_mode={mode}",
         "--train.enable_mixed_precision=true",
-        "--train.enable_gradient_checkpointing=true",
+        RECOMPUTE,
     )
     exact, mixed = ([r["loss"] for r in rows(tmp_path / name)] for name in ("exact", "mixed"))
     assert exact != mixed
-    np.testing.assert_allclose(mixed, exact, rtol=1.5e-3)
-    written = tensors(tmp_path / "mixed", 4)
-    assert all(t.dtype == torch.float32 for t in written.values())
+    np.testing.assert_allclose(mixed, exact, rtol=tolerance)
+    a, b = tensors(tmp_path / "exact", 4), tensors(tmp_path / "mixed", 4)
+    assert a.keys() == b.keys() and all(t.dtype == torch.float32 for t in b.values())
 
 
 def test_a_checkpoint_with_other_adapters_is_refused(tmp_path):
     run(write_config(tmp_path, **NF4, train__max_steps=2))
     for changes in ({}, {**NF4, "lora__lora_rank": 2}, QLORA):
         with pytest.raises(ValueError, match=r"another model: \{'lora': "):
-            run(write_config(tmp_path, **changes), "--train.load_checkpoint_path", "auto")
+            run(write_config(tmp_path, **changes), AUTO)
 
 
 def test_a_run_cannot_come_to_save_adapters_alone(tmp_path):

@@ -5,13 +5,12 @@ command in this process that differ in nothing else (tests/lib/field_effects.py)
 """
 
 import contextlib
-import functools
+import dataclasses
 import io
 import json
 import pathlib
 import re
 import sys
-import types
 
 import pytest
 import torch
@@ -22,12 +21,22 @@ pytest.importorskip("datasets")
 pytest.importorskip("transformers")
 
 
-from field_effects import HELD, REFUSED, ROWS, Board, make_world, observe, page, settings_of
+from field_effects import (
+    HELD,
+    REFUSED,
+    ROWS,
+    grouped,
+    make_world,
+    observe,
+    packages,
+    page,
+    settings_of,
+)
 from torch.distributed.pipelining import PipelineStage
 
 from tilewright.trainer import build, train
 from tilewright.trainer.checkpoint import hf
-from tilewright.trainer.config import Config, load
+from tilewright.trainer.config import Config, ConfigError, load
 from tilewright.trainer.config.field_tree import kind, leaves
 from tilewright.trainer.config.section import properties
 from tilewright.trainer.models import ops_choice
@@ -66,12 +75,17 @@ def test_a_field_has_its_effect(one, world):
     assert found[0] != found[1], f"{one.differs} stay {found[0]}"
 
 
+def test_weights_and_biases_gets_every_evaluation_and_every_nth_step(world):
+    changes = {"train.use_wandb": True, "train.wandb_log_interval": 2}
+    options, *logged, last = seen_by(world, changes, "wandb")
+    assert options["steps"] == 4 and last == "finish"
+    found = [(step, "eval_loss" in names) for step, names in logged]
+    assert found == [(0, True), (2, False), (4, False), (4, True)]
+
+
 def plan(world, changes):
     """Which of eight ranks do what."""
-    tree = settings_of(world, changes)
-    path = world.root / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    config = load(str(path))
+    config = load_settings(world, changes)
     layout = layout_of(config.train, 8)
     return (
         pipeline_plan(config),
@@ -109,13 +123,10 @@ def pipeline_plan(config):
 
 
 # Rows whose other value names the same contents.
-SAME_CONTENTS = {
-    "data.on_bad_row",
-    "data.skip_prepare_dataset",
-    "data.datasets.preprocess_shards",
-}
-# What rows of one process leave out: values that no resumed run of it can have.
+SAME_CONTENTS = {"data.on_bad_row", "data.skip_prepare_dataset", "data.datasets.preprocess_shards"}
+# What rows of one process leave out: values that no resumed run of it can have, or all have.
 NOT_RESUMED = {
+    "train.max_steps",
     "model.ep_dispatch",
     "model.deepep_buffer_size_gb",
     "model.deepep_num_sms",
@@ -153,36 +164,50 @@ def resumed(world, base, changes):
 
 
 def attempt(world, changes):
-    path, said = world.root / "config.yaml", io.StringIO()
-    path.write_text(yaml.safe_dump(settings_of(world, changes)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(world.root / "wandb_here")
-        board = types.SimpleNamespace(SummaryWriter=functools.partial(Board, []))
-        patch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    config, said = load_settings(world, changes), io.StringIO()
+    with packages(world), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda method, *, fullgraph: method)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            code = train.main([str(path)])
-        out = pathlib.Path(load(str(path)).train.output_dir)
+            code = train.main([str(world.root / "config.yaml")])
     sys.modules.pop("wandb", None)
-    return out, said.getvalue() if code else ""
+    return pathlib.Path(config.train.output_dir), said.getvalue() if code else ""
 
 
-@pytest.mark.parametrize("one", ROWS, ids=lambda one: one.path)
-def test_a_field_that_changes_at_resume_does_what_it_says(one, world):
-    says, base = resume_of(one.path), dict(one.base)
-    if one.path in NOT_RESUMED or one.differs == "plan":
-        assert says == "free"
-        return
+def load_settings(world, changes):
+    path = world.root / "config.yaml"
+    path.write_text(yaml.safe_dump(settings_of(world, changes)))
+    with packages(world):
+        return load(str(path))
+
+
+RESUMED = [r for r in ROWS if r.path not in NOT_RESUMED and r.differs != "plan"]
+FREE = [r for r in RESUMED if resume_of(r.path) == "free" or r.path in SAME_CONTENTS]
+
+
+def test_a_run_resumes_with_other_values_of_fields_that_are_free(world):
+    """As many in one run as go together. Its refusal would name the one that is not."""
+
+    def accepted(changes):
+        with contextlib.suppress(ConfigError):
+            return bool(load_settings(world, changes))
+
+    # As `settings_of` sets it where a run has this field.
+    board = {"train.use_wandb": (("data.val_set_size", 2),)}
+    free = [dataclasses.replace(r, base=board.get(r.path, r.base)) for r in FREE]
+    for _, group in grouped(free, accepted):
+        base = {k: v for one in group for k, v in one.base}
+        error = resumed(world, base, {one.field: one.value for one in group})
+        assert not error, ([one.path for one in group], error)
+
+
+@pytest.mark.parametrize("one", [r for r in RESUMED if r not in FREE], ids=lambda one: one.path)
+def test_a_run_does_not_resume_with_another_value_of_another_field(one, world):
+    base = dict(one.base)
     if one.path == "model.model_path":  # of random weights, and of others
         assert "other weights" in resumed(world, {}, {one.field: one.value})
         base = {"model.model_path": "@weights2"}
-    if one.path == "train.use_wandb":  # as `settings_of` sets it
-        base["data.val_set_size"] = 2
     error = resumed(world, base, {one.field: one.value})
-    if says == "free" or one.path in SAME_CONTENTS:
-        assert not error
-    else:
-        assert re.search(r"was written with another|began from other weights", error), error
+    assert re.search(r"was written with another|began from other weights", error), error
 
 
 def test_what_no_run_here_changes_is_not_in_the_identity(world):
@@ -210,12 +235,6 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
     assert known == {"refused"} and {*free.values()} == {"free"}
 
 
-def load_settings(world, changes):
-    path = world.root / "config.yaml"
-    path.write_text(yaml.safe_dump(settings_of(world, changes)))
-    return load(str(path))
-
-
 def test_every_field_says_what_a_change_does_where_a_run_resumes():
     for path in leaves(Config):
         assert resume_of(path), path
@@ -223,9 +242,9 @@ def test_every_field_says_what_a_change_does_where_a_run_resumes():
 
 def test_two_runs_alike_are_alike(world):
     """What differs in the rows is the field's doing."""
-    first, again = observe(world, {}), observe(world, {})
+    again = observe(world, {})
     for key in ("losses", "weights", "tokens", "checkpoints", "prepared", "loaders", "attentions"):
-        assert first[key] == again[key], key
+        assert seen_by(world, {}, key) == again[key], key
 
 
 def test_every_field_is_in_the_table():
