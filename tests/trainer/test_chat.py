@@ -13,8 +13,9 @@ pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+import pyarrow as pa
 from chats import CHATML, MARKED, PLAIN, REASONED, TOOLS, TURNS, characters, messages, runs
-from preparing import IN_ORDER, config_of, prepare_of, write_rows
+from preparing import IN_ORDER, config_of, prepare_of, write_rows, write_table
 from transformers import AutoTokenizer
 
 from tilewright.trainer.columns import IGNORE
@@ -360,4 +361,7 @@ def test_unusable_tokenizers_are_refused(tmp_path, made):
     ):
         with pytest.raises(ValueError, match=said):
             made(entry, tokenizer=tokenizer)
-    assert len(made(strings, tokenizer=no_template)) == 1
+    large = dict.fromkeys(PAIR, pa.array(["a"], pa.large_string()))
+    write_table(tmp_path / "d.arrow", pa.table(large))
+    for name in ("b.jsonl", "d.arrow"):
+        assert len(made({**strings, "path": tmp_path / name}, tokenizer=no_template)) == 1
