@@ -88,14 +88,12 @@ def write_table(path, table, new=pa.ipc.new_stream):
 
 
 @contextlib.contextmanager
-def served(folder, tls=None, handler=http.server.SimpleHTTPRequestHandler):
+def served(folder, handler=http.server.SimpleHTTPRequestHandler):
     """The address at which this machine serves a folder's files."""
     made = functools.partial(handler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), made) as server:
-        if tls is not None:
-            server.socket = tls.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http{'s' * (tls is not None)}://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 

@@ -419,14 +419,6 @@ def test_a_column_that_select_columns_leaves_out_is_not_refused(late, tmp_path):
     assert len(build.prepared(made.data.datasets, made, Mesh(), 97, shuffle=False)) == len(rows)
 
 
-def test_a_missing_column_names_the_types_that_make_it():
-    column = dataclasses.replace(COLUMNS["pair"], asked_by="train.loss = preference")
-    said = "train.loss = preference: d has no column pair, .*; data of type preference or pref"
-    with pytest.raises(ValueError, match=said):
-        entry = Dataset(path="d", type="chat")
-        check_columns(entry, ["messages"], {}, {"pair": column}, "preference")
-
-
 # ---- rows that are held out
 
 
@@ -468,14 +460,6 @@ def test_rows_are_held_out_whole(kind, tmp_path, monkeypatch):
         assert len({*zip(found["source_row"], greatest, strict=True)}) == 12
     with pytest.raises(ValueError, match="leaves no training row of 12"):
         split_validation(found, 12, 3, columns)
-
-
-def test_rows_that_a_pair_joins_are_held_out_together(tmp_path):
-    rows = [{"input_ids": [p + 1] * 3, "pair": p, "role": r} for p in range(8) for r in (0, 1)]
-    columns = {n: COLUMNS[n] for n in ("pair", "role")}
-    found = prepare_of(config(tmp_path, ("tokenized", rows)), None, 97, columns=columns)
-    _, held = split_validation(found, 3, 0, columns)
-    assert len(held) == 6 and len({*held["source_row"]}) == 3
 
 
 def test_equal_rows_are_units_of_their_own(tmp_path):

@@ -541,7 +541,7 @@ def test_an_address_is_known_by_its_etag(tmp_path, made, caplog):
             pass
 
     path = write_rows(tmp_path / "served.jsonl", [{"input_ids": [1, 2]}])
-    with served(tmp_path, handler=Handler) as at:
+    with served(tmp_path, Handler) as at:
         entry = {"path": f"{at}/{path.name}"}
         assert made(entry, none)["input_ids"][:] == [[1, 2]]
         write_rows(path, [{"input_ids": [3, 4]}])
@@ -680,24 +680,6 @@ def test_samples_that_are_too_short_are_counted(tmp_path, made, caplog):
         # The first is an end token alone.
         assert len(made(texts(tmp_path / "b.jsonl", "", "long"), Words)) == 1
         assert not caplog.text
-
-
-class Fast(Bytes):
-    """A tokenizer of ASCII with the offsets of its tokens, without a chat template."""
-
-    is_fast, chat_template = True, None
-
-    def __call__(self, text, **options):
-        ids = list(text.encode())
-        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(ids))]}
-
-
-def test_prompts_of_large_strings_need_no_chat_template(tmp_path, made):
-    large = datasets.Features(dict.fromkeys(PAIR, datasets.Value("large_string")))
-    saved = datasets.Dataset.from_list([{"prompt": "ab", "completion": "c"}], features=large)
-    saved.save_to_disk(tmp_path / "saved")
-    got = made({"path": tmp_path / "saved", "type": "prompt_completion"}, Fast)
-    assert got["labels"][:] == [[-100, -100, ord("c"), 0]]
 
 
 class Killed(Bytes):
