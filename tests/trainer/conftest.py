@@ -18,3 +18,12 @@ def backend(monkeypatch):
     torch._dynamo.reset()
     yield counter
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """The datasets package caches in the test's folder, and shows no progress."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()

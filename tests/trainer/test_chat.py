@@ -13,13 +13,12 @@ pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-import datasets
+import pyarrow as pa
 from chats import CHATML, MARKED, PLAIN, REASONED, TOOLS, TURNS, characters, messages, runs
-from preparing import prepare_of
+from preparing import IN_ORDER, config_of, prepare_of, write_rows, write_table
 from transformers import AutoTokenizer
 
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import Config
 from tilewright.trainer.data import chat
 
 pytestmark = pytest.mark.packages
@@ -34,23 +33,11 @@ STRICT = (
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
+def made(tmp_path, own_cache):
+    """What is prepared of entries, in the order of their files."""
 
     def made(*entries, tokenizer=None, **fields):
-        config = Config(
-            model={"config_path": str(tmp_path)},
-            data={
-                "datasets": [{**e, "path": str(e["path"])} for e in entries],
-                "dataset_prepared_path": str(tmp_path / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "shuffle_merged_datasets": False,
-                "shuffle_before_merging_datasets": False,
-            }
-            | fields,
-            train={"output_dir": "out"},
-        )
+        config = config_of(tmp_path, *entries, **IN_ORDER | fields)
         return prepare_of(config, lambda: tokenizer or characters(), 200)
 
     return made
@@ -59,9 +46,8 @@ def made(tmp_path, monkeypatch):
 def seen(tokenizer, sample):
     """A sample's text, with [ ] around what is trained on."""
     ids, labels = sample
-    assert len(ids) == len(labels) and all(
-        x in (i, IGNORE) for i, x in zip(ids, labels, strict=True)
-    )
+    assert len(ids) == len(labels)
+    assert all(x in (i, IGNORE) for i, x in zip(ids, labels, strict=True))
     out, on = "", False
     for token, label in zip(ids, labels, strict=True):
         if on != (label != IGNORE):
@@ -69,6 +55,10 @@ def seen(tokenizer, sample):
             out += "[" if on else "]"
         out += tokenizer.decode([token])
     return out + "]" * on
+
+
+def shown(tokenizer, prepared):
+    return [seen(tokenizer, (r["input_ids"], r["labels"])) for r in prepared]
 
 
 TWO = messages(
@@ -175,26 +165,22 @@ def test_tokens_of_a_real_tokenizer():
 
 
 def lines(path, *rows):
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
-    return path
+    return write_rows(path, rows)
 
 
 ASKED = messages(("user", "a"), ("assistant", "b"))
 
 
 def test_types_merge(tmp_path, made):
-    got = made(
-        {"path": lines(tmp_path / "chat.jsonl", {"messages": ASKED}), "type": "chat"},
-        {
-            "path": lines(tmp_path / "pairs.jsonl", {"prompt": "a", "completion": "b"}),
-            "type": "prompt_completion",
-        },
-        {"path": lines(tmp_path / "text.jsonl", {"text": "ab"}), "type": "text"},
-        {"path": lines(tmp_path / "tokens.jsonl", {"input_ids": [1, 2]})},
-    )
-    tokenizer = characters()
-    assert [seen(tokenizer, (r["input_ids"], r["labels"])) for r in got] == [
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n",
+    sets = {
+        "chat": {"messages": ASKED},
+        "prompt_completion": {"prompt": "a", "completion": "b"},
+        "text": {"text": "ab"},
+        "tokenized": {"input_ids": [1, 2]},
+    }
+    got = made(*({"path": lines(tmp_path / f"{k}.jsonl", r), "type": k} for k, r in sets.items()))
+    assert shown(characters(), got) == [
+        f"<|im_start|>user\na<|im_end|>\n{ANSWER}",
         "<s>a[b<|im_end|>]",
         "[<s>ab<|im_end|>]",
         "[<|im_end|><s>]",
@@ -203,75 +189,42 @@ def test_types_merge(tmp_path, made):
 
 ERNIE = {"system": "s", "src": ["a", "d"], "tgt": ["bc", "e"]}
 ALPACA = {"instruction": "a", "output": "b"}
+ANSWER = "<|im_start|>assistant\n[b<|im_end|>]\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_erniekits_turns_are_those_of_a_conversation(tmp_path, made, template):
-    rows = [
-        ERNIE,
-        {**ERNIE, "label": [1, 1]},
-        {**ERNIE, "label": [0, 1]},
-        {**ERNIE, "label": [1, 0]},
-    ]
-    rows.append({"src": "a", "tgt": "b"})
-    path, tokenizer = lines(tmp_path / "a.jsonl", *rows), characters(template)
+    marked = [{**ERNIE, "label": label} for label in ([1, 1], [0, 1], [1, 0])]
+    path = lines(tmp_path / "a.jsonl", ERNIE, *marked, {"src": "a", "tgt": "b"})
+    tokenizer = characters(template)
     got = made({"path": path, "type": "erniekit"}, tokenizer=tokenizer)
-    both, same, last, first, plain = (seen(tokenizer, (r["input_ids"], r["labels"])) for r in got)
+    both, same, last, first, plain = shown(tokenizer, got)
     assert both == same == TWO_SEEN
     assert last == re.sub(r"\[(bc<.im_end.>)\]", r"\1", TWO_SEEN)
     # What follows the last answer that is learned is left out.
     assert first == TWO_SEEN[: TWO_SEEN.index("]") + 1] + "\n"
-    assert plain == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"
+    assert plain == f"<|im_start|>user\na<|im_end|>\n{ANSWER}"
 
 
 def test_alpacas_instructions_are_those_of_a_conversation(tmp_path, made):
     row = {"system": "s", "instruction": "d", "output": "e", "history": [["a", "bc"]]}
-    rows = [row, {**ALPACA, "input": "x"}, {**ALPACA, "input": ""}]
-    path, tokenizer = lines(tmp_path / "a.jsonl", *rows), characters()
-    got = made({"path": path, "type": "alpaca"})
-    long, with_input, without = (seen(tokenizer, (r["input_ids"], r["labels"])) for r in got)
+    path = lines(tmp_path / "a.jsonl", row, {**ALPACA, "input": "x"}, {**ALPACA, "input": ""})
+    long, with_input, without = shown(characters(), made({"path": path, "type": "alpaca"}))
     assert long == TWO_SEEN
-    answer = "<|im_start|>assistant\n[b<|im_end|>]\n"
-    assert with_input == f"<|im_start|>user\nax<|im_end|>\n{answer}"
-    assert without == f"<|im_start|>user\na<|im_end|>\n{answer}"
-
-
-@pytest.mark.parametrize(
-    "kind, row, sentence",
-    [
-        ("erniekit", {**ERNIE, "tgt": ["b"]}, "it has 2 src and 1 tgt; accepted is as many of"),
-        ("erniekit", {**ERNIE, "src": ["a", ""]}, "its src must be strings that are not empty"),
-        ("erniekit", {**ERNIE, "label": [1]}, r"its label must be 2 values of 0 and 1, got \[1\]"),
-        ("erniekit", {**ERNIE, "label": [1, 2]}, "its label must be 2 values of 0 and 1"),
-        ("erniekit", {**ERNIE, "label": [0, 0]}, "its label has no 1, so that nothing is learned"),
-        ("alpaca", {**ALPACA, "instruction": ""}, "its instruction or its output is empty"),
-        ("alpaca", {**ALPACA, "output": None}, "its instruction or its output is empty"),
-        ("alpaca", {**ALPACA, "history": [["a"]]}, "its history must be pairs of strings"),
-    ],
-)
-def test_rows_of_other_tools_that_are_unusable_are_refused(tmp_path, made, kind, row, sentence):
-    good = {"erniekit": {**ERNIE, "label": [1, 1]}, "alpaca": {**ALPACA, "history": [["a", "b"]]}}
-    path = lines(tmp_path / "a.jsonl", good[kind], row)
-    with pytest.raises(ValueError, match=rf"^{path}: line 2: {sentence}"):
-        made({"path": path, "type": kind})
+    assert with_input == f"<|im_start|>user\nax<|im_end|>\n{ANSWER}"
+    assert without == f"<|im_start|>user\na<|im_end|>\n{ANSWER}"
 
 
 def test_samples_are_cut_and_those_without_a_label_are_counted(tmp_path, made, caplog):
-    long = messages(("user", "a" * 80), ("assistant", "b"))
-    path = lines(
-        tmp_path / "a.jsonl",
-        {"messages": ASKED},
-        {"messages": long},
-        {"messages": messages(("user", "a"), ("assistant", "b" * 80))},
-        {"messages": long},
-    )
+    long = {"messages": messages(("user", "a" * 80), ("assistant", "b"))}
+    cut = {"messages": messages(("user", "a"), ("assistant", "b" * 80))}
+    path = lines(tmp_path / "a.jsonl", {"messages": ASKED}, long, cut, long)
     with caplog.at_level(logging.WARNING, "tilewright"):
         got = made({"path": path, "type": "chat"})
     assert [len(r["input_ids"]) for r in got] == [23, 64]
     assert "a.jsonl: 3 of 4 samples were longer than 64 tokens and were cut" in caplog.text
-    assert (
-        "a.jsonl: 2 of 4 samples have no answer within 64 tokens and were left out" in caplog.text
-    )
+    said = "a.jsonl: 2 of 4 samples have no answer within 64 tokens and were left out"
+    assert said in caplog.text
 
 
 def test_answers_that_are_all_cut_are_the_reason(tmp_path, made):
@@ -303,50 +256,46 @@ def test_tools_of_different_shapes_are_told_apart(tmp_path, made):
     ]
 
 
-GOOD = {"messages": ASKED}
+CHAT = {"messages": ASKED}
+PAIR = {"prompt": "a", "completion": "b"}
 
 
 @pytest.mark.parametrize(
-    "row, sentence",
+    "kind, good, changed, sentence",
     [
-        ({"messages": []}, "its messages are empty"),
-        ({"messages": None}, "its conversations must be a list, not null"),
-        ({"messages": messages(("user", "a"))}, "it has no answer: no message of the assistant"),
-        ({"messages": messages(("assistant", "a"))}, "it has no answer"),
+        ("chat", CHAT, {"messages": []}, "its messages are empty"),
+        ("chat", CHAT, {"messages": None}, "its conversations must be a list, not null"),
+        ("chat", CHAT, {"messages": ASKED[:1]}, "it has no answer: no message of the assistant"),
+        ("chat", CHAT, {"messages": ASKED[1:]}, "it has no answer"),
         (
-            {"messages": messages(("user", "a"), ("bot", "b"))},
-            r"messages\[1\] has the role 'bot'; known are system, developer, user, assistant, "
-            "tool, human, gpt",
+            *("chat", CHAT, {"messages": messages(("user", "a"), ("bot", "b"))}),
+            r"messages\[1\] has the role 'bot'; known are system, developer, user, assistant, tool",
         ),
-        ({"messages": messages((["user"], "a"), ("gpt", "b"))}, r"messages\[0\] has the role \['"),
-        ({"messages": [{"role": "user"}, *ASKED[1:]]}, r"messages\[0\] has no content; a text is"),
-        ({"messages": [{"content": "a"}, *ASKED[1:]]}, r"messages\[0\] has the role None"),
-        ({"messages": ASKED, "tools": "{"}, "its tools are not JSON"),
-        ({"messages": ASKED, "tools": "[1]"}, "its tools must be a list of JSON schemas"),
+        (
+            *("chat", CHAT, {"messages": messages((["user"], "a"), ("gpt", "b"))}),
+            r"messages\[0\] has the role \['",
+        ),
+        ("chat", CHAT, {"messages": [{"role": "user"}]}, r"messages\[0\] has no content; a text"),
+        ("chat", CHAT, {"messages": [{"content": "a"}]}, r"messages\[0\] has the role None"),
+        ("chat", {**CHAT, "tools": "[]"}, {"tools": "{"}, "its tools are not JSON"),
+        ("chat", {**CHAT, "tools": "[]"}, {"tools": "[1]"}, "its tools must be a list of JSON"),
+        ("prompt_completion", PAIR, {"completion": ""}, "its completion is empty"),
+        ("prompt_completion", PAIR, {"prompt": None}, "prompt and completion must be strings, or"),
+        ("prompt_completion", PAIR, {"completion": None}, ".*, not str and null"),
+        ("erniekit", ERNIE, {"tgt": ["b"]}, "it has 2 src and 1 tgt; accepted is as many of"),
+        ("erniekit", ERNIE, {"src": ["a", ""]}, "its src must be strings that are not empty"),
+        ("erniekit", ERNIE, {"label": [1]}, r"its label must be 2 values of 0 and 1, got \[1\]"),
+        ("erniekit", ERNIE, {"label": [1, 2]}, "its label must be 2 values of 0 and 1"),
+        ("erniekit", ERNIE, {"label": [0, 0]}, "its label has no 1, so that nothing is learned"),
+        ("alpaca", ALPACA, {"instruction": ""}, "its instruction or its output is empty"),
+        ("alpaca", ALPACA, {"output": None}, "its instruction or its output is empty"),
+        ("alpaca", ALPACA, {"history": [["a"]]}, "its history must be pairs of strings"),
     ],
 )
-def test_unusable_conversations_are_refused(tmp_path, made, row, sentence):
-    good = {**GOOD, "tools": "[]"} if "tools" in row else GOOD
-    path = lines(tmp_path / "a.jsonl", good, "", row, good)
-    with pytest.raises(ValueError, match=rf"^{path}: line 3: {sentence}"):
-        made({"path": path, "type": "chat"})
-
-
-@pytest.mark.parametrize(
-    "row, sentence",
-    [
-        ({"prompt": "a", "completion": ""}, "its completion is empty"),
-        (
-            {"prompt": None, "completion": "b"},
-            "prompt and completion must be strings, or lists of ",
-        ),
-        ({"prompt": "a", "completion": None}, ".*, not str and null"),
-    ],
-)
-def test_unusable_completions_are_refused(tmp_path, made, row, sentence):
-    path = lines(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, row)
+def test_unusable_rows_are_refused(kind, good, changed, sentence, tmp_path, made):
+    path = lines(tmp_path / "a.jsonl", good, {**good, **changed}, good)
     with pytest.raises(ValueError, match=rf"^{path}: line 2: {sentence}"):
-        made({"path": path, "type": "prompt_completion"})
+        made({"path": path, "type": kind})
 
 
 def test_rows_that_no_file_could_hold_are_refused():
@@ -366,16 +315,15 @@ def test_rows_that_no_file_could_hold_are_refused():
         chat.prompt_completion(tokenizer, {"prompt": "a", "completion": ASKED[1:]})
 
 
+UNMARKED = MARKED.replace("== 'assistant'", "== 'model'")
+
+
 @pytest.mark.parametrize(
     "template, turns, sentence",
     [
         (OTHER_PROMPT, ASKED, "the chat template does not begin message 1 as it begins an answer"),
         (STRICT, TWO, "the chat template cannot render it: no system turns"),
-        (
-            MARKED.replace("== 'assistant'", "== 'model'"),
-            ASKED,
-            "the chat template marks no answer in it",
-        ),
+        (UNMARKED, ASKED, "the chat template marks no answer in it"),
     ],
 )
 def test_what_a_template_cannot_do_is_said(template, turns, sentence):
@@ -384,49 +332,36 @@ def test_what_a_template_cannot_do_is_said(template, turns, sentence):
 
 
 @pytest.mark.parametrize(
-    "columns, kind, sentence",
+    "row, kind, sentence",
     [
-        (
-            {"text": "a"},
-            "chat",
-            r"type chat needs a column `messages` or `conversations`, has \['text'\]; for samples "
-            "that are text set type to text",
-        ),
-        (
-            {"messages": ASKED},
-            "text",
-            "type text needs a column `text`, .* for samples that are conversations set type to",
-        ),
-        (
-            {"prompt": "a"},
-            "prompt_completion",
-            r"needs a column `prompt` and `completion`, has \['prompt'\]$",
-        ),
+        ({"text": "a"}, "chat", r"`messages` or `conversations`, has \['text'\]; for samples that"),
+        (CHAT, "text", "a column `text`, .* for samples that are conversations set type to"),
+        ({"prompt": "a"}, "prompt_completion", r"`prompt` and `completion`, has \['prompt'\]$"),
     ],
 )
-def test_columns_are_those_of_the_type(tmp_path, made, columns, kind, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        made({"path": lines(tmp_path / "a.jsonl", columns), "type": kind})
+def test_columns_are_those_of_the_type(row, kind, sentence, tmp_path, made):
+    with pytest.raises(ValueError, match=f"type {kind} needs .*{sentence}"):
+        made({"path": lines(tmp_path / "a.jsonl", row), "type": kind})
+
+
+class Slow:
+    is_fast = False
 
 
 def test_unusable_tokenizers_are_refused(tmp_path, made):
-    entry = {"path": lines(tmp_path / "a.jsonl", GOOD), "type": "chat"}
-    with pytest.raises(
-        ValueError, match=r"type chat needs a tokenizer with a chat template; model.tok"
+    conversations = {"path": lines(tmp_path / "a.jsonl", CHAT), "type": "chat"}
+    strings = {"path": lines(tmp_path / "b.jsonl", PAIR), "type": "prompt_completion"}
+    turns = {"prompt": ASKED[:1], "completion": ASKED[1:]}
+    completions = {**strings, "path": lines(tmp_path / "c.jsonl", turns)}
+    no_template = characters(None)
+    for entry, tokenizer, said in (
+        (conversations, no_template, "type chat needs a tokenizer with a chat template; model.tok"),
+        (conversations, Slow(), r"needs a tokenizer that gives the offsets .* Slow does not"),
+        (completions, no_template, "type prompt_completion needs a tokenizer with a chat"),
     ):
-        made(entry, tokenizer=characters(None))
-
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(
-        ValueError, match=r"needs a tokenizer that gives the offsets .* Slow does not"
-    ):
-        made(entry, tokenizer=Slow())
-    # Strings need no template.
-    row = {"prompt": "a", "completion": "b"}
-    pairs = {"path": lines(tmp_path / "b.jsonl", row), "type": "prompt_completion"}
-    assert len(made(pairs, tokenizer=characters(None))) == 1
-    pairs["path"] = lines(tmp_path / "c.jsonl", {"prompt": ASKED[:1], "completion": ASKED[1:]})
-    with pytest.raises(ValueError, match="type prompt_completion needs a tokenizer with a chat"):
-        made(pairs, tokenizer=characters(None))
+        with pytest.raises(ValueError, match=said):
+            made(entry, tokenizer=tokenizer)
+    large = dict.fromkeys(PAIR, pa.array(["a"], pa.large_string()))
+    write_table(tmp_path / "d.arrow", pa.table(large))
+    for name in ("b.jsonl", "d.arrow"):
+        assert len(made({**strings, "path": tmp_path / name}, tokenizer=no_template)) == 1

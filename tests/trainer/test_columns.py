@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-import json
+import pathlib
 from typing import get_args
 
 import datasets
@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import prepare_of
+from preparing import config_of, prepare_of, write_rows
 
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.build import columns_of
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import Config
 from tilewright.trainer.data.batches import Batches, Bins, collate
 from tilewright.trainer.data.mixing import Mixing, mixed
 from tilewright.trainer.data.prepared import split_validation
@@ -25,7 +24,7 @@ from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.losses.weighted import weighted_language_modeling
 from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
 
-pytestmark = pytest.mark.packages
+pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
 
 WIDE = {
     name: dataclasses.replace(COLUMNS[name], width=3, reader=None)
@@ -35,24 +34,13 @@ WIDE = {
 ALL = {n: c for n, c in COLUMNS.items() if c.batched and n != "prefix"} | WIDE
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
+def config(folder, *entries, **fields):
+    """Prepared in the folder itself."""
+    own = {"dataset_prepared_path": str(folder), "pad_to_multiple_of": 4}
+    return config_of(folder, *entries, **own | {"sample_packing_sequence_len": 16} | fields)
 
 
-def config(folder="unused", *entries, train=None, **fields):
-    given = {
-        "dataset_prepared_path": str(folder),
-        "sample_packing_sequence_len": 16,
-        "pad_to_multiple_of": 4,
-        "datasets": list(entries) or [{"path": "dummy"}],
-    }
-    return Config(
-        model={"config_path": "unused"},
-        data=given | fields,
-        train={"output_dir": "out"} | (train or {}),
-    )
+UNUSED = pathlib.Path("unused")
 
 
 # ---- properties
@@ -81,20 +69,23 @@ def set_of(lengths, pairs):
 
 
 def check(batch, lengths, pairs, order):
-    """Every column of every document is where its tokens are. Returns the documents, in order.
-    order: the documents of an epoch.
+    """Every column of every document is where its tokens are, each label that of the next one.
+    Returns the documents, in order.   order: the documents of an epoch.
     """
     found, ends = [], batch["cu_seqlens"].tolist()
     for j, (a, b) in enumerate(itertools.pairwise(ends)):
         ids = batch["input_ids"][0, a:b]
         assert {*batch["real"][0, a:b].tolist()} == {bool(ids[0])}
+        assert batch["position_ids"][0, a:b].tolist() == [*range(b - a)]
         if not ids[0]:  # padding, or a filler
+            assert (batch["labels"][0, a:b] == IGNORE).all()
             for name, column in ALL.items():
                 at = batch[name][j] if column.each == "document" else batch[name][0, a:b]
                 assert (at == column.fill).all(), name
             continue
         i, n = int(ids[0]) // 100, b - a
         assert n == lengths[i] and ids.tolist() == list(range(100 * i + 1, 100 * i + 1 + n))
+        assert batch["labels"][0, a:b].tolist() == [*ids[1:].tolist(), IGNORE]
         assert order[batch["document"][j]] == i
         found.append(i)
         for k, (name, column) in enumerate(ALL.items()):
@@ -147,7 +138,7 @@ def test_any_documents_on_any_ranks_from_any_position(data):
         "dataloader_drop_last": False,
     }
     documents = set_of(lengths, pairs).select(order)
-    bins = Bins(documents, config(**fields).data, columns=ALL, numbered=True)
+    bins = Bins(documents, config(UNUSED, **fields).data, columns=ALL, numbered=True)
     assert sorted(i for b in bins.bins for i in b) == list(range(len(order)))
     bin_of = {i: k for k, b in enumerate(bins.bins) for i in b}
     ends = np.cumsum([len(unit) for unit in taken])
@@ -160,7 +151,7 @@ def test_any_documents_on_any_ranks_from_any_position(data):
         found, state = [], {"epoch": 0, "used": 0}
         for world, (first, stop) in zip(worlds, itertools.pairwise(edges), strict=True):
             size = {"gradient_accumulation_steps": 1, "micro_batch_size": per_step // world}
-            own = config(train={"seed": 3, **size}, **fields)
+            own = config(UNUSED, train={"seed": 3, **size}, **fields)
             loaders = [
                 Batches(bins, own.data, own.train, rank=rank, world_size=world)
                 for rank in range(world)
@@ -185,7 +176,7 @@ def test_any_documents_on_any_ranks_from_any_position(data):
 @pytest.mark.parametrize("ulysses, ring", [(2, 1), (1, 2), (2, 2)])
 def test_a_column_is_sharded_as_its_tokens_are(ulysses, ring):
     lengths, pairs = [5, 7, 3], [0, 1, 2]
-    bins = Bins(set_of(lengths, pairs), config().data, columns=ALL)
+    bins = Bins(set_of(lengths, pairs), config(UNUSED).data, columns=ALL)
     whole = collate([bins[0]], 8, columns=bins.columns)
     size = ulysses * ring
     for rank in range(size):
@@ -200,9 +191,8 @@ def test_a_column_is_sharded_as_its_tokens_are(ulysses, ring):
 # ---- from rows
 
 
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"path": str(path)}
+def written(path, rows, **entry):
+    return {"path": write_rows(path, rows), **entry}
 
 
 class Letters:
@@ -214,10 +204,10 @@ class Letters:
         return {"input_ids": [ord(c) - 90 for c in text]}
 
 
-def samples(folder, rows, *names, kind="tokenized", **entry):
-    own = config(folder / "prepared", written(folder / "rows.jsonl", rows) | {"type": kind} | entry)
+def samples(folder, rows, *names, tokenizer=None, **entry):
+    own = config(folder / "prepared", written(folder / "rows.jsonl", rows, **entry))
     columns = {n: dataclasses.replace(COLUMNS[n], asked_by="train.loss = mine") for n in names}
-    return prepare_of(own, lambda: None, 97, shuffle=False, columns=columns)
+    return prepare_of(own, lambda: tokenizer, 97, shuffle=False, columns=columns)
 
 
 def test_columns_are_read_from_rows(tmp_path):
@@ -244,56 +234,45 @@ def test_texts_have_columns_too(tmp_path):
         {"text": "abcdef", "reward": 2, "weight": 0.5},
         {"text": "ab", "reward": 3, "weight": 1},
     ]
-
-    entry = written(tmp_path / "rows.jsonl", rows) | {"type": "text", "max_seq_len": 4}
-    own = config(tmp_path / "prepared", entry)
-    columns = {n: COLUMNS[n] for n in ("reward", "weight")}
-    found = prepare_of(own, Letters, 97, shuffle=False, columns=columns)
+    of_texts = {"tokenizer": Letters(), "type": "text", "max_seq_len": 4}
+    found = samples(tmp_path, rows, "reward", "weight", **of_texts)
     assert found["reward"] == [2, 2, 3] and found["weight"] == [[0.5] * 4, [0.5] * 3, [1] * 3]
 
 
 @pytest.mark.parametrize(
-    "row, name, said",
+    "name, value, said",
     [
-        ({"weight": [1, 2]}, "weight", "weight: it has 2 values, and the row 3 tokens"),
-        ({"weight": [1, -1, 0]}, "weight", "value of token 2 is -1: accepted are 0 and more"),
-        ({"old_logprob": [0, 0.5, 0]}, "old_logprob", "token 2 is 0.5: accepted are 0 and less"),
-        (
-            {"advantage": [0, None, 0]},
-            "advantage",
-            "the value of token 2 must be a number, got None",
-        ),
-        ({"reward": None}, "reward", "reward: it is missing"),
-        ({"reward": [1, 2]}, "reward", "reward: it must be one number, got a list"),
-        ({"reward": "good"}, "reward", "reward: it must be a number, got 'good'"),
-        ({"role": 0.5}, "role", "role: it must be an integer, got 0.5"),
-        ({"role": True}, "role", "role: it must be an integer, got True"),
-        ({"pair": -1}, "pair", "pair: it is -1: accepted are 0 and more"),
-        ({"id": 0.5}, "id", "id: it must be a string or an integer, got 0.5"),
+        ("weight", [1, 2], "weight: it has 2 values, and the row 3 tokens"),
+        ("weight", [1, -1, 0], "value of token 2 is -1: accepted are 0 and more"),
+        ("old_logprob", [0, 0.5, 0], "token 2 is 0.5: accepted are 0 and less"),
+        ("advantage", [0, None, 0], "the value of token 2 must be a number, got None"),
+        ("reward", None, "reward: it is missing"),
+        ("reward", [1, 2], "reward: it must be one number, got a list"),
+        ("reward", "good", "reward: it must be a number, got 'good'"),
+        ("role", 0.5, "role: it must be an integer, got 0.5"),
+        ("role", True, "role: it must be an integer, got True"),
+        ("pair", -1, "pair: it is -1: accepted are 0 and more"),
+        ("id", 0.5, "id: it must be a string or an integer, got 0.5"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_row_and_column(row, name, said, tmp_path):
+def test_a_wrong_value_is_named_with_its_row_and_column(name, value, said, tmp_path):
     with pytest.raises(ValueError) as caught:
-        samples(tmp_path, [{"input_ids": [5, 6, 7], **row}], name)
+        samples(tmp_path, [{"input_ids": [5, 6, 7], name: value}], name)
     assert f"{tmp_path / 'rows.jsonl'}: line 1: " in str(caught.value)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"train\.loss = mine: .* has no column reward, has \['inp"
-    ):
+    said = r"train\.loss = mine: .* has no column reward, has \['inp"
+    with pytest.raises(ValueError, match=said):
         samples(tmp_path, [{"input_ids": [5, 6]}], "reward")
 
 
 def test_a_list_per_token_needs_rows_that_are_tokens(tmp_path):
     rows = [{"text": "abcd", "weight": [1.0, 2.0]}]
-    entry = written(tmp_path / "rows.jsonl", rows) | {"type": "text"}
-    own = config(tmp_path / "prepared", entry)
-    with pytest.raises(
-        ValueError, match="line 1: weight: a list of numbers needs rows that are to"
-    ):
-        prepare_of(own, Letters, 97, columns={"weight": COLUMNS["weight"]})
+    said = "line 1: weight: a list of numbers needs rows that are to"
+    with pytest.raises(ValueError, match=said):
+        samples(tmp_path, rows, "weight", tokenizer=Letters(), type="text")
 
 
 def test_other_columns_are_other_prepared_data(tmp_path):
@@ -314,21 +293,18 @@ def test_other_columns_are_other_prepared_data(tmp_path):
     ],
 )
 def test_columns_of_a_set_that_was_saved_are_checked(given, said, tmp_path):
-    kind = datasets.Value("float32")
-    features = datasets.Features(
-        input_ids=datasets.List(datasets.Value("int64")),
-        labels=datasets.List(datasets.Value("int64")),
-        weight=datasets.List(kind) if isinstance(given[0], list) else kind,
-    )
+    kind, tokens = datasets.Value("float32"), datasets.List(datasets.Value("int64"))
+    weights = datasets.List(kind) if isinstance(given[0], list) else kind
+    features = datasets.Features(input_ids=tokens, labels=tokens, weight=weights)
     rows = {"input_ids": [[5, 6]] * 2, "labels": [[5, 6]] * 2, "weight": given}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path)
-    own = config(tmp_path, skip_prepare_dataset=True)
+    asked = config(tmp_path, skip_prepare_dataset=True), None, 97
     columns = {"weight": COLUMNS["weight"]}
     if said is None:
-        assert prepare_of(own, None, 97, columns=columns)["weight"] == given
+        assert prepare_of(*asked, columns=columns)["weight"] == given
         return
     with pytest.raises(ValueError) as caught:
-        prepare_of(own, None, 97, columns=columns)
+        prepare_of(*asked, columns=columns)
     assert str(caught.value) == f"data.skip_prepare_dataset: {tmp_path}: {said}"
 
 
@@ -336,16 +312,15 @@ def paired(tmp_path, **fields):
     """Two sets of ten pairs each, whose numbers are the same, prepared and packed."""
     entries = []
     for k in range(2):
+        both = itertools.product(range(10), range(2))
         rows = [
             {"input_ids": [100 * k + p + 1] * (2 + p % 3), "pair": p, "role": role}
-            for p in range(10)
-            for role in range(2)
+            for p, role in both
         ]
         entries.append(written(tmp_path / f"{k}.jsonl", rows))
     own = config(tmp_path / "prepared", *entries, **fields)
     columns = {n: COLUMNS[n] for n in ("pair", "role")}
-    made = prepare_of(own, lambda: None, 297, columns=columns)
-    return own, made, columns
+    return own, prepare_of(own, lambda: None, 297, columns=columns), columns
 
 
 def documents(bins):
@@ -405,14 +380,12 @@ def test_a_set_that_was_saved_without_a_column_has_its_default(tmp_path):
         prepare_of(own, None, 97, columns={"reward": COLUMNS["reward"]})
 
 
-def test_a_pair_longer_than_a_bin_is_refused(tmp_path):
-    bins = datasets.Dataset.from_dict(
-        {"input_ids": [[1] * 9] * 3, "labels": [[1] * 9] * 3, "pair": [0, 1, 1]}
-    )
-    with pytest.raises(
-        ValueError, match="documents 1 to 2 of one pair have 18 tokens, a bin holds"
-    ):
-        Bins(bins, config().data, columns={"pair": COLUMNS["pair"]})
+def test_a_pair_longer_than_a_bin_is_refused():
+    tokens = [[1] * 9] * 3
+    bins = datasets.Dataset.from_dict({"input_ids": tokens, "labels": tokens, "pair": [0, 1, 1]})
+    said = "documents 1 to 2 of one pair have 18 tokens, a bin holds"
+    with pytest.raises(ValueError, match=said):
+        Bins(bins, config(UNUSED).data, columns={"pair": COLUMNS["pair"]})
 
 
 # ---- losses that read them
@@ -441,26 +414,25 @@ def test_tokens_weigh_what_their_column_says():
 def test_a_run_reads_the_columns_of_its_loss(monkeypatch):
     mine = Loss(lambda *_: (), columns=("labels", "weight", "reward"))
     monkeypatch.setattr(LOSSES, "_rows", LOSSES._rows | {"mine": mine})
-    train = config("x", {"path": "p"}, train={"loss": "mine"}).train
+    train = config(UNUSED, "p", train={"loss": "mine"}).train
     found = columns_of(train, mine, shape=None, share_prefix=False)
     assert [*found] == ["weight", "reward"]
     assert found["reward"].asked_by == "train.loss = mine"
 
 
-def test_a_column_that_no_data_can_have_is_refused(monkeypatch, tmp_path):
+def test_a_column_that_no_data_can_have_is_refused(monkeypatch):
     losses = {
         "unknown": Loss(lambda *_: (), columns=("labels", "weights")),
         "rewarded": Loss(lambda *_: (), columns=("labels", "reward")),
-        "weighted": LOSSES["weighted_language_modeling"],
     }
     monkeypatch.setattr(LOSSES, "_rows", LOSSES._rows | losses)
-    config(train={"loss": "weighted"})  # by the column's default
-    with pytest.raises(
-        ValueError, match="reads weights of a batch; columns are input_ids, labels, a"
+    config(UNUSED, train={"loss": "weighted_language_modeling"})  # by the column's default
+    for loss, said in (
+        ("unknown", "reads weights of a batch; columns are input_ids, labels, a"),
+        ("rewarded", "reads reward of a batch, which dummy data do not have"),
     ):
-        config(train={"loss": "unknown"})
-    with pytest.raises(ValueError, match="reads reward of a batch, which dummy data do not have"):
-        config(train={"loss": "rewarded"})
+        with pytest.raises(ValueError, match=said):
+            config(UNUSED, train={"loss": loss})
 
 
 def test_a_type_may_yield_columns_of_its_own(monkeypatch, tmp_path):
@@ -470,9 +442,9 @@ def test_a_type_may_yield_columns_of_its_own(monkeypatch, tmp_path):
         yields=("weight",),
     )
     monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {"own": kind})
-    found = samples(tmp_path, [{"input_ids": [1, 2]}], "weight", kind="own")
+    found = samples(tmp_path, [{"input_ids": [1, 2]}], "weight", type="own")
     assert found["weight"] == [[0.5, 2]]
     silent = dataclasses.replace(kind, yields=())
     monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {"own": silent})
     with pytest.raises(ValueError, match="a sample has weight, which its type does not say it yie"):
-        samples(tmp_path / "..", [{"input_ids": [1, 2, 3]}], "weight", kind="own")
+        samples(tmp_path / "more", [{"input_ids": [1, 2, 3]}], "weight", type="own")

@@ -33,8 +33,6 @@ RATES = {
     "train__attention_dropout": 0.3,
     "train__ffn_dropout": 0.25,
 }
-DUMMY = '--data.datasets=[{"path": "dummy"}]'
-ATTENTION = "--train.attention_dropout=0.1"
 SHORT = {"train__max_steps": 3, "train__save_hf_weights": False}
 
 
@@ -113,15 +111,12 @@ def test_compiled_layers_draw_the_same_masks_in_one_graph_for_all_steps(
     assert counts[0] > 0 and counts[1] == counts[2]
 
 
+STAGES = {"pipeline_parallel_size": 2}
 TWO = {
     "shards": {},
     "replicas": {"data_parallel_mode": "ddp"},
-    "stages": {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
-    "recomputed stages": {
-        "pipeline_parallel_size": 2,
-        "micro_batch_size": 2,
-        "enable_gradient_checkpointing": True,
-    },
+    "stages": {**STAGES, "gradient_accumulation_steps": 2},
+    "recomputed stages": {**STAGES, "micro_batch_size": 2, "enable_gradient_checkpointing": True},
 }
 
 
@@ -134,34 +129,31 @@ def test_masks_do_not_depend_on_ranks(alone, tmp_path):
             settings["pipeline_parallel_schedule"] = "GPipe"
         arguments = [f"--train.{k}={json.dumps(v)}" for k, v in settings.items()]
         modes[f"{name}/run"] = [write_config(tmp_path / name, **SHORT, **RATES), *arguments]
+    routed = SHORT | RATES | {"train__ffn_dropout": 0.0}
+    on_two = ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=2"]
+    modes["experts/run"] = [write_config(tmp_path / "experts", MOE, **routed), *on_two]
     run_modes(2, tmp_path, modes)
-    for name in TWO:
-        assert losses(tmp_path / name) == [pytest.approx(want, rel=1e-4) for want in alone], name
+    of_one = trained(tmp_path / "one", MOE, **routed, train__micro_batch_size=2)
+    for name, want in {**dict.fromkeys(TWO, alone), "experts": of_one}.items():
+        assert losses(tmp_path / name) == [pytest.approx(one, rel=1e-4) for one in want], name
 
 
 # Heads and tokens of the vocabulary that two ranks can share.
 SHARED = {**QWEN3, "vocab_size": 96}
 RING = {k: v for k, v in RATES.items() if "attention" not in k}
 RECOMPUTED = {"enable_gradient_checkpointing": True}
+TENSOR, ULYSSES, ROUND = (
+    {f"{name}_parallel_size": 2} for name in ("tensor", "ulysses", "ringattn")
+)
 # Of four ranks, in two pairs with a batch each, or all with the same one.
+SAME = {"micro_batch_size": 2}
 FOUR = {
-    "matrices": (RATES, {"tensor_parallel_size": 2}),
-    "whole attention": (RATES, {"tensor_parallel_size": 4, "micro_batch_size": 2}),
-    "Ulysses": (RATES, {"ulysses_parallel_size": 2, **RECOMPUTED}),
-    "ring": (RING, {"ringattn_parallel_size": 2}),
-    "matrices and Ulysses": (
-        RATES,
-        {
-            "tensor_parallel_size": 2,
-            "ulysses_parallel_size": 2,
-            "micro_batch_size": 2,
-            **RECOMPUTED,
-        },
-    ),
-    "matrices and ring": (
-        RING,
-        {"tensor_parallel_size": 2, "ringattn_parallel_size": 2, "micro_batch_size": 2},
-    ),
+    "matrices": (RATES, TENSOR),
+    "whole attention": (RATES, {"tensor_parallel_size": 4, **SAME}),
+    "Ulysses": (RATES, {**ULYSSES, **RECOMPUTED}),
+    "ring": (RING, ROUND),
+    "matrices and Ulysses": (RATES, {**TENSOR, **ULYSSES, **SAME, **RECOMPUTED}),
+    "matrices and ring": (RING, {**TENSOR, **ROUND, **SAME}),
 }
 
 
@@ -181,16 +173,6 @@ def test_ranks_that_share_sequences_and_matrices_have_the_masks_of_one(tmp_path)
     for name, (rates, _) in FOUR.items():
         of_one = want["all" if rates is RATES else "of rows"]
         assert losses(tmp_path / name) == [pytest.approx(one, rel=1e-4) for one in of_one], name
-
-
-def test_experts_on_two_ranks_drop_the_same(tmp_path):
-    changes = {k: v for k, v in RATES.items() if "ffn" not in k} | SHORT
-    path = write_config(tmp_path / "two", MOE, **changes)
-    arguments = ["--train.data_parallel_mode=fsdp2", "--train.expert_parallel_size=2"]
-    run_modes(2, tmp_path, {"two/run": [path, *arguments]})
-    run(write_config(tmp_path / "one", MOE, **changes, train__micro_batch_size=2))
-    want = losses(tmp_path / "one")
-    assert losses(tmp_path / "two") == [pytest.approx(one, rel=1e-4) for one in want]
 
 
 @pytest.mark.parametrize(
@@ -300,8 +282,8 @@ NEARLY_ALL = 1 - 1e-9
 def test_a_site_that_drops_nearly_all_adds_nothing(family, site):
     """The logits are those of a model whose matrices behind the site are zero."""
     shapes = {"qwen3": QWEN3, "qwen3_moe": MOE, **SHAPES}
-    found = [shape for name, shape in shapes.items() if name.startswith(family)]
-    shape = ModelConfig.from_hf(found[0])
+    shape = next(shape for name, shape in shapes.items() if name.startswith(family))
+    shape = ModelConfig.from_hf(shape)
     if site == "ffn" and shape.num_experts:
         pytest.skip("experts compute their inner activations within one op")
     model = Transformer(shape, Ops.resolve("eager"))
@@ -310,12 +292,12 @@ def test_a_site_that_drops_nearly_all_adds_nothing(family, site):
     batch = {"input_ids": ids, "cu_seqlens": torch.tensor(ends, dtype=torch.int32), "ends": ends}
     rates = (NEARLY_ALL if one == site else 0.0 for one in ("hidden", "attention", "ffn"))
     masks = masks_of(rates, 5, (0, 0, 5), (1, 5, 12))
+    behind = {"attention": ["o_proj"], "ffn": ["down_proj"]}.get(site, ["o_proj", "down_proj"])
     with torch.no_grad():
         dropped, whole = model(**batch, masks=masks), model(**batch)
         evaluated = model.eval()(**batch, masks=masks)
-        zero = {"attention": "o_proj", "ffn": "down_proj"}.get(site, ("o_proj", "down_proj"))
         for name, p in model.named_parameters():
-            if any(part in name for part in ([zero] if isinstance(zero, str) else zero)):
+            if any(part in name for part in behind):
                 p.zero_()
         want = model(**batch)
     assert torch.equal(evaluated, whole)
@@ -324,29 +306,49 @@ def test_a_site_that_drops_nearly_all_adds_nothing(family, site):
 
 
 def test_evaluation_drops_nothing(tmp_path):
+    # The implementation that drops, in both.
+    both = {**SHORT, "model__attn_implementation": "eager", "data__val_set_size": 6}
     found = {}
     for name, changes in (("with", RATES), ("without", {})):
-        # The implementation that drops, in both.
-        changes = {**changes, "model__attn_implementation": "eager", "data__val_set_size": 6}
-        run(write_config(tmp_path / name, **SHORT, **changes))
+        run(write_config(tmp_path / name, **both, **changes))
         found[name] = rows(tmp_path / name)
-    first = [of[0]["eval_loss"] for of in found.values()]
-    assert first[0] == first[1]
+    assert found["with"][0]["eval_loss"] == found["without"][0]["eval_loss"]
     assert found["with"][1]["loss"] != found["without"][1]["loss"]
 
 
 # ---- what is refused
 
 
-def test_masks_of_attention_on_a_ring_are_refused(tmp_path):
-    path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
-    ring = "--train.ringattn_parallel_size=2"
-    load(path, [ring, "--train.hidden_dropout=0.1", "--train.ffn_dropout=0.1"])
-    with pytest.raises(ConfigError) as error:
-        load(path, [ring, ATTENTION])
-    [line] = str(error.value).splitlines()
-    assert line.startswith("train.attention_dropout = 0.1, train.ringattn_parallel_size = 2")
-    assert "a mask draws the bits of four keys" in line
+@pytest.mark.parametrize(
+    "shape, changes, error, said",
+    [
+        (
+            QWEN3,
+            {"attention_dropout": 0.1, "data_parallel_mode": "fsdp2", **ROUND},
+            ConfigError,
+            r"attention_dropout = 0.1, train.ringattn_parallel_size = 2.* draws the bits of four",
+        ),
+        (
+            QWEN3,
+            {"dropout_warmup_steps": 3},
+            ConfigError,
+            r"dropout_warmup_steps = 3, .*is dropped",
+        ),
+        (QWEN3, {"attention_dropout": 0.1}, ImplementationUnavailable, r"n\[sdpa\].*dropout"),
+        (MOE, {"ffn_dropout": 0.1}, ValueError, r"^train.ffn_dropout = 0.1: the model has experts"),
+    ],
+    ids=["a ring", "no dropout", "an implementation", "experts"],
+)
+def test_what_cannot_drop_is_refused(shape, changes, error, said, tmp_path):
+    train = {f"train__{name}": value for name, value in changes.items()}
+    path = write_config(tmp_path, shape, **SHORT, model__attn_implementation="sdpa", **train)
+    with pytest.raises(error, match=said):
+        run(path)
+
+
+def settings(*arguments):
+    given = ["--train.output_dir=-", "--model.config_path=-", '--data.datasets=[{"path": "dummy"}]']
+    return load(None, [*given, *arguments]).train
 
 
 @pytest.mark.parametrize(
@@ -354,42 +356,16 @@ def test_masks_of_attention_on_a_ring_are_refused(tmp_path):
     [("hidden", {"hidden_size": 30}, 30), ("ffn", {"intermediate_size": 36}, 18)],
 )
 def test_columns_that_ranks_cannot_share_are_refused(field, sizes, columns):
-    arguments = [
-        "--train.output_dir=-",
-        "--model.config_path=-",
-        DUMMY,
-        f"--train.{field}_dropout=0.1",
-    ]
-    shape = ModelConfig.from_hf({**QWEN3, **sizes})
-    dropout.check(load(None, arguments).train, shape, 1)
-    options = ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"]
-    train = load(None, [*arguments, *options, "--model.merge_qkv=false"]).train
+    rate, shape = f"--train.{field}_dropout=0.1", ModelConfig.from_hf({**QWEN3, **sizes})
+    dropout.check(settings(rate), shape, 1)
+    shared = ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"]
+    train = settings(rate, *shared, "--model.merge_qkv=false")
     with pytest.raises(ValueError, match=f"^train.{field}_dropout = 0.1: .* and have {columns}"):
         dropout.check(train, shape, 1)
 
 
-def test_a_warmup_of_no_dropout_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"train.dropout_warmup_steps = 3, .*nothing is dropped"):
-        load(write_config(tmp_path, train__dropout_warmup_steps=3))
-
-
-def test_an_implementation_of_attention_that_cannot_drop_is_refused_by_name(tmp_path):
-    path = write_config(
-        tmp_path, **SHORT, train__attention_dropout=0.1, model__attn_implementation="sdpa"
-    )
-    with pytest.raises(ImplementationUnavailable, match=r"attention\[sdpa\].*dropout"):
-        run(path)
-
-
-def test_experts_inner_activations_are_refused(tmp_path):
-    path = write_config(tmp_path, MOE, **SHORT, train__ffn_dropout=0.1)
-    with pytest.raises(ValueError, match=r"^train.ffn_dropout = 0.1: the model has experts"):
-        run(path)
-
-
 def test_more_bins_than_masks_can_tell_apart_are_refused():
-    train = load(None, ["--train.output_dir=-", "--model.config_path=-", DUMMY, ATTENTION]).train
-    shape = ModelConfig.from_hf(QWEN3)
+    train, shape = settings("--train.attention_dropout=0.1"), ModelConfig.from_hf(QWEN3)
     dropout.check(train, shape, of_masks.MOST_BINS)
     with pytest.raises(ValueError, match="1048576 bins of a step apart, and there are 1048577"):
         dropout.check(train, shape, of_masks.MOST_BINS + 1)

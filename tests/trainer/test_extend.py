@@ -18,13 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import pytest
-import yaml
 
 import tilewright
 
 pytest.importorskip("datasets")
+pytest.importorskip("transformers")
+
+import tokenizers
+from preparing import config_of, write_rows
+from training import QWEN3, rows, write_config
+from transformers import PreTrainedTokenizerFast
+
 from tilewright.trainer import tables
-from tilewright.trainer.config import Config
 from tilewright.trainer.data import cache_key
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.optim.schedules import Schedule, schedule
@@ -38,15 +43,11 @@ FILES = dict(
     re.findall(r'```python title="(tilewright/trainer/\S+)"\n(.*?)```', "".join(PAGES), re.S)
 )
 SHAPE = {
+    **QWEN3,
     "model_type": "seed_oss",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
     "attention_bias": True,
     "attention_dropout": 0.0,
     "residual_dropout": 0.0,
@@ -54,6 +55,8 @@ SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+TRAINER = "-m", "tilewright.trainer.train", "config.yaml"
+RANKS = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 SCRIPT = """
 import sys
 import torch
@@ -89,28 +92,35 @@ LOSSES.add("harder", Loss(harder, columns=("labels", "difficulty")))
 assert train.main(["config.yaml"]) == 0
 print(sorted({d for d in seen if d > 0}))
 """
+# Prints the exit code of each command, and what it says.
+COMMANDS = """
+import contextlib, io, json, sys
+from tilewright.trainer import train
+
+for given in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = train.main(["config.yaml", *given])
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
+"""
 
 
 def write_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {
-        token: i for i, token in enumerate(["<s>", "</s>", "<pad>", *map(chr, range(32, 126))])
-    }
-    plain = Tokenizer(models.WordLevel(vocab, unk_token=" "))
-    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=plain, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    wrapped.save_pretrained(folder)
+    names = ["<s>", "</s>", "<pad>", *map(chr, range(32, 126))]
+    vocab = {token: i for i, token in enumerate(names)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=" "))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=plain, **special).save_pretrained(folder)
 
 
 def environment(paths):
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(paths)}
 
 
-def run(folder, paths, *arguments, python=sys.executable):
+def run(python, folder, paths, *arguments):
     return subprocess.run(
         [python, *arguments],
         cwd=folder,
@@ -122,40 +132,20 @@ def run(folder, paths, *arguments, python=sys.executable):
 
 
 def prepared(folder, **train):
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text(json.dumps(SHAPE))
-    write_tokenizer(folder / "model")
     rows = [
-        {
-            "instruction": f"What is {n}?",
-            "input": "" if n % 2 else "Think.",
-            "output": f"{n}.",
-            "difficulty": n / 4,
-        }
+        {"instruction": f"What is {n}?", "input": "" if n % 2 else "Think.", "output": f"{n}."}
         for n in range(24)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    tree = {
-        "model": {"config_path": "model"},
-        "data": {
-            "datasets": [{"path": "rows.jsonl", "type": "instructions"}],
-            "dataset_prepared_path": "prepared",
-            "sample_packing_sequence_len": 64,
-            "pad_to_multiple_of": 8,
-            "val_set_size": 4,
-        },
-        "train": {
-            "output_dir": "out",
-            "data_parallel_mode": "none",
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-            "max_steps": 4,
-            "save_epochs": 0,
-            "lr": 1e-2,
-            **train,
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    write_rows(folder / "rows.jsonl", [row | {"difficulty": n / 4} for n, row in enumerate(rows)])
+    write_config(
+        folder,
+        SHAPE,
+        data__datasets=[{"path": "rows.jsonl", "type": "instructions"}],
+        data__sample_packing_sequence_len=64,
+        data__val_set_size=4,
+        **{"train__max_steps": 4} | {f"train__{name}": value for name, value in train.items()},
+    )
+    write_tokenizer(folder / "model")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +171,7 @@ def trains(tree):
         f"assert train.__file__.startswith('{tree}')"
     )
     with forked.python(imports, tree, environment(tree)) as python:
-        yield functools.partial(run, python=python)
+        yield functools.partial(run, python)
 
 
 def test_each_file_of_the_page_is_a_row(tmp_path, tree, trains):
@@ -197,8 +187,8 @@ def test_each_file_of_the_page_is_a_row(tmp_path, tree, trains):
     done = trains(tmp_path, tree, "-c", SCRIPT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "bias True"
-    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    found = rows(tmp_path)
+    steps = [row for row in found if "loss" in row]
     # (1 - p)^2 of the cross-entropy, with p = 1 / 97 at the start
     first = steps[0]
     assert math.isclose(first["cross_entropy"], math.log(97), rel_tol=0.02)
@@ -206,34 +196,29 @@ def test_each_file_of_the_page_is_a_row(tmp_path, tree, trains):
     assert steps[-1]["cross_entropy"] < first["cross_entropy"]
     want = [1e-2 * (1 - math.sqrt(i / 3)) for i in range(4)]
     assert [row["lr"] for row in steps] == pytest.approx(want)
-    losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    losses = {row["step"]: row["eval_loss"] for row in found if "eval_loss" in row}
     best = min(losses, key=losses.get)
-    assert json.loads((tmp_path / "out/best.json").read_text()) == {
-        "step": best,
-        "eval_loss": losses[best],
-    }
-    again = "train.load_checkpoint_path=auto", "train.max_steps=5"
-    trainer = "-m", "tilewright.trainer.train", "config.yaml"
-    resumed = trains(tmp_path, tree, *trainer, *(f"--{a}" for a in again))
+    written = json.loads((tmp_path / "out/best.json").read_text())
+    assert written == {"step": best, "eval_loss": losses[best]}
+    again = "--train.load_checkpoint_path=auto", "--train.max_steps=5"
+    resumed = trains(tmp_path, tree, *TRAINER, *again)
     assert resumed.returncode == 0, resumed.stderr
-    other = "--train.optimizer_args", '{"beta2": 0.5}'
-    resumed = trains(tmp_path, tree, *trainer, *(f"--{a}" for a in again), *other)
+    resumed = trains(tmp_path, tree, *TRAINER, *again, "--train.optimizer_args", '{"beta2": 0.5}')
     assert resumed.returncode == 1 and "was written with another optimizer" in resumed.stderr
 
 
 def test_a_pipeline_reports_what_one_process_does(tmp_path, tree, trains):
     """The further sums of a loss are of the last stage alone."""
     options = {"gradient_accumulation_steps": 2, "save_hf_weights": False, "z_loss": 0.1}
-    prepared(tmp_path, loss="focal", **options)
-    trainer, found = ("-m", "tilewright.trainer.train", "config.yaml", "--train.max_steps=1"), {}
-    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    prepared(tmp_path, loss="focal", max_steps=1, **options)
     stages = "--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"
-    for name, command in (("one", trainer), ("two", (*ranks, *trainer, *stages))):
-        done = trains(tmp_path, tree, *command, f"--train.output_dir={name}")
+    found = []
+    for command in (TRAINER, (*RANKS, *TRAINER, *stages, "--train.output_dir=two/out")):
+        done = trains(tmp_path, tree, *command)
         assert done.returncode == 0, done.stdout + done.stderr
-        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        found[name] = next(row["cross_entropy"] for row in rows if "cross_entropy" in row)
-    assert found["two"] == pytest.approx(found["one"], rel=1e-5) and found["one"] > 4
+        folder = tmp_path / "two" if "two/out" in command[-1] else tmp_path
+        found += [row["cross_entropy"] for row in rows(folder) if "loss" in row]
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[0] > 4
 
 
 def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
@@ -242,35 +227,29 @@ def test_copies_of_the_page_train_apart(tmp_path, tree, trains):
     run goes on as it would have.
     """
     prepared(tmp_path, max_grad_norm=0.0, lr_decay_style="constant")
-    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
     def losses(name, every, *more, **options):
         if every:
             options["layout_args"] = json.dumps({"local_sgd": {"copies": 2, "every": every}})
-        given = [f"--train.{k}={v}" for k, v in {"output_dir": name, **options}.items()]
-        given += more
-        done = trains(
-            tmp_path, tree, *ranks, "-m", "tilewright.trainer.train", "config.yaml", *given
-        )
+        options["output_dir"] = f"{name}/out"
+        given = [f"--train.{k}={v}" for k, v in options.items()]
+        done = trains(tmp_path, tree, *RANKS, *TRAINER, *given, *more)
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows = [*map(json.loads, lines)]
-        return [
-            [row[key] for row in rows if key in row] for key in ("loss", "grad_norm", "eval_loss")
-        ]
+        found = rows(tmp_path / name)
+        return [[r[key] for r in found if key in r] for key in ("loss", "grad_norm", "eval_loss")]
 
-    plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 3, "data_parallel_mode": "ddp"}
+    plain = {"optimizer": "sgd", "lr": 0.5, "max_steps": 2, "data_parallel_mode": "ddp"}
     want, norms, _ = losses("replicas", None, **plain, save_hf_weights=False)
     found, own, evaluated = losses("each", 1, **plain)
     assert found == pytest.approx(want, rel=1e-5) and own[0] > 1.1 * norms[0]
-    certified = json.loads((tmp_path / "each/certificate.json").read_text())["facts"]["layout"]
+    certified = json.loads((tmp_path / "each/out/certificate.json").read_text())["facts"]["layout"]
     assert certified["local"] == certified["processes"] == 2 and "apart" not in certified
-    weights = "--model.model_path=each/checkpoints/global_step_3/hf"
+    weights = "--model.model_path=each/out/checkpoints/global_step_2/hf"
     third = {"data_parallel_mode": "fsdp2", "max_steps": 4, "save_hf_weights": False}
     third["eval_strategy"] = "epoch"  # not where a checkpoint is written
     apart, _, begins = losses("third", 3, weights, **third, save_steps=2, eval_on_start=True)
     assert begins[0] == pytest.approx(evaluated[-1], rel=1e-5)
-    third["load_checkpoint_path"] = "third/checkpoints/global_step_2"
+    third["load_checkpoint_path"] = "third/out/checkpoints/global_step_2"
     again, *_ = losses("again", 3, weights, **third)
     assert again == apart[2:]
 
@@ -284,86 +263,38 @@ def test_a_loss_reads_the_column_of_the_page(tmp_path, tree, trains):
 
 def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
     """Rows of version 0 have the names that prepared sets had before there were versions."""
-    (tmp_path / "a.txt").write_text("text")
-    parts = {"model": {"config_path": "x"}, "train": {"output_dir": "o"}}
-    entries = [{"path": str(tmp_path / "a.txt"), "type": "text"}]
-    config = Config(**parts, data={"datasets": entries, "dataset_prepared_path": str(tmp_path)})
-    monkeypatch.setattr(cache_key, "_tokenizer", lambda *_: None)
-    names, row = [], DATASETS["text"]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    config = config_of(tmp_path, {"path": path, "type": "text"})
+    data, names = config.data, []
     for version in (0, 1, 2):
-        changed = dataclasses.replace(row, version=version)
+        changed = dataclasses.replace(DATASETS["text"], version=version)
         monkeypatch.setitem(DATASETS._rows, "text", changed)
-        names.append(
-            cache_key.cache_key(
-                config.data.datasets, config.data, config.model, config.train.seed, 97, True, {}
-            )
-        )
+        asked = data.datasets, data, config.model, config.train.seed, 97, True, {}
+        names.append(cache_key.cache_key(*asked))
     assert len({*names}) == 3
 
 
 def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree, trains):
     prepared(tmp_path, optimizer="lion", optimizer_args={"beta3": 0.9})
-    trainer = "-m", "tilewright.trainer.train", "config.yaml"
-    done = trains(tmp_path, tree, *trainer)
-    assert done.returncode == 2
-    said = (
-        r"^train\.optimizer_args = .*: beta3 is no option of the optimizer, which has beta1, beta2"
-    )
-    assert re.search(said, done.stderr)
-    done = trains(tmp_path, tree, *trainer, "--train.optimizer", "adamw")
-    assert done.returncode == 2 and re.search("only .* lion .* read this", done.stderr)
-    done = trains(
-        tmp_path, tree, *trainer, "--train.callbacks", "[report]", "--train.optimizer_args", "{}"
-    )
-    assert done.returncode == 2 and "report is there where other fields ask for it" in done.stderr
-    done = trains(tmp_path, tree, *trainer, "--train.loss", "focl", "--train.optimizer_args", "{}")
-    assert done.returncode == 2 and "did you mean focal?" in done.stderr
-    for given, said in (
-        ('{"local": {}}', "local is no layout with options; accepted: local_sgd"),
-        (
-            '{"local_sgd": {"size": 2}}',
-            "size is no option of the layout local_sgd, which has copies",
-        ),
-        ('{"local_sgd": {"copies": 0}}', "copies: input should be greater than or equal to 1"),
-        ('{"local_sgd": {"copies": 2}}', "local_sgd.copies = 2: 1 processes do not divide by 2"),
-    ):
-        options = "--train.layout_args", given, "--train.optimizer_args", "{}"
-        done = trains(tmp_path, tree, *trainer, *options)
-        assert done.returncode == 2 and said.lower() in done.stderr.lower(), done.stderr
-
-
-def test_an_entry_point_is_a_row(tmp_path):
-    """Of a package that is installed beside this one; one that does not import is refused by
-    name.
-    """
-    package = tmp_path / "site"
-    info = package / "my_losses-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-losses\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tilewright.losses]\nfocal = my_losses:FOCAL\nbroken = my_losses:NO\nother = json:dumps\n"
-    )
-    code = FILES["tilewright/trainer/losses/focal.py"].replace(
-        'LOSSES.add("focal", Loss', "FOCAL = Loss"
-    )
-    code = code.replace('("cross_entropy",)))', '("cross_entropy",))')
-    (package / "my_losses.py").write_text(code)
-    script = (
-        "from tilewright.trainer.tables import LOSSES\n"
-        "print(LOSSES.names(), LOSSES['focal'].reports)\n"
-        "for name in ('broken', 'other'):\n"
-        "    try: LOSSES[name]\n"
-        "    except ValueError as error: print(error)\n"
-    )
-    done = run(tmp_path, f"{package}:{ROOT}", "-c", script)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    names = sorted({*tables.LOSSES.names(), "broken", "focal", "other"})
-    assert said[0] == f"{names} ('cross_entropy',)"
-    assert re.match(
-        "the entry point my_losses:NO of my-losses gives no row of losses: Attr", said[1]
-    )
-    assert "other must be a tilewright.trainer.losses.loss:Loss" in said[2]
+    plain = "--train.optimizer_args", "{}"
+    layouts = {
+        '{"local": {}}': "local is no layout with options; accepted: local_sgd",
+        '{"local_sgd": {"size": 2}}': "size is no option of the layout local_sgd, which has copies",
+        '{"local_sgd": {"copies": 0}}': "copies: input should be greater than or equal to 1",
+        '{"local_sgd": {"copies": 2}}': "local_sgd.copies = 2: 1 processes do not divide by 2",
+    }
+    expected = [
+        ((), r"train\.optimizer_args = .*: beta3 is no option of the optimizer, which has beta1"),
+        (("--train.optimizer", "adamw"), "only .* lion .* read this"),
+        (("--train.callbacks", "[report]", *plain), "report is there where other fields ask for"),
+        (("--train.loss", "focl", *plain), r"did you mean focal\?"),
+        *((("--train.layout_args", given, *plain), said) for given, said in layouts.items()),
+    ]
+    commands = json.dumps([given for given, _ in expected])
+    done = trains(tmp_path, tree, "-c", COMMANDS, commands)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for (given, said), (code, printed) in zip(expected, found, strict=True):
+        assert code == 2 and re.search(f"(?i){said}", printed), (given, printed)
 
 
 GROUPS = {name: table for name, table in vars(tables).items() if isinstance(table, Table)}
@@ -382,38 +313,67 @@ CALLBACKS = Plugin(lambda run: print("its callback") or Callback(run), wanted=la
 """
 
 
+FIND = """
+import json
+from tilewright.trainer import tables
+
+def found(name):
+    table = getattr(tables, name)
+    return "planted" in table.names(), type(table["planted"]).__name__
+
+def refused(name):
+    try:
+        tables.LOSSES[name]
+    except ValueError as error:
+        return str(error)
+
+names = [name for name, table in vars(tables).items() if isinstance(table, tables.Table)]
+rows = {name: found(name) for name in names}
+losses, reports = tables.LOSSES.names(), tables.LOSSES["sharp"].reports
+print(json.dumps([rows, losses, reports, refused("no_row"), refused("other")]))
+"""
+
+
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    """A package with a row for every table, and what each table finds of it."""
+def planted(tmp_path_factory, tree):
+    """A package beside the trainer with a row for every table, and losses of which two are none;
+    and what the tables find of it.
+    """
     package = tmp_path_factory.mktemp("planted")
     info = package / "planted-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
-    points = [f"[tilewright.{t.name}]\nplanted = planted_rows:{n}\n" for n, t in GROUPS.items()]
-    (info / "entry_points.txt").write_text("".join(points))
+    points = {n: f"[tilewright.{t.name}]\nplanted = planted_rows:{n}\n" for n, t in GROUPS.items()}
+    points["LOSSES"] += "sharp = of_loss:SHARP\nno_row = of_loss:NO\nother = json:dumps\n"
+    (info / "entry_points.txt").write_text("".join(points.values()))
     (package / "planted_rows.py").write_text(PLANTED)
-    script = (
-        "from tilewright.trainer import tables\n"
-        f"for name in {[*GROUPS]}:\n"
-        "    table = getattr(tables, name)\n"
-        "    print(name, 'planted' in table.names(), type(table['planted']).__name__)\n"
-    )
-    done = run(package, f"{package}:{ROOT}", "-c", script)
+    code = FILES["tilewright/trainer/losses/focal.py"]
+    code = code.replace('LOSSES.add("focal", Loss', "SHARP = Loss")
+    (package / "of_loss.py").write_text(code.replace('("cross_entropy",)))', '("cross_entropy",))'))
+    done = run(sys.executable, package, f"{package}:{tree}", "-c", FIND)
     assert done.returncode == 0, done.stderr
-    return package, done.stdout.splitlines()
+    return package, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_every_table_is_extended_by_entry_points(planted, name):
-    assert f"{name} True {GROUPS[name].row.partition(':')[2]}" in planted[1]
+def test_every_table_is_extended_by_entry_points(planted):
+    rows = {name: [True, table.row.partition(":")[2]] for name, table in GROUPS.items()}
+    assert planted[1][0] == rows
+
+
+def test_an_entry_point_is_a_row(planted):
+    """One that does not import, or gives another object, is refused by name."""
+    _, (_, names, reports, no_row, other) = planted
+    assert {"no_row", "other", "planted", "sharp"} < {*names} and names == sorted(names)
+    assert reports == ["cross_entropy"]
+    assert no_row.startswith("the entry point of_loss:NO of planted gives no row of losses: Attr")
+    assert "other must be a tilewright.trainer.losses.loss:Loss" in other
 
 
 def test_a_layout_and_a_callback_of_another_package_are_in_a_run_that_does_not_name_them(
     tmp_path, tree, trains, planted
 ):
     prepared(tmp_path, max_steps=1, save_hf_weights=False)
-    trainer = "-m", "tilewright.trainer.train", "config.yaml"
-    done = trains(tmp_path, f"{planted[0]}:{tree}", *trainer)
+    done = trains(tmp_path, f"{planted[0]}:{tree}", *TRAINER)
     assert done.returncode == 0, done.stderr
     assert "its layout" in done.stdout and "its callback" in done.stdout
 
@@ -470,10 +430,8 @@ def test_what_a_loss_returns_is_what_it_declares():
 
 def test_callbacks_are_called_in_their_order(monkeypatch):
     made, _ = [], CALLBACKS.names()  # before they are replaced
-    rows = {
-        name: Plugin(lambda run, name=name: made.append(name), order)
-        for name, order in (("a", 60), ("b", 10), ("c", 40), ("d", 5))
-    }
+    orders = {"a": 60, "b": 10, "c": 40, "d": 5}
+    rows = {n: Plugin(lambda run, n=n: made.append(n), order) for n, order in orders.items()}
     monkeypatch.setattr(CALLBACKS, "_rows", rows)
     train = types.SimpleNamespace(callbacks=["a", "b", "c"])
     callbacks(types.SimpleNamespace(config=types.SimpleNamespace(train=train)))

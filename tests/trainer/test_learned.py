@@ -15,11 +15,11 @@ pytest.importorskip("transformers")
 import datasets
 import pyarrow as pa
 from chats import CHATML, MARKED, PLAIN, REASONED, characters, messages, runs
-from preparing import prepare_of
+from preparing import config_of, prepare_of, write_rows
 
 from tilewright.trainer import build
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import Config
+from tilewright.trainer.config import Dataset
 from tilewright.trainer.data import chat, masks
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.encode import check_columns
@@ -29,34 +29,18 @@ from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.rows import HEAD
 from tilewright.trainer.data.types.dataset_type import Asked, Refused
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
+from tilewright.trainer.tables import COLUMNS, DATASETS
 
-pytestmark = pytest.mark.packages
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
+pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
 
 
-def config(folder, *sets, loss="language_modeling", length=64, **fields):
+def config(folder, *sets, length=64, **fields):
     """sets: (type, rows)."""
-    entries = []
-    for i, (kind, rows) in enumerate(sets):
-        path = folder / f"{i}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        entries.append({"path": str(path), "type": kind})
-    data = {
-        "datasets": entries,
-        "dataset_prepared_path": str(folder / "prepared"),
-        "sample_packing_sequence_len": length,
-    }
-    return Config(
-        model={"config_path": str(folder)},
-        data=data | fields,
-        train={"output_dir": str(folder / "out"), "loss": loss},
-    )
+    entries = [
+        {"path": write_rows(folder / f"{i}.jsonl", rows), "type": kind}
+        for i, (kind, rows) in enumerate(sets)
+    ]
+    return config_of(folder, *entries, sample_packing_sequence_len=length, **fields)
 
 
 def text(tokenizer, ids):
@@ -72,24 +56,17 @@ def learned(tokenizer, samples):
 
 # Of other tools: parts of messages, shares, and the opposite.
 OTHERS = (
-    *(
-        "train_detail",
-        "training_detail",
-        "loss_scale",
-        "loss_weight",
-        "loss_weights",
-        "step_loss_mask",
-    ),
-    *("mask", "masked", "is_trainable", "train_on_turn", "learn", "ignore", "sample_weight"),
+    *("train_detail", "training_detail", "loss_scale", "loss_weight", "loss_weights"),
+    *("step_loss_mask", "mask", "masked", "is_trainable", "train_on_turn", "learn", "ignore"),
+    "sample_weight",
 )
 OFF, ON, BAD = (0, False, 0.0), (1, True, 1.0, None), (0.5, 2, -1, "no", "0", [0], float("nan"))
 
 
 def marked(role="assistant", **marks):
-    first, bad, more, good = messages(
-        ("user", "a"), ("assistant", "bad"), ("user", "b"), ("assistant", "good")
-    )
-    return [first | marks, bad, more, good] if role == "user" else [first, bad | marks, more, good]
+    turns = messages(("user", "a"), ("assistant", "bad"), ("user", "b"), ("assistant", "good"))
+    turns[("user", "assistant").index(role)] |= marks
+    return turns
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -112,17 +89,12 @@ def test_a_mark_is_obeyed_or_refused(name, template):
     [
         (marked(weight=0, train=True), "weight = 0 and train = True, which contradict"),
         (marked("user", train=True), r"messages\[0\] has train = True and the role 'user'; only"),
-        (marked()[1:2] + marked(), None),
         ([marked(loss=1)[1], *marked()], r"messages\[0\] is marked to be learned, and opens"),
         (marked(train=False)[:2], "none of its answers is learned: a mark of each says so"),
         *((marked(**{name: 1.0}), f"has {name}, which is not read") for name in OTHERS),
-        (marked("user", weight=0), None),
     ],
 )
 def test_marks_that_cannot_be_obeyed_are_refused(turns, said):
-    if said is None:
-        chat.chat(characters(), {"messages": turns})
-        return
     with pytest.raises(Refused, match=said):
         chat.chat(characters(), {"messages": turns})
 
@@ -130,7 +102,8 @@ def test_marks_that_cannot_be_obeyed_are_refused(turns, said):
 def test_what_else_a_message_has_is_no_mark():
     keys = ("name", "tool_call_id", "thinking", "lossless", "trainer", "weighty", "unmasked", "id")
     more = dict.fromkeys(keys, "x") | dict.fromkeys(OTHERS)  # null: not given
-    assert learned(characters(), chat.chat(characters(), {"messages": marked(**more)}))
+    for turns in (marked(**more), marked()[1:2] + marked(), marked("user", weight=0)):
+        assert learned(characters(), chat.chat(characters(), {"messages": turns}))
 
 
 def test_marks_of_files_and_of_every_type_of_messages_are_obeyed(tmp_path):
@@ -189,17 +162,19 @@ def test_a_mask_is_obeyed_or_refused(name):
 
 @pytest.mark.parametrize("name", masks.READ)
 def test_a_column_of_a_row_that_does_not_fit_is_refused(name):
-    with pytest.raises(Refused, match=f"its {name} must"):
-        documents(**{name: ["a"] * 5})
-    with pytest.raises(Refused, match=f"its {name} must"):
-        documents(**{name: [1, None, 1, 1, 1]})
-    with pytest.raises(Refused, match=f"{name}"):
-        documents(**{name: [1, 1, 1, 1]})
-    with pytest.raises(
-        Refused, match=f"its {name} (has 0.5 at token 2; accepted are 0|must be int)"
+    half = f"its {name} (has 0.5 at token 2; accepted are 0|must be int)"
+    for values, said in (
+        (["a"] * 5, f"its {name} must"),
+        ([1, None, 1, 1, 1], f"its {name} must"),
+        ([1, 1, 1, 1], name),
+        ([0, 0.5, 1, 1, 1], half),
     ):
-        documents(**{name: [0, 0.5, 1, 1, 1]})
+        with pytest.raises(Refused, match=said):
+            documents(**{name: values})
     assert documents(**{name: None}) == [(IDS, IDS)]
+
+
+FIRST = [0, 1, 2, 0, 1]  # positions of two documents
 
 
 @pytest.mark.parametrize(
@@ -209,28 +184,22 @@ def test_a_column_of_a_row_that_does_not_fit_is_refused(name):
         ({"attention_mask": [0, 0, 1, 1, 1]}, [[7, 8, 9]]),
         ({"attention_mask": [0, 1, 1, 1, 0], "position_ids": [0, 1, 2, 3, 4]}, [[6, 7, 8]]),
         ({"attention_mask": [0, 1, 1, 1, 1], "position_ids": [1, 0, 1, 0, 1]}, [[6, 7], [8, 9]]),
-        ({"attention_mask": [1, 1, 0, 1, 1], "position_ids": [0, 1, 2, 0, 1]}, [[5, 6], [8, 9]]),
+        ({"attention_mask": [1, 1, 0, 1, 1], "position_ids": FIRST}, [[5, 6], [8, 9]]),
         ({"attention_mask": [1, 1, 1, 1, 0], "seq_lengths": [2, 2]}, [[5, 6], [7, 8]]),
-        ({"position_ids": [0, 1, 2, 0, 1]}, [[5, 6, 7], [8, 9]]),
+        ({"position_ids": FIRST}, [[5, 6, 7], [8, 9]]),
         ({"seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]]),
-        ({"seq_lengths": [3, 2], "position_ids": [0, 1, 2, 0, 1]}, [[5, 6, 7], [8, 9]]),
+        ({"seq_lengths": [3, 2], "position_ids": FIRST}, [[5, 6, 7], [8, 9]]),
         ({"completion_mask": [0, 1, 1, 1, 1], "assistant_masks": [0, 1, 0, 1, 0]}, [[6, 8]]),
         ({"labels": IDS, "loss_mask": [0, 1, 1, 0, 1], "seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]]),
         ({"attention_mask": [0] * 5}, "its attention_mask has no 1"),
         ({"attention_mask": [1, 1, 0, 1, 1]}, "has a 0 before token 4, within a document"),
         ({"attention_mask": [1, 1, 2, 1, 1]}, "has 2 at token 3; accepted are 0 and 1"),
-        (
-            {"attention_mask": [1, 1, 1, 1, 0], "labels": IDS},
-            "labels and its attention_mask contra",
-        ),
+        ({"attention_mask": [1, 1, 1, 1, 0], "labels": IDS}, "labels and its attention_mask con"),
         ({"position_ids": [0, 1, 5, 6, 7]}, "count from 0 in each document; token 3 has 5"),
         ({"seq_lengths": [3, 3]}, "its seq_lengths must be above 0 and have the sum 5"),
         ({"seq_lengths": [5, 0]}, "its seq_lengths must be above 0"),
-        ({"seq_lengths": [2, 3], "position_ids": [0, 1, 2, 0, 1]}, "begins at token 3 by one of"),
-        (
-            {"loss_mask": MASK, "completion_mask": [0, 1, 1, 1, 1]},
-            "loss_mask and its completion_ma",
-        ),
+        ({"seq_lengths": [2, 3], "position_ids": FIRST}, "begins at token 3 by one of"),
+        ({"loss_mask": MASK, "completion_mask": [0, 1, 1, 1, 1]}, "loss_mask and its completion"),
         ({"completion_mask": [0, 1, 0, 0, 0], "assistant_masks": MASK}, "no token is 1 in both"),
     ],
 )
@@ -243,12 +212,11 @@ def test_padding_and_packed_documents_are_read_or_refused(row, right):
 
 
 def test_columns_of_tokens_are_cut_as_the_row_is(tmp_path):
+    padded = {"attention_mask": [0, 1, 1, 1, 1], "position_ids": [0, 0, 1, 0, 1]}
     rows = [
-        {"input_ids": IDS, "weight": [1, 2, 3, 4, 5], "attention_mask": [0, 1, 1, 1, 1]}
-        | {"position_ids": [0, 0, 1, 0, 1]},
-        {"input_ids": IDS, "weight": 0.5, "seq_lengths": [2, 3]},
+        {"input_ids": IDS, "weight": [1, 2, 3, 4, 5], **padded},
+        {"input_ids": IDS, "weight": [0.5] * 5, "seq_lengths": [2, 3]},
     ]
-    rows[1]["weight"] = [0.5] * 5
     made = config(tmp_path, ("tokenized", rows))
     columns = {"weight": COLUMNS["weight"]}
     found = prepare_of(made, lambda: None, 97, shuffle=False, columns=columns)
@@ -256,31 +224,31 @@ def test_columns_of_tokens_are_cut_as_the_row_is(tmp_path):
     assert found["weight"] == [[2, 3], [4, 5], [0.5] * 2, [0.5] * 3]
 
 
+def unchecked(monkeypatch, kind):
+    """A type of data that takes any features."""
+    own = dataclasses.replace(DATASETS[kind], check=lambda *_: None)
+    monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {kind: own})
+    return own
+
+
 @pytest.mark.parametrize("kind", [k for k, row in DATASETS.items() if not row.tokenizer])
-def test_a_mask_that_is_not_read_is_refused_of_rows_of_tokens(kind):
-    own = DATASETS[kind]
-    names = [*own.needed[0]]
-    entry = build.Dataset(path="d", type=kind)
-    plain = dataclasses.replace(own, check=lambda *_: None)
+def test_a_mask_that_is_not_read_is_refused_of_rows_of_tokens(kind, monkeypatch):
+    own, entry = unchecked(monkeypatch, kind), Dataset(path="d", type=kind)
     unread = {"response_mask", "labels_mask", "cu_seqlens", "seq_idx", "document_ids", "doc_lens"}
     unread |= {"loss_weights", "token_weights", "label_ids", "target_ids", "lengths"}
     for name in unread | ({*masks.READ} - {*own.columns}):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DATASETS, "_rows", DATASETS._rows | {kind: plain})
-            with pytest.raises(ValueError, match=f"type {kind} does not read the column `{name}`"):
-                check_columns(entry, [*names, name], {}, {})
-            check_columns(
-                entry, [*names, "special_tokens_mask", "token_type_ids", "doc_id"], {}, {}
-            )
+        with pytest.raises(ValueError, match=f"type {kind} does not read the column `{name}`"):
+            check_columns(entry, [*own.needed[0], name], {}, {})
+    others = "special_tokens_mask", "token_type_ids", "doc_id"
+    check_columns(entry, [*own.needed[0], *others], {}, {})
 
 
 @pytest.mark.parametrize("kind", [k for k, row in DATASETS.items() if row.tokenizer])
 def test_a_column_that_says_what_is_learned_of_texts_is_refused(kind):
-    names, entry = DATASETS[kind].needed[0], build.Dataset(path="d", type=kind)
+    names, entry = DATASETS[kind].needed[0], Dataset(path="d", type=kind)
     for name in ("loss_mask", "completion_mask", "assistant_masks", "trainable", "loss_weight"):
-        with pytest.raises(
-            ValueError, match=f"type {kind} does not read the column `{name}`; data"
-        ):
+        said = f"type {kind} does not read the column `{name}`; data"
+        with pytest.raises(ValueError, match=said):
             check_columns(entry, [*names, name], {}, {})
     check_columns(entry, [*names, "loss", "train", "attention_mask", "input_ids"], {}, {})
 
@@ -296,21 +264,23 @@ TEXTS = {
 RENDERED = {"chat", "erniekit", "alpaca", "preference_erniekit"}  # by the template alone
 
 
-def test_a_begin_token_of_a_text_is_not_doubled_and_counted():
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_begin_token_of_a_text_is_not_doubled_and_counted(kind):
     assert {*TEXTS} | RENDERED == {k for k, row in DATASETS.items() if row.tokenizer}
+    row, tokenizer = TEXTS[kind], characters()
+    strings = dict.fromkeys(("prompt", "completion", "chosen"), datasets.Value("string"))
+    plain = {k: v.replace("<s>", "") if isinstance(v, str) else v for k, v in row.items()}
+    for given in (row, plain):
+        asked = Asked("d", kind, 64, tokenizer, strings)
+        found = list(DATASETS[kind].samples(asked)(given))
+        for ids, labels, *_ in found:
+            assert text(tokenizer, ids)[:4] == "<s>a" and len(ids) == len(labels)
+            assert list(ids).count(tokenizer.bos_token_id) == 1
+        assert asked.told[BEGUN] == (len(found) if given is row else 0)
+
+
+def test_an_end_token_of_a_text_is_not_doubled():
     tokenizer = characters()
-    kinds = dict.fromkeys(("completion", "chosen"), datasets.Value("string"))
-    for kind, row in TEXTS.items():
-        for given in (
-            row,
-            {k: v.replace("<s>", "") if isinstance(v, str) else v for k, v in row.items()},
-        ):
-            asked = Asked("d", kind, 64, tokenizer, {"prompt": datasets.Value("string"), **kinds})
-            found = list(DATASETS[kind].samples(asked)(given))
-            for ids, labels, *_ in found:
-                assert text(tokenizer, ids)[:4] == "<s>a" and len(ids) == len(labels), kind
-                assert list(ids).count(tokenizer.bos_token_id) == 1
-            assert asked.told[BEGUN] == (len(found) if given is row else 0), kind
     asked = Asked("d", "text", 64, tokenizer, {})
     [(ids, _)] = DATASETS["text"].samples(asked)({"text": "ab<|im_end|>"})
     assert text(tokenizer, ids) == "<s>ab<|im_end|>"
@@ -334,21 +304,20 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("template", ANSWERS)
-def test_an_answer_is_learned_with_what_ends_it(template):
+@pytest.mark.parametrize(
+    "template, told", [(NEXT_ROLE, True), *((template, False) for template in ANSWERS)]
+)
+def test_an_answer_is_learned_with_what_ends_it(template, told):
     assert BLOCKS != MARKED
     tokenizer = characters(template)
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    for stops in ((), (start,)):
-        if stops and template != NEXT_ROLE:
-            continue
-        asked = Asked("d", "chat", 99, tokenizer, {}, stops=stops)
-        found = DATASETS["chat"].samples(asked)({"messages": TWO})
-        assert learned(tokenizer, found) == [ANSWERS[template]]
-        assert asked.told[ENDLESS] == (2 if template == PLAIN else 0)
-        [(ids, _)] = found
-        plain = tokenizer.apply_chat_template(TWO)["input_ids"]
-        assert ids == plain + [tokenizer.eos_token_id] * (template == NEXT_ROLE)
+    stops = (tokenizer.convert_tokens_to_ids("<|im_start|>"),) if told else ()
+    asked = Asked("d", "chat", 99, tokenizer, {}, stops=stops)
+    found = DATASETS["chat"].samples(asked)({"messages": TWO})
+    assert learned(tokenizer, found) == [ANSWERS[template]]
+    assert asked.told[ENDLESS] == (2 if template == PLAIN else 0)
+    [(ids, _)] = found
+    plain = tokenizer.apply_chat_template(TWO)["input_ids"]
+    assert ids == plain + [tokenizer.eos_token_id] * (template == NEXT_ROLE)
 
 
 def test_stops_are_read_from_the_models_folder_and_their_lack_is_said_once(tmp_path, caplog):
@@ -379,50 +348,46 @@ INSTRUCTS = [n for n, c in COLUMNS.items() if c.instructs]
 @pytest.mark.parametrize("kind", DATASETS.names())
 def test_a_column_that_the_loss_does_not_read_is_refused(kind, monkeypatch):
     assert {n for n, c in COLUMNS.items() if c.batched} == {*INSTRUCTS, "routed_experts"}
-    own = dataclasses.replace(DATASETS[kind], check=lambda *_: None)
-    monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {kind: own})
-    entry, names = build.Dataset(path="d", type=kind), [*own.needed[0]]
+    own, entry, asked = unchecked(monkeypatch, kind), Dataset(path="d", type=kind), {}
+    names = [*own.needed[0]]
     if own.yields:
         said = f"train.loss = {DEFAULT}: d has .* would all learn alike.*train.loss = preference"
         with pytest.raises(ValueError, match=said):
             check_columns(entry, names, {}, {}, DEFAULT)
         asked = {name: COLUMNS[name] for name in own.yields[:1]}
-    else:
-        check_columns(entry, names, {}, {}, DEFAULT)
-        asked = {}
     others = ["id", "origin", "routed_experts", "source"]
     if own.tokenizer:  # who speaks, and the like
         others += {"pair", "role", "prefix"} - {*asked}
     check_columns(entry, [*names, *others], {}, asked, DEFAULT)
     for name in {*INSTRUCTS} - {*asked, *others}:
-        with pytest.raises(
-            ValueError, match=rf"^d: train\.loss = {DEFAULT} does not read the column `{name}`"
-        ):
+        said = rf"^d: train\.loss = {DEFAULT} does not read the column `{name}`"
+        with pytest.raises(ValueError, match=said):
             check_columns(entry, [*names, name], {}, asked, DEFAULT)
         check_columns(entry, [*names, name], {}, asked)  # nothing learns from them
-    readers = [n for n, loss in LOSSES.items() if "weight" in loss.columns]
-    assert readers == ["weighted_language_modeling"]
 
 
-def test_a_run_names_its_loss_where_it_does_not_read_the_data(tmp_path):
-    pair = {"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8, 9]}
-    for kind, row, said in (
-        (
-            "tokenized",
-            {"input_ids": IDS, "advantage": 1.0},
-            "the column `advantage`.*= policy would",
-        ),
-        ("preference_tokenized", pair, "all learn alike"),
-    ):
-        made = config(tmp_path, (kind, [row]))
-        for call in (
-            lambda made=made: build.build_data(made, Mesh(), 97),
-            lambda made=made: build.prepared(made.data.datasets, made, Mesh(), 97, shuffle=False),
-        ):
-            with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}.*{said}"):
-                call()
-        options = {"shuffle": False, "learns": False}
-        assert len(build.prepared(made.data.datasets, made, Mesh(), 97, **options))
+UNREAD = {
+    "tokenized": ({"input_ids": IDS, "advantage": 1.0}, "the column `advantage`.*= policy would"),
+    "preference_tokenized": (
+        {"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8, 9]},
+        "all learn alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_a_run_names_its_loss_where_it_does_not_read_the_data(kind, tmp_path):
+    row, said = UNREAD[kind]
+    made = config(tmp_path, (kind, [row]))
+    asked = made.data.datasets, made, Mesh(), 97
+    with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}.*{said}"):
+        build.build_data(made, Mesh(), 97)
+    with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}.*{said}"):
+        build.prepared(*asked, shuffle=False)
+    assert len(build.prepared(*asked, shuffle=False, learns=False))
+
+
+def test_a_saved_set_has_no_column_that_the_loss_does_not_read(tmp_path):
     rows = {"input_ids": [IDS], "labels": [IDS], "weight": [[1.0] * 5]}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
     fields = {"dataset_prepared_path": str(tmp_path / "saved"), "skip_prepare_dataset": True}
@@ -454,14 +419,6 @@ def test_a_column_that_select_columns_leaves_out_is_not_refused(late, tmp_path):
     assert len(build.prepared(made.data.datasets, made, Mesh(), 97, shuffle=False)) == len(rows)
 
 
-def test_a_missing_column_names_the_types_that_make_it():
-    column = dataclasses.replace(COLUMNS["pair"], asked_by="train.loss = preference")
-    entry = build.Dataset(path="d", type="chat")
-    said = "train.loss = preference: d has no column pair, .*; data of type preference or pref"
-    with pytest.raises(ValueError, match=said):
-        check_columns(entry, ["messages"], {}, {"pair": column}, "preference")
-
-
 # ---- rows that are held out
 
 
@@ -470,23 +427,20 @@ def halves(row):
     yield row["a"][::-1], row["a"][::-1]
 
 
+ANSWERED = {"tgt": [], "response": [["a"], ["b"], ["c"]], "sort": [3, 2, 1]}
 SEVERAL = {
-    "preference_erniekit": lambda i: {
-        "src": [f"q{i:02}"], "tgt": [], "response": [["a"], ["b"], ["c"]], "sort": [3, 2, 1]
-    },
+    "preference_erniekit": lambda i: {"src": [f"q{i:02}"], **ANSWERED},
     "chat": lambda i: {"messages": [t | {"content": f"{t['content']}{i:02}"} for t in TWO]},
     "text": lambda i: {"text": f"{i:02}" * 150},
     "tokenized": lambda i: {"input_ids": [10 + i] * 9, "seq_lengths": [2, 3, 4]},
     "halves": lambda i: {"a": [10 + i, 10 + i, 90 - i, 90 - i]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_rows_are_held_out_whole(kind, tmp_path, monkeypatch):
-    plain = dataclasses.replace(
-        DATASETS["tokenized"], needed=(("a",),), samples=lambda asked: halves, arrow=False
-    )
-    plain = dataclasses.replace(plain, check=lambda *_: None)
+    own = {"needed": (("a",),), "samples": lambda asked: halves, "arrow": False}
+    plain = dataclasses.replace(DATASETS["tokenized"], **own, check=lambda *_: None)
     monkeypatch.setattr(DATASETS, "_rows", DATASETS._rows | {"halves": plain})
     tokenizer = characters(REASONED)
     rows = [SEVERAL[kind](i) for i in range(12)]
@@ -506,14 +460,6 @@ def test_rows_are_held_out_whole(kind, tmp_path, monkeypatch):
         assert len({*zip(found["source_row"], greatest, strict=True)}) == 12
     with pytest.raises(ValueError, match="leaves no training row of 12"):
         split_validation(found, 12, 3, columns)
-
-
-def test_rows_that_a_pair_joins_are_held_out_together(tmp_path):
-    rows = [{"input_ids": [p + 1] * 3, "pair": p, "role": r} for p in range(8) for r in (0, 1)]
-    columns = {n: COLUMNS[n] for n in ("pair", "role")}
-    found = prepare_of(config(tmp_path, ("tokenized", rows)), None, 97, columns=columns)
-    _, held = split_validation(found, 3, 0, columns)
-    assert len(held) == 6 and len({*held["source_row"]}) == 3
 
 
 def test_equal_rows_are_units_of_their_own(tmp_path):

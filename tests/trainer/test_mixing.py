@@ -1,25 +1,16 @@
 """Several data sets as one: their shares, their order, and what is refused."""
 
 import collections
-import json
 
-import datasets
 import numpy as np
 import pytest
-from preparing import prepare_of
+from preparing import IN_ORDER, config_of, prepare_of, write_rows
 
-from tilewright.trainer.config import Config
 from tilewright.trainer.data.mixing import mixed
 
-pytestmark = pytest.mark.packages
+pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
 
 PARTS = [np.arange(0, 30), np.arange(100, 110), np.arange(200, 260)]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
 
 
 def of_set(found, i):
@@ -50,14 +41,15 @@ def test_interleaved_in_turns():
 
 
 def test_interleaved_by_weights():
-    found = mixed(PARTS, "interleave_under", [1, 1, 8], seed=1)
+    def interleaved(how="interleave_under", seed=1):
+        return mixed(PARTS, how, [1, 1, 8], seed=seed)
+
+    found = interleaved()
     assert len({*map(int, found)}) == len(found), "none twice"
-    assert any({*of_set(found, i)} == {*map(int, PARTS[i])} for i in range(3)), (
-        "until one has ended"
-    )
-    assert found.tolist() == mixed(PARTS, "interleave_under", [1, 1, 8], seed=1).tolist()
-    assert found.tolist() != mixed(PARTS, "interleave_under", [1, 1, 8], seed=2).tolist()
-    over = mixed(PARTS, "interleave_over", [1, 1, 8], seed=1)
+    ended = [{*of_set(found, i)} == {*map(int, PARTS[i])} for i in range(3)]
+    assert any(ended), "until one has ended"
+    assert found.tolist() == interleaved().tolist() != interleaved(seed=2).tolist()
+    over = interleaved("interleave_over")
     assert all({*of_set(over, i)} == {*map(int, PARTS[i])} for i in range(3)), "until all have"
 
 
@@ -65,30 +57,24 @@ def test_a_set_without_samples():
     empty = [np.arange(3), np.arange(0)]
     assert sorted(mixed(empty, "random", count=6)) == [0, 0, 1, 1, 2, 2]
     for how in ("random", "interleave_under", "interleave_over"):
-        with pytest.raises(
-            ValueError, match=f"data.mixing = {how}: data set 2 has a weight, and no"
-        ):
+        said = f"data.mixing = {how}: data set 2 has a weight, and no"
+        with pytest.raises(ValueError, match=said):
             mixed(empty, how, [1, 1])
 
 
 # ---- configured
 
 
-def config(tmp_path, *entries, test=(), **fields):
-    made = []
-    for i, more in enumerate([*entries, *test]):
-        file = tmp_path / f"{i}.jsonl"
+def config(folder, *entries, test=(), **fields):
+    """Set i has 10 (i + 1) samples, which begin with i + 1."""
+
+    def written(i, more):
         rows = [{"input_ids": [i + 1, j + 10, j + 11]} for j in range(10 * (i + 1))]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made.append({"path": str(file), **more})
-    given = {
-        "datasets": made[: len(entries)],
-        "test_datasets": made[len(entries) :],
-        "dataset_prepared_path": str(tmp_path / "prepared"),
-        "shuffle_merged_datasets": False,
-        "shuffle_before_merging_datasets": False,
-    }
-    return Config(model={"config_path": "unused"}, data=given | fields, train={"output_dir": "out"})
+        return {"path": write_rows(folder / f"{i}.jsonl", rows), **more}
+
+    made = [written(i, more) for i, more in enumerate([*entries, *test])]
+    trained, held = made[: len(entries)], made[len(entries) :]
+    return config_of(folder, *trained, test=held, **IN_ORDER | fields)
 
 
 def taken(own, **options):
@@ -103,11 +89,8 @@ def test_a_run_is_given_the_mixture(tmp_path):
     assert len(found) == 400 and abs(shares[1] - 300) < 27
     assert [j for i, j in found if i == 1][:12] == [*range(10, 20), 10, 11]
     assert found != taken(config(tmp_path, {"weight": 1}, {"weight": 1}, mixing="random"))
-    assert taken(config(tmp_path, {}, {}, mixing="interleave_under"))[:3] == [
-        (1, 10),
-        (2, 10),
-        (1, 11),
-    ]
+    turns = taken(config(tmp_path, {}, {}, mixing="interleave_under"))
+    assert turns[:3] == [(1, 10), (2, 10), (1, 11)]
     plain = taken(config(tmp_path, {}, {}))
     assert len(plain) == 30 == len({*plain})
     # What is evaluated on has every sample once.
@@ -126,23 +109,17 @@ def test_max_samples_are_the_first_rows(tmp_path):
     [
         ([{"weight": 1}], {}, "weight = 1.0, data.mixing = concat: concat takes every sample once"),
         ([{"weight": 0}], {"mixing": "random"}, "greater than 0"),
-        ([{"weight": -1}], {"mixing": "random"}, "greater than 0"),
-        (
-            [{"weight": 1}, {}],
-            {"mixing": "random"},
-            "give every data set a weight, or none of them",
-        ),
+        ([{"weight": 1}, {}], {"mixing": "random"}, "give every data set a weight, or none of"),
         ([{}], {"samples_per_epoch": 5}, "samples_per_epoch = 5, data.mixing = concat: the other"),
         ([{}], {"mixing": "random", "val_set_size": 2}, "trained on and held out"),
         ([{}], {"mixing": "interleave_over", "val_set_size": 2}, "trained on and held out"),
         ([{"max_samples": 0}], {}, "greater than or equal to 1"),
+        (
+            *([{}], {"mixing": "random", "test": [{"weight": 1}]}),
+            "what is evaluated on is not mixed",
+        ),
     ],
 )
 def test_mixtures_that_are_refused(entries, fields, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         config(tmp_path, *entries, **fields)
-
-
-def test_what_is_evaluated_on_is_not_mixed(tmp_path):
-    with pytest.raises(ValueError, match="what is evaluated on is not mixed"):
-        config(tmp_path, {}, test=[{"weight": 1}], mixing="random")

@@ -2,10 +2,9 @@
 
 import ctypes
 import fcntl
-import functools
 import gc
 import http.server
-import json
+import itertools
 import logging
 import multiprocessing
 import os
@@ -13,6 +12,7 @@ import pathlib
 import signal
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -22,12 +22,23 @@ pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
 
 import datasets
-from preparing import prepare_of
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+from preparing import (
+    IN_ORDER,
+    config_of,
+    prepare_of,
+    served,
+    unreachable_hub,
+    write_rows,
+    write_table,
+)
 
 from tilewright.core import files, platform
 from tilewright.trainer.checkpoint import hf
-from tilewright.trainer.config import Config, Dataset
-from tilewright.trainer.data import cache_key, data_files, encode, packing, rows, sources
+from tilewright.trainer.config import Dataset
+from tilewright.trainer.data import cache_key, data_files, encode, packing, rows
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import lengths_of
 from tilewright.trainer.data.prepared import split_validation
@@ -47,23 +58,12 @@ class Bytes:
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
+def made(tmp_path, own_cache):
+    """What is prepared of an entry, in the order of its files."""
 
     def made(entry, tokenizer=Bytes, **fields):
-        config = Config(
-            model={"config_path": str(tmp_path / "tokenizer")},
-            data={
-                "datasets": [{**entry, "path": str(entry["path"])}],
-                "dataset_prepared_path": str(tmp_path / "prepared"),
-                "sample_packing_sequence_len": 64,
-                "shuffle_merged_datasets": False,
-                "shuffle_before_merging_datasets": False,
-            }
-            | fields,
-            train={"output_dir": "out"},
-        )
+        model = {"config_path": str(tmp_path / "tokenizer")}
+        config = config_of(tmp_path, entry, model=model, **IN_ORDER | fields)
         return prepare_of(config, tokenizer, 256)
 
     return made
@@ -73,23 +73,14 @@ def none():
     raise AssertionError("nothing is to be tokenized")
 
 
-def table(count, bad):
+def some(count, bad=None):
     """Rows of tokens, one of which is refused."""
-    return {"input_ids": [[1, 2, 3] if i != bad else [1, 999] for i in range(count)]}
+    return [{"input_ids": [1, 2, 3] if i != bad else [1, 999]} for i in range(count)]
 
 
-def write(path, columns):
-    made = datasets.Dataset.from_dict(columns)
-    if path.suffix == ".arrow":
-        import pyarrow as pa
-
-        with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, made.data.schema) as stream:
-            stream.write_table(made.data.table)
-    else:
-        getattr(
-            made, {".jsonl": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}[path.suffix]
-        )(path)
-    return path
+def texts(path, *given):
+    """An entry of these texts."""
+    return {"path": write_rows(path, [{"text": t} for t in given]), "type": "text"}
 
 
 @pytest.fixture
@@ -114,126 +105,81 @@ def forked():
 # ---- refused rows
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
-@pytest.mark.parametrize("how", ["plain", "sharded", "split", "processes", "chunks"])
-def test_a_refused_row_is_named_by_file_and_line(tmp_path, made, suffix, how, monkeypatch):
+SHARD = {"shards": 3, "shards_idx": 2}, {"dataset_shard_num": 2, "dataset_shard_idx": 1}
+
+
+@pytest.mark.parametrize(
+    "suffix, entry, fields",
+    [
+        (".jsonl", {}, {}),
+        (".parquet", {}, {}),
+        (".arrow", {}, {}),
+        (".jsonl", *SHARD),
+        (".parquet", *SHARD),
+        (".arrow", {"split": "train[50%:]"}, {}),
+        (".jsonl", {"preprocess_shards": 7}, {}),
+        (".parquet", {}, {"dataset_num_proc": 2}),
+    ],
+)
+def test_a_refused_row_is_named_by_file_and_line(
+    suffix, entry, fields, tmp_path, made, monkeypatch
+):
     monkeypatch.setattr(rows, "MOST_ROWS", 4)
-    (tmp_path / "data").mkdir()
-    write(tmp_path / f"data/a{suffix}", table(30, None))
-    path = write(tmp_path / f"data/b{suffix}", table(30, 20))
-    entry = {"path": tmp_path / "data"} | {
-        "sharded": {"shards": 3, "shards_idx": 2},
-        "split": {"split": "train[50%:]"},
-        "chunks": {"preprocess_shards": 7},
-    }.get(how, {})
-    fields = {"dataset_num_proc": 2} if how == "processes" else {}
-    if how == "sharded":
-        fields = {"dataset_shard_num": 2, "dataset_shard_idx": 1}
+    write_rows(tmp_path / f"data/a{suffix}", some(30))
+    path = write_rows(tmp_path / f"data/b{suffix}", some(30, bad=20))
     at = "line 21" if suffix == ".jsonl" else "row 21"
     with pytest.raises(ValueError, match=rf"^{path}: {at}: token 999 is not in the model's vocab"):
-        made(entry, none, **fields)
+        made({"path": path.parent, **entry}, none, **fields)
     assert not [*(tmp_path / "prepared").glob("[0-9a-f]*[0-9a-f]")]
 
 
-def test_lines_and_rows_of_other_files(tmp_path, made):
-    good, bad = {"input_ids": [1, 2]}, {"input_ids": [1, -7]}
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(["", json.dumps(good), "", "", json.dumps(bad), ""]))
-    with pytest.raises(ValueError, match=rf"^{path}: line 5: token -7"):
-        made({"path": path}, none)
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([good, bad]))
-    with pytest.raises(ValueError, match=rf"^{path}: row 2: token -7"):
-        made({"path": path}, none)
-    path = tmp_path / "a.csv"
-    path.write_text('id,text\n1,"two\nlines"\n2,\n')
-    with pytest.raises(ValueError, match=rf"^{path}: line 4: it has no text"):
-        made({"path": path, "type": "text"})
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_dict(table(3, 1)).save_to_disk(saved)
-    with pytest.raises(ValueError, match=rf"^{saved}: row 2: token 999"):
-        made({"path": saved}, none)
+def test_a_row_of_a_saved_set_is_named(tmp_path, made):
+    datasets.Dataset.from_list(some(3, bad=1)).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/saved: row 2: token 999"):
+        made({"path": tmp_path / "saved"}, none)
 
 
 ROW = b'{"input_ids": [1, 2], "text": "ab"}\n'
+LONG = b'{"input_ids": [1, 2], "x": "' + b"y" * 12_000 + b'"}\n'
 # Contents of files, and what is said of them after their names.
 DEFECTS = {
     "last line cut": (ROW * 3 + ROW[:20], "line 4: it ends within a JSON value"),
     "last line cut and ended": (ROW * 3 + ROW[:20] + b"\n", "line 4: it ends within a JSON value"),
     "garbage": (ROW * 2 + b"garbage\n" + ROW, "line 3: it is not JSON: Expecting value at char"),
-    "string without an end": (
-        ROW + b'{"text": "ab}\n' + ROW,
-        "line 2: it ends within a JSON value",
-    ),
+    "text without an end": (ROW + b'{"text": "ab}\n' + ROW, "line 2: it ends within a JSON value"),
     "line cut": (ROW * 2 + b'{"input_ids": [1,2,\n' + ROW * 2, "line 3: it ends within a JSON"),
     "blank lines before": (b"\n \n" + ROW + b"\n{\n" + ROW, "line 5: it ends within a JSON value"),
-    "no object": (ROW + b"[1, 2]\n", r"line 2: it is a list, and must be an object"),
-    "second block": (  # of the reader, which takes ten megabytes at a time
-        (b'{"input_ids": [1, 2], "x": "' + b"y" * 12_000 + b'"}\n') * 1000 + b"garbage\n" + ROW,
-        "line 1001: it is not JSON: Expecting value",
+    "blank lines alone": (b"\n\n  \n", "there is nothing in it$"),
+    # Of the reader's blocks, of ten megabytes each, neither begins anew.
+    "second block": (LONG * 1000 + b"garbage\n" + ROW, "line 1001: it is not JSON: Expecting val"),
+    "row of the second block": (
+        (LONG + b"\n") * 1000 + ROW.replace(b"2", b"999"),
+        "line 2001: token 999 is not in the model's",
     ),
     "array": (b'[\n{"input_ids": [1]},\n{"input_ids": [1}]\n]', "line 3: it is not JSON: Expec"),
     "array cut": (b'[\n{"input_ids": [1]},\n{"input_', "line 3: it is not JSON: Unterminated"),
-    "key not in UTF-8": (
-        ROW + b'{"\xffinput_ids": [1]}\n',
-        "line 2: it is not UTF-8: .* at byte 3",
-    ),
+    "key not in UTF-8": (ROW + b'{"\xffids": [1]}\n', "line 2: it is not UTF-8: .* at byte 3"),
 }
 
 
-@pytest.mark.parametrize("where", ["alone", "second"])
 @pytest.mark.parametrize("case", DEFECTS)
-def test_what_cannot_be_read_is_named_by_file_and_line(case, where, tmp_path, made):
+def test_what_cannot_be_read_is_named_by_file_and_line(case, tmp_path, made):
+    """Beside a file that can."""
     content, said = DEFECTS[case]
+    write_rows(tmp_path / "data/a.jsonl", some(5))
     path = tmp_path / "data/b.jsonl"
-    path.parent.mkdir()
     path.write_bytes(content)
-    if where == "second":
-        (tmp_path / "data/a.jsonl").write_bytes(ROW * 5)
     with pytest.raises(ValueError, match=rf"^{path}: {said}"):
-        made({"path": path if where == "alone" else path.parent}, none)
+        made({"path": path.parent}, none)
 
 
-def test_a_file_of_blank_lines_is_named(tmp_path, made):
-    (folder := tmp_path / "data").mkdir()
-    path = folder / "a.jsonl"
-    path.write_bytes(b"\n\n  \n")
-    with pytest.raises(ValueError, match=f"^{path}: there is nothing in it$"):
-        made({"path": path}, none)
-    (folder / "b.jsonl").write_bytes(ROW)
-    with pytest.raises(ValueError, match=f"^{path}: there is nothing in it$"):
-        made({"path": folder}, none)
-
-
-def test_a_column_of_another_type_in_another_file_is_named(tmp_path, made):
-    (folder := tmp_path / "data").mkdir()
-    (folder / "a.jsonl").write_bytes(ROW)
-    path = folder / "b.jsonl"
-    path.write_bytes(ROW + b'{"input_ids": 5}\n')
-    said = f"^{path}: line 2: the column `input_ids` must hold lists of integers, not a number, 5$"
-    with pytest.raises(ValueError, match=said):
-        made({"path": folder}, none)
-
-
-def test_a_row_of_any_block_is_named_by_its_line(tmp_path, made):
-    """Blank lines count, and rows of a second block of the reader do not begin anew."""
-    path = tmp_path / "a.jsonl"
-    row = b'{"input_ids": [1, 2], "x": "' + b"y" * 12_000 + b'"}\n\n'
-    path.write_bytes(row * 1000 + b'{"input_ids": [1, 999], "x": ""}\n')
-    with pytest.raises(ValueError, match=rf"^{path}: line 2001: token 999 is not in the model's"):
-        made({"path": path}, none)
-
-
-@pytest.mark.parametrize("kind", ["text", "tokenized"])
-def test_a_byte_that_is_not_utf8_is_named_by_its_line(kind, tmp_path, made):
+def test_a_byte_that_is_not_utf8_is_named_by_its_line(tmp_path, made):
     """If anything reads it: another column's does not matter."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(ROW * 3 + ROW.replace(b"ab", b"a\xff") + ROW)
-    if kind == "tokenized":
-        assert len(made({"path": path}, none)) == 5
-        return
+    assert len(made({"path": path}, none)) == 5
     with pytest.raises(ValueError, match=rf"^{path}: line 4: it is not UTF-8: .* at byte 2 of a"):
-        made({"path": path, "type": kind})
+        made({"path": path, "type": "text"})
 
 
 @pytest.mark.parametrize(
@@ -247,22 +193,19 @@ def test_a_byte_that_is_not_utf8_is_named_by_its_line(kind, tmp_path, made):
 )
 def test_a_file_that_is_cut_is_named(suffix, cut, said, tmp_path, made):
     """And its row, where those before can be read: of batches of 1000 here."""
+    path = tmp_path / f"b{suffix}"
     if suffix == ".stream.arrow":
-        datasets.Dataset.from_dict(table(3000, None)).save_to_disk(tmp_path / "saved")
-        path = next((tmp_path / "saved").glob("*.arrow")).rename(tmp_path / f"b{suffix}")
+        datasets.Dataset.from_list(some(3000)).save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(path)
     else:
-        path = write(tmp_path / f"b{suffix}", table(3000, None))
+        write_table(path, pa.Table.from_pylist(some(3000)), pa.ipc.new_file)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * cut)])
     with pytest.raises(ValueError, match=rf"^{path}: {said}"):
         made({"path": path}, none)
 
 
 def test_a_damaged_row_group_is_named_by_its_rows(tmp_path, made):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = tmp_path / "a.parquet"
-    written = pa.table(table(2000, None))
+    path, written = tmp_path / "a.parquet", pa.Table.from_pylist(some(2000))
     pq.write_table(written, path, row_group_size=500, compression="zstd", use_dictionary=False)
     start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
     content = bytearray(path.read_bytes())
@@ -272,19 +215,18 @@ def test_a_damaged_row_group_is_named_by_its_rows(tmp_path, made):
         made({"path": path}, none)
 
 
+TOKENS, PAIR = {"input_ids": [1, 2]}, {"prompt": "a", "completion": "b"}
+
+
 @pytest.mark.parametrize(
     "row, kind, said",
     [
-        (
-            {"input_ids": [1, 2], "label": [1, 2]},
-            "tokenized",
-            "`label` is not read; `labels` would",
-        ),
-        ({"input_ids": [1, 2], "Labels": [1, 2]}, "tokenized", "`Labels` is not read; `labels` wo"),
-        ({"prompt": "a", "completion": "b", "tool": "c"}, "prompt_completion", "`tool` is not rea"),
+        (TOKENS | {"label": [1, 2]}, "tokenized", "`label` is not read; `labels` would"),
+        (TOKENS | {"Labels": [1, 2]}, "tokenized", "`Labels` is not read; `labels` would"),
+        (PAIR | {"tool": "c"}, "prompt_completion", "`tool` is not read"),
     ],
 )
-def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_path, caplog):
+def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, caplog):
     features = datasets.Dataset.from_list([row]).features
     entry = Dataset(path="a.jsonl", type=kind)
     with caplog.at_level(logging.WARNING, "tilewright"):
@@ -299,21 +241,19 @@ def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, tmp_pa
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("kind", ["tokenized", "text", "chat", "prompt_completion"])
-def test_columns_of_alpaca_get_a_hint(kind):
+def test_columns_of_alpaca_get_a_hint():
     said = "has .*; for samples that are instructions set type to alpaca$"
     with pytest.raises(ValueError, match=said):
         names = ["instruction", "input", "output"]
-        encode.check_columns(Dataset(path="a.jsonl", type=kind), names, {}, {})
+        encode.check_columns(Dataset(path="a.jsonl", type="chat"), names, {}, {})
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, made, monkeypatch):
     monkeypatch.setattr(rows, "PIECE", 8)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\ntwo\nthree\nfo\xffur\n")
-    with pytest.raises(
-        ValueError, match=rf"^{path}: from line 4 on: it is not UTF-8: .* at byte 16"
-    ):
+    said = rf"^{path}: from line 4 on: it is not UTF-8: .* at byte 16"
+    with pytest.raises(ValueError, match=said):
         made({"path": path, "type": "text"})
     path.write_bytes(b"a\r\nb\rc")  # line ends of other systems
     monkeypatch.setattr(rows, "PIECE", 100)
@@ -322,15 +262,8 @@ def test_text_that_is_not_utf8_is_refused(tmp_path, made, monkeypatch):
 
 # ---- long documents
 
-TEXTS = [
-    "",
-    "a",
-    "one two\nthree\n\n\n four " * 9,
-    "x" * 50,
-    "\n" * 30,
-    "\u00e9" * 40,
-    "ab \n" * 20,
-]
+LINES = "one two\nthree\n\n\n four " * 9
+TEXTS = ["", "a", LINES, "x" * 50, "\n" * 30, "\u00e9" * 40, "ab \n" * 20]
 
 
 @pytest.mark.parametrize("size", [16, 1 << 20])
@@ -344,15 +277,14 @@ def test_parts_join_to_the_document(tmp_path, made, monkeypatch, size):
     (tmp_path / "text").mkdir()
     for i, text in enumerate(TEXTS):
         (tmp_path / f"text/{i}.txt").write_text(text)
-    write(tmp_path / "a.jsonl", {"text": TEXTS})
+    entry = texts(tmp_path / "a.jsonl", *TEXTS)
     expected = b"".join(b"\1" + t.encode() + b"\0" for t in TEXTS)
-    for path in (tmp_path / "text", tmp_path / "a.jsonl"):
-        for fields in ({}, {"dataset_num_proc": 2}):
-            entry = {"path": path, "type": "text"}
-            fields |= {"dataset_prepared_path": str(tmp_path / f"{path.name}{len(fields)}")}
-            got = made(entry, **fields, sample_packing_sequence_len=1 << 20)
-            assert b"".join(bytes(r["input_ids"]) for r in got) == expected
-            assert all(r["labels"] == r["input_ids"] for r in got)
+    for path, count in itertools.product((entry["path"], tmp_path / "text"), (None, 2)):
+        fields = {"dataset_num_proc": count, "sample_packing_sequence_len": 1 << 20}
+        fields["dataset_prepared_path"] = str(tmp_path / f"{path.name}{count}")
+        got = made({**entry, "path": path}, **fields)
+        assert b"".join(bytes(r["input_ids"]) for r in got) == expected
+        assert all(r["labels"] == r["input_ids"] for r in got)
     assert rows.Documents([str(tmp_path / "text/2.txt")]).nbytes == len(TEXTS[2])
 
 
@@ -430,13 +362,11 @@ def test_memory_does_not_grow_with_the_data(tmp_path, made, forked):
     for megabytes in (16, 60):
         one = tmp_path / f"text{megabytes}.txt"
         one.write_text(line * (megabytes * 66))
-        many = tmp_path / f"text{megabytes}.jsonl"
-        many.write_text((json.dumps({"text": line}) + "\n") * (megabytes * 66))
-        paths += [str(one), str(many)]
-    warm = tmp_path / "warm.jsonl"
+        many = texts(tmp_path / f"text{megabytes}.jsonl", *[line] * (megabytes * 66))
+        paths += [str(one), str(many["path"])]
     # The allocator keeps what reading 10 MB at a time takes, and each child begins with it.
-    warm.write_text((json.dumps({"text": line}) + "\n") * 4000)
-    made({"path": warm, "type": "text"}, Words, sample_packing_sequence_len=1024)
+    warm = texts(tmp_path / "warm.jsonl", *[line] * 4000)
+    made(warm, Words, sample_packing_sequence_len=1024)
     gc.collect()
     for path in paths:
         child = forked(grown, made, path, tmp_path / "grown")
@@ -450,8 +380,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path, made, forked):
 
 
 def test_lengths_are_read_without_tokens(made, tmp_path, monkeypatch):
-    write(tmp_path / "a.parquet", {"input_ids": [[7] * n for n in range(2, 40)]})
-    got = made({"path": tmp_path / "a.parquet"}, none, shuffle_merged_datasets=True)
+    path = write_rows(tmp_path / "a.parquet", [{"input_ids": [7] * n} for n in range(2, 40)])
+    got = made({"path": path}, none, shuffle_merged_datasets=True)
     _, held = split_validation(got, 5, 0)
     expected = [[len(x) for x in one["input_ids"]] for one in (got, held)]
     assert sorted(expected[0]) == [*range(2, 40)] != expected[0]
@@ -468,8 +398,7 @@ def test_lengths_are_read_without_tokens(made, tmp_path, monkeypatch):
 
 
 def test_large_data_take_processes_by_themselves(made, tmp_path, monkeypatch):
-    entry, asked = {"path": write(tmp_path / "a.jsonl", {"text": ["a"] * 50}), "type": "text"}, []
-    real = preparing.encoded
+    entry, asked, real = texts(tmp_path / "a.jsonl", *["a"] * 50), [], preparing.encoded
 
     def encoded(job, count):
         asked.append(count)
@@ -531,8 +460,7 @@ def test_jobs_share_and_a_killed_one_leaves_no_lock(tmp_path, made, forked):
     """
     paths = [tmp_path / name / "a.jsonl" for name in "ab"]
     for path in paths:
-        path.parent.mkdir()
-        write(path, {"text": ["one", "two", "three", "four"]})
+        texts(path, "one", "two", "three", "four")
     calls, told = tmp_path / "calls", [tmp_path / f"said{i}" for i in range(3)]
     killed = forked(job, made, paths[0], calls, True, told[0])
     until(calls.is_file)
@@ -564,7 +492,7 @@ def alive(pid):
 def test_contents_are_the_key_and_not_paths_or_times(tmp_path, made):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
-    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    entry = texts(tmp_path / "a.jsonl", "one")
     first = made(entry)["input_ids"][:]
     os.utime(entry["path"], ns=(0, 0))
     os.utime(tmp_path / "tokenizer/tokenizer.json", ns=(0, 0))
@@ -574,19 +502,20 @@ def test_contents_are_the_key_and_not_paths_or_times(tmp_path, made):
     folder = tmp_path / "folder"
     folder.mkdir()
     moved.rename(folder / "c.jsonl")
-    assert made({**entry, "path": folder}, none)["input_ids"][:] == first
-    write(folder / "c.jsonl", {"text": ["two"]})
-    second = made({**entry, "path": folder})["input_ids"][:]
+    inside = {**entry, "path": folder}
+    assert made(inside, none)["input_ids"][:] == first
+    texts(folder / "c.jsonl", "two")
+    second = made(inside)["input_ids"][:]
     assert second != first
     # Of the same length, in the same nanosecond: then the notes are trusted.
     state = (folder / "c.jsonl").stat()
-    write(folder / "c.jsonl", {"text": ["one"]})
+    texts(folder / "c.jsonl", "one")
     os.utime(folder / "c.jsonl", ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert made({**entry, "path": folder}, none)["input_ids"][:] == second
+    assert made(inside, none)["input_ids"][:] == second
 
 
 def test_files_are_hashed_once(tmp_path, made, monkeypatch):
-    entry = {"path": write(tmp_path / "a.parquet", {"input_ids": [[1, 2]]})}
+    entry = {"path": write_rows(tmp_path / "a.parquet", some(1))}
     made(entry, none)
 
     def digest(*arguments):
@@ -599,7 +528,7 @@ def test_files_are_hashed_once(tmp_path, made, monkeypatch):
         made(entry, none)
 
 
-def test_an_address_is_known_by_its_etag(tmp_path, made, monkeypatch, caplog):
+def test_an_address_is_known_by_its_etag(tmp_path, made, caplog):
     pytest.importorskip("aiohttp")
     tag = ["one"]
 
@@ -611,30 +540,23 @@ def test_an_address_is_known_by_its_etag(tmp_path, made, monkeypatch, caplog):
         def log_message(self, *arguments):
             pass
 
-    path = write(tmp_path / "served.jsonl", {"input_ids": [[1, 2]]})
-    handler = functools.partial(Handler, directory=tmp_path)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        entry = {"path": f"http://127.0.0.1:{server.server_port}/{path.name}"}
+    path = write_rows(tmp_path / "served.jsonl", [{"input_ids": [1, 2]}])
+    with served(tmp_path, Handler) as at:
+        entry = {"path": f"{at}/{path.name}"}
         assert made(entry, none)["input_ids"][:] == [[1, 2]]
-        write(path, {"input_ids": [[3, 4]]})
+        write_rows(path, [{"input_ids": [3, 4]}])
         assert made(entry, none)["input_ids"][:] == [[1, 2]], "the tag is the same"
         tag[0] = "two"
         assert made(entry, none)["input_ids"][:] == [[3, 4]]
         (tmp_path / "served.txt").write_text("ab")
-        text = {"path": entry["path"].replace("jsonl", "txt"), "type": "text"}
+        text = {"path": f"{at}/served.txt", "type": "text"}
         assert bytes(made(text)["input_ids"][0]) == b"\1ab\0"
-        server.shutdown()
     with caplog.at_level(logging.WARNING, "tilewright"):
         assert made(entry, none)["input_ids"][:] == [[3, 4]]
     assert "served.jsonl: cannot ask whether it has changed (" in caplog.text
 
 
 def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
-    import types
-
-    import huggingface_hub
-
     commit, asked = ["c1"], []
 
     class Api:
@@ -647,8 +569,7 @@ def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
+    unreachable_hub(monkeypatch, lambda *a, **k: loaded)
     entry = {"path": "org/set", "revision": "v1"}
     assert made(entry, none, hf_use_auth_token=True)["input_ids"][:] == [[1, 2]]
     loaded = datasets.Dataset.from_dict({"input_ids": [[3, 4]]})
@@ -656,11 +577,6 @@ def test_a_set_on_the_hub_is_known_by_its_commit(made, monkeypatch):
     commit[0] = "c2"
     assert made(entry, none)["input_ids"][:] == [[3, 4]]
     assert asked == [("org/set", "v1", token) for token in (True, None, None)]
-    assert np.all([sources.located(sources.Dataset(path="org/set"))[1] == []])
-
-
-def unreachable(*arguments, **options):
-    raise OSError("the Hub cannot be reached")
 
 
 def locked(path):
@@ -705,16 +621,20 @@ def test_a_note_of_an_earlier_version_has_no_lines(tmp_path):
     assert notes.file(str(path)) == found and notes.new.keys() == {str(path)}
 
 
+def tokenizes(made, entry):
+    """Whether an entry is prepared anew."""
+    calls = []
+    made(entry, lambda: calls.append(1) or Bytes())
+    return bool(calls)
+
+
 def test_a_tokenizer_on_the_hub_is_known_by_its_files(tmp_path, made, monkeypatch):
     monkeypatch.setattr(cache_key, "local_folder", lambda *_: str(tmp_path / "snapshot"))
     (tmp_path / "snapshot").mkdir()
-    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    entry = texts(tmp_path / "a.jsonl", "one")
     for text in ("{}", '{"other": 1}'):
         (tmp_path / "snapshot/tokenizer.json").write_text(text)
-        calls = []
-        made(entry, lambda calls=calls: calls.append(1) or Bytes())
-        assert calls, text
-        made(entry, none)
+        assert tokenizes(made, entry) and not tokenizes(made, entry)
 
 
 def test_other_chat_templates_are_tokenizer_files(tmp_path, made):
@@ -722,12 +642,10 @@ def test_other_chat_templates_are_tokenizer_files(tmp_path, made):
     folder, name = tmp_path / "tokenizer", "additional_chat_templates/tool_use.jinja"
     (folder / name).parent.mkdir(parents=True)
     (folder / "tokenizer.json").write_text("{}")
-    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["one"]}), "type": "text"}
+    entry = texts(tmp_path / "a.jsonl", "one")
     for text in ("one", "other"):
         (folder / name).write_text(text)
-        calls = []
-        made(entry, lambda calls=calls: calls.append(1) or Bytes())
-        assert calls, text
+        assert tokenizes(made, entry)
         with files.written_aside(tmp_path / "out") as aside:
             (aside / "weights").touch()
             for file in hf.tokenizer_files(folder):
@@ -736,8 +654,7 @@ def test_other_chat_templates_are_tokenizer_files(tmp_path, made):
         assert (tmp_path / "out" / name).read_text() == text
 
 
-@pytest.mark.parametrize("told", [None, OSError, "commit", [["a", ["tag"]], ["b", []]]])
-def test_data_of_no_known_version_are_named(made, monkeypatch, caplog, told):
+def test_data_of_no_known_version_are_named(made, monkeypatch, caplog):
     def version(entry, token):
         if told is OSError:
             raise OSError
@@ -745,52 +662,24 @@ def test_data_of_no_known_version_are_named(made, monkeypatch, caplog, told):
 
     monkeypatch.setattr(cache_key, "version", version)
     loaded = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: loaded)
-    with caplog.at_level(logging.WARNING, "tilewright"):
-        made({"path": "org/set"}, none)
-    warned = "org/set: its server tells no version (ETag or commit), so that later changes"
-    assert (warned in caplog.text) == (told != "commit")
+    unreachable_hub(monkeypatch, lambda *a, **k: loaded)
+    for i, told in enumerate((None, OSError, "commit", [["a", ["tag"]], ["b", []]])):
+        with caplog.at_level(logging.WARNING, "tilewright"):
+            made({"path": f"org/set{i}"}, none)
+        warned = f"org/set{i}: its server tells no version (ETag or commit), so that later changes"
+        assert (warned in caplog.text) == (told != "commit")
 
 
 def test_samples_that_are_too_short_are_counted(tmp_path, made, caplog):
-    tokens = {"input_ids": [[1], [1] * 70, [], [1, 2]]}
+    tokens = [{"input_ids": ids} for ids in ([1], [1] * 70, [], [1, 2])]
     with caplog.at_level(logging.WARNING, "tilewright"):
-        assert len(made({"path": write(tmp_path / "a.jsonl", tokens)}, none)) == 2
+        assert len(made({"path": write_rows(tmp_path / "a.jsonl", tokens)}, none)) == 2
         assert "a.jsonl: 2 samples of fewer than two tokens were left out" in caplog.text
         assert "a.jsonl: 1 of 4 samples were longer than 64 tokens" in caplog.text
         caplog.clear()
-        entry = {"path": write(tmp_path / "b.jsonl", {"text": ["", "long"]}), "type": "text"}
-        assert len(made(entry, Words)) == 1  # the first is an end token alone
+        # The first is an end token alone.
+        assert len(made(texts(tmp_path / "b.jsonl", "", "long"), Words)) == 1
         assert not caplog.text
-
-
-@pytest.mark.parametrize("tokens", [3, 8, 9, 10, 16, 17])
-def test_the_last_piece_of_a_text_has_two_tokens(tmp_path, made, tokens):
-    entry = {"path": write(tmp_path / "a.jsonl", {"text": ["x" * (tokens - 2)]}), "type": "text"}
-    got = made(entry, sample_packing_sequence_len=8)["input_ids"][:]
-    assert [t for piece in got for t in piece] == [1, *b"x" * (tokens - 2), 0]
-    assert {*map(len, got)} <= {*range(2, 9)} and len(got) == -(-tokens // 8)
-
-
-class Fast(Bytes):
-    """A tokenizer of ASCII with the offsets of its tokens, without a chat template."""
-
-    is_fast, chat_template = True, None
-
-    def __call__(self, text, **options):
-        ids = list(text.encode())
-        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(ids))]}
-
-
-def test_prompts_of_large_strings_need_no_chat_template(tmp_path, made):
-    large = datasets.Features(
-        dict.fromkeys(("prompt", "completion"), datasets.Value("large_string"))
-    )
-    rows = datasets.Dataset.from_dict({"prompt": ["ab"], "completion": ["c"]}, features=large)
-    rows.save_to_disk(tmp_path / "saved")
-    got = made({"path": tmp_path / "saved", "type": "prompt_completion"}, Fast)
-    assert got["labels"][:] == [[-100, -100, ord("c"), 0]]
 
 
 class Killed(Bytes):
@@ -803,11 +692,10 @@ class Killed(Bytes):
 
 
 def test_a_killed_worker_is_one_sentence(tmp_path, made):
-    path = write(tmp_path / "a.jsonl", {"text": ["one", "two"]})
-    with pytest.raises(
-        OSError, match=f"^a process that prepares {path} has ended, perhaps for lac"
-    ):
-        made({"path": path, "type": "text"}, Killed, dataset_num_proc=2)
+    entry = texts(tmp_path / "a.jsonl", "one", "two")
+    said = f"^a process that prepares {entry['path']} has ended, perhaps for lac"
+    with pytest.raises(OSError, match=said):
+        made(entry, Killed, dataset_num_proc=2)
 
 
 def handler(lengths, capacity):

@@ -1,6 +1,5 @@
 """Which checkpoints are written, with which parts, and which stay: strategies, the best, kills."""
 
-import json
 import math
 import os
 import pathlib
@@ -12,6 +11,7 @@ import torch
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+from preparing import write_rows
 from training import QWEN3, rows, run, tensors, three_steps, write_config
 
 from tilewright.trainer import loop
@@ -34,6 +34,7 @@ BEST = {
     "train__eval_steps": 1,
     "train__best_metric": "eval_loss",
 }
+OVER_LOSS = {"metric": "eval_loss", "mode": "min"}
 AUTO = "--train.load_checkpoint_path=auto"
 
 
@@ -49,12 +50,16 @@ def best_of(folder, step):
     return found
 
 
+def report(patch, given):
+    """Evaluations report these numbers."""
+    names = "eval_loss", "eval_perplexity"
+    patch.setattr(loop, "evaluation", lambda *_, **__: dict.fromkeys(names, given.pop(0)))
+    return given
+
+
 @pytest.fixture
 def losses(monkeypatch):
-    """Evaluations report these losses."""
-    given = []
-    monkeypatch.setattr(loop, "evaluation", lambda *_, **__: {"eval_loss": given.pop(0)})
-    return given
+    return report(monkeypatch, [])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_a_resumed_run_knows_the_best_and_what_is_resumed_from_stays(losses, tmp
     losses += [4.0, 2.0, 3.0, 3.0]
     run(path, "--train.max_steps=4")
     assert there(tmp_path) == [2, 4]
-    want = {"metric": "eval_loss", "mode": "min", "value": 2.0, "step": 2}
+    want = {**OVER_LOSS, "value": 2.0, "step": 2}
     assert best_of(tmp_path, 4) == want
     assert "the best checkpoint is global_step_2: eval_loss=2\n" in capsys.readouterr().out
     losses += [3.0, 2.0]
@@ -157,8 +162,7 @@ def test_one_that_could_not_be_written_is_not_the_best(losses, tmp_path, monkeyp
 # ---- parts
 
 
-@pytest.mark.parametrize("states", ["true", "false"])
-@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+@pytest.mark.parametrize("mode, states", [("none", "true"), ("fsdp2", "false")])
 def test_a_run_begins_with_the_weights_of_a_checkpoint(mode, states, tmp_path):
     """As from the same weights in Hugging Face's format: its steps, schedule and data from 0."""
     options = {
@@ -277,7 +281,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_and_the_best(again, losse
     assert there(tmp_path) == [1, 2, 5] and kills > 10
 
 
-def test_the_best_of_other_data_or_of_another_folder_does_not_count(losses, tmp_path):
+def test_the_best_of_other_data_or_of_another_folder_does_not_count(losses, tmp_path, capsys):
     """Its value is one of other batches, or its checkpoint is not there."""
     path = write_config(tmp_path, **HELD, **BEST, train__save_steps=1, train__save_total_limit=9)
     losses += [2.0, 3.0]
@@ -288,21 +292,17 @@ def test_the_best_of_other_data_or_of_another_folder_does_not_count(losses, tmp_
     state = read_state(tmp_path / "out/checkpoints/global_step_3")["best"]
     assert (state["value"], state["step"]) == (5.0, 3)
     losses += [6.0]
-    other = tmp_path / "out/checkpoints/global_step_2"
-    run(
-        path,
-        "--train.max_steps=3",
-        f"--train.load_checkpoint_path={other}",
-        f"--train.output_dir={tmp_path / 'elsewhere'}",
-    )
-    state = read_state(tmp_path / "elsewhere/checkpoints/global_step_3")["best"]
-    assert (state["value"], state["step"]) == (6.0, 3)
+    elsewhere = tmp_path / "elsewhere/out"
+    other = f"--train.load_checkpoint_path={tmp_path / 'out/checkpoints/global_step_2'}"
+    run(path, "--train.max_steps=3", other, f"--train.output_dir={elsewhere}")
+    assert best_of(elsewhere.parent, 3) == {**OVER_LOSS, "value": 6.0, "step": 3}
+    said = f"global_step_1 (eval_loss=2), is not in {elsewhere / 'checkpoints'}\n"
+    assert said in capsys.readouterr().out
 
 
 # What an evaluation is of, as `Best.apart` tells it, by the arguments that change it.
 OTHER_EVALUATIONS = {
     "--train.eval_max_batches=1": "of other batches, or of another loss or reference",
-    "--data.val_set_size=3": None,  # which changes what is trained on, and is refused
     "--train.best_metric=eval_perplexity": "by eval_loss",
     "--train.best_mode=max": "by the min of eval_loss",
     "--data.test_datasets=[{'path': 'OTHER'}]": "of other data sets",
@@ -310,53 +310,44 @@ OTHER_EVALUATIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The configuration of a run that evaluates on `held.jsonl` and has written three steps, of
+    which the second is the best.
+    """
+    folder = tmp_path_factory.mktemp("begun")
+    for name, token in (("held", 5), ("other", 6)):
+        write_rows(folder / f"{name}.jsonl", [{"input_ids": [token] * 30}] * 4)
+    options = {"data__test_datasets": [{"path": str(folder / "held.jsonl")}], **BEST}
+    options |= {"train__save_steps": 1, "train__save_total_limit": 1, "train__max_steps": 3}
+    path = write_config(folder, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        report(patch, [3.0, 1.0, 2.0])
+        run(path)
+    return path
+
+
 @pytest.mark.parametrize("change", OTHER_EVALUATIONS)
-def test_the_best_by_another_evaluation_stays_and_is_said(change, monkeypatch, tmp_path, capsys):
+def test_the_best_by_another_evaluation_stays_and_is_said(change, begun, losses, tmp_path, capsys):
     """And is the best again where a run evaluates as it did."""
-    why = OTHER_EVALUATIONS[change]
-    given = [3.0, 1.0, 2.0, 4.0, 5.0, 6.0, 3.0, 0.5]
-
-    def evaluation(*_, **__):
-        return dict.fromkeys(("eval_loss", "eval_perplexity"), given.pop(0))
-
-    monkeypatch.setattr(loop, "evaluation", evaluation)
-    held = tmp_path / "held.jsonl"
-    for file, token in ((held, 5), (tmp_path / "other.jsonl", 6)):
-        file.write_text("".join(json.dumps({"input_ids": [token] * 30}) + "\n" for _ in range(4)))
-    sets = {"data__test_datasets": [{"path": str(held)}]} if why is not None else HELD
-    options = {"train__save_steps": 1, "train__save_total_limit": 1}
-    path = write_config(tmp_path, **sets, **BEST, **options)
-    run(path, "--train.max_steps=3")
+    folder, why = pathlib.Path(begun).parent, OTHER_EVALUATIONS[change]
+    shutil.copytree(folder / "out", tmp_path / "out")
     assert there(tmp_path) == [2, 3]
-    change = change.replace("OTHER", str(tmp_path / "other.jsonl"))
-    capsys.readouterr()
-    if why is None:
-        with pytest.raises(ValueError, match="another data"):
-            run(path, AUTO, change, "--train.max_steps=5")
-        return
-    run(path, AUTO, change, "--train.max_steps=5")
+    own = begun, AUTO, f"--train.output_dir={tmp_path / 'out'}"
+    change = change.replace("OTHER", str(folder / "other.jsonl"))
+    losses += [4.0, 5.0, 6.0, 3.0, 0.5]
+    run(*own, change, "--train.max_steps=5")
     said = capsys.readouterr().out
     named = "the best so far, global_step_2 (eval_loss=1), stays"
     if why:
         named = f"the best checkpoint so far, global_step_2 (eval_loss=1), was the best {why}: "
     assert said.count(named) == 1 and 2 in there(tmp_path)
-    run(path, AUTO, change, "--train.max_steps=6")
+    run(*own, change, "--train.max_steps=6")
     assert 2 in there(tmp_path) and named not in capsys.readouterr().out
-    run(path, AUTO, "--train.max_steps=7")
+    run(*own, "--train.max_steps=7")
     assert best_of(tmp_path, 7)["step"] == 2 and best_of(tmp_path, 7)["value"] == 1.0
-    run(path, AUTO, "--train.max_steps=8")
-    assert best_of(tmp_path, 8)["step"] == 8 and not given
-
-
-def test_the_best_that_is_in_another_folder_is_said_not_to_be_there(losses, tmp_path, capsys):
-    path = write_config(tmp_path, **HELD, **BEST, train__save_steps=1)
-    losses += [2.0, 3.0, 6.0]
-    run(path, "--train.max_steps=2")
-    folder, elsewhere = tmp_path / "out/checkpoints/global_step_2", tmp_path / "elsewhere"
-    given = f"--train.load_checkpoint_path={folder}", f"--train.output_dir={elsewhere}"
-    run(path, "--train.max_steps=3", *given)
-    said = f"global_step_1 (eval_loss=2), is not in {elsewhere / 'checkpoints'}\n"
-    assert said in capsys.readouterr().out
+    run(*own, "--train.max_steps=8")
+    assert best_of(tmp_path, 8)["step"] == 8 and not losses
 
 
 def test_the_best_of_a_version_that_said_less_compares(losses, tmp_path):
@@ -378,8 +369,7 @@ def test_a_name_that_depends_on_labels_is_known_without_them(tmp_path):
     """The first batch has no label."""
     lines = [{"input_ids": [5] * 30, "labels": [-100] * 30}]
     lines += [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 3
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_rows(tmp_path / "rows.jsonl", lines)
     path = write_config(
         tmp_path,
         data__test_datasets=[{"path": str(data)}],
@@ -393,6 +383,6 @@ def test_a_name_that_depends_on_labels_is_known_without_them(tmp_path):
     )
     run(path)
     assert not [row for row in rows(tmp_path) if "eval_loss" in row], "and the run goes on"
-    run(path, "--train.eval_max_batches=2", f"--train.output_dir={tmp_path / 'more'}")
-    found = map(json.loads, (tmp_path / "more/metrics.jsonl").read_text().splitlines())
-    assert sum("eval_accuracy" in row for row in found) == 2
+    more = tmp_path / "more"
+    run(path, "--train.eval_max_batches=2", f"--train.output_dir={more / 'out'}")
+    assert sum("eval_accuracy" in row for row in rows(more)) == 2
