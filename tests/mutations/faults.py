@@ -6,6 +6,7 @@ python -m tests.mutations.faults      # after code has moved: finds each fault's
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import pathlib
 import sys
@@ -60,11 +61,16 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
             yield from functions(node, prefix)
 
 
+@functools.lru_cache(8)
+def _functions(text: str) -> list[tuple[str, ast.AST]]:
+    return list(functions(ast.parse(text)))
+
+
 def span(text: str, function: str) -> tuple[int, int]:
     """Where a function's text begins and ends."""
     if not function:
         return 0, len(text)
-    found = [node for path, node in functions(ast.parse(text)) if path == function]
+    found = [node for path, node in _functions(text) if path == function]
     if not found:
         raise ValueError(f"there is no {function}")
     first = min([found[0].lineno, *(d.lineno for d in found[0].decorator_list)])

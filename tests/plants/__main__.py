@@ -2,8 +2,7 @@
 
     python tests/plants FILE      # a line of JSON for each; goes on where FILE ends
 
-tests/tools/test_plants.py, test_check_layout.py and test_emulate.py run them too, of the first kind
-a sample.
+tests/tools/test_plants.py, test_check_layout.py and test_emulate.py run them too.
 """
 
 import json

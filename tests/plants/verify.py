@@ -5,8 +5,9 @@ module in which it is found, and words of its message.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ COMMON = {
 }
 FAMILIES = {
     "llama": {},
-    "gemma": {},
     "gemma2": {
         "sliding_window": 8,
         "query_pre_attn_scalar": 8,
@@ -54,10 +54,10 @@ FAMILIES = {
 TOKENS = 20
 
 
-def tiny(kind: str = "llama", dtype=torch.float32, **changes) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def drawn(config, dtype) -> Any:
+    """A model whose norms and biases are not those that it begins with."""
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind], **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
@@ -65,6 +65,12 @@ def tiny(kind: str = "llama", dtype=torch.float32, **changes) -> Any:
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     return model
+
+
+def tiny(kind: str = "llama", dtype=torch.float32, **changes) -> Any:
+    from transformers import AutoConfig
+
+    return drawn(AutoConfig.for_model(kind, **{**COMMON, **FAMILIES[kind], **changes}), dtype)
 
 
 def patched(module, forward) -> None:
@@ -85,9 +91,9 @@ def with_adapter(dtype=torch.float32, **changes) -> Any:
 
 
 class Plant(NamedTuple):
-    """make: builds the model with its fault.   module: that is named.   words: of its message.
-    options: of `verify`.   unseen: documented as not seen.   alone: no other module is named.
-    refused: the message is that of `Unverifiable`.
+    """make: builds the model with its fault.   module: that is named first.   words: of its
+    message.   options: of `verify`.   unseen: documented as not seen.   also: other modules that
+    are named, None: any.   refused: the message is that of `Unverifiable`.
     """
 
     make: Callable[[], nn.Module]
@@ -95,7 +101,7 @@ class Plant(NamedTuple):
     words: str = ""
     options: Mapping[str, Any] = MappingProxyType({})
     unseen: bool = False
-    alone: bool = True
+    also: Collection[str] | None = ()
     refused: bool = False
 
     def check(self) -> None:
@@ -112,16 +118,57 @@ class Plant(NamedTuple):
             return
         assert not found.ok and found.findings[0].module == self.module, str(found)
         assert self.words in said[self.module], said[self.module]
-        assert not self.alone or set(said) == {self.module}, str(found)
+        assert self.also is None or set(said) - {self.module} <= {*self.also}, str(found)
 
 
 PLANTS: dict[str, Plant] = {}
 
 
 def plant(module: str = "", words: str = "", **options):
+    """Of a function that makes the model."""
+
     def add(make):
         PLANTS[make.__name__] = Plant(make, module, words, **options)
         return make
+
+    return add
+
+
+def layers_until(module: str, model) -> Any:
+    """A model of as few layers as have the module.   model: arguments of `tiny`."""
+    return tiny(**{"num_hidden_layers": 1 + ("layers.1." in module), **dict(model)})
+
+
+def changed(module: str = "", words: str = "", model=(), **options):
+    """Of a function that changes the model."""
+
+    def add(change):
+        def make():
+            made = layers_until(module, model)
+            change(made)
+            return made
+
+        PLANTS[change.__name__] = Plant(make, module, words, **options)
+        return change
+
+    return add
+
+
+def forward_of(module: str, words: str, at: str | None = None, eager=False, model=(), **options):
+    """Of a module's new forward(own, ...).   at: the module, if another one is named.   eager: with
+    the eager attention.
+    """
+
+    def add(forward):
+        def make():
+            made = layers_until(module, model)
+            if eager:
+                made.set_attn_implementation("eager")
+            patched(made.get_submodule(module if at is None else at), forward)
+            return made
+
+        PLANTS[forward.__name__] = Plant(make, module, words, **options)
+        return forward
 
     return add
 
@@ -136,30 +183,32 @@ def replaced(names: dict[str, Any], **changes):
         names.update(before)
 
 
-def with_globals(module, **changes) -> None:
-    """Gives one module's forward other functions than those of transformers' module."""
-    names = type(module).forward.__globals__
-
-    def forward(own, *args, **kwargs):
-        with replaced(names, **changes):
-            return own(*args, **kwargs)
-
-    patched(module, forward)
+def with_functions(own, arguments, **changes):
+    """What a module's forward gives with other functions than those of transformers' module."""
+    with replaced(type(own.__self__).forward.__globals__, **changes):
+        return own(*arguments[0], **arguments[1])
 
 
-def with_own_config(module, **changes) -> None:
-    """Gives one module's forward another configuration than the model's, while it runs."""
+class Scaled(torch.autograd.Function):
+    """What it is given, with another gradient."""
 
-    def forward(own, *args, **kwargs):
-        with replaced(vars(module.config), **changes):
-            return own(*args, **kwargs)
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
 
-    patched(module, forward)
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor, None
 
+
+BFLOAT16, TWO = {"dtype": torch.bfloat16}, {"num_hidden_layers": 2}
+EXPERTS = {"kind": "qwen3_moe"}
+FIRST, ATTENTION = "model.layers.0.self_attn", "model.layers.1.self_attn"
+MLP = "model.layers.0.mlp"
+CAUSAL = "LlamaForCausalLM"
 
 # ---- attention
-
-ATTENTION = "model.layers.1.self_attn"
 
 
 def rotated_by_pairs(x, cos, sin):
@@ -169,428 +218,415 @@ def rotated_by_pairs(x, cos, sin):
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
-@plant(ATTENTION, "it agrees with interleaved rotary embedding")
-def interleaved_rope():
-    model = tiny()
-    with_globals(
-        model.model.layers[1].self_attn,
-        apply_rotary_pos_emb=lambda q, k, cos, sin, **_: (
-            rotated_by_pairs(q, cos, sin),
-            rotated_by_pairs(k, cos, sin),
-        ),
-    )
-    return model
+@forward_of(ATTENTION, "it agrees with interleaved rotary embedding")
+def interleaved_rope(own, *args, **kwargs):
+    def apply(q, k, cos, sin, **_):
+        return rotated_by_pairs(q, cos, sin), rotated_by_pairs(k, cos, sin)
+
+    return with_functions(own, (args, kwargs), apply_rotary_pos_emb=apply)
 
 
-@plant(ATTENTION, "it agrees with keys without rotary embedding")
-def keys_without_rope():
-    model = tiny()
-    attention = model.model.layers[1].self_attn
-    own = type(attention).forward.__globals__["apply_rotary_pos_emb"]
-    with_globals(
-        attention, apply_rotary_pos_emb=lambda q, k, cos, sin, **_: (own(q, k, cos, sin)[0], k)
-    )
-    return model
+@forward_of(ATTENTION, "it agrees with keys without rotary embedding")
+def keys_without_rope(own, *args, **kwargs):
+    rotate = type(own.__self__).forward.__globals__["apply_rotary_pos_emb"]
+
+    def apply(q, k, cos, sin, **_):
+        return rotate(q, k, cos, sin)[0], k
+
+    return with_functions(own, (args, kwargs), apply_rotary_pos_emb=apply)
 
 
-@plant(ATTENTION, "it agrees with key and value heads that are tiled")
-def tiled_heads():
-    model = tiny()
-    model.set_attn_implementation("eager")
-    with_globals(model.model.layers[1].self_attn, repeat_kv=lambda x, n: x.repeat(1, n, 1, 1))
-    return model
+@forward_of(ATTENTION, "it agrees with key and value heads that are tiled", eager=True)
+def tiled_heads(own, *args, **kwargs):
+    return with_functions(own, (args, kwargs), repeat_kv=lambda x, n: x.repeat(1, n, 1, 1))
 
 
-@plant(ATTENTION, "scaling 0.5 in the module")
-def scaling_attribute():
-    model = tiny()
-    model.model.layers[1].self_attn.scaling = 0.5
-    return model
+@changed(
+    words="the model has no model.layers.0.self_attn.q_proj.bias",
+    model={"kind": "qwen2"},
+    refused=True,
+)
+def bias_dropped_from_the_module(model):
+    model.model.layers[0].self_attn.q_proj.bias = None
 
 
-@plant(ATTENTION, "differs from float64")
-def scale_dropped_in_code():
-    model = tiny()
-
-    def forward(own, *args, **kwargs):
-        attention = model.model.layers[1].self_attn
-        with replaced(vars(attention), scaling=1.0):
-            return own(*args, **kwargs)
-
-    patched(model.model.layers[1].self_attn, forward)
-    return model
+@changed(ATTENTION, "dropout is on (attention_dropout 0.1)", model={"attention_dropout": 0.1})
+def attention_left_in_training_mode(model):
+    model.eval().model.layers[1].self_attn.train()
 
 
-@plant("model.layers.1.self_attn.q_proj", "differs from float64")
-def bias_dropped_in_code():
-    model = tiny("qwen2")
-    layer = model.model.layers[1].self_attn.q_proj
-    patched(layer, lambda own, x: nn.functional.linear(x, layer.weight))
-    return model
+@forward_of(
+    ATTENTION, "it agrees with a window of 5", eager=True, model={"kind": "mistral"}, also=None
+)
+def window_one_longer(own, *args, attention_mask=None, **kwargs):
+    if attention_mask is not None:
+        at = torch.arange(attention_mask.shape[-1])
+        one = (at[:, None] - at[None] == 4) & (attention_mask.amax(-1, keepdim=True) == 0)
+        attention_mask = attention_mask.masked_fill(one, 0)
+    return own(*args, attention_mask=attention_mask, **kwargs)
 
 
-@plant(ATTENTION, "two runs of the same input differ")
-def dropout_of_probabilities():
-    model = tiny()
-    model.set_attn_implementation("eager")
+@changed(ATTENTION, "without the window of 4", model={"kind": "mistral", **BFLOAT16})
+def dropped_window(model):
+    from transformers import AttentionInterface
 
-    class Dropping:
-        softmax = staticmethod(
-            lambda *a, **k: nn.functional.dropout(nn.functional.softmax(*a, **k), 0.3)
+    def windowless(module, q, k, v, mask, scaling=None, **kwargs):
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=q.shape[2] > 1, scale=scaling, enable_gqa=True
         )
-        dropout = nn.functional.dropout
+        return out.transpose(1, 2).contiguous(), None
 
-    class Functions:
-        functional = Dropping
-
-    with_globals(model.model.layers[1].self_attn, nn=Functions)
-    return model
-
-
-@plant(ATTENTION, "dropout is on (attention_dropout 0.1)")
-def attention_left_in_training_mode():
-    model = tiny(attention_dropout=0.1).eval()
-    model.model.layers[1].self_attn.train()
-    return model
-
-
-@plant("model.layers.0.self_attn", "attn_logit_softcapping 0.3 in the module", alone=False)
-def softcap_of_attention():
-    model = tiny("gemma2")
-    model.model.layers[0].self_attn.attn_logit_softcapping = 0.3
-    return model
-
-
-@plant("model.layers.1.self_attn", "it agrees with a window of 5", alone=False)
-def window_one_longer():
-    model = tiny("mistral")
-    model.set_attn_implementation("eager")
-
-    def forward(own, *args, attention_mask=None, **kwargs):
-        if attention_mask is not None:
-            S = attention_mask.shape[-1]
-            at = torch.arange(S)
-            one = (at[:, None] - at[None] == 4) & (attention_mask.amax(-1, keepdim=True) == 0)
-            attention_mask = attention_mask.masked_fill(one, 0)
-        return own(*args, attention_mask=attention_mask, **kwargs)
-
-    patched(model.model.layers[1].self_attn, forward)
-    return model
-
-
-@plant(ATTENTION, "leak", alone=False)
-def mask_of_one_token_more():
-    model = tiny()
-    model.set_attn_implementation("eager")
-
-    def forward(own, *args, attention_mask=None, **kwargs):
-        if attention_mask is not None:
-            attention_mask = attention_mask.clone()
-            attention_mask.diagonal(1, -2, -1)[:] = 0
-        return own(*args, attention_mask=attention_mask, **kwargs)
-
-    patched(model.model.layers[1].self_attn, forward)
-    return model
-
-
-@plant(ATTENTION, "differs from float64")
-def scale_one_percent_off():
-    model = tiny()
+    AttentionInterface.register("windowless", windowless)
     attention = model.model.layers[1].self_attn
-    own = attention.scaling
-
-    def forward(inner, *args, **kwargs):
-        with replaced(vars(attention), scaling=own * 1.01):
-            return inner(*args, **kwargs)
-
-    patched(attention, forward)
-    return model
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "windowless"
 
 
-@plant(words="the model has no model.layers.1.self_attn.q_proj.bias", refused=True)
-def bias_dropped_from_the_module():
-    model = tiny("qwen2")
-    model.model.layers[1].self_attn.q_proj.bias = None
-    return model
+@forward_of(FIRST, "ignores the padding mask")
+def ignored_mask(own, *args, attention_mask=None, **kwargs):
+    return own(*args, attention_mask=None, **kwargs)
 
 
-@plant(ATTENTION, "differs from float64", alone=False)
-def positions_of_one_layer():
-    model = tiny()
-
-    def forward(own, *args, position_embeddings=None, **kwargs):
-        cos, sin = (t.roll(1, 1) for t in position_embeddings)
-        return own(*args, position_embeddings=(cos, sin), **kwargs)
-
-    patched(model.model.layers[1].self_attn, forward)
-    return model
+@forward_of(ATTENTION, "leak", eager=True, also=None)
+def mask_of_one_token_more(own, *args, attention_mask=None, **kwargs):
+    if attention_mask is not None:
+        attention_mask = attention_mask.clone()
+        attention_mask.diagonal(1, -2, -1)[:] = 0
+    return own(*args, attention_mask=attention_mask, **kwargs)
 
 
-@plant("LlamaForCausalLM", "a final softcap of 30.0; the configuration has none")
-def final_softcap_of_another_family():
-    model = tiny()
-    patched(model.lm_head, lambda own, x: 30 * torch.tanh(own(x) / 30))
-    return model
+@forward_of(ATTENTION, "stale cache: token 17 computed from the cache", model=BFLOAT16)
+def stale_cache(own, *args, **kwargs):
+    out = own(*args, **kwargs)
+    # Its name since transformers 5.24, and before.
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if cache is not None:
+        keys = cache.layers[1].keys
+        keys[:, :, -1] = keys[:, :, -2]
+    return out
+
+
+@changed(FIRST, "its own config has max_position_embeddings 48, the model's has 64", model=BFLOAT16)
+def config_of_a_module(model):
+    """Of which nothing that is computed depends."""
+    attention = model.model.layers[0].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config.max_position_embeddings = 48
+
+
+# ---- positions, padding
+
+
+# Positions of a full row are wrong for a cached token, too.
+@forward_of("model", "position_ids for rotary_emb differs", also={FIRST})
+def positions_off_by_one(own, *args, position_ids=None, **kwargs):
+    """Rotary attention has the same values: positions count by their differences."""
+    if position_ids is None:
+        position_ids = torch.arange(TOKENS)[None]
+    return own(*args, position_ids=position_ids + 1, **kwargs)
+
+
+@forward_of(CAUSAL, "fails on the padded input with IndexError: padding", at="model")
+def fails_on_padding(own, *args, attention_mask=None, **kwargs):
+    if attention_mask is not None and not attention_mask.all():
+        raise IndexError("padding")
+    return own(*args, attention_mask=attention_mask, **kwargs)
+
+
+@forward_of(FIRST, "padded input", at="model")
+def takes_padding_to_be_left(own, *args, attention_mask=None, **kwargs):
+    if attention_mask is not None and attention_mask.dim() == 2:
+        S, lengths = attention_mask.shape[1], attention_mask.sum(1, keepdim=True)
+        attention_mask = (torch.arange(S) >= S - lengths).to(attention_mask.dtype)
+    return own(*args, attention_mask=attention_mask, **kwargs)
 
 
 # ---- rotary frequencies
 
-
-@plant("model.rotary_emb", "rotary base 500000 in the module, 1000000 by the conf")
-def another_base():
-    model = tiny()
-    model.model.rotary_emb.inv_freq = 1 / 500000 ** (torch.arange(0, 8, 2) / 8)
-    return model
+ROTARY = "model.rotary_emb"
 
 
-@plant("model.rotary_emb", "rotary base 1001000 in the module, 1000000 by the conf")
-def base_slightly_off():
-    model = tiny()
+@changed(ROTARY, "rotary base 10000 in the module, 1000000 by the configuration", model=BFLOAT16)
+def another_base(model):
+    model.model.rotary_emb.inv_freq = 1 / 10000 ** (torch.arange(0, 8, 2) / 8)
+
+
+@changed(ROTARY, "rotary base 1001000 in the module, 1000000 by the configuration")
+def base_slightly_off(model):
     model.model.rotary_emb.inv_freq = 1 / 1001000 ** (torch.arange(0, 8, 2) / 8)
-    return model
+
+
+@changed(ROTARY, "inv_freq is not that of the configuration")
+def frequency_slightly_off(model):
+    """As far as a rounding of bfloat16 takes it, in a buffer that is float32."""
+    model.model.rotary_emb.inv_freq[1] *= 1.001
+
+
+@forward_of(ROTARY, "rotary base 10000 in the module, 1000000 by the configuration")
+def rotary_base_of_a_kernel(own, x, position_ids):
+    angle = position_ids[..., None].float() / 10000 ** (torch.arange(0, 8, 2) / 8)
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
 # ---- MLP, norms, embedding
 
 
-@plant("model.layers.0.mlp", "it agrees with gate and up swapped")
-def gate_and_up_swapped():
-    model = tiny()
-    mlp = model.model.layers[0].mlp
-    patched(mlp, lambda own, x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x)))
-    return model
+@forward_of(MLP, "it agrees with gate and up swapped")
+def gate_and_up_swapped(own, x):
+    mlp = own.__self__
+    return mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
 
 
-@plant(unseen=True)
-def gate_and_up_modules_swapped():
-    model = tiny()
+@changed(unseen=True)
+def gate_and_up_modules_swapped(model):
     mlp = model.model.layers[0].mlp
     mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
-    return model
 
 
-@plant("model.layers.0.mlp", "two runs of the same input differ")
-def dropout_of_an_mlp():
-    model = tiny()
-    patched(
-        model.model.layers[0].mlp, lambda own, x: nn.functional.dropout(own(x), 0.2, training=True)
-    )
-    return model
-
-
-@plant("model.layers.0.mlp.down_proj", "differs from float64")
-def downcast_in_an_mlp():
-    model = tiny()
-    layer = model.model.layers[0].mlp.down_proj
-    patched(layer, lambda own, x: own(x.bfloat16().float()))
-    return model
-
-
-@plant("model.layers.0.mlp", "in evaluation mode; in training mode it agrees")
-def wrong_in_evaluation():
-    model = tiny()
-    mlp = model.model.layers[0].mlp
-    patched(mlp, lambda own, x: own(x) * (1 if mlp.training else 1.01))
-    return model
-
-
-@plant("model.layers.0.mlp", "under torch.no_grad; with gradients it agrees")
-def wrong_without_gradients():
-    model = tiny()
-    patched(
-        model.model.layers[0].mlp, lambda own, x: own(x) * (1 if torch.is_grad_enabled() else 1.01)
-    )
-    return model
-
-
-def wrong_beyond_30_tokens():
-    model = tiny()
-    patched(model.model.layers[0].mlp, lambda own, x: own(x) * (1.01 if x.shape[1] > 30 else 1))
-    return model
-
-
-PLANTS["wrong_beyond_30_tokens"] = Plant(
-    wrong_beyond_30_tokens, "model.layers.0.mlp", "40 tokens input", {"lengths": (40,)}
+@changed(
+    "model.layers.0.mlp.act_fn",
+    "computes another function than GELUTanh()",
+    model={"kind": "gemma3_text", **BFLOAT16, **TWO},
 )
-PLANTS["wrong_beyond_what_is_asked"] = Plant(wrong_beyond_30_tokens, unseen=True)
+def another_activation(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
 
 
-@plant("model.layers.0", "differs from float64")
-def residual_dropped():
-    model = tiny()
-    layer = model.model.layers[0]
-
-    def forward(own, hidden_states, **kwargs):
-        mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-        return mixed + layer.mlp(layer.post_attention_layernorm(mixed))
-
-    patched(layer, forward)
-    return model
+@forward_of(MLP, "two runs of the same input differ")
+def dropout_of_an_mlp(own, x):
+    return nn.functional.dropout(own(x), 0.2, training=True)
 
 
-@plant("model.norm", "differs from float64")
-def norm_without_one_plus():
-    model = tiny("gemma")
-    norm = model.model.norm
-    patched(norm, lambda own, x: nn.functional.rms_norm(x, (32,), norm.weight, norm.eps))
-    return model
+@forward_of("model.layers.0.mlp.down_proj", "differs from float64")
+def downcast_in_an_mlp(own, x):
+    return own(x.bfloat16().float())
 
 
-@plant("model.layers.0.mlp.up_proj", "gradient of weight differs")
-def gradient_two_percent_off():
-    model = tiny()
-    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * 1.02)
-    return model
+@forward_of(MLP, "in evaluation mode; in training mode it agrees")
+def wrong_in_evaluation(own, x):
+    return own(x) * (1 if own.__self__.training else 1.01)
 
 
-@plant("model.layers.0.mlp.up_proj", "gradient of weight differs")
-def gradient_with_an_offset():
-    model = tiny()
-    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g + 1e-3)
-    return model
+@forward_of(MLP, "under torch.no_grad; with gradients it agrees")
+def wrong_without_gradients(own, x):
+    return own(x) * (1 if torch.is_grad_enabled() else 1.01)
 
 
-@plant("model.layers.1.mlp", "differs from float64")
-def gradient_one_percent_off_in_bfloat16():
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 0.98
-
-    model = tiny(dtype=torch.bfloat16)
-    patched(model.model.layers[1].mlp, lambda own, x: own(Scaled.apply(x)))
-    return model
+@forward_of(MLP, "40 tokens input", options={"lengths": (40,)})
+def wrong_beyond_30_tokens(own, x):
+    return own(x) * (1.01 if x.shape[1] > 30 else 1)
 
 
-@plant("model.layers.0.mlp", "differs from float64")
-def wrong_in_a_batch_of_one():
-    model = tiny()
-    patched(model.model.layers[0].mlp, lambda own, x: own(x) * (1.01 if len(x) == 1 else 1))
-    return model
+PLANTS["wrong_beyond_what_is_asked"] = Plant(PLANTS["wrong_beyond_30_tokens"].make, unseen=True)
 
 
-@plant("model.layers.0.self_attn", "layer_idx 1 in the module, 0 by the configuration", alone=False)
-def layers_swapped():
-    model = tiny()
+@forward_of(MLP, "differs from float64")
+def wrong_in_a_batch_of_one(own, x):
+    return own(x) * (1.01 if len(x) == 1 else 1)
+
+
+@forward_of("model.layers.1.mlp", "output is detached: no gradient passes it", model=BFLOAT16)
+def detached_output(own, x):
+    return own(x).detach()
+
+
+POST = "model.layers.0.post_attention_layernorm"
+EPS = {"rms_norm_eps": 1e-6}
+
+
+@changed(POST, "eps 1e-05 in the module, 1e-06 by the configuration", model={**EPS, **BFLOAT16})
+def eps_of_a_norm(model):
+    model.get_submodule(POST).variance_epsilon = 1e-5
+
+
+@forward_of("model.layers.0.input_layernorm", "it agrees with eps 0.001; the conf", model=EPS)
+def eps_of_a_kernel(own, x):
+    return nn.functional.rms_norm(x, (32,), own.__self__.weight, 1e-3)
+
+
+@forward_of(
+    "model.norm", "leak: the second half, changed, moves the first half here", model=BFLOAT16
+)
+def leak_of_a_middle_token(own, x):
+    """Not of the last one, which alone is changed first."""
+    y = own(x)
+    return torch.cat((y[:, :1] + x[:, x.shape[1] * 3 // 4, None], y[:, 1:]), 1)
+
+
+@changed(FIRST, "layer_idx 1 in the module, 0 by the configuration", also=None, model=TWO)
+def layers_swapped(model):
     model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
-    return model
 
 
-@plant("model.embed_tokens", "it is 2^1 times the right one", alone=False)
-def embedding_scaled():
-    model = tiny()
-    patched(model.model.embed_tokens, lambda own, ids: own(ids) * 2)
-    return model
+@forward_of("model.embed_tokens", "it is 2^1 times the right one", also=None)
+def embedding_scaled(own, ids):
+    return own(ids) * 2
+
+
+# ---- gradients
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@changed(UP, "gradient of weight differs")
+def gradient_slightly_off(model):
+    model.get_submodule(UP).weight.register_hook(lambda g: g * (1 + 2**-7))
+
+
+@changed(UP, "gradient of weight differs")
+def gradient_with_an_offset(model):
+    model.get_submodule(UP).weight.register_hook(lambda g: g + 1e-3)
+
+
+@forward_of("model.norm", "it is 2^-7 times the right one", model=BFLOAT16)
+def gradient_of_a_kernel(own, x):
+    return own(Scaled.apply(x, 2**-7))
+
+
+@forward_of("model.layers.1.mlp", "differs from float64", model=BFLOAT16)
+def gradient_two_percent_off_in_bfloat16(own, x):
+    return own(Scaled.apply(x, 0.98))
 
 
 # ---- experts
 
-
-@plant("model.layers.1.mlp.experts", "", alone=False)
-def experts_with_a_nan():
-    model = tiny("qwen3_moe")
-
-    def forward(own, x, index, weights):
-        y = own(x, index, weights)
-        return torch.where(torch.arange(len(y))[:, None] == 3, torch.nan, y)
-
-    patched(model.model.layers[1].mlp.experts, forward)
-    return model
+OF_EXPERTS = "model.layers.1.mlp.experts"
 
 
-@plant("model.layers.1.mlp.gate", "norm_topk_prob", alone=False)
-def scores_not_normalized():
-    model = tiny("qwen3_moe", norm_topk_prob=True)
+@forward_of(OF_EXPERTS, "", model=EXPERTS, also=None)
+def experts_with_a_nan(own, x, index, weights):
+    y = own(x, index, weights)
+    return torch.where(torch.arange(len(y))[:, None] == 3, torch.nan, y)
+
+
+@changed(
+    "model.layers.1.mlp.gate",
+    "norm_topk_prob",
+    model={**EXPERTS, "norm_topk_prob": True},
+    also=None,
+)
+def scores_not_normalized(model):
     model.model.layers[1].mlp.gate.norm_topk_prob = False
-    return model
 
 
-@plant("model.layers.1.mlp.experts", "differs from float64")
-def weights_of_experts_flipped():
-    model = tiny("qwen3_moe")
-    patched(
-        model.model.layers[1].mlp.experts,
-        lambda own, x, index, weights: own(x, index, weights.flip(-1)),
-    )
-    return model
+@forward_of(OF_EXPERTS, "it agrees with experts 1 and 3 swapped", model=EXPERTS)
+def swapped_experts(own, hidden_states, top_k_index, top_k_weights):
+    return own(hidden_states, torch.tensor([0, 3, 2, 1])[top_k_index], top_k_weights)
 
 
 # ---- logits and the loss
 
 
-@plant("Gemma2ForCausalLM", "it agrees with a final softcap of 2", alone=False)
-def final_softcap():
-    model = tiny("gemma2")
-    with_own_config(model, final_logit_softcapping=2.0)
-    return model
+GEMMA2 = {"at": "", "model": {"kind": "gemma2"}, "also": None}
 
 
-@plant("Gemma2ForCausalLM", "it agrees with logits without the final softcap", alone=False)
-def final_softcap_dropped():
-    model = tiny("gemma2")
-    with_own_config(model, final_logit_softcapping=None)
-    return model
+@forward_of("Gemma2ForCausalLM", "it agrees with a final softcap of 2", **GEMMA2)
+def final_softcap(own, *args, **kwargs):
+    with replaced(vars(own.__self__.config), final_logit_softcapping=2.0):
+        return own(*args, **kwargs)
 
 
-def with_loss(change):
-    model = tiny()
-    own = model.loss_function
-
-    def loss(logits, labels, vocab_size, **kwargs):
-        return own(*change(logits, labels), vocab_size, **kwargs)
-
-    model.loss_function = loss
-    return model
+@forward_of("Gemma2ForCausalLM", "it agrees with logits without the final softcap", **GEMMA2)
+def final_softcap_dropped(own, *args, **kwargs):
+    with replaced(vars(own.__self__.config), final_logit_softcapping=None):
+        return own(*args, **kwargs)
 
 
-@plant("LlamaForCausalLM", "it agrees with labels that are not shifted")
-def labels_not_shifted():
-    return with_loss(lambda logits, labels: (logits, labels.roll(1, 1)))
+@forward_of(CAUSAL, "a final softcap of 30.0; the configuration has none", at="lm_head")
+def final_softcap_of_another_family(own, x):
+    return 30 * torch.tanh(own(x) / 30)
 
 
-@plant("LlamaForCausalLM", "it agrees with labels that are shifted twice")
-def labels_shifted_twice():
-    def change(logits, labels):
-        return logits, nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-
-    return with_loss(change)
+# The gradient of the embedding lacks a part of the head's, or has one more.
+TIES = {"also": {"model.embed_tokens"}}
 
 
-@plant("LlamaForCausalLM", "by the 27 targets here, not by num_items_in_batch 55", alone=False)
-def mean_over_its_own_targets():
-    model = tiny()
-    own = model.loss_function
+@changed(
+    "lm_head",
+    "not tied: its weight is another tensor than model.embed_tokens",
+    model={"tie_word_embeddings": True},
+    **TIES,
+)
+def head_not_tied(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
-    def loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-        return own(logits, labels, vocab_size, **kwargs)
 
-    model.loss_function = loss
-    return model
+@changed(
+    "lm_head", "while tie_word_embeddings is false in the configuration", model=BFLOAT16, **TIES
+)
+def head_tied(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def loss_of(words, **options):
+    """Of a function(own, logits, labels, vocab_size, ...) in place of the model's loss."""
+
+    def add(loss):
+        def change(model):
+            model.loss_function = functools.partial(loss, model.loss_function)
+
+        change.__name__ = loss.__name__
+        changed(CAUSAL, words, **options)(change)
+        return loss
+
+    return add
+
+
+@loss_of("it agrees with labels that are not shifted")
+def labels_not_shifted(own, logits, labels, vocab_size, **kwargs):
+    return own(logits, labels.roll(1, 1), vocab_size, **kwargs)
+
+
+@loss_of("it agrees with labels that are shifted twice")
+def labels_shifted_twice(own, logits, labels, vocab_size, **kwargs):
+    labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return own(logits, labels, vocab_size, **kwargs)
+
+
+@loss_of("by the 27 targets here, not by num_items_in_batch 55", also=None)
+def mean_over_its_own_targets(own, logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    return own(logits, labels, vocab_size, **kwargs)
+
+
+@loss_of("it is normalized twice, by 34 once more", model=BFLOAT16)
+def loss_normalized_twice(own, logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    count = num_items_in_batch or (labels[:, 1:] != -100).sum()
+    return own(logits, labels, vocab_size, num_items_in_batch, **kwargs) / count
 
 
 # ---- adapters
 
+ADAPTED = "model.layers.1.self_attn.o_proj"
 
-@plant(
-    "model.layers.1.self_attn.o_proj",
-    "its scale is 1.0, by PEFT's configuration lora_alpha 8 / r 4 = 2.0",
-)
+
+@plant(ADAPTED, "its scale is 1.0, by PEFT's configuration lora_alpha 8 / r 4 = 2.0")
 def scale_of_one_adapter():
     model = with_adapter()
-    model.base_model.model.model.layers[1].self_attn.o_proj.scaling["default"] = 1.0
+    model.base_model.model.get_submodule(ADAPTED).scaling["default"] = 1.0
     return model
 
 
-@plant("model.layers.0.self_attn.o_proj", "its scale is 0.5, by PEFT's configuration", alone=False)
-def scale_of_all_adapters():
+@plant(ADAPTED, "the transpose of the adapter's B A")
+def transposed_adapter():
     model = with_adapter()
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.scaling["default"] = 0.5
+    layer = model.base_model.model.get_submodule(ADAPTED)
+
+    def forward(own, x):
+        A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        delta = x.to(A.dtype) @ (B @ A) * layer.scaling["default"]
+        return (layer.base_layer(x) + delta).to(x.dtype)
+
+    patched(layer, forward)
+    return model
+
+
+@plant(ADAPTED, "merging adds another delta than B A scale")
+def transposed_merge():
+    model = with_adapter(torch.bfloat16)
+    layer = model.base_model.model.get_submodule(ADAPTED)
+    own = layer.get_delta_weight
+    layer.get_delta_weight = lambda adapter: own(adapter).T
     return model
 
 

@@ -149,19 +149,6 @@ def fill():
 
 
 @triton.jit
-def _no_mask(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at)  # the mask is missing
-    tl.store(out_ptr + at, x, mask=at < n)
-
-
-def no_mask(x):
-    out = torch.empty_like(x)
-    _no_mask[(triton.cdiv(x.numel(), 128),)](x, out, x.numel(), BLOCK=128)
-    return out
-
-
-@triton.jit
 def _says_aligned(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
     start = tl.multiple_of(tl.program_id(0) * stride, 16)  # it is not
     at = tl.max_contiguous(start + tl.arange(0, BLOCK), BLOCK)
@@ -348,25 +335,6 @@ def plain_product(x, y):
 
 
 @triton.jit
-def _functions(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at)
-    y = tl.sin(x) + tl.cos(x) + tl.exp(x) + tl.log(tl.abs(x) + 1) + tl.floor(x) + tl.ceil(x)
-    tl.store(out_ptr + at, y + tl.erf(x) + tl.sigmoid(x) + tl.rsqrt(x * x + 1) + tl.exp2(x))
-
-
-def functions(x):
-    out = torch.empty_like(x)
-    _functions[(1,)](x, out, BLOCK=x.numel())
-    return out
-
-
-def plain_functions(x):
-    y = x.sin() + x.cos() + x.exp() + (x.abs() + 1).log() + x.floor() + x.ceil()
-    return y + x.erf() + x.sigmoid() + (x * x + 1).rsqrt() + x.exp2()
-
-
-@triton.jit
 def _gather(x_ptr, index_ptr, out_ptr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(out_ptr + at, tl.gather(tl.load(x_ptr + at), tl.load(index_ptr + at), 0))
@@ -426,17 +394,28 @@ def by_name(x_ptr, y_ptr):
     return {"out_ptr": x_ptr + y_ptr}
 
 
+def of_rows(kernel, x, out, **options):
+    """Launches a program for each row of x."""
+    kernel[(len(x),)](x, out, x.shape[1], BLOCK=64, **options)
+    return out
+
+
 @triton.jit
-def _sum_of_masked(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+def _sum_of_masked(x_ptr, y_ptr, n, BLOCK: tl.constexpr, AFTERWARDS: tl.constexpr):
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * n + at, mask=at < n).to(tl.float32)
+    if AFTERWARDS:
+        x = tl.where(at < n, x, 0.0)
     tl.store(y_ptr + row, tl.sum(x))
 
 
-def sum_of_masked(x):
+def sum_of_masked(x, afterwards=False):
     y = x.new_empty(len(x), dtype=torch.float32)
-    _sum_of_masked[(len(x),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
-    return y
+    return of_rows(_sum_of_masked, x, y, AFTERWARDS=afterwards)
+
+
+def masked_afterwards(x):
+    return sum_of_masked(x, afterwards=True)
 
 
 @triton.jit
@@ -448,22 +427,7 @@ def _least_of_masked(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 def least_of_masked(x):
     """Right only while what lies beyond a row is no less than its least element."""
-    y = x.new_empty(len(x))
-    _least_of_masked[(len(x),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
-    return y
-
-
-@triton.jit
-def _masked_afterwards(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * n + at, mask=at < n).to(tl.float32)
-    tl.store(y_ptr + row, tl.sum(tl.where(at < n, x, 0.0)))
-
-
-def masked_afterwards(x):
-    y = x.new_empty(len(x), dtype=torch.float32)
-    _masked_afterwards[(len(x),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
-    return y
+    return of_rows(_least_of_masked, x, x.new_empty(len(x)))
 
 
 @triton.jit
@@ -501,16 +465,12 @@ def _to_the_next_row(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def to_the_next_row(x):
-    out = torch.zeros_like(x)
-    _to_the_next_row[(len(x),)](x, out, x.shape[1], BLOCK=64)
-    return out
+    return of_rows(_to_the_next_row, x, torch.zeros_like(x))
 
 
 def out_of_its_view(x):
     """There is room behind what it writes to."""
-    out = torch.zeros(2 * len(x), x.shape[1])[: len(x)]
-    _to_the_next_row[(len(x),)](x, out, x.shape[1], BLOCK=64)
-    return out
+    return of_rows(_to_the_next_row, x, torch.zeros(2 * len(x), x.shape[1])[: len(x)])
 
 
 @triton.jit
@@ -521,9 +481,7 @@ def _reads_on(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def reads_on(x):
-    out = torch.empty_like(x)
-    _reads_on[(len(x),)](x, out, x.shape[1], BLOCK=64)
-    return out
+    return of_rows(_reads_on, x, torch.empty_like(x))
 
 
 @triton.jit
@@ -534,9 +492,7 @@ def _sums_rows(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def sums_rows(x):
-    out = torch.zeros(x.shape[1])
-    _sums_rows[(len(x),)](x, out, x.shape[1], BLOCK=64)
-    return out
+    return of_rows(_sums_rows, x, torch.zeros(x.shape[1]))
 
 
 @triton.jit
@@ -655,5 +611,4 @@ def in_tensor_memory_too_soon(x, y):
 
 
 def plain_rows_product(x, y):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.to(wide) @ y.to(wide).T
+    return plain_product(x, y.T)

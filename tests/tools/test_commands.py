@@ -27,29 +27,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # ---- packages
 
-OPTIONAL = (
-    "datasets",
-    "pydantic",
-    "tqdm",
-    "transformers",
-    "xxhash",
-    "yaml",
-    "matplotlib",
-    "tensorboard",
-    "nvidia-cutlass-dsl",
-    "s3fs",
-    "gcsfs",
-    "adlfs",
-    "aiohttp",
-    "triton",
-    "wandb",
-    "quack",
-    "liger_kernel",
-    "bitsandbytes",
-    "torchao",
-    "flash-attn-4",
-    "flash-attn-3",
-    "deep_ep",
+OPTIONAL = sorted(
+    {*platform.INSTALL, *(name for names in platform.EXTRAS.values() for name in names)}
 )
 # Runs commands, one after the other, in a process without these packages.
 WITHOUT = """
@@ -76,20 +55,30 @@ TRAINER = (
 )
 
 
+EXPLAINED = {
+    "flash_attention_4": "pip install --pre flash-attn-4",
+    "quack": "pip install quack-kernels",
+    "cute": "pip install 'tilewright[cute]'",
+    "triton": "pip install triton",
+}
+PEERS = {
+    "transformers-grouped": "'transformers' is not installed (pip install 'tilewright[transformers]')",
+    "liger": "'liger_kernel' is not installed (pip install liger-kernel)",
+    "bitsandbytes": "'bitsandbytes' is not installed (pip install bitsandbytes)",
+    "torchao": "'torchao' is not installed (pip install torchao)",
+    "flash-attn": "none of the packages flash-attn-4, flash-attn-3, flash-attn is installed "
+    "(pip install --pre flash-attn-4)",
+}
+
+
 def test_commands_without_their_packages_name_what_installs_them():
+    listed = "list --device cpu --op attention,moe_mlp,quantize_nf4,quantize_nvfp4"
     commands = [
         ["tilewright.trainer.train", "config.yaml"],
         ["tilewright.trainer.config", "check", "config.yaml"],
         ["tilewright", "explain", "--all"],
         ["tilewright", "gate", "--registry", "--require", "triton"],
-        [
-            "tilewright.bench",
-            "list",
-            "--device",
-            "cpu",
-            "--op",
-            "attention,moe_mlp,quantize_nf4,quantize_nvfp4",
-        ],
+        ["tilewright.bench", *listed.split()],
     ]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, json.dumps([OPTIONAL, commands])],
@@ -97,56 +86,31 @@ def test_commands_without_their_packages_name_what_installs_them():
         text=True,
         capture_output=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     train, config, explain, gate, peers = json.loads(done.stdout.splitlines()[-1])
     assert train[0] == config[0] == TRAINER
-    assert (
-        gate[0] == 2
-        and gate[2]
-        == "tilewright gate --registry: the package 'triton' is not installed (pip install triton)\n"
+    missing = (
+        "tilewright gate --registry: the package 'triton' is not installed (pip install triton)"
     )
+    assert gate[0] == 2 and gate[2] == f"{missing}\n"
     assert explain[0] == peers[0] == 0
-    for name, how in (
-        ("flash_attention_4", "pip install --pre flash-attn-4"),
-        ("quack", "pip install quack-kernels"),
-        ("cute", "pip install 'tilewright[cute]'"),
-        ("triton", "pip install triton"),
-    ):
+    for name, how in EXPLAINED.items():
         rows = [line for line in explain[1].splitlines() if f"   {name} " in line]
-        assert rows and all(line.endswith(f" is not installed ({how})") for line in rows), (
-            name,
-            rows,
-        )
-    for line in (
-        "transformers-grouped   the package 'transformers' is not installed "
-        "(pip install 'tilewright[transformers]')",
-        "liger                  the package 'liger_kernel' is not installed (pip install "
-        "liger-kernel)",
-        "bitsandbytes           the package 'bitsandbytes' is not installed (pip install "
-        "bitsandbytes)",
-        "torchao                the package 'torchao' is not installed (pip install torchao)",
-        "flash-attn             none of the packages flash-attn-4, flash-attn-3, flash-attn is "
-        "installed "
-        "(pip install --pre flash-attn-4)",
-    ):
-        assert f"\n  {line}\n" in peers[1]
+        assert rows and all(line.endswith(f" is not installed ({how})") for line in rows), rows
+    for name, said in PEERS.items():
+        rows = [line for line in peers[1].splitlines() if line.startswith(f"  {name} ")]
+        assert any(row.endswith(said) for row in rows), rows
 
 
 def test_extras_are_those_of_the_project():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
 
     def packages(extra):
         for requirement in extras[extra]:
-            name = re.match(r"[\w-]+", requirement)[0]
-            yield from (
-                packages(re.search(r"\[(\w+)\]", requirement)[1])
-                if name == "tilewright"
-                else [name]
-            )
+            name, inner = re.match(r"([\w-]+)(?:\[(\w+)\])?", requirement).groups()
+            yield from packages(inner) if name == "tilewright" else [name]
 
     for extra, modules in platform.EXTRAS.items():
         assert {"pyyaml" if m == "yaml" else m for m in modules} <= {*packages(extra)}, extra
@@ -154,13 +118,6 @@ def test_extras_are_those_of_the_project():
     assert {*packages("trainer")} == named
     bounds = {r for names in extras.values() for r in names if r.startswith("transformers")}
     assert len(bounds) == 1, "extras that are installed together disagree"
-
-
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_every_optional_package_is_named_with_what_installs_it(name):
-    extra = next((e for e, names in platform.EXTRAS.items() if name in names), None)
-    how = f"pip install 'tilewright[{extra}]'" if extra else platform.INSTALL[name]
-    assert platform.not_installed(name) == f"the package {name!r} is not installed ({how})"
 
 
 # ---- a checkout without its extension
@@ -261,12 +218,17 @@ def test_bare_commands_print_their_help(capsys):
 
 
 @pytest.mark.parametrize(
-    "main, name",
-    [(bench.main, name) for name in ("run", "tune")]
-    + [(root.main, name) for name in root.COMMANDS]
-    + [(cli.main, name) for name in cli.LAB],
+    "main, name, installed",
+    [
+        *((bench.main, name, True) for name in ("run", "tune")),
+        *((root.main, name, True) for name in root.COMMANDS),
+        *((cli.main, name, installed) for name in cli.LAB for installed in (True, False)),
+    ],
 )
-def test_a_command_of_another_module_is_found(main, name, capsys):
+def test_a_command_of_another_module_is_found(main, name, installed, monkeypatch, capsys):
+    """The laboratory's also in a checkout that nobody installed."""
+    if not installed:
+        monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: [])
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
@@ -281,41 +243,26 @@ def test_a_command_that_moved_says_where_it_is(capsys):
         assert words[0] in (root.COMMANDS if program == "bench" else cli.LAB)
 
 
-def test_without_the_laboratory_its_commands_name_what_installs_it(monkeypatch, capsys):
+@pytest.fixture
+def without_laboratory(monkeypatch):
     monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: [])
-    monkeypatch.setitem(sys.modules, "tilewright_lab", None)
-    for name in [n for n in sys.modules if n.startswith("tilewright_lab.")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert cli.main(["verify", "model"]) == 2
-    assert capsys.readouterr().err == (
-        "tilewright verify is of tilewright-lab, which is not installed: pip install ./lab in a "
-        "checkout\n"
-    )
-    assert not hasattr(tilewright, "verify")
-    with pytest.raises(AttributeError, match=r"tilewright\.verify is of tilewright-lab"):
-        tilewright.verify  # noqa: B018  the attribute is looked up
-
-
-@pytest.mark.parametrize("name", cli.LAB)
-def test_a_checkout_that_nobody_installed_has_the_laboratorys_commands(name, monkeypatch, capsys):
-    monkeypatch.setattr(cli.metadata, "entry_points", lambda **_: [])
-    with pytest.raises(SystemExit) as ended:
-        cli.main([name, "--help"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: tilewright {name} ")
-
-
-def test_a_command_of_the_bench_that_needs_the_laboratory_names_what_installs_it(
-    monkeypatch, capsys
-):
     monkeypatch.setitem(sys.modules, "tilewright_lab", None)
     for name in [n for n in sys.modules if n.startswith(("tilewright_lab.", "bench."))]:
         if name != "bench.__main__":
             monkeypatch.delitem(sys.modules, name)
+
+
+def test_without_the_laboratory_its_commands_name_what_installs_it(without_laboratory, capsys):
+    missing = "of tilewright-lab, which is not installed"
+    assert cli.main(["verify", "model"]) == 2
+    said = f"tilewright verify is {missing}: pip install ./lab in a checkout\n"
+    assert capsys.readouterr().err == said
+    assert not hasattr(tilewright, "verify")
+    with pytest.raises(AttributeError, match=r"tilewright\.verify is of tilewright-lab"):
+        tilewright.verify  # noqa: B018  the attribute is looked up
     assert root.main(["gate-variants"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "python -m bench gate-variants: a part of it is of tilewright-lab, which is not installed"
-    )
+    said = f"python -m bench gate-variants: a part of it is {missing}"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_version(capsys):
@@ -328,9 +275,8 @@ def test_version(capsys):
 
 def test_misspelt_ops_and_cases_name_the_nearest(capsys):
     assert cli.main(["explain", "rmsnrom"]) == 2
-    assert (
-        "unknown op 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm', " in capsys.readouterr().err
-    )
+    said = "unknown op 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm', "
+    assert said in capsys.readouterr().err
     for arguments, sentence in (
         (["--op", "rop"], "argument --op: unknown 'rop'; did you mean 'rope'? have ["),
         (["--dtype", "bf16"], "argument --dtype: unknown 'bf16'; "),
@@ -357,43 +303,13 @@ def train(tmp_path, capsys, monkeypatch):
     """Runs the trainer on a tiny model; returns its exit code and its standard error."""
     pytest.importorskip("pydantic")
     pytest.importorskip("datasets")
+    from training import write_config
+
     from tilewright.trainer import train as module
     from tilewright.trainer.checkpoint import hf
     from tilewright.trainer.data import prepared as data
 
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "qwen3",
-                "vocab_size": 97,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "max_position_embeddings": 64,
-                "rms_norm_eps": 1e-6,
-                "tie_word_embeddings": True,
-            }
-        )
-    )
-    tree = {
-        "model": {"config_path": str(tmp_path / "model")},
-        "data": {
-            "datasets": [{"path": "dummy"}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "sample_packing_sequence_len": 32,
-        },
-        "train": {
-            "output_dir": str(tmp_path / "out"),
-            "data_parallel_mode": "none",
-            "max_steps": 2,
-            "log_format": "structured",
-        },
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    path = write_config(tmp_path, train__max_steps=2, train__log_format="structured")
 
     def first_step(*arguments):
         raise AssertionError("the first step is reached")
@@ -401,7 +317,7 @@ def train(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tilewright.trainer.engine.Engine.forward_backward", first_step)
 
     def run(*arguments):
-        code = module.main([str(tmp_path / "config.yaml"), *arguments])
+        code = module.main([path, *arguments])
         return code, capsys.readouterr().err
 
     run.data, run.hf = data, hf
@@ -427,7 +343,6 @@ def refuse(train, monkeypatch, *arguments):
     [
         ("s3://bucket/x.jsonl", "s3fs", "s3"),
         ("gs://bucket/x.jsonl", "gcsfs", "gs"),
-        ("abfs://container/x.jsonl", "adlfs", "abfs"),
         ("https://localhost:9/x.jsonl", "aiohttp", "http"),
         ("simplecache::s3://bucket/x.jsonl", "s3fs", "s3"),
     ],
@@ -436,9 +351,8 @@ def test_an_address_without_the_package_that_reads_it(
     train, monkeypatch, tmp_path, address, package, extra
 ):
     monkeypatch.setitem(sys.modules, package, None)
-    sentence = (
-        f"{address}: the package '{package}' is not installed (pip install 'tilewright[{extra}]')"
-    )
+    how = f"pip install 'tilewright[{extra}]'"
+    sentence = f"{address}: the package '{package}' is not installed ({how})"
     for key in ("--data.datasets.0.path=", '--data.test_datasets=[{"path": "'):
         assert refuse(train, monkeypatch, f"{key}{address}" + '"}]' * key.endswith('"')) == sentence
     monkeypatch.undo()
@@ -451,10 +365,8 @@ def test_an_address_without_the_package_that_reads_it(
     "name", ["nope.jsonl", "data/nope.parquet", "nope.json.gz", "a/b/c", "./nope", "nope/"]
 )
 def test_a_misspelt_file_is_not_looked_for_on_the_hub(train, monkeypatch, name):
-    assert (
-        refuse(train, monkeypatch, "--data.datasets.0.path", name)
-        == f"{name}: no such file or folder"
-    )
+    said = refuse(train, monkeypatch, "--data.datasets.0.path", name)
+    assert said == f"{name}: no such file or folder"
 
 
 def test_what_is_prepared_needs_no_package(train, monkeypatch):
@@ -475,44 +387,42 @@ def test_what_is_prepared_needs_no_package(train, monkeypatch):
         train(address)
 
 
-def test_what_the_hub_is_asked_for(train, monkeypatch, tmp_path):
-    """An id, at its revision. A path in a folder that is here is a mistake, and asks nobody."""
+NO_NETWORK = "(there is no network)"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the Hub was asked for."""
     import huggingface_hub
 
-    asked = []
+    found = []
 
     def download(path, revision, **options):
-        asked.append((path, revision))
+        found.append((path, revision))
         raise OSError("there is no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return found
+
+
+def test_what_the_hub_is_asked_for(train, asked, monkeypatch, tmp_path):
+    """An id, at its revision. A path in a folder that is here is a mistake, and asks nobody."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for path in ("runs/best", "./best", "runs/best/hf", "/best", str(tmp_path / "best")):
-        code, said = train(f"--model.config_path={path}")
-        assert (code, said) == (1, f"error: {path}: no such file or folder\n")
+        said = train(f"--model.config_path={path}")
+        assert said == (1, f"error: {path}: no such file or folder\n")
     assert not asked
     arguments = ["--model.config_path=some/model", "--model.revision=v1"]
-    code, said = train(*arguments, f"--model.tokenizer_path={tmp_path}")
-    assert code == 1 and said == (
-        "error: some/model: no such file or folder, and the Hub does not give its revision v1 "
-        "(there is no network)\n"
-    )
+    hub = "no such file or folder, and the Hub does not give its revision v1"
+    said = train(*arguments, f"--model.tokenizer_path={tmp_path}")
+    assert said == (1, f"error: some/model: {hub} {NO_NETWORK}\n")
     assert asked == [("some/model", "v1")]
 
 
-def test_a_tokenizer_that_is_not_there_is_found_before_the_first_step(train, monkeypatch):
-    import huggingface_hub
-
-    def unreachable(path, **options):
-        raise OSError("there is no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    code, said = train("--model.tokenizer_path=nobody/nothing")
-    assert code == 1
-    assert said == (
-        "error: nobody/nothing: no such file or folder, and the Hub does not give it "
-        "(there is no network)\n"
-    )
+def test_a_tokenizer_that_is_not_there_is_found_before_the_first_step(train, asked):
+    hub = "no such file or folder, and the Hub does not give it"
+    said = train("--model.tokenizer_path=nobody/nothing")
+    assert said == (1, f"error: nobody/nothing: {hub} {NO_NETWORK}\n")
     with pytest.raises(AssertionError, match="the first step"):  # not needed
         train("--model.tokenizer_path=nobody/nothing", "--train.save_hf_weights=false")

@@ -20,23 +20,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def inherited():
-    return {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")
-    }
+    left = ("TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS")
+    return {name: value for name, value in os.environ.items() if name not in left}
 
 
 def run(*args, cwd, code=0, python=sys.executable, **variables):
     """Runs Python; returns its output."""
-    done = subprocess.run(
-        [python, *map(str, args)],
-        cwd=cwd,
-        env={**inherited(), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**inherited(), **{k: str(v) for k, v in variables.items()}}
+    command = [python, *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -45,9 +37,8 @@ def run(*args, cwd, code=0, python=sys.executable, **variables):
 def with_torch(tmp_path_factory):
     """A Python that has imported torch, as a build does, and nothing of this repository."""
     folder = tmp_path_factory.mktemp("python")
-    imports = (
-        "import torch.utils.cpp_extension\nassert not {'triton', 'tilewright'} & set(sys.modules)"
-    )
+    nothing = "assert not {'triton', 'tilewright'} & set(sys.modules)"
+    imports = f"import torch.utils.cpp_extension\n{nothing}"
     with forked.python(imports, folder, inherited()) as command:
         yield command
 
@@ -88,12 +79,15 @@ def test_importing_is_cheap_and_brings_nothing_optional():
 
 
 WITHOUT_TRITON = """
-import sys
+import pathlib, sys
 sys.modules["triton"] = None   # import triton now raises ImportError
+sys.path.insert(0, "lab")
 import torch
 import tilewright
-from tilewright import __main__ as cli
-from tilewright.ops import OPS, rmsnorm
+from bench import suite
+from tilewright import __main__ as cli, selection
+from tilewright.bench import plan, run
+from tilewright.ops import rmsnorm
 
 x, w = torch.ones(2, 8), torch.ones(8)
 rmsnorm(x, w)
@@ -101,63 +95,38 @@ try:
     rmsnorm(x, w, implementation="triton")
 except tilewright.ImplementationUnavailable as error:
     print("refused:", error)
+chosen = plan.Chosen("cpu", run.Settings(), pathlib.Path("nowhere"))
+for stage in suite.STAGES:
+    planned = suite.units(stage, selection.operations().values(), plan.DTYPES, chosen)
+    print("planned:", stage, len(planned))
 raise SystemExit(cli.main(["explain", "--all"]))
 """
 
 
 def test_everything_else_works_without_triton(with_torch):
+    """Ops, and the plan of the benchmark."""
     out = run("-c", WITHOUT_TRITON, cwd=ROOT, python=with_torch)
     reason = "the package 'triton' is not installed (pip install triton)"
     assert f"refused: rmsnorm[triton]: {reason}" in out
     rows = [line for line in out.splitlines() if " triton " in line and "refused" not in line]
     assert rows and all(line.endswith(reason) for line in rows)
+    assert int(re.search(r"^planned: time (\d+)$", out, re.M)[1]) > 0
 
 
-PLANNED = """
-import pathlib, sys
-sys.modules["triton"] = None
-sys.path.insert(0, "lab")
-from tilewright import selection
-from bench import suite
-from tilewright.bench import plan, run
-
-chosen = plan.Chosen("cpu", run.Settings(), pathlib.Path("nowhere"))
-for stage in suite.STAGES:
-    planned = suite.units(stage, selection.operations().values(), plan.DTYPES, chosen)
-    print(stage, len(planned))
-"""
-
-
-def test_the_benchmark_is_planned_without_triton(with_torch):
-    stages = dict(
-        line.split() for line in run("-c", PLANNED, cwd=ROOT, python=with_torch).split("\n")[:-1]
-    )
-    assert int(stages["time"]) > 0
-
-
-@pytest.mark.parametrize("name", ["kernels", "ops", "trainer", "triton", "quack"])
-def test_the_repository_hides_no_package_of_that_name(name):
+def test_the_repository_hides_no_package():
     """transformers imports a package `kernels`: a folder of that name at the root would
     shadow it.
     """
-    code = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
-    found = run("-c", code, cwd=ROOT).strip()
-    assert found == "None" or "site-packages" in found
+    names = ("kernels", "ops", "trainer", "triton", "quack")
+    code = f"from importlib.util import find_spec\nfor n in {names}: print(find_spec(n))"
+    for found in run("-c", code, cwd=ROOT).splitlines():
+        assert found == "None" or "site-packages" in found
 
 
 # ---- building and installing
 
-LEFT = shutil.ignore_patterns(
-    "*.so",
-    "__pycache__",
-    "_no_extension.txt",
-    ".*",
-    "build",
-    "dist",
-    "*.egg-info",
-    "outputs",
-    "last_prepared_dataset",
-)
+BUILT = ("*.so", "__pycache__", "_no_extension.txt", "build", "dist", "*.egg-info")
+LEFT = shutil.ignore_patterns(*BUILT, ".*", "outputs", "last_prepared_dataset")
 
 
 @pytest.fixture(scope="module")
@@ -176,19 +145,9 @@ main(sys.argv[1:])
 
 
 def build(python, source, out, *options, **variables):
-    run(
-        "-c",
-        BUILD,
-        python,
-        "--no-isolation",
-        "--skip-dependency-check",  # of setuptools and ninja: each asks setup.py, which takes torch
-        "--outdir",
-        out,
-        *options,
-        source,
-        cwd=source,
-        **{k: str(v) for k, v in variables.items()},
-    )
+    # The check is of setuptools and ninja: each asks setup.py, which takes torch.
+    way = ("--no-isolation", "--skip-dependency-check", "--outdir", out, *options)
+    run("-c", BUILD, python, *way, source, cwd=source, **variables)
     return out
 
 
@@ -228,19 +187,8 @@ def built(with_torch, source, tmp_path_factory):
 
 
 def installed(wheel, folder):
-    run(
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--no-compile",
-        "--target",
-        folder,
-        wheel,
-        cwd=folder,
-    )
+    way = ("-q", "--no-deps", "--no-index", "--no-compile", "--target", folder)
+    run("-m", "pip", "install", *way, wheel, cwd=folder)
     return folder
 
 
@@ -254,34 +202,17 @@ def test_the_sdist_holds_the_repository_and_its_tests_are_found(
     built, source, with_torch, tmp_path
 ):
     with tarfile.open(built[0]) as archive:
-        safely: dict = (
-            {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        )  # Python 3.11.4
-        archive.extractall(tmp_path, **safely)
+        safely = hasattr(tarfile, "data_filter")  # Python 3.11.4
+        archive.extractall(tmp_path, **({"filter": "data"} if safely else {}))
     (root,) = tmp_path.iterdir()
-    # Extra files in `source` come from builds made there.
-    missing = [
-        p
-        for p in source.rglob("*")
-        if p.is_file()
-        and p.relative_to(source).parts[0] != "build"
-        and (ROOT / p.relative_to(source)).exists()
-        and not (root / p.relative_to(source)).exists()
-    ]
-    assert (root / "csrc").is_dir() and not missing
+    files = [p.relative_to(source) for p in source.rglob("*") if p.is_file()]
+    # Others come from builds made there.
+    files = [p for p in files if p.parts[0] != "build" and (ROOT / p).exists()]
+    assert (root / "csrc").is_dir() and not [p for p in files if not (root / p).exists()]
     # Tests that import the helper modules beside conftest.py; collecting all tests takes a minute.
     some = ("tests/tools/test_pieces.py", "tests/benchmark")
-    found = run(
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *some,
-        cwd=root,
-        python=with_torch,
-    )
+    command = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *some)
+    found = run(*command, cwd=root, python=with_torch)
     assert all(name in found for name in some)
 
 
@@ -368,17 +299,17 @@ def test_an_installed_wheel_times_an_op_without_the_checkouts_bench(site, tmp_pa
     assert len(row["forward_backward"]["samples_ms"]) == 1
 
 
-def test_the_laboratorys_wheel_adds_its_commands(built, source, with_torch, tmp_path):
+def test_the_laboratorys_wheel_adds_its_commands(site, source, with_torch, tmp_path):
     wheel_of_pip(None, source / "lab", tmp_path / "dist")
     [wheel] = (tmp_path / "dist").glob("tilewright_lab-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     lab = ROOT / "lab"
     files = {str(p.relative_to(lab)) for p in lab.rglob("*") if p.suffix in (".py", ".json")}
     assert files <= set(names)
-    target = installed(wheel, installed(built[1], tmp_path))
-    command = (target / "bin" / "tilewright", "gate", "--help")
+    target = installed(wheel, tmp_path)
+    command = (site / "bin" / "tilewright", "gate", "--help")
     where = "import tilewright_lab\nprint(tilewright_lab.__file__)"
-    said = run("-c", where + COMMAND, *command, cwd=target, python=with_torch)
+    said = run("-c", where + COMMAND, *command, cwd=site, python=with_torch, PYTHONPATH=target)
     file, _, usage = said.partition("\n")
     assert pathlib.Path(file).is_relative_to(target), "another copy was imported"
     assert usage.startswith("usage: tilewright gate ")
@@ -394,27 +325,22 @@ def wheel_of_build(python, source, out, **variables):
     build(python, source, out, "--wheel", **variables)
 
 
+NO_COMPILER = ": CalledProcessError: Command '['/bin/false', '--version']' "
+
+
 @pytest.mark.parametrize(
     "make, variables, why",
     [
         (wheel_of_pip, {"TILEWRIGHT_SKIP_CPP": "1"}, ": TILEWRIGHT_SKIP_CPP=1 ("),
-        (
-            wheel_of_build,
-            {"CC": "/bin/false", "CXX": "/bin/false"},
-            ": CalledProcessError: Command '['/bin/false', '--version']' ",
-        ),
+        (wheel_of_build, dict.fromkeys(("CC", "CXX"), "/bin/false"), NO_COMPILER),
     ],
     ids=["skipped", "no_compiler"],
 )
 def test_a_build_without_the_extension_says_so_and_leaves_the_rest_working(
     with_torch, source, tmp_path, make, variables, why
 ):
-    earlier = (
-        source
-        / "build"
-        / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-        / "tilewright"
-    )
+    python = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    earlier = source / f"build/lib.{python}/tilewright"
     earlier.mkdir(parents=True, exist_ok=True)
     (earlier / "_C.so").touch()  # from an earlier, successful build
     dist, target = tmp_path / "dist", tmp_path / "site"
@@ -443,17 +369,19 @@ sys.path[:] = [p for p in sys.path if p != sysconfig.get_path("platlib")]
 @pytest.mark.parametrize("hidden", ["by pip", "and not installed"])
 def test_an_isolated_build_finds_the_torch_of_the_environment(source, tmp_path, hidden):
     """pip runs an isolated build with this interpreter, and takes its packages off sys.path."""
-    (tmp_path / "sitecustomize.py").write_text(ISOLATE)
     for name in ("setuptools", "_distutils_hack"):
         found = pathlib.Path(importlib.util.find_spec(name).origin).parent
         (tmp_path / name).symlink_to(found)
-    if hidden != "by pip":
-        elsewhere = f"sysconfig.get_path = lambda name: {str(tmp_path / 'empty')!r}\n"
-        (tmp_path / "sitecustomize.py").write_text(ISOLATE + elsewhere)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "setup.py", "-q", "--name"]
+    elsewhere = f"sysconfig.get_path = lambda name: {str(tmp_path / 'empty')!r}\n"
+    code = ISOLATE if hidden == "by pip" else ISOLATE + elsewhere
+    (tmp_path / "sitecustomize.py").write_text(code)
     done = subprocess.run(
-        command, cwd=source, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "setup.py", "-q", "--name"],
+        cwd=source,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     without = "building without the C++ extension: No module named 'torch'; install torch first"
     assert (without in done.stderr) == (hidden != "by pip"), done.stderr
@@ -480,9 +408,8 @@ def test_an_extension_that_this_torch_cannot_load_leaves_the_rest_working(with_t
     shutil.copytree(ROOT / "tilewright", tmp_path / "tilewright", ignore=LEFT)
     source, library = tmp_path / "later.c", tmp_path / "tilewright" / "_C.so"
     source.write_text("int aoti_torch_of_later(); int call() { return aoti_torch_of_later(); }")
-    subprocess.run(
-        ["c++", "-x", "c", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
-    )
+    command = ["c++", "-x", "c", "-shared", "-fPIC", "-o", library, source]
+    subprocess.run(command, check=True)
     out = run("-c", LOAD, cwd=tmp_path, python=with_torch)
     assert out.count("the C++ extension tilewright._C does not load: ") == 2
     assert out.count("undefined symbol: aoti_torch_of_later") == 2
@@ -492,11 +419,3 @@ def test_an_extension_that_this_torch_cannot_load_leaves_the_rest_working(with_t
 def test_a_build_that_requires_the_extension_does_not_skip_it(source, tmp_path):
     environment = {"TILEWRIGHT_SKIP_CPP": "1", "TILEWRIGHT_REQUIRE_CPP": "1"}
     run("setup.py", "-q", "build_ext", "--build-lib", tmp_path, cwd=source, code=1, **environment)
-
-
-def test_imports_point_one_way():
-    command = pathlib.Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run(
-        [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout

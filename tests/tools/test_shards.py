@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FILES = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 400])
+@pytest.mark.parametrize("n", [1, 3, 400])
 def test_shards_are_disjoint_and_whole(n):
     found = [shards.shard(FILES, i, n) for i in range(1, n + 1)]
     assert set().union(*found) == FILES and sum(map(len, found)) == len(FILES)

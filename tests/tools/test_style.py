@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import itertools
 import pathlib
 import re
@@ -27,10 +28,30 @@ def parsed(path):
 
 
 def tree_of(text, module="tilewright.bench.planted"):
-    """Its syntax tree, with the module's name."""
+    """Its syntax tree, with the module's name and lines, its nodes and functions, and (line, name)
+    of what it imports, and of that and what it uses.
+    """
     tree = ast.parse(text)
     tree.module, tree.lines = module.removesuffix(".__init__"), text.splitlines()
+    tree.nodes, tree.functions = list(ast.walk(tree)), list(functions_of(tree.body))
+    tree.names, tree.imports = [], []
+    for node in tree.nodes:
+        if isinstance(node, ast.Attribute | ast.Name):
+            tree.names.append((node.lineno, dotted(node)))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"{node.module}." if getattr(node, "module", None) else ""
+            tree.imports += [(node.lineno, f"{start}{a.name}") for a in node.names]
+    tree.names += tree.imports
     return tree
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_collections():
+    """Looking for garbage among all these trees takes as long as making them."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
 
 
 def dotted(node):
@@ -40,86 +61,67 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def names_like(names, pattern, why):
+    for line, name in names:
+        if re.fullmatch(pattern, name):
+            yield line, f"{name}: {why}"
+
+
+def environment(tree):
+    """One place lists all that can change a run."""
+    yield from names_like(tree.names, r"os\.(environ|getenv|putenv)", "only platform.py reads it")
+
+
+def generated(tree):
+    yield from names_like(tree.names, "exec|eval", "code from strings cannot be found by reading")
+
+
+def retried(tree):
+    yield from names_like(tree.names, r".*\.(flaky|reruns)", "a test is retried")
+
+
+BROAD = ("ImportError", "ModuleNotFoundError", "Exception")
+
+
 def swallowed(tree):
     """A caught and discarded exception: the reason for a missing package is lost."""
-    for node in ast.walk(tree):
+    for node in tree.nodes:
         if isinstance(node, ast.ExceptHandler):
-            caught = ast.dump(node.type) if node.type else "everything"
+            caught = ast.unparse(node.type) if node.type else "Exception"
             empty = all(
                 isinstance(s, ast.Pass | ast.Continue)
                 or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
                 for s in node.body
             )
-            broad = ("ImportError", "ModuleNotFoundError", "'Exception'", "everything")
-            if empty and any(name in caught for name in broad):
+            if empty and set(BROAD) & set(re.findall(r"\w+", caught)):
                 yield node.lineno, "an exception is caught and forgotten"
-        if (
-            isinstance(node, ast.Call)
-            and dotted(node.func).endswith("suppress")
-            and any(
-                dotted(a) in ("ImportError", "ModuleNotFoundError", "Exception") for a in node.args
-            )
-        ):
+        called = dotted(node.func) if isinstance(node, ast.Call) else ""
+        if called.endswith("suppress") and any(dotted(a) in BROAD for a in node.args):
             yield node.lineno, "an exception is suppressed and forgotten"
 
 
-def environment(tree):
-    """Only platform.py reads environment variables, so that one place lists all that can change a
-    run.
-    """
-    for node in ast.walk(tree):
-        name = dotted(node) if isinstance(node, ast.Attribute) else ""
-        if name in ("os.environ", "os.getenv", "os.putenv"):
-            yield node.lineno, f"{name} outside platform.py"
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module == "os"
-            and {"environ", "getenv"} & {a.name for a in node.names}
-        ):
-            yield node.lineno, "os.environ outside platform.py"
-
-
-def generated(tree):
-    """Code generated from strings cannot be found by reading."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and dotted(node.func) in ("exec", "eval"):
-            yield node.lineno, f"{dotted(node.func)}()"
+ON_IMPORT = re.compile(
+    r"setattr|torch\.(manual_seed|set_default_dtype|set_num_threads)"
+    r"|warnings\.(filterwarnings|simplefilter)"
+)
 
 
 def patched(tree):
     """A module that modifies another one on import."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                root = dotted(target).split(".")[0]
-                if isinstance(target, ast.Attribute) and root in imported(tree):
-                    yield node.lineno, f"{dotted(target)} is assigned on import"
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Call)
-            and dotted(node.value.func)
-            in (
-                "setattr",
-                "torch.manual_seed",
-                "torch.set_default_dtype",
-                "torch.set_num_threads",
-                "warnings.filterwarnings",
-                "warnings.simplefilter",
-            )
-        ):
-            yield node.lineno, f"{dotted(node.value.func)}() on import"
-
-
-def imported(tree):
-    return {
+    modules = {
         (a.asname or a.name).split(".")[0]
-        for node in ast.walk(tree)
+        for node in tree.nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
         for a in node.names
     }
-
-
-UNPORTABLE = ("autotune", "libdevice", "inline_asm_elementwise")
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Attribute) and dotted(target).split(".")[0] in modules:
+                    yield node.lineno, f"{dotted(target)} is assigned on import"
+        call = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and ON_IMPORT.fullmatch(dotted(call.func)):
+            yield node.lineno, f"{dotted(call.func)}() on import"
 
 
 def unportable(tree):
@@ -129,24 +131,22 @@ def unportable(tree):
     """
     apart = {
         inner
-        for node in ast.walk(tree)
+        for node in tree.nodes
         if isinstance(node, ast.If) and dotted(node.test) == "HARDWARE" and node.orelse
         for statement in node.body
         for inner in ast.walk(statement)
-        if dotted(inner).endswith("inline_asm_elementwise")
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in UNPORTABLE and node not in apart:
-            yield node.lineno, f"{dotted(node)} in a Triton kernel"
-        if isinstance(node, ast.ImportFrom) and "libdevice" in [a.name for a in node.names]:
-            yield node.lineno, "libdevice in a Triton kernel"
+    for node in tree.nodes:
+        if dotted(node).endswith(".inline_asm_elementwise") and node not in apart:
+            yield node.lineno, "inline PTX beside no software equivalent"
+    yield from names_like(tree.names, r"(.*\.)?(autotune|libdevice)", "it is in a Triton kernel")
 
 
 def unlaunched(tree):
     """A kernel that is not launched through `launch`, which chooses what Triton's versions choose
     differently.
     """
-    for node in ast.walk(tree):
+    for node in tree.nodes:
         if isinstance(node, ast.Call) and (
             (isinstance(node.func, ast.Subscript) and not dotted(node.func.value).startswith("tl"))
             or (isinstance(node.func, ast.Attribute) and node.func.attr in ("warmup", "run"))
@@ -158,30 +158,17 @@ def undocumented(tree):
     """Only core/torch_names.py may use undocumented PyTorch APIs."""
     torches = {"torch"} | {
         a.asname or a.name
-        for node in ast.walk(tree)
+        for node in tree.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
         for a in node.names
     }
-    for node in ast.walk(tree):
-        names, root = [], ""
-        if isinstance(node, ast.Attribute):
-            root, *names = dotted(node).split(".")
-            if root not in torches or names[0] == "ops":
-                names = (
-                    [node.attr]
-                    if node.attr in ("_is_view", "_base", "_dynamo_marked_constant")
-                    else []
-                )
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", None)
-            names = [
-                n
-                for a in node.names
-                for n in f"{module + '.' if module else ''}{a.name}".split(".")
-            ]
-            names = names if names[0] == "torch" else []
-        if any(n.startswith("_") and not n.startswith("__") for n in names):
-            yield node.lineno, f"{'.'.join([root, *names])} outside torch_names.py"
+    for line, name in tree.names:
+        root, *names = name.split(".")
+        if root not in torches or names[:1] == ["ops"]:
+            of_tensors = {"_is_view", "_base", "_dynamo_marked_constant"}
+            names = [n for n in names[-1:] if n in of_tensors]
+        if any(underscored(n) for n in names):
+            yield line, f"{name} outside torch_names.py"
 
 
 MOST_PARAMETERS = 10
@@ -192,29 +179,25 @@ def public(tree):
     """Functions that users call with keywords: names of an `__all__`, constructors, and modules;
     and other libraries' ops, which are called with the same.
     """
-    yield from (name for module, name in all_exported() if module == tree.module)
-    if tree.module.startswith("tilewright.bench.peers_"):
-        yield from (name for _, name in all_exported())
+    peers = tree.module.startswith("tilewright.bench.peers_")
+    yield from (name for module, name in all_exported() if peers or module == tree.module)
     yield "attention_forward"  # transformers calls it with its own arguments
-    for node in ast.walk(tree):
+    for node in tree.nodes:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from (f"{node.name}.{n}" for n in ("__init__", "forward"))
-
-
-def exported(path):
-    for node in parsed(path).body:
-        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
-            yield from ast.literal_eval(node.value)
 
 
 @functools.cache
 def all_exported():
     """(module, name) of what an `__all__` lists, with the module that it is imported from."""
     found = set()
-    for path in LIBRARY:
-        tree, names = parsed(path), set(exported(path))
+    for tree in map(parsed, LIBRARY):
+        names = set()
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
+                names |= set(ast.literal_eval(node.value))
         found |= {(tree.module, name) for name in names}
-        for node in ast.walk(tree):
+        for node in tree.nodes:
             if isinstance(node, ast.ImportFrom):
                 found |= {(node.module, a.name) for a in node.names if a.name in names}
     return found
@@ -249,33 +232,28 @@ def crowded(tree):
     reason in a comment above it, `# Wide: ...`. Exempt are kernels.
     """
     allowed = set(public(tree))
-    for name, node in functions_of(tree.body):
-        if device_code(node) or (name in allowed and said_above(tree, node, "Wide")):
-            continue
+    lambdas = [("a lambda", node) for node in tree.nodes if isinstance(node, ast.Lambda)]
+    for name, node in [*tree.functions, *lambdas]:
         a = node.args
         count = len([p for p in (*a.posonlyargs, *a.args) if p.arg not in ("self", "cls")])
         count += len(a.kwonlyargs)
-        if count > MOST_PARAMETERS:
+        if count <= MOST_PARAMETERS:
+            continue
+        told = name in allowed and said_above(tree, node, "Wide")
+        if isinstance(node, ast.Lambda) or not (told or device_code(node)):
             yield node.lineno, f"{name} has {count} parameters"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda):
-            count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
-            if count > MOST_PARAMETERS:
-                yield node.lineno, f"a lambda has {count} parameters"
 
 
 def long(tree):
     """A function of more than MOST_LINES lines, its docstring aside, has the reason above it, in a
     comment `# Long: ...`. Exempt are kernels.
     """
-    for name, node in functions_of(tree.body):
-        if device_code(node):
-            continue
+    for name, node in tree.functions:
         first = node.body[0]
         described = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         about = first.end_lineno - first.lineno + 1 if described else 0
         lines = node.end_lineno - node.lineno + 1 - about
-        if lines > MOST_LINES and not said_above(tree, node, "Long"):
+        if lines > MOST_LINES and not device_code(node) and not said_above(tree, node, "Long"):
             yield node.lineno, f"{name} has {lines} lines"
 
 
@@ -284,7 +262,7 @@ def private(tree):
     package. A subclass may use what it inherits.
     """
     modules = set()
-    for node in ast.walk(tree):
+    for node in tree.nodes:
         if isinstance(node, ast.ImportFrom) and (
             node.level or (node.module or "").startswith(("tilewright", "bench"))
         ):
@@ -293,8 +271,8 @@ def private(tree):
                     modules.add(a.asname or a.name)
                 elif underscored(a.name):
                     yield node.lineno, f"{a.name} of {node.module} is imported"
-    others = every_private_name() - set(private_names(tree)) - FOREIGN
-    for node in ast.walk(tree):
+    others = every_private_name() - private_names(tree) - FOREIGN
+    for node in tree.nodes:
         if isinstance(node, ast.Attribute) and underscored(node.attr):
             root, *names = dotted(node).split(".")
             inherited = root in ("self", "cls") and len(names) == 1
@@ -305,14 +283,8 @@ def private(tree):
 
 # Names that other libraries give their objects, though a module here has one of the same name.
 FOREIGN = {
-    "_replace",
-    "_parameters",
-    "_modules",
-    "_indices",
-    "_tokenizer",
-    "_apply_gate",
-    "_processes",
-    "_spec",
+    *("_replace", "_parameters", "_modules", "_indices", "_tokenizer", "_apply_gate"),
+    *("_processes", "_spec"),
 }
 
 
@@ -320,6 +292,7 @@ def underscored(name):
     return name.startswith("_") and not name.startswith("__")
 
 
+@functools.cache
 def is_module(*names):
     parts = ".".join(filter(None, names)).split(".")
     paths = [root.joinpath(*parts) for root in (ROOT, ROOT / "lab")]
@@ -328,38 +301,26 @@ def is_module(*names):
 
 def private_names(tree):
     """Names with a leading underscore that a module defines or assigns."""
-    for node in ast.walk(tree):
-        name = ""
+    found = set()
+    for node in tree.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            name = node.attr
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            name = node.id
-        if underscored(name):
-            yield name
+            found.add(node.name)
+        elif isinstance(getattr(node, "ctx", None), ast.Store):
+            found.add(getattr(node, "attr", getattr(node, "id", "")))
+    return {name for name in found if underscored(name)}
 
 
 @functools.cache
 def every_private_name():
-    return {name for path in LIBRARY for name in private_names(parsed(path))}
+    return set().union(*(private_names(parsed(path)) for path in LIBRARY))
 
 
 def positional(tree):
     """A Request is built with keywords: it has many fields, mostly flags."""
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and dotted(node.func).split(".")[-1] == "Request"
-            and node.args
-        ):
+    for node in tree.nodes:
+        called = dotted(node.func) if isinstance(node, ast.Call) and node.args else ""
+        if called.split(".")[-1] == "Request":
             yield node.lineno, "a Request is built by position"
-
-
-def retried(tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("flaky", "reruns"):
-            yield node.lineno, "a test is retried"
 
 
 CLOCKS = (
@@ -374,14 +335,12 @@ def clocked(tree):
     """A test whose verdict may depend on how fast a machine is, as it reads a clock or sleeps. It
     counts, waits for an event (`helpers.until`) or passes a clock of its own to what reads one.
     """
-    for node in ast.walk(tree):
+    for line, name in tree.names:
+        if re.search(f"{CLOCKS}$", name):
+            yield line, f"{name} in a test"
+    for node in tree.nodes:
         found = None
-        if isinstance(node, ast.Attribute | ast.Name):
-            found = re.search(f"{CLOCKS}$", dotted(node))
-        elif isinstance(node, ast.ImportFrom):
-            names = " ".join(f"{node.module}.{a.name}" for a in node.names)
-            found = re.search(rf"{CLOCKS}\b", names)
-        elif isinstance(node, ast.Call) and dotted(node.func).endswith("sleep"):
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("sleep"):
             found = re.search(SLEEP, ast.unparse(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a script's
             found = re.search(rf"{CLOCKS}\(|{SLEEP}", node.value)
@@ -399,74 +358,45 @@ MAY_SLEEP = {
     "watched.py": "the limit of that command; no test runs it with one",
 }
 
-
-def hoarding(tree):
-    """functools.cache must cache loaded modules."""
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(dotted(target) == "_loaded" for target in targets if target is not None):
-            yield node.lineno, "_loaded: use functools.cache"
-
-
-# Where pickles are read: the module, what is at its top level there, and why.
-MAY_UNPICKLE = {
-    (
-        "tilewright.trainer.checkpoint.checkpoint_files",
-        "import pickle",
-    ): "the reader of DCP's metadata, which allows only listed types",
-    (
-        "tilewright.trainer.checkpoint.checkpoint_files",
-        "Planner",
-    ): "DCP's own planner takes pickled objects "
-    "that are not tensors; they are read with a list of allowed types before",
-}
-OBJECTS = r"(all_gather|broadcast|gather|recv|scatter|send)_object(_list)?"
-PICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+# Where pickles are read, by what is at the module's top level: the reader of DCP's metadata, which
+# allows only listed types; and DCP's own planner, which takes pickled objects that are not tensors:
+# they are read with a list of allowed types before.
+MAY_UNPICKLE = {"tilewright.trainer.checkpoint.checkpoint_files": ("import pickle", "Planner")}
+PICKLERS = r"(pickle|cPickle|_pickle|cloudpickle|dill|shelve|marshal|joblib)(\..*)?"
+READS_OR_SENDS = (
+    r"pickle\.load\w*|torch\.(serialization\.)?load"
+    r"|(.*\.)?(all_gather|broadcast|gather|recv|scatter|send)_object(_list)?"
+)
 
 
 def pickled(tree):
     """A pickle is code that who reads it runs: ranks exchange tensors and JSON (`exchange.py`), and
     files are safetensors and JSON.
     """
-    for statement in tree.body:
-        at = getattr(statement, "name", ast.unparse(statement).partition("\n")[0])
-        if (tree.module, at) in MAY_UNPICKLE:
-            continue
-        for node in ast.walk(statement):
-            name = dotted(node).split(".")[-1] if isinstance(node, ast.Attribute | ast.Name) else ""
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
-                if wrong := {n for n in names if n and n.split(".")[0] in PICKLERS}:
-                    yield node.lineno, f"{wrong.pop()} is imported"
-                if getattr(node, "module", None) == "torch" and "load" in names:
-                    yield node.lineno, "torch.load"
-                if any(re.fullmatch(OBJECTS, n or "") for n in names):
-                    yield node.lineno, "objects are exchanged"
-            elif re.fullmatch(OBJECTS, name):
-                yield node.lineno, f"{name} pickles what it sends"
-            elif dotted(node) in ("torch.load", "torch.serialization.load"):
-                yield node.lineno, "torch.load"
-            elif dotted(node).startswith("pickle.load"):
-                yield node.lineno, dotted(node)
-            elif (
-                isinstance(node, ast.keyword)
-                and node.arg == "allow_pickle"
-                and getattr(node.value, "value", True) is not False
-            ):
-                yield node.value.lineno, "allow_pickle"
+    found = [
+        *names_like(tree.imports, PICKLERS, "it is imported"),
+        *names_like(tree.names, READS_OR_SENDS, "it reads or sends pickles"),
+    ]
+    for node in tree.nodes:
+        allowing = isinstance(node, ast.keyword) and node.arg == "allow_pickle"
+        if allowing and getattr(node.value, "value", True) is not False:
+            found.append((node.value.lineno, "allow_pickle"))
+    allowed = [
+        range(s.lineno, s.end_lineno + 1)
+        for s in tree.body
+        if getattr(s, "name", tree.lines[s.lineno - 1]) in MAY_UNPICKLE.get(tree.module, ())
+    ]
+    return [(line, what) for line, what in found if not any(line in lines for lines in allowed)]
 
 
 def test_each_place_that_reads_pickles_is_there():
-    for module, name in MAY_UNPICKLE:
-        tree = parsed(ROOT.joinpath(*module.split(".")).with_suffix(".py"))
-        tree.module = "another"
-        assert [*pickled(tree)], name
-        tree.module = module
+    for module, places in MAY_UNPICKLE.items():
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        assert len([*pickled(tree_of(path.read_text()))]) >= len(places)
 
 
 RULES = [
     (pickled, LIBRARY),
-    (hoarding, LIBRARY),
     (crowded, LIBRARY),
     (long, LIBRARY),
     (private, LIBRARY),
@@ -495,13 +425,13 @@ def wholes(tree):
     """What has the whole configuration: a parameter or a field that is a Config, or called config
     without saying what it is.
     """
-    for node in ast.walk(tree):
+    for node in tree.nodes:
         named = getattr(node, "arg", getattr(getattr(node, "target", None), "id", None))
         if isinstance(node, ast.arg | ast.AnnAssign) and named is not None:
             said = ast.unparse(node.annotation) if node.annotation else ""
             if re.search(r"\bConfig\b", said):
                 yield node.lineno, f"{named} is the whole configuration"
-    for _, node in functions_of(tree.body):
+    for _, node in tree.functions:
         for arg in ast.walk(node.args):
             if isinstance(arg, ast.arg) and arg.arg == "config" and arg.annotation is None:
                 yield arg.lineno, "config is not said to be anything"
@@ -513,10 +443,7 @@ def test_a_function_takes_the_values_that_it_needs():
         module = ".".join(path.relative_to(TRAINER).with_suffix("").parts)
         if not module.startswith("config.") and (here := [*wholes(parsed(path))]):
             found[module] = here
-    numbers = {module: len(here) for module, here in found.items()}
-    assert numbers == HAVE_ALL, {
-        m: here for m, here in found.items() if len(here) != HAVE_ALL.get(m)
-    }
+    assert {module: len(here) for module, here in found.items()} == HAVE_ALL, found
 
 
 @pytest.mark.parametrize("rule, files", RULES, ids=[rule.__name__ for rule, _ in RULES])
@@ -531,126 +458,134 @@ def test_rule_holds(rule, files):
 
 
 MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
-
-
-@pytest.mark.parametrize(
-    "rule, source",
-    [
-        (wholes, "def f(config: Config): pass"),
-        (wholes, "def f(x: int, *, c: config.Config | None = None): pass"),
-        (wholes, "class A:\n    def f(self, config): pass"),
-        (wholes, "class A:\n    config: Config"),
-        (long, "def f():\n" + MOST_LINES * "    x = 1\n"),
-        (long, "class A:\n    # Short: no.\n    def f(self):\n" + MOST_LINES * "        x = 1\n"),
-        (crowded, f"def f({MANY}): pass"),
-        (crowded, f"def f(a, *, {MANY}): pass"),
-        (crowded, f"class A:\n    def f(self, {MANY}): pass"),
-        (crowded, f"def f():\n    def g({MANY}): pass"),
-        (crowded, f"def rmsnorm({MANY}): pass"),  # public in another module
-        (crowded, f"def forward({MANY}): pass"),  # an operator's, of another room
-        (crowded, f"# Wide: so.\ndef _f({MANY}): pass"),  # private
-        (crowded, f"class A:\n    def forward(self, {MANY}): pass"),  # without a reason
-        (private, "import tilewright.ops.norm.rmsnorm as r\nr._with_noise(x)"),
-        (private, "import tilewright\ntilewright.ops.norm.rmsnorm._with_noise(x)"),
-        (private, "from .rmsnorm import _with_noise"),
-        (private, "OPS['rmsnorm']._table.clear()"),
-        (private, "from tilewright.ops.norm import rmsnorm\n_fake = rmsnorm._fake"),
-        (private, "def f(op):\n    return op._by_key"),
-        (private, "from tilewright.ops.norm.rmsnorm import _fake"),
-        (private, "from tilewright.ops.norm import rmsnorm\nrmsnorm._fake()"),
-        (private, "from tilewright.core import checks\nchecks._cu_seqlens()"),
-        (positional, "Request(64, True)"),
-        (positional, "attention.Request(64)"),
-        (swallowed, "try:\n    import triton\nexcept ImportError:\n    pass"),
-        (swallowed, "try:\n    import triton\nexcept (OSError, ModuleNotFoundError):\n    ..."),
-        (swallowed, "try:\n    f()\nexcept Exception:\n    pass"),
-        (swallowed, "try:\n    f()\nexcept:\n    pass"),
-        (swallowed, "with contextlib.suppress(ImportError):\n    import triton"),
-        (environment, "import os\nx = os.environ.get('X')"),
-        (environment, "import os\nx = os.getenv('X')"),
-        (environment, "from os import environ"),
-        (pickled, "import pickle"),
-        (pickled, "from pickle import loads"),
-        (pickled, "def f():\n    import dill"),
-        (pickled, "class A:\n    def f(self):\n        return torch.load(file)"),
-        (pickled, "from torch import load"),
-        (pickled, "dist.all_gather_object(values, value, group=group)"),
-        (pickled, "from torch.distributed import broadcast_object_list"),
-        (pickled, "send_object_list([None])"),
-        (pickled, "np.load(file, allow_pickle=True)"),
-        (generated, "exec('x = 1')"),
-        (patched, "import torch\ntorch.nn.Linear = None"),
-        (patched, "import torch\ntorch.manual_seed(0)"),
-        (patched, "from transformers import models\nmodels.llama.RMSNorm = None"),
-        (unportable, "import triton\n@triton.autotune([], [])\ndef f(): pass"),
-        (unportable, "from triton.language.extra import libdevice"),
-        (unportable, "x = tl.inline_asm_elementwise('')"),
-        (unportable, "if HARDWARE:\n    tl.inline_asm_elementwise('')"),
-        (unportable, "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')"),
-        (unlaunched, "_forward[(n,)](x, y, num_warps=4)"),
-        (unlaunched, "_forward.warmup(x, grid=(1,))"),
-        (unlaunched, "_forward.run(x, grid=(1,), warmup=False)"),
-        (retried, "@pytest.mark.flaky(reruns=3)\ndef f(): pass"),
-        (clocked, "import time\nassert time.perf_counter() - begun < 1"),
-        (clocked, "import time as t\nbegun = t.monotonic_ns()"),
-        (clocked, "from time import time\nassert time() < end"),
-        (clocked, "import time\nlimit = time.time() + 60"),
-        (clocked, "import time\ntime.sleep(0.05)"),
-        (clocked, "from time import sleep\nsleep(wait * 5e-3)"),
-        (clocked, "assert start.elapsed_time(end) < 2"),
-        (clocked, "from datetime import datetime\ndatetime.now()"),
-        (clocked, "SCRIPT = 'import time; begun = time.process_time()'"),
-        (clocked, "SCRIPT = 'import time; time.sleep(1.5)'"),
-        (private, "from tilewright.ops.norm.rmsnorm import _validate"),
-        (private, "from tilewright.ops.norm import rmsnorm\nrmsnorm._validate(x)"),
-        (private, "from tilewright import platform as p\np._order('1')"),
-        (crowded, "def _f(a, b, c, d, e, f, g, *, h, i, j, k): pass"),
-        (crowded, "f = lambda a, b, c, d, e, f, g, h, i, j, k: 1"),
-        (hoarding, "_loaded: dict = {}"),
-        (hoarding, "_loaded = {}"),
-        (undocumented, "import torch\ntorch._C._is_tracing()"),
-        (undocumented, "x._is_view()"),
-        (undocumented, "from torch.utils import _pytree"),
-        (undocumented, "import torch._dynamo"),
-        (undocumented, "from torch.autograd import forward_ad\nforward_ad._current_level"),
+FAULTS = {
+    wholes: [
+        "def f(config: Config): pass",
+        "def f(x: int, *, c: config.Config | None = None): pass",
+        "class A:\n    def f(self, config): pass",
+        "class A:\n    config: Config",
     ],
-)
-def test_rule_sees_a_planted_fault(rule, source):
-    assert list(rule(tree_of(source)))
-
-
-@pytest.mark.parametrize(
-    "rule, source",
-    [
-        (
-            swallowed,
-            "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
-        ),
-        (swallowed, "try:\n    f()\nexcept KeyError:\n    pass"),
-        (hoarding, "def f():\n    _loaded = {}"),
-        (long, 'def f():\n    """One.\n\n    Two.\n    """\n' + (MOST_LINES - 1) * "    x = 1\n"),
-        (long, "# Long: a table.\n# Of x.\n@cache\ndef f():\n" + MOST_LINES * "    x = 1\n"),
-        (crowded, f"@triton.jit\ndef f({MANY}): pass"),
-        (crowded, f"class A:\n    def f(self, {MANY[4:]}): pass"),
-        (crowded, f"class A:\n    # Wide: a model's.\n    def forward(self, {MANY}): pass"),
-        (private, "class A(Op):\n    def f(self): return self._table"),
-        (private, "class A:\n    def f(self, other): self._table = other._table"),
-        (private, "from tilewright.core import checks\nchecks.dense(self._x)"),
-        (unlaunched, "launch(_forward, (n,), x, num_warps=4)\nwarm_up(_forward, x)"),
-        (positional, "Request(head_dim=64)"),
-        (clocked, "monkeypatch.setattr(timing.time, 'perf_counter', lambda: now[0])"),
-        (clocked, "import time\ntime.sleep(600)\nSCRIPT = 'time.sleep(600)'\nclock.time()"),
-        (patched, "import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"),
-        (environment, "import os\nos.path.join('a')"),
-        (
-            undocumented,
-            "import torch\nself._x = torch.ops.aten._unsafe_view(x, torch.nn.Linear.__name__)",
-        ),
-        (unportable, "if HARDWARE:\n    x = tl.inline_asm_elementwise('')\nelse:\n    x = 1"),
+    long: [
+        "def f():\n" + MOST_LINES * "    x = 1\n",
+        "class A:\n    # Short: no.\n    def f(self):\n" + MOST_LINES * "        x = 1\n",
     ],
-)
-def test_rule_leaves_the_rest_alone(rule, source):
-    assert not list(rule(tree_of(source)))
+    crowded: [
+        "def _f(a, b, c, d, e, f, g, *, h, i, j, k): pass",
+        f"class A:\n    def f(self, {MANY}): pass",
+        f"def f():\n    def g({MANY}): pass",
+        f"def rmsnorm({MANY}): pass",  # public in another module
+        f"# Wide: so.\ndef _f({MANY}): pass",  # private
+        f"class A:\n    def forward(self, {MANY}): pass",  # without a reason
+        "f = lambda a, b, c, d, e, f, g, h, i, j, k: 1",
+    ],
+    private: [
+        "import tilewright.ops.norm.rmsnorm as r\nr._with_noise(x)",
+        "import tilewright\ntilewright.ops.norm.rmsnorm._with_noise(x)",
+        "from .rmsnorm import _with_noise",
+        "from tilewright.ops.norm.rmsnorm import _validate",
+        "from tilewright.ops.norm import rmsnorm\nrmsnorm._validate(x)",
+        "from tilewright import platform as p\np._order('1')",
+        "OPS['rmsnorm']._table.clear()",
+        "def f(op):\n    return op._by_key",
+    ],
+    positional: ["Request(64, True)", "attention.Request(64)"],
+    swallowed: [
+        "try:\n    import triton\nexcept (OSError, ModuleNotFoundError):\n    ...",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept:\n    pass",
+        "with contextlib.suppress(ImportError):\n    import triton",
+    ],
+    environment: [
+        "import os\nx = os.environ.get('X')",
+        "import os\nx = os.getenv('X')",
+        "from os import environ",
+    ],
+    pickled: [
+        "import pickle",
+        "from pickle import loads",
+        "def f():\n    import dill",
+        "class A:\n    def f(self):\n        return torch.load(file)",
+        "from torch import load",
+        "dist.all_gather_object(values, value, group=group)",
+        "from torch.distributed import broadcast_object_list",
+        "np.load(file, allow_pickle=True)",
+    ],
+    generated: ["exec('x = 1')"],
+    patched: [
+        "import torch\ntorch.nn.Linear = None",
+        "import torch\ntorch.manual_seed(0)",
+        "from transformers import models\nmodels.llama.RMSNorm = None",
+    ],
+    unportable: [
+        "import triton\n@triton.autotune([], [])\ndef f(): pass",
+        "from triton.language.extra import libdevice",
+        "if HARDWARE:\n    tl.inline_asm_elementwise('')",
+        "if HARDWARE:\n    pass\nelse:\n    tl.inline_asm_elementwise('')",
+    ],
+    unlaunched: [
+        "_forward[(n,)](x, y, num_warps=4)",
+        "_forward.warmup(x, grid=(1,))",
+        "_forward.run(x, grid=(1,), warmup=False)",
+    ],
+    retried: ["@pytest.mark.flaky(reruns=3)\ndef f(): pass"],
+    clocked: [
+        "import time\nassert time.perf_counter() - begun < 1",
+        "import time as t\nbegun = t.monotonic_ns()",
+        "from time import time\nassert time() < end",
+        "import time\nlimit = time.time() + 60",
+        "from time import sleep\nsleep(wait * 5e-3)",
+        "assert start.elapsed_time(end) < 2",
+        "from datetime import datetime\ndatetime.now()",
+        "SCRIPT = 'import time; begun = time.process_time()'",
+        "SCRIPT = 'import time; time.sleep(1.5)'",
+    ],
+    undocumented: [
+        "import torch\ntorch._C._is_tracing()",
+        "x._is_view()",
+        "from torch.utils import _pytree",
+        "import torch._dynamo",
+        "from torch.autograd import forward_ad\nforward_ad._current_level",
+    ],
+}
+RIGHT = {
+    swallowed: [
+        "try:\n    import triton\nexcept ImportError as error:\n    reason = str(error)",
+        "try:\n    f()\nexcept KeyError:\n    pass",
+    ],
+    long: [
+        'def f():\n    """One.\n\n    Two.\n    """\n' + (MOST_LINES - 1) * "    x = 1\n",
+        "# Long: a table.\n# Of x.\n@cache\ndef f():\n" + MOST_LINES * "    x = 1\n",
+    ],
+    crowded: [
+        f"@triton.jit\ndef f({MANY}): pass",
+        f"class A:\n    def f(self, {MANY[4:]}): pass",
+        f"class A:\n    # Wide: a model's.\n    def forward(self, {MANY}): pass",
+    ],
+    private: [
+        "class A(Op):\n    def f(self): return self._table",
+        "class A:\n    def f(self, other): self._table = other._table",
+        "from tilewright.core import checks\nchecks.dense(self._x)",
+    ],
+    unlaunched: ["launch(_forward, (n,), x, num_warps=4)\nwarm_up(_forward, x)"],
+    positional: ["Request(head_dim=64)"],
+    clocked: [
+        "monkeypatch.setattr(timing.time, 'perf_counter', lambda: now[0])",
+        "import time\ntime.sleep(600)\nSCRIPT = 'time.sleep(600)'\nclock.time()",
+    ],
+    patched: ["import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"],
+    environment: ["import os\nos.path.join('a')"],
+    pickled: ["np.load(file, allow_pickle=False)\nmodel.load(file)"],
+    undocumented: [
+        "import torch\nself._x = torch.ops.aten._unsafe_view(x, torch.nn.Linear.__name__)"
+    ],
+    unportable: ["if HARDWARE:\n    x = tl.inline_asm_elementwise('')\nelse:\n    x = 1"],
+}
+
+
+@pytest.mark.parametrize("rule", FAULTS, ids=lambda rule: rule.__name__)
+def test_rule_sees_planted_faults_and_leaves_the_rest_alone(rule):
+    assert [source for source in FAULTS[rule] if not [*rule(tree_of(source))]] == []
+    assert [source for source in RIGHT.get(rule, ()) if [*rule(tree_of(source))]] == []
 
 
 def test_pre_commit_and_the_workflow_run_what_make_does():
@@ -694,7 +629,7 @@ def test_no_test_file_imports_another_and_what_they_share_is_on_its_page():
     page = (library / "README.md").read_text()
     assert all(f"`{path.stem}`" in page for path in library.glob("*.py"))
     for path in TESTS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path).nodes:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else ()
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
             assert not any(n.rpartition(".")[2].startswith("test_") for n in names), path

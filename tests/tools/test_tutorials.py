@@ -1,5 +1,5 @@
 """docs/tutorials: their code is that of the examples, and their commands print what they say; the
-Python of README and guide runs.
+Python of README and guide runs. Links are checked by `make docs`.
 
 In a page, a block with a title is a passage of that file. `console` blocks are run, in order, on a
 copy of the examples. `bash` blocks, for real models and other machines, are parsed by the programs
@@ -27,7 +27,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 # A comment before it, the language, what follows that, and the text.
 BLOCK = re.compile(r"^(?:<!-- (\w+) -->\n)?```(\S+) ?([^\n]*)\n(.*?)^```$", re.M | re.S)
-HEADING = re.compile(r"^#+ (.*)$", re.M)
 NEEDS = {
     "benchmark": ("triton",),
     "hugging_face": ("transformers", "accelerate"),
@@ -84,16 +83,6 @@ def test_its_code_is_that_of_an_example(page):
         assert code in source or textwrap.dedent(code) in source, (name, code)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_its_links_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", page.read_text()):
-        text = (page.parent / target).read_text()
-        headings = {
-            re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in HEADING.findall(text)
-        }
-        assert not anchor or anchor in headings, (target, anchor)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("tutorials")
@@ -130,12 +119,6 @@ def environment(folder):
     }
 
 
-def ran(python, code, folder):
-    return subprocess.run(
-        [python, "-c", code], env=environment(folder), cwd=folder, capture_output=True, text=True
-    )
-
-
 @pytest.fixture(scope="module")
 def python(folder):
     """Python, which torchrun's ranks run, too."""
@@ -144,20 +127,16 @@ def python(folder):
         yield command
 
 
-def run(command, folder, python):
+def check(command, lines, folder, python):
     """Runs a command of a page as a user would."""
     program, *arguments = shlex.split(command)
-    return subprocess.run(
+    done = subprocess.run(
         [python, *PROGRAMS[program], *arguments],
         cwd=folder,
         env=environment(folder) | {"PYTHON_EXEC": str(python)},
         capture_output=True,
         text=True,
     )
-
-
-def check(command, lines, folder, python):
-    done = run(command, folder, python)
     assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
     line = missing(done.stdout, lines)
     assert line is None, f"{command}\ndoes not print\n{line}\nbut\n{done.stdout}"
@@ -183,51 +162,49 @@ def test_ops_in_ten_lines(folder):
 MODEL = '"HuggingFaceTB/SmolLM2-135M"'
 
 
-def test_the_python_of_readme_and_guide_runs(tmp_path, python):
-    """In one process, on a small model in place of the one on the hub."""
+def small_model(folder, vocabulary=64):
+    """In place of the one on the hub."""
     transformers = pytest.importorskip("transformers", minversion="5.17")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=vocabulary, num_attention_heads=2, **shape)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+
+
+def ran(python, code, folder):
+    """The output of code that has the small model."""
+    assert MODEL in code
+    command = [python, "-c", code.replace(MODEL, "'model'")]
+    options = {"env": environment(folder), "cwd": folder, "capture_output": True, "text": True}
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_python_of_readme_and_guide_runs(tmp_path, python):
+    """In one process."""
+    small_model(tmp_path)
     (model, op), guide = (
         [code for *_, code in blocks(ROOT / page, "python")]
         for page in ("README.md", "docs/guide.md")
     )
-    assert MODEL in model
-    code = [model.replace(MODEL, "'model'"), op, "print(x.grad.shape)", *guide]
-    done = ran(python, "\n".join(code), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "rmsnorm[" in done.stdout and "linear_cross_entropy[" in done.stdout
-    assert "torch.Size([512, 576])" in done.stdout
-    assert "rmsnorm[triton]: " in done.stdout, "it is refused on a CPU"
+    said = ran(python, "\n".join([model, op, "print(x.grad.shape)", *guide]), tmp_path)
+    assert "rmsnorm[" in said and "linear_cross_entropy[" in said
+    assert "torch.Size([512, 576])" in said
+    assert "rmsnorm[triton]: " in said, "it is refused on a CPU"
 
 
 def test_the_script_of_the_trl_page_runs(tmp_path, python):
-    """On a small model and a small tokenizer in place of those on the hub."""
-    transformers = pytest.importorskip("transformers", minversion="5.17")
+    """With a small tokenizer, too."""
     pytest.importorskip("trl")
     from trl_rows import VOCAB, tokenizer
 
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    small_model(tmp_path, VOCAB)
     tokenizer().save_pretrained(tmp_path / "model")
     [_, _, title, code], *_ = blocks(ROOT / "docs/trl.md", "python")
     assert title == 'title="examples/trl_sft.py"'
-    assert (ROOT / "examples/trl_sft.py").read_text().endswith(f"\n\n{code}") and MODEL in code
-    done = ran(python, code.replace(MODEL, "'model'"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "log_probs, entropy" in done.stdout and "'train_loss'" in done.stdout
+    assert (ROOT / "examples/trl_sft.py").read_text().endswith(f"\n\n{code}")
+    said = ran(python, code, tmp_path)
+    assert "log_probs, entropy" in said and "'train_loss'" in said
 
 
 # ---- commands that are not run here
@@ -277,30 +254,15 @@ def test_its_other_commands_are_accepted(page):
             parsed(program, arguments)
 
 
-# ---- what holds the pages
-
-
-def test_all_subjects_are_there():
-    assert [p.stem for p in PAGES] == sorted(
-        (
-            *("hugging_face", "qlora", "mixture_of_experts", "your_own_op"),
-            *("outside_implementation", "torchrun", "benchmark", "own_loss", "own_kind_of_loss"),
-        )
-    )
-
-
 @pytest.mark.parametrize(
     "said, line, same",
     [
-        ("loss 3.4302", "loss 3.4302", True),
-        ("loss 3.5", "loss 3.4302", True),
+        ("loss 3.5 in 99.1 s", "loss 3.4302 in 1.7 s", True),
         ("loss 4.5", "loss 3.4302", False),
-        ("40 steps in 99.1 s; loss 3.43", "40 steps in 1.7 s; loss 3.43", True),
         ("41 steps in 1.7 s", "40 steps in 1.7 s", False),
         ("difference 2e-06", "difference 4e-07", True),
         ("ops: a=sdpa b=cpp c=cpp", "ops: a=sdpa ... c=cpp", True),
         ("ops: a=sdpa b=cpp c=eager", "ops: a=sdpa ... c=cpp", False),
-        ("rmsnorm[triton]", "rmsnorm[cpp]", False),
     ],
 )
 def test_how_lines_are_compared(said, line, same):

@@ -77,11 +77,8 @@ def test_the_lock_is_of_versions_alone():
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_requirement_is_in_the_lock_and_within_its_bounds(python):
-    installed = [
-        extra
-        for extras in re.findall(r'\$\(PIP\).*"tilewright\[([\w,]+)\]"', MAKEFILE)
-        for extra in extras.split(",")
-    ]
+    extras = re.findall(r'\$\(PIP\).*"tilewright\[([\w,]+)\]"', MAKEFILE)
+    installed = ",".join(extras).split(",")
     assert {"trainer", "dev", "docs"} <= set(installed)
     requirements = extras_of(dict.fromkeys(installed))
     assert len(requirements) > 30
@@ -96,14 +93,10 @@ def test_all_that_make_installs_is_held_by_the_lock():
     """Each pip install of the two commands takes the lock or names one version."""
     lines = re.findall(r"^\t.*(?:pip install|pip download|\$\(PIP\)) (.*)$", MAKEFILE, re.M)
     assert len(lines) > 10
-    free = [
-        line
-        for line in re.findall(r"^\t(.*pip (?:install|download) .*)$", MAKEFILE, re.M)
-        if "-c $(LOCK)" not in line and "--no-deps" not in line
-    ]
-    assert all(
-        line.startswith((".venv-lock", "$(NEWEST)", ".venv-wheel", "$(@D)")) for line in free
-    )
+    lines = re.findall(r"^\t(.*pip (?:install|download) .*)$", MAKEFILE, re.M)
+    free = [line for line in lines if "-c $(LOCK)" not in line and "--no-deps" not in line]
+    apart = (".venv-lock", "$(NEWEST)", ".venv-wheel", "$(@D)")
+    assert all(line.startswith(apart) for line in free)
     assert re.search(r"^PIP := .* -c \$\(LOCK\)$", MAKEFILE, re.M)
     lines = MAKEFILE.replace("\\\n", " ").splitlines()
     alone = [line for line in lines if "--no-deps" in line]
@@ -252,9 +245,10 @@ def test_what_touches_other_packages_has_the_marker():
         if packages & set(map(canonicalize_name, distributions))
     }
     assert {"transformers", "peft", "trl", "bitsandbytes", "datasets"} <= modules
-    unmarked = []
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        text = file.read_text()
-        if touches(ast.parse(text), modules) and "pytest.mark.packages" not in text:
-            unmarked.append(str(file.relative_to(ROOT / "tests").with_suffix("")))
+    unmarked = [
+        str(file.relative_to(ROOT / "tests").with_suffix(""))
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.packages" not in (text := file.read_text())
+        and touches(ast.parse(text), modules)
+    ]
     assert unmarked == sorted(LONG)

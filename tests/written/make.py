@@ -8,6 +8,7 @@ files with the logits of the model that had them; and written.json, which says b
 version, from a clean commit, and committed: tests/trainer/test_written.py reads it.
 """
 
+import contextlib
 import json
 import pathlib
 import random
@@ -16,39 +17,35 @@ import subprocess
 import sys
 
 import torch
-import yaml
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "lib"))
+from training import MOE, QWEN3, write_config
 
 SHAPE = {
-    "model_type": "qwen3",
+    **QWEN3,
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 64,
-    "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
 EXPERTS = {
+    **MOE,
     **SHAPE,
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
 }
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8}
 NF4 = {**LORA, "enable_qlora": True, "quant_format": "nf4", "quant_group_size": 64}
 STEPS, STOPPED = 4, 2
-# kind -> model, ranks, section -> fields
+OF_BASE = {"model__config_path": None, "model__model_path": "../../base"}
+# kind -> model, ranks, what differs as section__field
 RUNS = {
-    "dense": (SHAPE, 1, {"train": {"optimizer": "muon"}}),
-    "lora": (SHAPE, 1, {"lora": LORA}),
-    "qlora": (SHAPE, 1, {"lora": NF4}),
+    "dense": (SHAPE, 1, {"train__optimizer": "muon"}),
+    "lora": (SHAPE, 1, {**OF_BASE, **{f"lora__{k}": v for k, v in LORA.items()}}),
+    "qlora": (SHAPE, 1, {**OF_BASE, **{f"lora__{k}": v for k, v in NF4.items()}}),
     "experts": (EXPERTS, 1, {}),
-    "two_ranks": (SHAPE, 2, {"train": {"data_parallel_mode": "fsdp2"}}),
+    "two_ranks": (SHAPE, 2, {"train__data_parallel_mode": "fsdp2"}),
 }
 FORMATS = ("nf4", "nvfp4", "mxfp8", "block_fp8")
 TOKENS = [[(5 * i + j * j) % 64 for j in range(16)] for i in range(2)]
@@ -67,46 +64,16 @@ def losses(folder):
     return {str(row["step"]): row["loss"] for row in map(json.loads, lines) if "loss" in row}
 
 
-def configuration(fields, base):
-    tree = {
-        "model": {"model_path": base} if base else {"config_path": "model"},
-        "data": {
-            "datasets": [{"path": "tokens.jsonl"}],
-            "dataset_prepared_path": "prepared",
-            "sample_packing_sequence_len": 32,
-            "pad_to_multiple_of": 8,
-        },
-        "train": {
-            "output_dir": "out",
-            "data_parallel_mode": "none",
-            "lr": 1e-2,
-            "max_steps": STEPS,
-            "save_steps": STOPPED,
-            "save_epochs": 0,
-            "enable_mixed_precision": False,
-            "enable_gradient_checkpointing": False,
-        },
-    }
-    for section, more in fields.items():
-        tree.setdefault(section, {}).update(more)
-    return tree
-
-
-def write_model(folder, shape, fields, more=None, base=None):
-    """A model's shape, data and a configuration.   more: fields of train."""
-    (folder / "model").mkdir(parents=True)
-    (folder / "model/config.json").write_text(json.dumps(shape))
-    tree = configuration(fields, base)
-    tree["train"] |= {**(more or {}), **tree["train"]}
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+def write_run(folder, shape, ranks, changes):
+    folder.mkdir(parents=True)
     draw = random.Random(0)
     samples = ([draw.randrange(1, 64) for _ in range(draw.randrange(8, 28))] for _ in range(40))
     text = "".join(json.dumps({"input_ids": s}) + "\n" for s in samples)
     (folder / "tokens.jsonl").write_text(text)
-
-
-def write_run(folder, shape, ranks, fields, base):
-    write_model(folder, shape, fields, base=base)
+    steps = {"train__max_steps": STEPS, "train__save_steps": STOPPED}
+    data = {"data__datasets": [{"path": "tokens.jsonl"}]}
+    with contextlib.chdir(folder):  # paths are relative to it
+        write_config(pathlib.Path(), shape, **data, **steps, **changes)
     train(folder, ranks)
     (folder / "losses.json").write_text(json.dumps(losses(folder), indent=1) + "\n")
     for path in (*(folder / "out").iterdir(), folder / "prepared"):
@@ -158,18 +125,13 @@ def main(folder):
     from tilewright import _version
 
     write_models(folder)
-    for kind, (shape, ranks, fields) in RUNS.items():
-        base = "../../base" if "lora" in fields else None
-        write_run(folder / "runs" / kind, shape, ranks, fields, base)
+    for kind, (shape, ranks, changes) in RUNS.items():
+        write_run(folder / "runs" / kind, shape, ranks, changes)
     commit, date = subprocess.run(
         ["git", "show", "-s", "--format=%h %cs"], capture_output=True, text=True, check=True
     ).stdout.split()
-    about = {
-        "version": _version.__version__,
-        "commit": commit,
-        "date": date,
-        "torch": torch.__version__,
-    }
+    about = {"version": _version.__version__, "commit": commit, "date": date}
+    about["torch"] = torch.__version__
     (folder / "written.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
