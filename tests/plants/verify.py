@@ -33,6 +33,7 @@ COMMON = {
 }
 FAMILIES = {
     "llama": {},
+    "gemma": {},
     "gemma2": {
         "sliding_window": 8,
         "query_pre_attn_scalar": 8,
@@ -628,6 +629,97 @@ def transposed_merge():
     own = layer.get_delta_weight
     layer.get_delta_weight = lambda adapter: own(adapter).T
     return model
+
+
+# ---- what rows above find in another way: `python -m tests.plants` runs these, `make test` does not
+
+BEFORE = len(PLANTS)
+
+
+@changed(ATTENTION, "scaling 0.5 in the module")
+def scaling_attribute(model):
+    model.model.layers[1].self_attn.scaling = 0.5
+
+
+@changed(FIRST, "attn_logit_softcapping 0.3 in the module", model={"kind": "gemma2"}, also=None)
+def softcap_of_attention(model):
+    model.model.layers[0].self_attn.attn_logit_softcapping = 0.3
+
+
+def with_scale(own, arguments, factor):
+    attention = own.__self__
+    with replaced(vars(attention), scaling=attention.scaling * factor):
+        return own(*arguments[0], **arguments[1])
+
+
+@forward_of(ATTENTION, "differs from float64")
+def scale_dropped_in_code(own, *args, **kwargs):
+    return with_scale(own, (args, kwargs), 8**0.5)
+
+
+@forward_of(ATTENTION, "differs from float64")
+def scale_one_percent_off(own, *args, **kwargs):
+    return with_scale(own, (args, kwargs), 1.01)
+
+
+@forward_of(f"{ATTENTION}.q_proj", "differs from float64", model={"kind": "qwen2"})
+def bias_dropped_in_code(own, x):
+    return nn.functional.linear(x, own.__self__.weight)
+
+
+@forward_of(ATTENTION, "two runs of the same input differ", eager=True)
+def dropout_of_probabilities(own, *args, **kwargs):
+    class Dropping:
+        softmax = staticmethod(
+            lambda *a, **k: nn.functional.dropout(nn.functional.softmax(*a, **k), 0.3)
+        )
+        dropout = nn.functional.dropout
+
+    class Functions:
+        functional = Dropping
+
+    return with_functions(own, (args, kwargs), nn=Functions)
+
+
+@forward_of(ATTENTION, "differs from float64", also=None)
+def positions_of_one_layer(own, *args, position_embeddings=None, **kwargs):
+    cos, sin = (t.roll(1, 1) for t in position_embeddings)
+    return own(*args, position_embeddings=(cos, sin), **kwargs)
+
+
+@forward_of("model.layers.0", "differs from float64")
+def residual_dropped(own, hidden_states, **kwargs):
+    layer = own.__self__
+    mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    return mixed + layer.mlp(layer.post_attention_layernorm(mixed))
+
+
+@forward_of("model.norm", "differs from float64", model={"kind": "gemma"})
+def norm_without_one_plus(own, x):
+    norm = own.__self__
+    return nn.functional.rms_norm(x, (32,), norm.weight, norm.eps)
+
+
+@changed(f"{MLP}.up_proj", "gradient of weight differs")
+def gradient_two_percent_off(model):
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * 1.02)
+
+
+@forward_of("model.layers.1.mlp.experts", "differs from float64", model=EXPERTS)
+def weights_of_experts_flipped(own, x, index, weights):
+    return own(x, index, weights.flip(-1))
+
+
+@plant(f"{FIRST}.o_proj", "its scale is 0.5, by PEFT's configuration", also=None)
+def scale_of_all_adapters():
+    model = with_adapter()
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] = 0.5
+    return model
+
+
+FURTHER = [*PLANTS][BEFORE:]
 
 
 def results(names: list[str]) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,38 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 @triton.jit
+def _no_mask(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)  # the mask is missing
+    tl.store(out_ptr + at, x, mask=at < n)
+
+
+def no_mask(x):
+    out = torch.empty_like(x)
+    _no_mask[(triton.cdiv(x.numel(), 128),)](x, out, x.numel(), BLOCK=128)
+    return out
+
+
+@triton.jit
+def _functions(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    y = tl.sin(x) + tl.cos(x) + tl.exp(x) + tl.log(tl.abs(x) + 1) + tl.floor(x) + tl.ceil(x)
+    tl.store(out_ptr + at, y + tl.erf(x) + tl.sigmoid(x) + tl.rsqrt(x * x + 1) + tl.exp2(x))
+
+
+def functions(x):
+    out = torch.empty_like(x)
+    _functions[(1,)](x, out, BLOCK=x.numel())
+    return out
+
+
+def plain_functions(x):
+    y = x.sin() + x.cos() + x.exp() + (x.abs() + 1).log() + x.floor() + x.ceil()
+    return y + x.erf() + x.sigmoid() + (x * x + 1).rsqrt() + x.exp2()
+
+
+@triton.jit
 def _add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n)
