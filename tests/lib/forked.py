@@ -17,6 +17,7 @@ import types
 from multiprocessing import reduction
 
 import helpers  # noqa: F401 (what the process forked from imports)
+import pytest
 import torch
 
 
@@ -219,3 +220,17 @@ def python(imports, where, environment, *apart):
                 yield caller
             finally:
                 process.kill()
+
+
+@contextlib.contextmanager
+def starts(module, imports):
+    """The processes that a module of the bench starts are forked from one that has run the imports,
+    which would take each of them seconds.
+    """
+    root = pathlib.Path(__file__).parents[2]
+    imports = f"import torch\ntorch.set_num_threads(1)  # a fork has no pool of threads\n{imports}"
+    variables = {"PYTHONPATH": f"{root}:{root / 'lab'}", "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, **variables, "HF_HUB_OFFLINE": "1"}
+    with python(imports, root, variables) as command, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "sys", types.SimpleNamespace(executable=str(command)))
+        yield

@@ -2,6 +2,7 @@
 
 import json
 
+import forked
 import pytest
 
 from bench import end_to_end_steps as steps
@@ -13,6 +14,16 @@ pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
 PROVIDERS = ("trainer", "transformers", "accelerate")
+IMPORTS = """
+import bench.end_to_end_steps, tilewright.trainer.train
+import accelerate, datasets, transformers.models.llama.modeling_llama
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks():
+    with forked.starts(steps, IMPORTS):
+        yield
 
 
 @pytest.fixture(scope="module")

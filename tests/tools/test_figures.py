@@ -4,6 +4,7 @@ from raw files (performance, margins) or counts (predicted), goals (`test_goals.
 says of one day's raw files that it names (predicted_measured), and code.
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -28,33 +29,54 @@ PAGES = [
 ]
 
 
+@functools.cache
+def contents(folder, file):
+    text = (ROOT / "bench/results" / folder / file).read_text()
+    lines = file.endswith(".jsonl")
+    return [json.loads(line) for line in text.splitlines()] if lines else json.loads(text)
+
+
 def raw(folder, file, of):
     """of: contents of a raw file -> the number."""
-    text = (ROOT / "bench/results" / folder / file).read_text()
-    lines = text.splitlines() if file.endswith(".jsonl") else None
-    return of([json.loads(line) for line in lines] if lines else json.loads(text))
+    return of(contents(folder, file))
+
+
+def row(folder, file, **wanted):
+    """The only row of a raw file that has these values."""
+    rows = raw(folder, file, lambda d: d["rows"])
+    [found] = [r for r in rows if all(r[name] == value for name, value in wanted.items())]
+    return found
+
+
+def timed_row(unit, provider, folder=H100, stage="goals"):
+    """Of a suite."""
+    units = {d.get("unit"): d for d in contents(folder, "suite.jsonl")}
+    rows = units[f"{stage}/{unit}.bfloat16"]["rows"]
+    [found] = [r for r in rows if r["provider"] == provider]
+    return found
+
+
+ACCELERATE = "training-accelerate-amd-epyc-2026-11-23"
+DATA = "data-evaluation-amd-epyc-2026-11-27"
+DPO = "training-preference-amd-epyc-2026-11-27"
 
 
 def step(dtype, variant, name):
-    rows = raw("training-accelerate-amd-epyc-2026-11-23", f"step_{dtype}.json", lambda d: d["rows"])
-    return next(r[name] for r in rows if r["variant"] == variant)
+    return row(ACCELERATE, f"step_{dtype}.json", variant=variant)[name]
 
 
 def head(variant):
-    rows = raw("training-accelerate-amd-epyc-2026-11-23", "loss.json", lambda d: d["rows"])
-    return next(r["peak_mib"] for r in rows if (r["variant"], r["dtype"]) == (variant, "float32"))
+    return row(ACCELERATE, "loss.json", variant=variant, dtype="float32")["peak_mib"]
 
 
 def of_data(command, of):
     """Of the last row."""
-    folder = "data-evaluation-amd-epyc-2026-11-27"
-    return raw(folder, f"{command}.json", lambda d: of(d["rows"][-1]))
+    return raw(DATA, f"{command}.json", lambda d: of(d["rows"][-1]))
 
 
 def evaluated(i, of):
     """In percent of bare forward passes."""
-    folder = "data-evaluation-amd-epyc-2026-11-27"
-    return 100 * raw(folder, "evaluation_speed.json", lambda d: of(d["rows"][i]))
+    return 100 * raw(DATA, "evaluation_speed.json", lambda d: of(d["rows"][i]))
 
 
 def least(name):
@@ -77,27 +99,22 @@ def minutes(file):
 def pair(i):
     """transformers' time over the trainer's, of one process's steps."""
     folder = "training-layouts-amd-epyc-2026-11-23"
-    rows = raw(folder, "layouts.json", lambda d: d["rows"])
     theirs, ours = (
-        next(r for r in rows if (r["layout"], r["provider"]) == ("process", p))["samples_s"][i]
+        row(folder, "layouts.json", layout="process", provider=p)["samples_s"][i]
         for p in ("transformers", "trainer")
     )
     return theirs / ours
 
 
-def timed(unit, provider, folder=H100, stage="goals"):
+def timed(*of):
     """Milliseconds on an H100, forward and backward where there is one."""
-    units = raw(folder, "suite.jsonl", lambda rows: {d["unit"]: d for d in rows})
-    rows = units[f"{stage}/{unit}.bfloat16"]["rows"]
-    [row] = [r for r in rows if r["provider"] == provider]
-    return (row.get("forward_backward") or row["forward"])["median_ms"]
+    found = timed_row(*of)
+    return (found.get("forward_backward") or found["forward"])["median_ms"]
 
 
 def host(unit, provider):
     """Microseconds of a call on the host."""
-    units = raw(THIRD, "suite.jsonl", lambda rows: {d["unit"]: d for d in rows})
-    rows = units[f"goals/{unit}.bfloat16"]["rows"]
-    return next(r["forward"]["host_us"] for r in rows if r["provider"] == provider)
+    return timed_row(unit, provider, THIRD)["forward"]["host_us"]
 
 
 def norms_apart():
@@ -108,21 +125,15 @@ def norms_apart():
 
 def of_compile():
     """The largest error of torch.compile on AVX2 that is an order of summation, over its bound."""
-    rows = raw(
-        "amd-epyc-avx2-2026-11-28",
-        "suite.jsonl",
-        lambda d: [r for u in d for r in u.get("rows", ())],
-    )
+    units = contents("amd-epyc-avx2-2026-11-28", "suite.jsonl")
+    rows = [r for u in units for r in u.get("rows", ())]
     said = [r["reason"] for r in rows if (r["provider"], r["status"]) == ("compile", "failed")]
     found = re.findall(r"error (\S+) at [^;]*? exceeds (\S+)", "; ".join(said))
     return max(x for a, b in found if (x := float(a) / float(b)) < 8)
 
 
 def experts_backward():
-    units = raw(THIRD, "suite.jsonl", lambda rows: {d["unit"]: d for d in rows})
-    rows = units["goals/moe_mlp.qwen3-30b-a3b_32768.bfloat16"]["rows"]
-    [row] = [r for r in rows if r["provider"] == "triton"]
-    return row["backward"]["tflop_per_s"]
+    return timed_row(MOE, "triton", THIRD)["backward"]["tflop_per_s"]
 
 
 def attention(provider):
@@ -132,57 +143,47 @@ def attention(provider):
 def packed(way, of="forward_backward"):
     """Milliseconds of attention over packed documents in rows of 64, as a question timed it."""
     about = "attention of packed documents, rows of 64"
-    answers = raw(SECOND, "suite.jsonl", lambda rows: [t for d in rows for t in d.get("timed", ())])
+    answers = [t for d in contents(SECOND, "suite.jsonl") for t in d.get("timed", ())]
     [found] = [t for t in answers if t["question"].startswith(about) and t["pass"] == of]
     return found[way]["median"] / 1e3
 
 
 def documents_of_128():
     """PyTorch's time over Triton's, of packed documents, forward and backward added."""
-    units = raw(SECOND, "suite.jsonl", lambda rows: {d.get("unit"): d for d in rows})
-    rows = units["goals/attention.qwen3-30b-a3b_32k_packed.bfloat16"]["rows"]
     ours, theirs = (
-        sum(r[of]["median_ms"] for r in rows if r["provider"] == name for of in PASSES)
+        timed_row("attention.qwen3-30b-a3b_32k_packed", name, SECOND)
         for name in ("triton", "native")
     )
-    return theirs / ours
-
-
-def preferences(name):
-    folder = "training-preference-amd-epyc-2026-11-27"
-    return raw(folder, "preference.json", lambda d: d[name])
+    return sum(theirs[of]["median_ms"] for of in PASSES) / sum(
+        ours[of]["median_ms"] for of in PASSES
+    )
 
 
 def counted(provider, name):
     """With products in bfloat16, of three digits."""
-    rows = raw("preference-counted-2026-11-27", "counted.json", lambda d: d["rows"])
-    of = (provider, "nothing", "bfloat16")
-    [found] = [r[name] for r in rows if (r["provider"], r["recomputed"], r["products"]) == of]
-    return float(f"{found:.3g}")
+    of = {"provider": provider, "recomputed": "nothing", "products": "bfloat16"}
+    return float(f"{row('preference-counted-2026-11-27', 'counted.json', **of)[name]:.3g}")
 
 
 def shared(ratio, name):
     """In percent."""
     folder = "shared-prefix-amd-epyc-2026-11-27"
-    rows = raw(folder, "shared_prefix.json", lambda d: d["rows"])
-    return 100 * next(r[name] for r in rows if r["prompt_to_answer"] == ratio)
+    return 100 * row(folder, "shared_prefix.json", prompt_to_answer=ratio)[name]
 
 
 def dpo(provider, name):
     """Where layers are recomputed."""
-    rows = preferences("rows")
-    return next(r[name] for r in rows if (r["provider"], r["recomputed"]) == (provider, "layers"))
+    return row(DPO, "preference.json", provider=provider, recomputed="layers")[name]
 
 
 def beside_trl(recomputed, name):
     """A ratio where both recompute the same."""
-    rows = preferences("comparisons")
+    rows = raw(DPO, "preference.json", lambda d: d["comparisons"])
     return next(r[name] for r in rows if r["trainer"] == r["trl"] == recomputed)
 
 
 def optimizer_step(provider, name, folder=H100):
-    rows = raw(folder, "end_to_end.json", lambda d: d["rows"])
-    return next(r[name] for r in rows if r["provider"] == provider)
+    return row(folder, "end_to_end.json", provider=provider)[name]
 
 
 def peak(provider, folder=H100):
@@ -200,13 +201,21 @@ STEPS = {
     "434 MiB": lambda: step("float32", "after", "peak_mib"),
     "724 MiB": lambda: head("after"),
 }
+OPTIMIZER_STEPS = {
+    "53 %": lambda: 100 * optimizer_step("trainer", "mfu", THIRD),
+    "44.8 %": lambda: 100 * optimizer_step("trainer", "mfu_documents", THIRD),
+    "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
+    "70 %": norms_apart,
+}
 LARGE = ("tilewright/trainer/data/prepare.py", "LARGE = 64 << 20")
+OF_2026_11_26 = "bench/results/training-preference-amd-epyc-2026-11-26/README.md"
 CUSTOM = "a shape or an exponent, no quantity"
 # By page: the number itself, (a file, what it says) for what code sets, or the reason why it is
 # none of these.
 SOURCES = {
     "README.md": {
         **STEPS,
+        **OPTIMIZER_STEPS,
         "1854 MiB": lambda: head("before"),
         "80 GB": "the name of the device",
         "321 ms": lambda: optimizer_step("transformers", "median_ms"),
@@ -215,7 +224,6 @@ SOURCES = {
         "32,100 MiB": lambda: peak("accelerate"),
         "142 ms": lambda: optimizer_step("trainer", "median_ms", THIRD),
         "30,000 MiB": lambda: peak("trainer", THIRD),
-        "53 %": lambda: 100 * optimizer_step("trainer", "mfu", THIRD),
         "0.686 ms": lambda: packed("now", "backward"),
         "0.485 ms": lambda: packed("other", "backward"),
         "35.8 ms": lambda: timed(MOE, "native", THIRD),
@@ -227,9 +235,6 @@ SOURCES = {
         "0.656 ms": lambda: timed(ADAMW, "triton", THIRD),
         "373 µs": lambda: host(ADAMW, "torch-fused"),
         "752 µs": lambda: host(ADAMW, "triton"),
-        "44.8 %": lambda: 100 * optimizer_step("trainer", "mfu_documents", THIRD),
-        "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
-        "70 %": norms_apart,
         "3.56 ms": lambda: attention("native"),
         "3.13 ms": lambda: attention("flash_attention_4"),
         "3.47 ms": lambda: attention("triton"),
@@ -290,10 +295,7 @@ SOURCES = {
         "44.4 %": lambda: shared("8:1", "promised"),
         "44.8 %": lambda: shared("8:1", "saved"),
         "2 x": CUSTOM,
-        "3.6 minutes": (
-            "bench/results/training-preference-amd-epyc-2026-11-26/README.md",
-            "It took 3.6 minutes in all",
-        ),
+        "3.6 minutes": (OF_2026_11_26, "It took 3.6 minutes in all"),
         "1,024 MiB": lambda: of_data("data_memory", lambda r: r["bytes"]) / 2**20,
         "531 MiB": lambda: of_data("data_memory", lambda r: r["prepare"]["peak_mib"]["anonymous"]),
         "470 MiB": lambda: of_data("data_memory", lambda r: r["read"]["peak_mib"]["anonymous"]),
@@ -314,10 +316,7 @@ SOURCES = {
         "2.9 minutes": lambda: minutes("demo"),
     },
     "docs/comparison.md": {
-        "53 %": lambda: 100 * optimizer_step("trainer", "mfu", THIRD),
-        "44.8 %": lambda: 100 * optimizer_step("trainer", "mfu_documents", THIRD),
-        "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
-        "70 %": norms_apart,
+        **OPTIMIZER_STEPS,
         "1.74 ms": lambda: packed("now"),
         "0.661 ms": lambda: packed("other"),
         "5.0 times": of_compile,
@@ -333,6 +332,7 @@ SOURCES = {
     },
     "docs/tested.md": {
         "60 minutes": "an argument of the command",
+        "34 minutes": "of one run, on the machine and the day that its sentence names",
         "80 GB": "the name of the device",
         "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
     },

@@ -35,10 +35,12 @@ def op(monkeypatch):
 
 @pytest.fixture
 def table():
-    """hadamard's implementations, restored after the test."""
-    before = HADAMARD.implementations
+    """Implementations, restored after the test."""
+    ops = HADAMARD, ATTENTION, RMSNORM, AQN_NOISE
+    before = [op.implementations for op in ops]
     yield
-    HADAMARD.implementations = before
+    for op, implementations in zip(ops, before, strict=True):
+        op.implementations = implementations
 
 
 # ---- registered by a program
@@ -87,6 +89,9 @@ def test_compiled_code_follows(op):
     assert step(x) == 3 and step(x) == 3 and counter.frame_count == 2
 
 
+UNASKED = "has `refuses`, which is never called: calls of this op"
+
+
 @pytest.mark.parametrize(
     "name, implementation, before, error, sentence",
     [
@@ -98,13 +103,7 @@ def test_compiled_code_follows(op):
         ("probe", times("new", 3), "thre", ValueError, "unknown implementation 'thre'"),
         ("probe", lambda x: x, None, TypeError, "must be a tilewright.Implementation, got <func"),
         ("probe", times(3, 3), None, TypeError, "name must be a str, got 3"),
-        (
-            "probe",
-            times("new", 3, refuses=lambda request: "never asked"),
-            None,
-            ValueError,
-            "probe: implementation 'new' has `refuses`, which is never called: calls of this op",
-        ),
+        ("probe", times("new", 3, refuses=lambda request: None), None, ValueError, UNASKED),
     ],
 )
 def test_what_cannot_be_added_is_refused(op, name, implementation, before, error, sentence):
@@ -113,24 +112,23 @@ def test_what_cannot_be_added_is_refused(op, name, implementation, before, error
     assert op.names() == ["two", "eager"]
 
 
-def test_auto_steps_over_what_an_added_implementation_refuses():
-    request = ATTENTION.requests[0]
-    before = ATTENTION.implementations
-    try:
-        new = times("new", 3, refuses=lambda r: "takes no such call" if r == request else None)
-        tilewright.register_implementation("attention", new, before=before[0].name)
-        assert ATTENTION.choose("cpu", torch.float32) == "new"
-        assert ATTENTION.choose("cpu", torch.float32, request) != "new"
-        with pytest.raises(ImplementationUnavailable, match=r"attention\[new\]: takes no such"):
-            ATTENTION.resolve("new", "cpu", torch.float32, request)
-    finally:
-        ATTENTION.implementations = before
+def test_auto_steps_over_what_an_added_implementation_refuses(table):
+    request, first = ATTENTION.requests[0], ATTENTION.implementations[0].name
+    new = times("new", 3, refuses=lambda r: "takes no such call" if r == request else None)
+    tilewright.register_implementation("attention", new, before=first)
+    assert ATTENTION.choose("cpu", torch.float32) == "new"
+    assert ATTENTION.choose("cpu", torch.float32, request) != "new"
+    with pytest.raises(ImplementationUnavailable, match=r"attention\[new\]: takes no such"):
+        ATTENTION.resolve("new", "cpu", torch.float32, request)
+
+
+def add(op, load):
+    tilewright.register_implementation(op, Implementation("acme", load, devices=("cpu",)))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_norm_draws_noise_by_the_added_implementation_of_its_name(compiled):
+def test_a_norm_draws_noise_by_the_added_implementation_of_its_name(compiled, table):
     """Also where code was compiled before it was added."""
-    before = [(op, op.implementations) for op in (RMSNORM, AQN_NOISE)]
     x, weight, noise = torch.ones(2, 16), torch.ones(16), AQN(0.5, 1)
 
     def norm(x):
@@ -139,19 +137,11 @@ def test_a_norm_draws_noise_by_the_added_implementation_of_its_name(compiled):
     if compiled:
         torch._dynamo.reset()
         norm = torch.compile(norm, backend="eager", fullgraph=True)
-    try:
-        acme = Implementation("acme", lambda: rmsnorm_eager, devices=("cpu",))
-        tilewright.register_implementation("rmsnorm", acme)
-        expected = rmsnorm(x, weight, noise=noise, implementation="eager")
-        torch.testing.assert_close(norm(x), expected)
-        acme = Implementation(
-            "acme", lambda: lambda like, first, n, *rest: like.new_ones(n), devices=("cpu",)
-        )
-        tilewright.register_implementation("aqn_noise", acme)
-        torch.testing.assert_close(norm(x), torch.full((2, 16), 1.5))
-    finally:
-        for op, implementations in before:
-            op.implementations = implementations
+    add("rmsnorm", lambda: rmsnorm_eager)
+    expected = rmsnorm(x, weight, noise=noise, implementation="eager")
+    torch.testing.assert_close(norm(x), expected)
+    add("aqn_noise", lambda: lambda like, first, n, *rest: like.new_ones(n))
+    torch.testing.assert_close(norm(x), torch.full((2, 16), 1.5))
 
 
 def product(x, size, seed, inverse, factor=1.0):
@@ -167,41 +157,42 @@ def product(x, size, seed, inverse, factor=1.0):
     return (y * (1 + at)).to(x.dtype)
 
 
+def check(*options):
+    return cli.main(["check", "hadamard", "--device", "cpu", "--implementation", *options])
+
+
 @pytest.mark.parametrize("factor, rc", [(1.0, 0), (1.05, 1)], ids=["right", "wrong"])
 def test_it_is_held_to_the_contract_from_the_command_line(table, capsys, factor, rc):
-    acme = Implementation("acme", lambda: lambda *a: product(*a, factor=factor), devices=("cpu",))
-    tilewright.register_implementation("hadamard", acme)
-    check = ["check", "hadamard", "--implementation", "acme", "--device", "cpu"]
-    assert cli.main([*check, "--dtype", "float32"]) == rc
+    add("hadamard", lambda: lambda *a: product(*a, factor=factor))
+    assert check("acme", "--dtype", "float32") == rc
     out = capsys.readouterr().out
     assert ("BROKEN at [0" in out) == bool(rc) and "acme: takes no signs" in out
-    assert cli.main([*check, "--dtype", "float64"]) == 1
+    assert check("acme", "--dtype", "float64") == 1
     assert "takes float32, bfloat16, float16, not float64" in capsys.readouterr().err
 
 
-def test_an_implementation_that_raises_breaks_the_contract(table, capsys):
-    tilewright.register_implementation("hadamard", Implementation("acme", lambda: lambda x: x))
-    assert cli.main(["check", "hadamard", "--implementation", "acme", "--device", "cpu"]) == 1
-    assert "raises TypeError" in capsys.readouterr().out
+def refuses(*arguments):
+    raise ImplementationUnavailable("acme: computes nothing")
+
+
+@pytest.mark.parametrize(
+    "way, said",
+    [(lambda x: x, "raises TypeError"), (refuses, "0 hold, 0 break")],
+    ids=["raises", "computes nothing"],
+)
+def test_an_implementation_without_a_result_does_not_pass(table, capsys, way, said):
+    add("hadamard", lambda: way)
+    assert check("acme") == 1 and said in capsys.readouterr().out
 
 
 def test_check_refuses_what_it_does_not_know(capsys):
-    assert cli.main(["check", "nope", "--implementation", "eager"]) == 2
-    assert "unknown op 'nope'" in capsys.readouterr().err
-    assert cli.main(["check", "hadamard", "--implementation", "nope"]) == 2
-    assert "unknown implementation 'nope'" in capsys.readouterr().err
-    assert cli.main(["check", "hadamard"]) == 2
-    said = "tilewright check: --implementation is one of auto, triton, cpp, eager\n"
-    assert capsys.readouterr().err == said
-
-
-def test_an_implementation_that_computes_nothing_does_not_pass(table, capsys):
-    def refuses(*arguments):
-        raise ImplementationUnavailable("acme: computes nothing")
-
-    tilewright.register_implementation("hadamard", Implementation("acme", lambda: refuses))
-    assert cli.main(["check", "hadamard", "--implementation", "acme", "--device", "cpu"]) == 1
-    assert "0 hold, 0 break" in capsys.readouterr().out
+    for arguments, said in (
+        (["nope", "--implementation", "eager"], "unknown op 'nope'"),
+        (["hadamard", "--implementation", "nope"], "unknown implementation 'nope'"),
+        (["hadamard"], "check: --implementation is one of auto, triton, cpp, eager\n"),
+    ):
+        assert cli.main(["check", *arguments]) == 2
+        assert said in capsys.readouterr().err
 
 
 # ---- installed
@@ -214,7 +205,7 @@ from tilewright import Implementation, ImplementationUnavailable
 
 def load():
     import tilewright.ops  # what an implementation needs is imported when it is used
-    from {test} import product
+    from acme_product import product
     from tilewright.ops.quant.hadamard import hadamard_eager
 
     def matrix(x, size, seed, inverse):
@@ -262,7 +253,7 @@ codes = [
     cli.main(["explain", "--all", "--device", "cpu"]),
     cli.main(["check", "hadamard", "--implementation", "matrix", "--device", "cpu",
               "--dtype", "float32"]),
-    bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", CASE,
+    bench.main(["run", "--op", "hadamard", "--provider", "matrix", "--case", "qwen3-8b",
                 "--dtype", "float32", "--device", "cpu", "--rounds", "1",
                 "--sample-ms", "0", "--out", sys.argv[1]]),
 ]
@@ -281,41 +272,32 @@ def test_a_distribution_adds_implementations_by_entry_points(compiling, tmp_path
     others = [f"{name}.early = acme_early:early\n" for name in OPS if name != "hadamard"]
     (info / "entry_points.txt").write_text("".join((POINTS, *others)))
     (site / "acme_early.py").write_text(EARLY)
-    (site / "acme.py").write_text(PACKAGE.replace("{test}", "acme_product"))
+    (site / "acme.py").write_text(PACKAGE)
     (site / "acme_broken.py").write_text("import a_missing_package\n")
     head = "import torch\nfrom tilewright import ImplementationUnavailable\n\n"
     (site / "acme_product.py").write_text(head + inspect.getsource(product))
-    run = subprocess.run(
-        [compiling, "-c", SCRIPT.replace("CASE", "'qwen3-8b'"), out, site],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [compiling, "-c", SCRIPT, out, site]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     rows = {line.split()[1]: line for line in lines if line.startswith("hadamard ")}
     assert sum(" early " in line and "says no" in line for line in lines) == len(OPS) - 1
     assert rows["matrix"].endswith("usable")
     package = "of acme-kernels 1.2"
-    for name, point, reason in (
-        ("broken", "broken", "does not import: ModuleNotFoundError: No module named 'a_missing"),
-        ("number", "number", "is no tilewright.Implementation, but 3"),
-        ("acme:cpp", "cpp", "the name 'cpp' is taken"),
-        ("renamed", "renamed", "holds an implementation called 'another'"),
-        ("aliased", "aliased", "the name 'triton' is taken"),
-        (
-            "picky",
-            "picky",
-            "has `refuses`, which is never called: calls of this op pass no request",
-        ),
-    ):
+    for name, reason in {
+        "broken": "does not import: ModuleNotFoundError: No module named 'a_missing",
+        "number": "is no tilewright.Implementation, but 3",
+        "acme:cpp": "the name 'cpp' is taken",
+        "renamed": "holds an implementation called 'another'",
+        "aliased": "the name 'triton' is taken",
+        "picky": f"{UNASKED} pass no request",
+    }.items():
+        point = name.removeprefix("acme:")
         assert f"entry point 'hadamard.{point}' {package}: {reason}" in rows[name]
-    assert "entry point 'hadamard' of acme-kernels 1.2: has no name" in rows["acme:"]
-    assert any(
-        line.startswith(f"entry point 'hadamrd.matrix' {package}: unknown op 'hadamrd'; did you")
-        for line in lines
-    )
+    assert f"entry point 'hadamard' {package}: has no name" in rows["acme:"]
+    unknown = f"entry point 'hadamrd.matrix' {package}: unknown op 'hadamrd'; did you"
+    assert any(line.startswith(unknown) for line in lines)
     assert json.loads(lines[-1]) == [0, 0, 0]
     units = [json.loads(line) for line in (out / "suite.jsonl").read_text().splitlines()]
     timed = [row for unit in units for row in unit.get("rows", ()) if row.get("provider")]

@@ -35,12 +35,8 @@ def test_a_call_measures_what_has_no_row(asked, tmp_path, capsys):
     assert main([*given, "--schedule", "GPipe,1F1B"]) == 0
     assert asked == [("pp x tp", "GPipe"), ("pp x tp", "1F1B")]
     rows = json.loads((tmp_path / memory.FILE).read_text())["rows"]
-    assert [(r["schedule"], r["rank"]) for r in rows] == [
-        ("1F1B", 0),
-        ("1F1B", 2),
-        ("GPipe", 0),
-        ("GPipe", 2),
-    ]
+    found = [(r["schedule"], r["rank"]) for r in rows]
+    assert found == [(schedule, rank) for schedule in ("1F1B", "GPipe") for rank in (0, 2)]
     line = "| pp x tp | 1F1B | 9.00, 9.00 | 10.00, 12.00, 10.00, 12.00 | 0.750 to 0.900 |"
     assert line in (tmp_path / "README.md").read_text() and line in capsys.readouterr().out
 
@@ -56,8 +52,7 @@ def test_the_committed_plans_are_within_what_the_documentation_says():
     [path] = (memory.ROOT / "bench/results").glob("memory-plan-*/memory.json")
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2 * len(memory.LAYOUTS) * len(memory.SCHEDULES)
-    assert (
-        "nine layouts with five schedules" in (memory.ROOT / "docs/trainer/memory.md").read_text()
-    )
+    said = (memory.ROOT / "docs/trainer/memory.md").read_text()
+    assert "nine layouts with five schedules" in said
     for row in rows:
         assert row["counted"] == pytest.approx([row["planned"]] * len(row["counted"]), rel=0.1)

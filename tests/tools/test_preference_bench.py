@@ -1,9 +1,7 @@
 """The benchmark of preference training: the trainer and TRL take the same steps."""
 
+import functools
 import json
-import os
-import pathlib
-import types
 
 import forked
 import pytest
@@ -16,40 +14,32 @@ pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytestmark = pytest.mark.packages
 
-ROOT = pathlib.Path(__file__).parents[2]
-# Of both, and of what counts: each process would import them for ten seconds of a processor's time.
+# Of both, and of what counts.
 IMPORTS = """
-import torch
-torch.set_num_threads(1)  # a fork has no pool of threads
 import bench.predicted.step, bench.preference, tilewright.trainer.train
 import datasets, transformers.models.llama.modeling_llama, trl.trainer.dpo_trainer
 """
 
 
-@pytest.fixture(scope="module")
-def python():
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}", "OMP_NUM_THREADS": "1"}
-    with forked.python(IMPORTS, ROOT, variables) as command:
-        yield command
+@pytest.fixture(scope="module", autouse=True)
+def forks():
+    with forked.starts(preference, IMPORTS):
+        yield
 
 
-@pytest.fixture(autouse=True)
-def forks(python, monkeypatch):
-    """The bench's processes are forked from one that has imported what they need."""
-    monkeypatch.setattr(preference, "sys", types.SimpleNamespace(executable=str(python)))
-
-
-def test_the_trainer_and_trl_take_the_same_steps(tmp_path, capsys):
-    options = {"layers": 1, "tokens": 32, "steps": 3, "rounds": 1, "out": tmp_path}
+def call(*flags, **options):
     arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    assert main(["preference", *arguments]) == 0, "losses agree"
+    return main(["preference", *flags, *arguments])
+
+
+def test_the_trainer_and_trl_take_the_same_steps(tmp_path, capsys, monkeypatch):
+    small = functools.partial(preference.Shape, vocabulary=4096)
+    monkeypatch.setattr(preference, "Shape", small)
+    assert call(layers=1, tokens=32, steps=3, rounds=1, out=tmp_path) == 0, "losses agree"
     document = json.loads((tmp_path / "preference.json").read_text())
     rows = {(row["provider"], row["recomputed"]): row for row in document["rows"]}
-    assert [(c["trainer"], c["trl"]) for c in document["comparisons"]] == [
-        ("nothing", "nothing"),
-        ("mlp", "nothing"),
-        ("layers", "layers"),
-    ]
+    pairs = [("nothing", "nothing"), ("mlp", "nothing"), ("layers", "layers")]
+    assert [(c["trainer"], c["trl"]) for c in document["comparisons"]] == pairs
     for found in document["comparisons"]:
         ours, theirs = rows["trainer", found["trainer"]], rows["trl", found["trl"]]
         assert 0 < found["losses_differ"] < 1e-4 and len({*ours["losses"]}) == 3
@@ -62,13 +52,9 @@ def test_the_trainer_and_trl_take_the_same_steps(tmp_path, capsys):
 def test_a_step_is_counted_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(preference, "PROVIDERS", (("trainer", "nothing"), ("trl", "nothing")))
     tokens = 64  # so that a pair fills its bin, which is padded to a multiple of 128
-    options = {"layers": 1, "tokens": tokens, "out": tmp_path}
-    arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    assert main(["preference", "--count", *arguments]) == 0
+    assert call("--count", layers=1, tokens=tokens, out=tmp_path) == 0
     rows = json.loads((tmp_path / "counted.json").read_text())["rows"]
-    [ours, theirs] = [
-        r for r in rows if (r["products"], r["recomputed"]) == ("bfloat16", "nothing")
-    ]
+    [ours, theirs] = [r for r in rows if r["products"] == "bfloat16"]
     layer = 2 * 2 * tokens * 576 * (960 + 576 + 3 * 1536)  # of two documents
     head = 2 * 2 * tokens * 576 * 49152
     # The reference's forward, the policy's, and two products for each in backward, in which the

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import textwrap
 import types
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from bench import search, suite, variants
 from bench.__main__ import main
-from bench.stages import checks, goals, smoke
+from bench.stages import checks, goals, smoke, tools
 from bench.variants import Variant
 from tilewright.bench import (
     contract,
@@ -63,118 +62,97 @@ from tilewright.ops.norm.rmsnorm import RMSNORM, rmsnorm_eager
 # Deadlines that never come, and a moment after all others, also as JSON.
 FOREVER, LATER = math.inf, 1e12
 META = {"device": "a cpu", "source": "1", "versions": {}}
+# What a search's results are marked with.
+DATED = {**META, "device_type": "cpu", "date": "2026-01-01", "commit": None, "dirty": None}
+ROOFLINE = {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}}
+ROOT = sources.PACKAGE.parent
 RAGGED = next(c for c in RMSNORM.cases if c.name == "ragged")
 
 
-def counting(name, log, fail=None, limit=60.0):
+def counting(name, log, fail=None):
     def make():
         log.append(name)
         if fail:
             raise fail
         return {"value": name}
 
-    return Unit(name, make, {"value": None}, limit)
+    return Unit(name, make, {"value": None}, 60.0)
+
+
+def work(folder, *units, until=FOREVER, meta=META, **options):
+    runner.work(units, folder, until, meta, **options)
 
 
 # ---- one process
 
 
-def test_what_is_there_from_the_same_sources_is_not_made_again(tmp_path):
-    log = []
-    units = [
-        counting("a/one", log),
-        counting("a/two", log, ValueError("no\nmore")),
-        counting("b", log),
-    ]
+def test_what_is_there_is_not_made_again(tmp_path):
+    log, ticks = [], iter(range(9))
+    failing = counting("a/two", log, ValueError("no\nmore"))
+    units = [counting("a/one", log), failing, counting("b", log)]
+    work(tmp_path, *units, until=0.0)
+    assert log == [] and not list(tmp_path.iterdir()), "nothing is begun when time is out"
     for _ in range(2):
-        runner.work(units, tmp_path, FOREVER, META)
+        work(tmp_path, *units, now=lambda: {"date": next(ticks)})
     assert log == ["a/one", "a/two", "b"]
     document = value(tmp_path, "a/one")
-    assert document["value"] == "a/one" and document["meta"] == META and document["seconds"] >= 0
-    assert document["attempts"] == 1
+    assert document["value"] == "a/one" and document["seconds"] >= 0 and document["attempts"] == 1
+    assert document["meta"] == {**META, "date": 0} and value(tmp_path, "b")["meta"]["date"] == 2
     assert value(tmp_path, "a/two")["error"] == "ValueError: no"
     assert not list(tmp_path.glob("running*"))
-    for field, other in (("source", "2"), ("versions", {"torch": "9"})):
-        runner.work(units[:1], tmp_path, FOREVER, {**META, field: other})
-        runner.work(units[:1], tmp_path, FOREVER, META)
-        assert len(log) == 5, field
-        del log[3:]
-    changed = {**META, "source": "2"}
-    runner.work(units[:1], tmp_path, FOREVER, changed, keep=True)
-    assert len(log) == 3
-    runner.work(units[:1], tmp_path, FOREVER, changed)
-    assert len(log) == 4
-    runner.work(units[:1], tmp_path, FOREVER, {**changed, "device": "another"}, keep=True)
-    assert len(log) == 5, "no number of one device may stand for another's"
 
 
-def test_what_was_made_with_other_options_is_made_again(tmp_path):
+def test_what_was_made_from_other_sources_versions_or_options_is_made_again(tmp_path):
     log = []
     one = replace(counting("a", log), options={"dtypes": ("float32", "bfloat16"), "slack": 8.0})
-    for _ in range(2):
-        runner.work([one], tmp_path, FOREVER, META)
-    assert log == ["a"]
-    runner.work(
-        [replace(one, options={"dtypes": ["float32"], "slack": 8.0})],
-        tmp_path,
-        FOREVER,
-        META,
-        keep=True,
-    )
-    assert log == ["a", "a"], "--keep is for other sources, not for other questions"
+    narrow = replace(one, options={"dtypes": ["float32"], "slack": 8.0})
+    changed, newer = {**META, "source": "2"}, {**META, "versions": {"torch": "9"}}
+    elsewhere = {**changed, "device": "another"}
+    for unit, meta, keep, times in (
+        (one, META, False, 1),
+        (one, META, False, 0),
+        (one, newer, False, 1),
+        (one, META, False, 1),
+        (one, changed, True, 0),
+        (one, changed, False, 1),
+        (one, elsewhere, True, 1),  # no number of one device may stand for another's
+        (narrow, elsewhere, True, 1),  # --keep is for other sources, not for other questions
+    ):
+        log.clear()
+        work(tmp_path, unit, meta=meta, keep=keep)
+        assert len(log) == times, (unit.options, meta, keep)
 
 
 def test_what_failed_is_tried_again_by_later_calls_and_not_for_ever(tmp_path):
     log = []
     unit = counting("a", log, MemoryError("full"))
     for _ in range(3):  # one call, whose worker was restarted twice
-        runner.work([unit], tmp_path, FOREVER, META, since=0.0)
+        work(tmp_path, unit, since=0.0)
     assert len(log) == 1
     for _ in range(5):
-        runner.work([unit], tmp_path, FOREVER, META, since=LATER)
+        work(tmp_path, unit, since=LATER)
     assert len(log) == runner.ATTEMPTS == value(tmp_path, "a")["attempts"]
     (tmp_path / store.FILE).unlink()
-    runner.work([unit], tmp_path, FOREVER, META, since=LATER)
-    runner.work([counting("a", log)], tmp_path, FOREVER, META, since=LATER)
+    work(tmp_path, unit, since=LATER)
+    work(tmp_path, counting("a", log), since=LATER)
     assert value(tmp_path, "a")["value"] == "a" and "error" not in value(tmp_path, "a")
 
 
 def test_a_number_that_json_does_not_have_costs_one_unit(tmp_path):
-    unit = Unit("a", lambda: {"value": float("nan")}, {"value": None})
     log = []
-    runner.work([unit, counting("b", log)], tmp_path, FOREVER, META)
-    assert (
-        value(tmp_path, "a")["value"] is None
-        and "ValueError" in value(tmp_path, "a")["error"]
-        and log == ["b"]
-    )
+    unit = Unit("a", lambda: {"value": float("nan")}, {"value": None})
+    work(tmp_path, unit, counting("b", log))
+    found = value(tmp_path, "a")
+    assert found["value"] is None and "ValueError" in found["error"] and log == ["b"]
 
 
 def test_what_there_was_no_time_for_goes_last(tmp_path):
     log = []
     store.append(tmp_path / store.FILE, "a", {"late": True})
     failed = counting("b", log, ValueError("no"))
-    runner.work([failed], tmp_path, FOREVER, META)
-    runner.work(
-        [counting("a", log), failed, counting("c", log)],
-        tmp_path,
-        FOREVER,
-        META,
-        since=LATER,
-    )
+    work(tmp_path, failed)
+    work(tmp_path, counting("a", log), failed, counting("c", log), since=LATER)
     assert log == ["b", "c", "b", "a"], "what was never tried, what failed, what took too long"
-
-
-def test_each_document_has_its_own_moment(tmp_path):
-    ticks = iter(range(9))
-    runner.work(
-        [counting("a", []), counting("b", [])],
-        tmp_path,
-        FOREVER,
-        META,
-        now=lambda: {"date": next(ticks)},
-    )
-    assert [value(tmp_path, n)["meta"]["date"] for n in "ab"] == [0, 1]
 
 
 def test_a_folder_is_for_one_call_at_a_time(tmp_path):
@@ -192,16 +170,10 @@ def test_a_folder_is_for_one_call_at_a_time(tmp_path):
         pass
 
 
-def test_nothing_is_begun_when_time_is_out(tmp_path):
-    log = []
-    runner.work([counting("a", log)], tmp_path, 0.0, META)
-    assert log == [] and not list(tmp_path.iterdir())
-
-
 # ---- supervised processes
 
 WORKER = """
-import itertools, os, pathlib, subprocess, sys, time, types
+import itertools, os, pathlib, subprocess, sys, time, types, torch
 from tilewright.bench import runner, timing
 out, until, slot = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 {CLOCK}
@@ -215,15 +187,19 @@ def later(seconds):
     (out / "seconds").rename(out / "later")
     from helpers import until
     until(lambda: not (out / "later").exists())
-def out_of_time():
-    later(40_000)  # than any clock of write_parts
-    stuck()
 def lose():
     raise timing.DeviceLost("triton bfloat16: an illegal memory access")
+def lose_silently():
+    def sticky():
+        raise RuntimeError("an illegal memory access")
+    torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = sticky
+    1 / 0
 def breed():
     child = subprocess.Popen(["sleep", "600"])
     (out / "child").write_text(str(child.pid))
-    out_of_time()
+    later(40_000)  # than any clock of write_parts
+    stuck()
 def write_parts():
     for i in range(1, 4):
         runner.time.time = lambda: {START} + 2000 * i
@@ -282,32 +258,25 @@ class Clock:
         self.ahead = float(self.later.read_text()) if self.later.exists() else 0.0
 
 
-def watch(tmp_path, units, workers=1, late=lambda out: False, real=False):
-    """late: whether time is up, given the folder.   real: with the system's clock, and in processes
-    that were not forked. Returns the folder, the output and whether time was up.
+def watch(tmp_path, units, late=lambda out: False, ticking=True):
+    """late: whether time is up, given the folder.   ticking: with a clock of the test's, not the
+    system's. Returns the folder, the output and whether time was up.
     """
     script = tmp_path / "worker.py"
-    parts = {"{UNITS}": units, "{CLOCK}": "" if real else TICKING, "{START}": str(START)}
+    parts = {"{UNITS}": units, "{CLOCK}": TICKING if ticking else "", "{START}": str(START)}
     script.write_text(functools.reduce(lambda s, part: s.replace(*part), parts.items(), WORKER))
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
     end = End(lambda: late(out))
     said = []
+    command = [sys.executable, str(script), str(out), str(float(end)), "0"]
     with pytest.MonkeyPatch.context() as patch:
-        if not real:
+        patch.setattr(runner, "subprocess", forked.IN_PLACE)
+        if ticking:
             clock = Clock(out)
             patch.setattr(runner, "time", types.SimpleNamespace(time=clock.time, sleep=clock.sleep))
-            patch.setattr(runner, "subprocess", forked.IN_PLACE)
-        runner.supervise(
-            [
-                [sys.executable, str(script), str(out), str(float(end)), str(i)]
-                for i in range(workers)
-            ],
-            out,
-            end,
-            say=said.append,
-            stream=tmp_path / "lines.jsonl",
-        )
+        stream = tmp_path / "lines.jsonl"
+        runner.supervise([command], out, end, say=said.append, stream=stream)
     return out, "\n".join(said), end.has_come
 
 
@@ -334,14 +303,12 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
         """[
         unit("first", lambda: {"found": [1]}), unit("crash", lambda: os.abort()),
         unit("hang", stuck, 1.0), unit("last", lambda: {"found": [2]})]""",
-        real=True,
+        ticking=False,
     )
+    crash, hang = value(out, "crash"), value(out, "hang")
     assert value(out, "first")["found"] == [1] and value(out, "last")["found"] == [2]
-    assert "SIGABRT" in value(out, "crash")["error"] and value(out, "crash")["found"] == []
-    assert (
-        "within 1 s" in value(out, "hang")["error"]
-        and value(out, "hang")["meta"]["device"] == "a cpu"
-    )
+    assert "SIGABRT" in crash["error"] and crash["found"] == []
+    assert "within 1 s" in hang["error"] and hang["meta"]["device"] == "a cpu"
     assert "crash: its process died" in said and not list(out.glob("running*"))
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [line["unit"] for line in lines] == ["crash", "hang"], "the supervisor's own documents"
@@ -351,20 +318,27 @@ def test_a_crash_and_a_hang_cost_one_unit_each(tmp_path):
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path):
     units = """[unit("quick", lambda: {"found": [1]}), unit("slow", stuck), unit("never", turn)]"""
     out, said, up = watch(tmp_path, units, late=at("slow"))
-    assert up and "quick" in store.documents(out)
-    assert not list(out.glob("running*"))
+    assert up and "quick" in store.documents(out) and not list(out.glob("running*"))
     late = value(out, "slow")
     assert "slow: out of time" in said and late["late"] and late["unfinished"]
     assert "error" not in late, "it may need just the time that was left"
+    # With a part of an earlier call, which stays.
+    part = {"meta": META, "unfinished": True, "found": [1]}
+    store.append(out / store.FILE, "slow", part)
+    watch(tmp_path, units, late=at("slow"))
+    assert value(out, "slow") == {**part, "late": True} and "never" not in store.documents(out)
     out, _, _ = watch(tmp_path, units.replace("stuck", "turn"))
     assert [value(out, n)["found"] for n in ("never", "slow")] == [[1], [2]], "slow goes last"
     assert "late" not in value(out, "slow")
 
 
 def test_a_lost_device_is_told_with_its_cause_and_the_rest_goes_on_in_another_process(tmp_path):
-    out, _, _ = watch(tmp_path, """[unit("before", me), unit("lost", lose), unit("after", me)]""")
+    """Also for a unit that catches nothing itself, such as the roofline."""
+    units = [("before", "me"), ("lost", "lose"), ("after", "me"), ("silently", "lose_silently")]
+    out, _, _ = watch(tmp_path, f"[{', '.join(f'unit({n!r}, {make})' for n, make in units)}]")
     assert value(out, "lost")["error"] == "triton bfloat16: an illegal memory access"
     assert value(out, "before")["found"] != value(out, "after")["found"]
+    assert "ZeroDivisionError" in value(out, "silently")["error"]
 
 
 def test_the_device_is_asked_after_an_exception(monkeypatch):
@@ -372,33 +346,26 @@ def test_the_device_is_asked_after_an_exception(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    tasks = {"bad": lambda: 1 / 0, "good": lambda: None}
-    timings, errors = timing.interleave(tasks, timing.CpuClock(0.0), rounds=1)
+    tasks, clock = {"bad": lambda: 1 / 0, "good": lambda: None}, timing.CpuClock(0.0)
+    timings, errors = timing.interleave(tasks, clock, rounds=1)
     assert list(timings) == ["good"] and list(errors) == ["bad"]
 
     def sticky():
         raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(torch.cuda, "synchronize", sticky)
-    with pytest.raises(timing.DeviceLost, match="bad: ZeroDivisionError"):
-        timing.interleave(tasks, timing.CpuClock(0.0), rounds=1)
-    with pytest.raises(timing.DeviceLost, match="broken float32: RuntimeError: an illegal address"):
-        planned(fake_op(broken=raises), "parity")[0].make()
-    op = fake_op(right=rmsnorm_eager)
-    unit = checks.check_unit("big", op, RAGGED, "cpu", [torch.float32], raises, lambda *_: None)
-    with pytest.raises(timing.DeviceLost, match="right float32: RuntimeError: an illegal address"):
-        unit.make()
-    with pytest.raises(timing.DeviceLost, match="broken: RuntimeError"):
-        run.measure(
-            fake_op(broken=raises),
-            RAGGED,
-            "cpu",
-            torch.float32,
-            timing.Roofline(1e10, {}),
-            timing.CpuClock(0.0),
-            run.Settings(rounds=1),
-            only=["broken"],
-        )
+    op = fake_op(broken=raises)
+    check = checks.check_unit("big", op, RAGGED, "cpu", [torch.float32], raises, lambda *_: None)
+    roof, settings = timing.Roofline(1e10, {}), run.Settings(rounds=1)
+    given = op, RAGGED, "cpu", torch.float32, roof, clock, settings
+    for what, said in (
+        (lambda: timing.interleave(tasks, clock, rounds=1), "bad: ZeroDivisionError"),
+        (planned(op, "parity")[0].make, "broken float32: RuntimeError: an illegal address"),
+        (check.make, "broken float32: RuntimeError: an illegal address"),
+        (lambda: run.measure(*given, only=["broken"]), "broken: RuntimeError"),
+    ):
+        with pytest.raises(timing.DeviceLost, match=said):
+            what()
 
 
 def alive(pid):
@@ -408,26 +375,27 @@ def alive(pid):
         return False
 
 
-def test_what_a_worker_has_started_ends_with_it(tmp_path):
+def test_a_limit_counts_from_what_was_last_written_and_ends_what_a_worker_has_started(tmp_path):
     """Compilers run in processes of their own."""
-    out, _, _ = watch(tmp_path, """[unit("hang", breed, 3000.0)]""")
+    script = """[unit("parts", write_parts, 3000.0), unit("hang", breed, 3000.0)]"""
+    out, _, _ = watch(tmp_path, script)
+    assert value(out, "parts")["found"] == [1, 2, 3] and "error" not in value(out, "parts")
     assert "within 3000 s" in value(out, "hang")["error"]
     child = (out / "child").read_text()
     until(lambda: not alive(child))  # killed with the worker, but not waited for
 
 
 def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
-    worker = tmp_path / "worker.py"
+    worker, boss = tmp_path / "worker.py", tmp_path / "boss.py"
     worker.write_text(
         "import os, pathlib, sys, time\nfrom tilewright.bench import runner\n"
         "runner.begin_worker(os.getppid())\n"
         "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
-    boss = tmp_path / "boss.py"
     boss.write_text(
         "import pathlib, sys\nfrom tilewright.bench import runner\n"
-        "runner.supervise([[sys.executable, *sys.argv[1:]]], pathlib.Path(sys.argv[2]), "
-        "float('inf'))"
+        "command = [sys.executable, *sys.argv[1:]]\n"
+        "runner.supervise([command], pathlib.Path(sys.argv[2]), float('inf'))"
     )
     process = forked.Forked([sys.executable, str(boss), str(worker), str(tmp_path)])
 
@@ -441,35 +409,6 @@ def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
     until(lambda: not alive(pid))
 
 
-def test_a_worker_whose_supervisor_is_gone_already_does_not_begin(tmp_path, capfd):
-    code = "from tilewright.bench import runner; runner.begin_worker(1); print('began')"
-    (tmp_path / "worker.py").write_text(code)
-    assert forked.Forked([sys.executable, str(tmp_path / "worker.py")]).wait() == 1
-    assert capfd.readouterr().out == ""
-
-
-def test_a_hang_with_a_file_of_its_own_does_not_stop_the_rest(tmp_path):
-    """A unit that failed in an earlier call, or has written a part: the next call does not begin
-    with it again.
-    """
-    units = """[unit("first", {FIRST}), unit("second", lambda: {"found": [2]})]"""
-    out = tmp_path / "out"
-    part = {"meta": META, "unfinished": True, "found": [1]}
-    store.append(out / store.FILE, "first", part)
-    watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
-    assert "second" not in store.documents(out)
-    assert value(out, "first") == {**part, "late": True}
-    watch(tmp_path, units.replace("{FIRST}", "stuck"), late=at("first"))
-    assert value(out, "second")["found"] == [2]
-
-
-def test_a_limit_counts_from_what_was_last_written(tmp_path):
-    script = """[unit("parts", write_parts, 3000.0), unit("stuck", out_of_time, 3000.0)]"""
-    out, _, _ = watch(tmp_path, script)
-    assert value(out, "parts")["found"] == [1, 2, 3] and "error" not in value(out, "parts")
-    assert "within 3000 s" in value(out, "stuck")["error"]
-
-
 def test_what_a_unit_saved_before_its_call_was_killed_stays(tmp_path):
     document = {"meta": META, "found": [1, 2]}
     state = {"unit": "a", "limit": 1.0, "saved": True, "document": document}
@@ -479,21 +418,18 @@ def test_what_a_unit_saved_before_its_call_was_killed_stays(tmp_path):
     assert not list(tmp_path.glob("running*"))
 
 
-def test_a_worker_that_is_silent_is_given_up(tmp_path):
-    script = tmp_path / "silent.py"
-    script.write_text("import time; time.sleep(600)")
-    said = []
-    assert (
-        runner.supervise(
-            [[sys.executable, str(script)]],
-            tmp_path,
-            FOREVER,
-            say=said.append,
-            silent=0.5,
-        )
-        is False
-    )
-    assert said == ["worker 0: was at no unit for 0.5 s"] * 2
+@pytest.mark.parametrize(
+    "code, silent, reason",
+    [
+        ("import time; time.sleep(600)", 0.5, "was at no unit for 0.5 s"),
+        ("exit(1)", 60.0, "its process died: exit code 1"),
+    ],
+    ids=["silent", "cannot start"],
+)
+def test_a_worker_that_comes_to_no_unit_is_given_up(code, silent, reason, tmp_path):
+    said, command = [], [sys.executable, "-c", code]
+    going = runner.supervise([command], tmp_path, FOREVER, say=said.append, silent=silent)
+    assert going is False and said == [f"worker 0: {reason}"] * 2
 
 
 def test_the_time_that_imports_took_is_in_the_budget(tmp_path, monkeypatch):
@@ -543,24 +479,20 @@ def test_an_interrupt_leaves_no_worker_that_is_being_started(tmp_path, monkeypat
     assert len(started) == 1 and not alive(started[0])
 
 
-def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path):
-    _, said, _ = watch(tmp_path, "no_such_name")
-    assert said.count("exit code 1") == 2
-
-
 # ---- units of the suite
 
 
-def fake_op(**implementations):
+def fake_op(options=None, goals=(), **implementations):
+    """options: of each implementation."""
+    options = {"devices": ("cpu",), "dtypes": (torch.float32,), **(options or {})}
+    tiny = Case("tiny", RAGGED.make, lambda itemsize: Cost(1000, 2000), frozenset({"cpu"}))
     op = Op(
         "rmsnorm",
         None,
         rmsnorm_eager,
-        tuple(
-            Implementation(n, lambda fn=fn: fn, devices=("cpu",), dtypes=(torch.float32,))
-            for n, fn in implementations.items()
-        ),
-        (RAGGED, Case("tiny", RAGGED.make, lambda itemsize: Cost(1000, 2000), frozenset({"cpu"}))),
+        tuple(Implementation(n, lambda fn=fn: fn, **options) for n, fn in implementations.items()),
+        (RAGGED, tiny),
+        goals=goals,
     )
 
     def public(x, weight, eps=1e-6, *, bias=None, offset=0.0, cast="llama", implementation="auto"):
@@ -579,97 +511,76 @@ def planned(op, stage, out=pathlib.Path()):
     return suite.units(stage, [op], plan.DTYPES, Chosen("cpu", settings, out))
 
 
+class Careless(torch.autograd.Function):
+    """Assumes contiguous gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.as_strided(g, g.shape, g.contiguous().stride())
+
+
+def unwritten(x, *rest):
+    y = torch.empty_like(x)
+    y[1:] = rmsnorm_eager(x, *rest)[1:]
+    return y
+
+
 def test_parity_tells_what_holds_what_is_broken_and_what_raised():
+    """In every dtype that is taken: `late` is wrong in the last."""
     op = fake_op(
-        right=rmsnorm_eager, wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02, broken=raises
+        {"dtypes": (torch.float32, torch.float16)},
+        right=rmsnorm_eager,
+        wrong=lambda x, *rest: rmsnorm_eager(x, *rest) * 1.02,
+        late=lambda x, *rest: rmsnorm_eager(x, *rest) * (1.02 if x.itemsize == 2 else 1),
+        careless=lambda x, *rest: Careless.apply(rmsnorm_eager(x, *rest)),
+        unwritten=unwritten,
+        broken=raises,
     )
     (unit,) = planned(op, "parity")
-    assert (
-        unit.name == "parity/rmsnorm.ragged"
-        and unit.source == sources.of_measured(op, "cpu") != sources.digest()
-    )
+    assert unit.name == "parity/rmsnorm.ragged"
+    assert unit.source == sources.of_measured(op, "cpu") != sources.digest()
     document = unit.make()
-    found = {r["implementation"]: r for r in document["results"]}
-    assert {n: r["status"] for n, r in found.items()} == {
+    found = {(r["implementation"], r["dtype"]): r for r in document["results"]}
+    statuses = {n: found[n, "float32"]["status"] for n in op.names() if n != "eager"}
+    assert statuses.pop("careless") in ("broken", "error")
+    assert statuses == {
         "right": "holds",
         "wrong": "broken",
+        "late": "holds",
+        "unwritten": "broken",
         "broken": "error",
     }
-    assert [t["name"] for t in found["right"]["tensors"]] == ["out 0", "grad x", "grad weight"]
-    assert all(t["error"] <= t["budget"] for t in found["right"]["tensors"])
-    assert runner.raised(document) and not runner.raised(
-        {**document, "results": [found["right"], found["wrong"]]}
-    )
-    assert "exceeds" in found["wrong"]["reason"] and "illegal address" in found["broken"]["reason"]
-    assert len(failures(document)) == 2
+    assert found["late", "float16"]["status"] == "broken"
+    assert found["right", "float16"]["status"] == "holds"
+    right, wrong = found["right", "float32"], found["wrong", "float32"]
+    assert [t["name"] for t in right["tensors"]] == ["out 0", "grad x", "grad weight"]
+    assert all(t["error"] <= t["budget"] for t in right["tensors"])
+    assert found["unwritten", "float32"]["tensors"][0]["error"] is None, "NaN: no number"
+    assert "exceeds" in wrong["reason"]
+    assert "illegal address" in found["broken", "float32"]["reason"]
+    assert runner.raised(document)
+    assert not runner.raised({**document, "results": [right, wrong]})
+    assert len(failures({**document, "results": [right, wrong]})) == 1
     json.dumps(document, allow_nan=False)
-
-
-def test_parity_sees_a_fault_that_only_strided_gradients_show():
-    class Careless(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return torch.as_strided(g, g.shape, g.contiguous().stride())  # assumes contiguous
-
-    op = fake_op(careless=lambda x, *rest: Careless.apply(rmsnorm_eager(x, *rest)))
-    (result,) = planned(op, "parity")[0].make()["results"]
-    assert result["status"] in ("broken", "error")
-
-
-def test_parity_sees_what_was_never_written():
-    def unwritten(x, weight, bias, eps, offset, cast):
-        y = torch.empty_like(x)
-        y[1:] = rmsnorm_eager(x, weight, bias, eps, offset, cast)[1:]
-        return y
-
-    (result,) = planned(fake_op(unwritten=unwritten), "parity")[0].make()["results"]
-    assert result["status"] == "broken"
-    assert next(t for t in result["tensors"] if t["name"] == "out 0")["error"] is None, (
-        "NaN: no number"
-    )
-
-
-def test_parity_goes_on_through_every_dtype_that_is_taken():
-    """An implementation that is wrong only in the last dtype."""
-
-    def late(x, *rest):
-        return rmsnorm_eager(x, *rest) * (1.02 if x.dtype == torch.float16 else 1)
-
-    op = fake_op(late=late)
-    op.implementations = (
-        replace(op.implementations[0], dtypes=(torch.float32, torch.float16)),
-        *op.implementations[1:],
-    )
-    op._by_name = {i.name: i for i in op.implementations}
-    found = planned(op, "parity")[0].make()["results"]
-    assert {r["dtype"]: r["status"] for r in found} == {"float32": "holds", "float16": "broken"}
 
 
 def test_pytorchs_own_failures_are_no_fault_of_this_library():
     result = {"dtype": "float32", "reason": "exceeds", "status": "broken"}
-    rows = [
-        {"provider": p, "status": s, "reason": "r"}
-        for p, s in (
-            ("compile", "error"),
-            ("torch", "failed"),
-            ("liger", "error"),
-            ("triton", "failed"),
-            ("cpp", "unavailable"),
-        )
-    ]
-    assert failures({"results": [{**result, "implementation": n} for n in ("torch", "cpp")]}) == [
-        "cpp float32: exceeds"
-    ]
+    results = [{**result, "implementation": n} for n in ("torch", "cpp")]
+    assert failures({"results": results}) == ["cpp float32: exceeds"]
+    statuses = {
+        "compile": "error",
+        "torch": "failed",
+        "liger": "error",
+        "triton": "failed",
+        "cpp": "unavailable",
+    }
+    rows = [{"provider": p, "status": s, "reason": "r"} for p, s in statuses.items()]
     assert failures({"rows": rows}) == ["triton: r"]
-
-
-def test_numbers_that_json_does_not_have_are_none():
-    f = contract.Finding("out 0", float("inf"), float("nan"), float("nan"), ())
-    assert checks.tensor_entry(f) == {"name": "out 0", "error": None, "eager": None, "budget": None}
 
 
 def test_a_failed_capture_says_what_it_failed_of():
@@ -679,36 +590,23 @@ def test_a_failed_capture_says_what_it_failed_of():
         finally:
             raise RuntimeError("capture ended")
 
-    unit = checks.check_unit(
-        "graph",
-        fake_op(right=rmsnorm_eager),
-        RAGGED,
-        "cpu",
-        [torch.float32],
-        check,
-        lambda *_: None,
-    )
+    op = fake_op(right=rmsnorm_eager)
+    unit = checks.check_unit("graph", op, RAGGED, "cpu", [torch.float32], check, lambda *_: None)
     assert "not permitted" in unit.make()["results"][0]["reason"]
 
 
 def test_what_cannot_run_here_says_why():
-    op = fake_op(right=rmsnorm_eager)
-    op.implementations = (
-        replace(op.implementations[0], missing=lambda device: f"no {device} here"),
-        *op.implementations[1:],
-    )
+    op = fake_op({"missing": lambda device: f"no {device} here"}, right=rmsnorm_eager)
     document = planned(op, "parity")[0].make()
-    assert [(r["status"], r["reason"]) for r in document["results"]] == [
-        ("unavailable", "no cpu here")
-    ]
-    assert not failures(document)
+    found = [(r["status"], r["reason"]) for r in document["results"]]
+    assert found == [("unavailable", "no cpu here")] and not failures(document)
     assert planned(OPS["silu_mul"], "graph") == [] and planned(OPS["silu_mul"], "big") == []
 
 
 def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
     op = fake_op(right=rmsnorm_eager)
-    names = [u.name for stage in suite.STAGES for u in planned(op, stage, tmp_path)]
-    assert names == [
+    units = [u for stage in suite.STAGES for u in planned(op, stage, tmp_path)]
+    assert [u.name for u in units] == [
         "smoke/rmsnorm.ragged",
         "roofline",
         "overhead/rmsnorm",
@@ -716,98 +614,54 @@ def test_a_new_op_is_taken_in_by_every_stage(tmp_path):
         "time/rmsnorm.tiny.float32",
         "overhead/rmsnorm",
     ]
-    runner.work(
-        [
-            replace(
-                u,
-                make=lambda: {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
-            )
-            if u.name == "roofline"
-            else u
-            for stage in suite.STAGES
-            for u in planned(op, stage, tmp_path)
-        ],
-        tmp_path,
-        FOREVER,
-        META,
-    )
+    made = [replace(u, make=lambda: ROOFLINE) if u.name == "roofline" else u for u in units]
+    work(tmp_path, *made)
     rows = value(tmp_path, "time/rmsnorm.tiny.float32")["rows"]
     assert {r["provider"]: r["status"] for r in rows}["right"] == "ok"
-    document, broken = plan.conclude(
-        [u for s in suite.STAGES for u in planned(op, s, tmp_path)],
-        store.documents(tmp_path),
-        META,
-        False,
-    )
+    document, broken = plan.conclude(units, store.documents(tmp_path), META, False)
     assert document["complete"] and not broken
     assert {u["status"] for u in document["units"].values()} == {"done"}
 
 
 def test_host_time_without_a_gpu_is_of_ops_with_triton_kernels():
-    without = fake_op(right=rmsnorm_eager)
-    settings = run.Settings(sample_seconds=0.002)
-    found = [
-        suite.units(
-            "overhead",
-            [without, OPS["rope"]],
-            DTYPES,
-            Chosen("cpu", settings, pathlib.Path(), args=argparse.Namespace(not_launched=n)),
-        )
-        for n in (False, True)
-    ]
-    names = [[u.name for u in units] for units in found]
+    ops, names = [fake_op(right=rmsnorm_eager), OPS["rope"]], []
+    for not_launched in (False, True):
+        args = argparse.Namespace(not_launched=not_launched)
+        chosen = Chosen("cpu", run.Settings(sample_seconds=0.002), pathlib.Path(), args=args)
+        names.append([u.name for u in suite.units("overhead", ops, DTYPES, chosen)])
     assert names == [["overhead/rmsnorm", "overhead/rope"], ["overhead/rope.not-launched"]]
 
 
 def test_every_registered_case_is_in_the_plan():
     @functools.cache
     def names(stage, device):
-        return {
-            u.name
-            for u in suite.units(
-                stage, OPS.values(), DTYPES, Chosen(device, run.Settings(), pathlib.Path())
-            )
-        }
+        chosen = Chosen(device, run.Settings(), pathlib.Path())
+        return {u.name for u in suite.units(stage, OPS.values(), DTYPES, chosen)}
 
     for op in OPS.values():
-        others = [i for i in op.implementations if i.name != "eager"]
+        dtypes = {d for i in op.implementations if i.name != "eager" for d in i.dtypes}
         for case in op.cases:
+            name = f"{op.name}.{case.name}"
             if "contract" in case.tags:
-                assert f"parity/{op.name}.{case.name}" in names("parity", "cpu")
-                assert f"graph/{op.name}.{case.name}" in names("graph", "cuda")
+                assert f"parity/{name}" in names("parity", "cpu")
+                assert f"graph/{name}" in names("graph", "cuda")
             if "big" in case.tags:
-                assert f"big/{op.name}.{case.name}" in names("big", "cuda")
+                assert f"big/{name}" in names("big", "cuda")
             for device in {"cpu", "cuda"} & case.tags:
-                for dtype in TIMED:
-                    if any(dtype in i.dtypes for i in others):
-                        assert f"time/{op.name}.{case.name}.{short(dtype)}" in names("time", device)
+                timed = {f"time/{name}.{short(dtype)}" for dtype in TIMED if dtype in dtypes}
+                assert timed <= names("time", device)
 
 
-def test_float8_is_checked_where_an_op_takes_it():
-    op = fake_op(right=rmsnorm_eager)
+def test_float8_is_checked_where_an_op_takes_it(monkeypatch):
     assert DTYPES[-2:] == (torch.float8_e4m3fn, torch.float8_e5m2)
-    op.implementations = (
-        replace(op.implementations[0], dtypes=(torch.float8_e4m3fn,)),
-        *op.implementations[1:],
-    )
+    op = fake_op({"dtypes": (torch.float8_e4m3fn,)}, right=rmsnorm_eager)
     seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            checks,
-            "parity_results",
-            lambda op, case, device, dtype, names: seen.append((dtype, names)) or [],
-        )
-        planned(op, "parity")[0].make()
+    monkeypatch.setattr(checks, "parity_results", lambda *given: seen.append(given[3:]) or [])
+    planned(op, "parity")[0].make()
     assert seen == [(torch.float8_e4m3fn, ["right"])]
 
 
 # ---- goals first
-
-
-def with_goals(*goals, **implementations):
-    op = fake_op(**implementations)
-    op.goals = goals
-    return op
 
 
 def test_the_cases_of_goals_come_before_the_others(tmp_path):
@@ -815,49 +669,31 @@ def test_the_cases_of_goals_come_before_the_others(tmp_path):
     line of the stream.
     """
     here = Goal("", "forward", "roofline_percent", at_least=1e-9, dtypes=("float32",))
-    op = with_goals(
-        here,
-        Goal("another", "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
-        Goal(("sm_90",), "backward", "peak_mib", at_most=1, dtypes=("bfloat16",)),
-        right=rmsnorm_eager,
-    )
+    elsewhere = [
+        Goal(device, "backward", "peak_mib", at_most=1, dtypes=("bfloat16",))
+        for device in ("another", ("sm_90",))
+    ]
+    op = fake_op(goals=(here, *elsewhere), right=rmsnorm_eager)
     (unit,) = planned(op, "goals", tmp_path)
-    assert (
-        unit.name == "goals/rmsnorm.tiny.float32"
-        and planned(fake_op(right=rmsnorm_eager), "goals") == []
-    )
-    assert suite.STAGES.index("goals") < min(
-        suite.STAGES.index(s) for s in ("parity", "graph", "big", "time")
-    )
+    assert unit.name == "goals/rmsnorm.tiny.float32"
+    assert planned(fake_op(right=rmsnorm_eager), "goals") == []
+    at = suite.STAGES.index
+    assert all(at("goals") < at(stage) for stage in ("parity", "graph", "big", "time"))
     assert goals.unmet(op, "cpu", tmp_path) == set(), "what was not measured is not missed"
-    store.append(
-        tmp_path / store.FILE,
-        "roofline",
-        {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}},
-    )
-    runner.work(
-        [unit, counting("bad", [], ValueError("no"))],
-        tmp_path,
-        FOREVER,
-        META,
-        stream=tmp_path / "lines.jsonl",
-    )
+    store.append(tmp_path / store.FILE, "roofline", ROOFLINE)
+    stream = tmp_path / "lines.jsonl"
+    work(tmp_path, unit, counting("bad", [], ValueError("no")), stream=stream)
     rows = {r["provider"]: r for r in value(tmp_path, unit.name)["rows"]}
-    assert (
-        rows["right"]["status"] == "ok"
-        and rows["right"]["auto"]
-        and not {"eager", "compile"} & set(rows)
-    )
+    assert rows["right"]["status"] == "ok" and rows["right"]["auto"]
+    assert not {"eager", "compile"} & set(rows)
     assert goals.unmet(op, "cpu", tmp_path) == set()
     op.goals = (replace(here, at_least=1e9), here)
     assert goals.unmet(op, "cpu", tmp_path) == {("tiny", torch.float32)}
-    op.goals = (Goal("", "forward", "over liger", at_least=1e9, dtypes=("float32",)),)
+    op.goals = (replace(here, metric="over liger", at_least=1e9),)
     assert goals.unmet(op, "cpu", tmp_path) == set(), "there is nothing to compare with"
-    lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [(d["unit"], d.get("error")) for d in lines] == [
-        (unit.name, None),
-        ("bad", "ValueError: no"),
-    ]
+    lines = [json.loads(text) for text in stream.read_text().splitlines()]
+    found = [(d["unit"], d.get("error")) for d in lines]
+    assert found == [(unit.name, None), ("bad", "ValueError: no")]
     assert lines[0]["rows"] == value(tmp_path, unit.name)["rows"]
 
 
@@ -867,33 +703,37 @@ case "$*" in *search*) exit 3;; *smoke*) exit "${SMOKE:-0}";; *pytest*) exit "${
 """
 
 
-def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
+@pytest.fixture
+def script(tmp_path):
+    """Calls a copy of bench/gpu.sh whose Python is a stub: its exit code, the commands that it has
+    called, and what it said.
+    """
+    (tmp_path / "bench").mkdir()
+    shutil.copy(ROOT / "bench/gpu.sh", tmp_path / "bench")
+    stub, calls = tmp_path / "python", tmp_path / "calls"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(stub), "CALLS": str(calls)}
+    env.pop("TRITON_CACHE_DIR", None)
+
+    def call(*stages, **variables):
+        calls.write_text("")
+        command = ["bash", "bench/gpu.sh", "results", "10.5", *stages]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env | variables, capture_output=True, text=True
+        )
+        return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
+
+    return call
+
+
+def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(script, tmp_path):
     """The most decisive stages come first, in one call of the suite; every stage gets its share of
     the remaining time; results are packed after each.
     """
-    root = pathlib.Path(run.__file__).parents[2]
-    (tmp_path / "bench").mkdir()
-    shutil.copy(root / "bench/gpu.sh", tmp_path / "bench")
-    stub, out = tmp_path / "python", tmp_path / "out"
-    stub.write_text(STUB)
-    stub.chmod(0o755)
+    out = tmp_path / "out"
     out.mkdir()
-    env = {**os.environ, "PYTHON": str(stub), "CALLS": str(tmp_path / "calls"), "OUT": str(out)}
-    env.pop("TRITON_CACHE_DIR", None)
-
-    def call(*stages, minutes="10.5", **variables):
-        (tmp_path / "calls").unlink(missing_ok=True)
-        done = subprocess.run(
-            ["bash", "bench/gpu.sh", "results", minutes, *stages],
-            cwd=tmp_path,
-            env=env | variables,
-            capture_output=True,
-            text=True,
-        )
-        calls = tmp_path / "calls"
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        return done.returncode, lines, done.stdout + done.stderr
-
+    call = functools.partial(script, OUT=str(out))
     code, calls, said = call()
     assert code == 3, said  # no time was left for the search
     bench = [c.removeprefix("-m bench ") for c in calls if c.startswith("-m bench")]
@@ -910,24 +750,21 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     assert len(tests) == 1 and "-q -n 6" in tests[0]
     packed = f"bench/carry.py cache {tmp_path}/build/triton-cache {out}"
     assert calls.count(packed) == 7 and (out / "results.tar.gz").exists()
-
-    def minutes_of(bench):
-        return [float(b.split("--minutes ")[1].split()[0]) for b in bench if "--minutes" in b]
-
     # 100 of the sum of the weights is the first call's; nothing was used, so the rest has all.
     weights = [(100, 375), (60, 275), (30, 215), (80, 185)]
-    expected = [10.0 * own / of for own, of in weights]
-    found = minutes_of(bench)
-    assert found == pytest.approx(expected, rel=0.1), (found, said)
+    found = [float(b.split("--minutes ")[1].split()[0]) for b in bench if "--minutes" in b]
+    assert found == pytest.approx([10.0 * own / of for own, of in weights], rel=0.1), (found, said)
     code, calls, said = call("smoke", "products", "search", "ab", SMOKE="4")
     assert code == 4 and "nothing else is run" in said and (out / "results.tar.gz").exists()
     assert sum("-m bench" in c for c in calls) == 1
     code, calls, said = call("tests", "report", TESTS="4")  # as where pytest-xdist is missing
     assert code == 1 and "nothing else is run" not in said
     assert calls[-2].endswith("bench report"), "the page is written all the same"
-    code, calls, said = call("goals", "search", "ab", "host")
-    stages = [c.split("--stage ")[1].split()[0] for c in calls if "--stage" in c]
-    assert stages == ["goals", "ab,host"]
+    calls = call("goals", "search", "ab", "host")[1]
+    assert [c.split("--stage ")[1].split()[0] for c in calls if "--stage" in c] == [
+        "goals",
+        "ab,host",
+    ]
     of_steps, of_contract = call("kernels", "parity")[1][0::2]
     assert "end-to-end --device cuda --profile" in of_steps
     assert "--stage parity,graph,big --dtype bfloat16" in of_contract
@@ -935,97 +772,59 @@ def test_a_dry_run_of_the_gpu_script_keeps_the_order_and_the_minutes(tmp_path):
     assert "--commit abc" in call("goals", COMMIT="abc")[1][0]
 
 
-def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(tmp_path):
+def test_pieces_of_a_larger_cache_that_stayed_are_no_part_of_this_one(script, tmp_path):
     """carry.py names how many pieces there are; RESULTS may have those of an earlier call, too."""
-    root = pathlib.Path(run.__file__).parents[2]
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "results").mkdir()
-    shutil.copy(root / "bench/gpu.sh", tmp_path / "bench")
-    stub = tmp_path / "python"
-    stub.write_text("#!/bin/sh\n")
-    stub.chmod(0o755)
+    results = tmp_path / "results"
+    results.mkdir()
     (tmp_path / "kernel.cubin").write_bytes(os.urandom(4000))
     with tarfile.open(tmp_path / "whole", "w:gz") as archive:
         archive.add(tmp_path / "kernel.cubin", "hash/kernel.cubin")
     whole = (tmp_path / "whole").read_bytes()
-    for i in (0, 1):
-        name = f"triton-cache.tar.gz.0{i + 1}of02"
-        (tmp_path / "results" / name).write_bytes(whole[i * 2500 :][:2500])
-    (tmp_path / "results/triton-cache.tar.gz.03of03").write_bytes(b"of an earlier call")
-    unpacked = tmp_path / "cache/hash/kernel.cubin"
-
-    def call(**asked):
-        return subprocess.run(
-            ["bash", "bench/gpu.sh", "results", "1", "report"],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHON": str(stub),
-                "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-                **asked,
-            },
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-
+    for i, piece in enumerate((whole[:2500], whole[2500:]), 1):
+        (results / f"triton-cache.tar.gz.0{i}of02").write_bytes(piece)
+    (results / "triton-cache.tar.gz.03of03").write_bytes(b"of an earlier call")
+    cache, unpacked = tmp_path / "cache", tmp_path / "cache/hash/kernel.cubin"
+    call = functools.partial(script, "report", TRITON_CACHE_DIR=str(cache))
     # What it holds would run: not without being asked for.
-    assert "triton-cache.tar.gz.01of02 is not unpacked: UNPACK_CACHE=1 does" in call()
-    assert not unpacked.exists()
-    assert "is not unpacked" not in call(UNPACK_CACHE="1")
+    code, _, said = call()
+    assert code == 0 and not unpacked.exists()
+    assert "triton-cache.tar.gz.01of02 is not unpacked: UNPACK_CACHE=1 does" in said
+    code, _, said = call(UNPACK_CACHE="1")
+    assert code == 0 and "is not unpacked" not in said
     assert unpacked.read_bytes() == (tmp_path / "kernel.cubin").read_bytes()
 
 
 def test_a_tool_that_hangs_leaves_no_process_behind(monkeypatch):
     """The process under the tool holds the GPU, which the next unit needs."""
-    from bench.stages import tools
-
-    monkeypatch.setattr(tools, "SECONDS", 0.5)
+    monkeypatch.setattr(tools, "SECONDS", 0.25)
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
-    said, problem = tools._output(["sh", "-c", f"{sys.executable} -c '{child}' & wait"])
-    while not said.strip():  # a slow machine had not started it yet
+    said = ""
+    while not said.strip():  # a slow machine has not started it yet
         tools.SECONDS *= 2
         said, problem = tools._output(["sh", "-c", f"{sys.executable} -c '{child}' & wait"])
     assert problem and problem.startswith("did not end")
-
-    def ended():  # some time after its signal; as a zombie until init has seen it
-        try:
-            stat = pathlib.Path(f"/proc/{int(said)}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        return stat.split(")")[1].split()[0] == "Z"
-
-    until(ended, looks=5_000)  # which takes a tenth of the time that the process would sleep
+    # Some time after its signal, which takes a tenth of the time that the process would sleep.
+    until(lambda: not alive(int(said)), looks=5_000)
 
 
 # ---- end to end
 
 
-def suite_command(tmp_path, *more):
-    return main(
-        [
-            "suite",
-            "--minutes",
-            "50",
-            "--out",
-            str(tmp_path),
-            "--device",
-            "cpu",
-            "--op",
-            "rmsnorm",
-            "--dtype",
-            "float32",
-            "--stage",
-            "parity",
-            *more,
-        ]
-    )
+def suite_command(out, arguments):
+    return main(["suite", "--device", "cpu", "--out", str(out), *arguments.split()])
+
+
+# Its cases are appended.
+PARITY = "--minutes 50 --op rmsnorm --stage parity --dtype float32 --case "
 
 
 @pytest.fixture
 def forks(monkeypatch):
-    """The suite forks its workers."""
-    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
+    """The suite forks its workers from here, and hardly measures the roofline."""
+    brief = {"copy_bytes": 2**22, "matmul": 64, "samples": 2}
+    measure = functools.partial(timing.measure_roofline, **brief)
+    monkeypatch.setattr(timing, "measure_roofline", measure)
+    monkeypatch.setattr(runner, "subprocess", forked.CHILDREN)
 
 
 def stored(out):
@@ -1035,15 +834,12 @@ def stored(out):
 
 
 def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
-    assert suite_command(tmp_path, "--case", "ragged,gemma") == 0
-    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
+    assert suite_command(tmp_path, PARITY + "ragged,gemma") == 0
+    monkeypatch.setattr(runner, "subprocess", forked.CHILDREN)
     first = stored(tmp_path)
     whole = first.pop("suite")
-    assert set(whole["units"]) > {
-        "parity/rmsnorm.ragged",
-        "time/rope.qwen3-8b.bfloat16",
-        "roofline",
-    }
+    others = {"time/rope.qwen3-8b.bfloat16", "roofline"}
+    assert set(whole["units"]) > {"parity/rmsnorm.ragged", *others}
     assert not whole["complete"], "a part does not stand for the whole"
     assert whole["meta"]["source"] and whole["meta"]["argv"][0] == "suite"
     assert set(first) == {"parity/rmsnorm.ragged", "parity/rmsnorm.gemma"}
@@ -1052,13 +848,13 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
     old["meta"] = {**old["meta"], "source": "of another commit"}
     store.append(tmp_path / store.FILE, "parity/rmsnorm.ragged", old)
     capfd.readouterr()
-    assert suite_command(tmp_path, "--case", "ragged,gemma,one_row", "--keep") == 0
+    assert suite_command(tmp_path, PARITY + "ragged,gemma,one_row --keep") == 0
     second = stored(tmp_path)
     assert second["parity/rmsnorm.ragged"] == old and "parity/rmsnorm.one_row" in second
     assert second["parity/rmsnorm.gemma"] == first["parity/rmsnorm.gemma"]
     assert "parity/rmsnorm.ragged" not in capfd.readouterr().out
     # Other options are other units.
-    assert suite_command(tmp_path, "--case", "ragged", "--dtype", "bfloat16,float32", "--keep") == 0
+    assert suite_command(tmp_path, PARITY + "ragged --dtype bfloat16,float32 --keep") == 0
     results = stored(tmp_path)["parity/rmsnorm.ragged"]["results"]
     assert {r["dtype"] for r in results} == {"bfloat16", "float32"}
 
@@ -1066,66 +862,32 @@ def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
 def test_suite_json_tells_of_all_there_is_to_do(tmp_path, monkeypatch):
     """Made with the full call's own dtypes, a result of a narrow call counts there."""
     monkeypatch.setattr(plan, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(
-        plan.selection, "operations", lambda: {"rmsnorm": OPS["rmsnorm"], "rope": OPS["rope"]}
-    )
+    some = {name: OPS[name] for name in ("rmsnorm", "rope")}
+    monkeypatch.setattr(plan.selection, "operations", lambda: some)
     monkeypatch.setattr(plan.runner, "supervise", lambda *_, **__: True)
+    result = {"implementation": "cpp", "dtype": "float32", "status": "broken", "reason": "grad x"}
+    found = {"schema": 1, "seconds": 1, "results": [result], "roofline": {}}
     for name, stage in (("parity/rmsnorm.ragged", "parity"), ("roofline", "roofline")):
         unit = next(u for u in planned(OPS["rmsnorm"], stage, tmp_path) if u.name == name)
         meta = unit.about(run.metadata("cpu", run.Settings(), []))
-        result = {
-            "implementation": "cpp",
-            "dtype": "float32",
-            "status": "broken",
-            "reason": "grad x",
-        }
-        store.append(
-            tmp_path / store.FILE,
-            name,
-            {
-                "schema": 1,
-                "meta": meta,
-                "options": dict(unit.options),
-                "seconds": 1,
-                "results": [result],
-                "roofline": {},
-            },
-        )
-    assert suite_command(tmp_path, "--case", "gemma") == 3
+        document = {**found, "meta": meta, "options": dict(unit.options)}
+        store.append(tmp_path / store.FILE, name, document)
+    assert suite_command(tmp_path, PARITY + "gemma") == 3
     units = stored(tmp_path)["suite"]["units"]
     assert units["parity/rmsnorm.ragged"]["status"] == "error" and "overhead/rope" in units
 
 
 def test_only_what_times_nothing_runs_side_by_side(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(
-        plan.runner, "supervise", lambda commands, *_, **__: started.append(commands) or True
-    )
-    assert (
-        main(
-            [
-                "suite",
-                "--minutes",
-                "1",
-                "--out",
-                str(tmp_path),
-                "--device",
-                "cpu",
-                "--op",
-                "rope",
-                "--jobs",
-                "4",
-            ]
-        )
-        == 3
-    )
+    supervise = lambda commands, *_, **__: started.append(commands) or True  # noqa: E731
+    monkeypatch.setattr(plan.runner, "supervise", supervise)
+    assert suite_command(tmp_path, "--minutes 1 --op rope --jobs 4") == 3
     tasks = [[runner.parse_task(c)[1] for c in commands] for commands in started]
     # Smoke has one unit; the others are begun once more, since nothing was done.
     once = [(0, 1, {1}), (1, 1, {1}), (2, 4, {4}), (3, 1, {1})]
     assert [(t[0]["group"], len(t), {x["of"] for x in t}) for t in tasks] == 2 * once
-    assert [x["worker"] for x in tasks[2]] == [0, 1, 2, 3] and {
-        x["parent"] for t in tasks for x in t
-    } == {os.getpid()}
+    assert [x["worker"] for x in tasks[2]] == [0, 1, 2, 3]
+    assert {x["parent"] for t in tasks for x in t} == {os.getpid()}
 
 
 @pytest.mark.parametrize("failing, code, groups", [(4, 4, [0]), (3, 1, [0, 2])])
@@ -1149,25 +911,23 @@ def test_a_call_ends_if_many_ops_fail_on_small_cases(
 
     monkeypatch.setattr(plan.runner, "supervise", supervise)
     monkeypatch.setattr(plan, "WORTHWHILE", float("inf"))  # no group is begun once more
-    argv = ["suite", "--device", "cpu", "--op", ",".join(ops), "--stage", "smoke,parity"]
-    assert main([*argv, "--minutes", "60", "--out", str(tmp_path)]) == code
+    arguments = f"--minutes 60 --op {','.join(ops)} --stage smoke,parity"
+    assert suite_command(tmp_path, arguments) == code
     assert started == groups
     assert capfd.readouterr().out.count("FAILED smoke/") == 2 * failing, "at once, and at the end"
 
 
-def test_small_cases_are_of_our_own_kernels():
+def test_small_cases_are_of_our_own_kernels(monkeypatch):
     """Of Triton by name: `auto` may be another library's kernel."""
     chosen = Chosen("cuda", run.Settings(), pathlib.Path())
     units = suite.units("smoke", OPS.values(), DTYPES, chosen)
     assert [u.name.partition("/")[2].partition(".")[0] for u in units] == list(OPS)
     assert {u.limit for u in units} == {20.0}
     asked = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            smoke, "parity_results", lambda op, *rest: asked.append((op.name, rest[2:])) or []
-        )
-        for unit in units:
-            unit.make()
+    results = lambda op, *rest: asked.append((op.name, rest[2:])) or []  # noqa: E731
+    monkeypatch.setattr(smoke, "parity_results", results)
+    for unit in units:
+        unit.make()
     assert asked == [(n, (torch.bfloat16, ["triton"], contract.LAYOUTS[:1])) for n in OPS]
 
 
@@ -1182,52 +942,31 @@ def test_the_share_of_each_stage():
     assert sorted(suite.STAGES) == sorted(s for g in suite.GROUPS for s in g)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [main, "suite", "--op", "rope", "--out"],
-        [bench, "run", "--op", "rope", "--out"],
-        [bench, "tune", "--op", "linear_cross_entropy", "--out"],
-    ],
-)
-def test_two_calls_do_not_share_a_folder(command, tmp_path, capsys):
+def test_a_folder_is_of_one_call_and_of_one_command(tmp_path, capsys):
+    """Its document says whether that command's whole plan was reached."""
     with runner.locked(tmp_path), pytest.raises(SystemExit) as ended:
-        command[0]([*command[1:], str(tmp_path), "--minutes", "1", "--device", "cpu"])
+        suite_command(tmp_path, "--minutes 1 --op rope")
     assert ended.value.code == 2 and "another call is at work" in capsys.readouterr().err
+    summary = {"meta": {"argv": ["suite", "--minutes", "1"]}, "units": {}}
+    store.write(tmp_path, {store.SUMMARY: summary, "roofline": {}})
+    with pytest.raises(SystemExit):
+        bench(["run", "--op", "rmsnorm", "--device", "cpu", "--out", str(tmp_path)])
+    assert "has the results of `suite`; take another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["bench", "suite", "--op", "rope", "--stage", "parity", "--out"],
-        ["tilewright.bench", "tune", "--op", "linear_cross_entropy", "--out"],
-    ],
-)
-def test_a_worker_of_a_command_ends_with_its_supervisor(command, tmp_path):
-    task = json.dumps({"until": LATER, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1})
-    process = forked.Forked(
-        [
-            sys.executable,
-            "-m",
-            *command,
-            str(tmp_path),
-            "--minutes",
-            "1",
-            "--device",
-            "cpu",
-            "--task",
-            task,
-        ]
-    )
+def test_a_worker_whose_supervisor_is_gone_does_not_begin(tmp_path):
+    task = {"until": LATER, "since": 0, "group": 1, "worker": 0, "of": 1, "parent": 1}
+    command = ["bench", "suite", "--op", "rope", "--stage", "parity", "--minutes", "1"]
+    given = ["--device", "cpu", "--out", str(tmp_path), "--task", json.dumps(task)]
+    process = forked.Forked([sys.executable, "-m", *command, *given])
     assert process.wait() == 1 and not list(tmp_path.rglob("*.json"))
 
 
 def test_tables_that_cannot_be_written_are_found_out_first(tmp_path, capsys):
     (tmp_path / "file").touch()
+    tables = str(tmp_path / "file/tables")
     with pytest.raises(SystemExit):
-        bench(
-            ["tune", "--minutes", "1", "--device", "cpu", "--tables", str(tmp_path / "file/tables")]
-        )
+        bench(["tune", "--minutes", "1", "--device", "cpu", "--tables", tables])
     assert "argument --tables:" in capsys.readouterr().err
 
 
@@ -1235,57 +974,43 @@ def test_what_a_result_depends_on(tables, monkeypatch):
     """On this op's constants, where they differ from the heuristic's; times on settings, checks on
     dtypes.
     """
-    op = OPS["linear_cross_entropy"]
-
-    usual, changed = run.Settings(), run.Settings(rounds=3)
+    op, usual = OPS["linear_cross_entropy"], run.Settings()
 
     def options(stage, settings=usual, dtypes=DTYPES):
-        return [
-            dict(u.options)
-            for u in suite.units(stage, [op], dtypes, Chosen("cpu", settings, pathlib.Path()))
-        ]
+        units = suite.units(stage, [op], dtypes, Chosen("cpu", settings, pathlib.Path()))
+        return [dict(u.options) for u in units]
 
-    before = {s: options(s) for s in suite.STAGES}
+    def all_differ(stage, **changed):
+        pairs = zip(options(stage), options(stage, **changed), strict=True)
+        return all(a != b for a, b in pairs)
+
+    def of_stages():
+        return {s: options(s) for s in suite.STAGES}
+
     chunk = op.implementation("cpp").tunables()[0]
     key = {"H": 64, "V": 512, "itemsize": 4, "cuda": False}
     assert set(key) == set(chunk.fields), chunk.fields
     folder = tables / tuning.platform.slug(tuning.platform.cpu_name())
 
     def write(name, config):
-        store.write_json(
-            folder / f"{name}.json",
-            {
-                "schema": 1,
-                "device": "a",
-                "device_type": "cpu",
-                "launches": {"chunk": [{"key": key, "config": config}]},
-            },
-        )
+        launches = {"chunk": [{"key": key, "config": config}]}
+        table = {"schema": 1, "device": "a", "device_type": "cpu", "launches": launches}
+        store.write_json(folder / f"{name}.json", table)
         tuning.table.cache_clear()
 
+    before = of_stages()
     write("rmsnorm", {"budget_mib": 1})
     write("linear_cross_entropy", chunk.heuristic(**key))
-    assert {s: options(s) for s in suite.STAGES} == before
+    assert of_stages() == before
     write("linear_cross_entropy", {"budget_mib": 1})
-    assert [s for s in suite.STAGES if options(s) != before[s]] == [
-        "smoke",
-        "ab",
-        "parity",
-        "time",
-        "overhead",
-    ]
-    assert all(a != b for a, b in zip(options("time"), options("time", changed), strict=True))
-    now = {s: options(s) for s in suite.STAGES}
+    now = of_stages()
+    changed = [s for s in suite.STAGES if now[s] != before[s]]
+    assert changed == ["smoke", "ab", "parity", "time", "overhead"]
+    assert all_differ("time", settings=run.Settings(rounds=3))
+    assert all_differ("parity", dtypes=DTYPES[:1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert [s for s in suite.STAGES if options(s) != now[s]] == [
-        "roofline",
-        "ab",
-        "time",
-        "overhead",
-    ]
-    assert all(
-        a != b for a, b in zip(options("parity"), options("parity", dtypes=DTYPES[:1]), strict=True)
-    )
+    changed = [s for s, found in of_stages().items() if found != now[s]]
+    assert changed == ["roofline", "ab", "time", "overhead"]
 
 
 def digests():
@@ -1294,91 +1019,90 @@ def digests():
     return {"": sources.digest(), **{n: sources.digest(op) for n, op in OPS.items()}}
 
 
+def edit(path, old, new):
+    """Puts a new text in place of the first old one; of none, at the end."""
+    text = path.read_text() if path.exists() else ""
+    assert old in text, path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace(old, new, 1) if old else text + new)
+
+
+def add_a_name(path):
+    edit(path, "", "\nint another;\n" if path.suffix in (".cpp", ".h") else "\nanother = 1\n")
+
+
+@pytest.fixture(scope="module")
+def sources_once(tmp_path_factory):
+    """A copy of the sources, and their contents."""
+    folder, left = tmp_path_factory.mktemp("sources"), ("*.so", "__pycache__", "results")
+    for part in ("tilewright", "csrc", "bench", "lab/tilewright_lab"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns(*left))
+    return folder, {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
-def copied(tmp_path, monkeypatch):
-    """The folder of a copy of the sources, whose digests are asked for."""
-    root = sources.PACKAGE.parent
-    left = shutil.ignore_patterns("*.so", "__pycache__", "results")
-    for folder in ("tilewright", "csrc", "bench", "lab/tilewright_lab"):
-        shutil.copytree(root / folder, tmp_path / folder, ignore=left)
+def copied(sources_once, monkeypatch):
+    """The folder of a copy of the sources, whose digests are asked for; restored after the test."""
+    folder, contents = sources_once
     for name in ("PACKAGE", "CSRC"):
-        monkeypatch.setattr(sources, name, tmp_path / getattr(sources, name).relative_to(root))
-    monkeypatch.setattr(sources, "CORE", [tmp_path / p.relative_to(root) for p in sources.CORE])
+        monkeypatch.setattr(sources, name, folder / getattr(sources, name).relative_to(ROOT))
+    monkeypatch.setattr(sources, "CORE", [folder / p.relative_to(ROOT) for p in sources.CORE])
     sources._operators.cache_clear()
-    yield tmp_path
+    yield folder
+    for path in folder.rglob("*"):
+        if path.is_file() and path not in contents:
+            path.unlink()
+    for path, content in contents.items():
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
     sources.digest.cache_clear()
     sources._operators.cache_clear()
 
 
 def test_an_edit_makes_stale_what_comes_from_it(copied):
     """And nothing else: comments, docstrings, goals, tables and the trainer invalidate nothing."""
+    before = digests()
+    for name, old, new in (
+        ("tilewright/ops/rope/rope.py", "", "# another\n"),
+        ("tilewright/ops/rope/rope.py", '"""', '"""Another word. '),
+        ("tilewright/kernels/norm/rmsnorm_triton.py", "NARROW = 512", "NARROW  =  512   # why"),
+        ("tilewright/ops/norm/rmsnorm.py", "near_copy(92", "near_copy(91"),
+        ("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"),
+        ("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"),
+    ):
+        edit(copied / name, old, new)
+    for name in (
+        "tilewright/trainer/config/config.py",
+        "tilewright/bench/plan.py",
+        "tilewright/bench/sources.py",
+        "tilewright/bench/store.py",
+        "bench/suite.py",
+    ):
+        add_a_name(copied / name)
+    assert digests() == before
     rows = {"rmsnorm", "add_rmsnorm", "layernorm", "add_layernorm"}
     fused = rows | {"qk_norm_rope", "silu_mul_quantize", "rmsnorm_quantize", "add_rmsnorm_quantize"}
-    edits = [
-        (("tilewright/ops/rope/rope.py", "", "# another\n"), set()),
-        (("tilewright/ops/rope/rope.py", '"""', '"""Another word. '), set()),
-        (
-            ("tilewright/kernels/norm/rmsnorm_triton.py", "NARROW = 512", "NARROW  =  512   # why"),
-            set(),
-        ),
-        (("tilewright/ops/norm/rmsnorm.py", "near_copy(92", "near_copy(91"), set()),
-        (("csrc/cpu/rope.cpp", "", "// another\n/* and more */\n"), set()),
-        (("tilewright/trainer/config/config.py", "", "another = 1\n"), set()),
-        (("tilewright/bench/plan.py", "", "another = 1\n"), set()),
-        (("tilewright/bench/sources.py", "", "another = 1\n"), set()),
-        (("tilewright/bench/store.py", "", "another = 1\n"), set()),
-        (("bench/suite.py", "", "another = 1\n"), set()),
-        (("tilewright/kernels/tuned/h200/rmsnorm.json", "", "{}"), set()),
-        (("tilewright/kernels/moe/route_triton.py", "", "another = 1\n"), {"route"}),
-        (("csrc/cpu/route.cpp", "", "int another;\n"), {"route"}),
-        (("csrc/cpu/rope.h", "", "int another;\n"), {"rope", "qk_norm_rope"}),
-        (("tilewright/kernels/norm/rmsnorm_cute.py", "", "another = 1\n"), fused),
-        (("tilewright/kernels/attention/attention_triton.py", "", "another = 1\n"), {"attention"}),
-        (
-            ("tilewright/ops/loss/head.py", "", "another = 1\n"),
-            {n for n in OPS if n.startswith("linear_")}
-            | {"logprob_entropy"},  # which has a file with linear_logprob
-        ),
-        (("tilewright/core/checks.py", "", "another = 1\n"), set(OPS)),
-        (("tilewright/bench/timing.py", "", "another = 1\n"), {"", *OPS}),
-        (("bench/overhead.py", "", "another = 1\n"), {"", *OPS}),
-        (("lab/tilewright_lab/pretend.py", "", "another = 1\n"), {"", *OPS}),
-        (
-            (
-                "tilewright/bench/bounds.py",
-                "2 * e + atol",
-                "3 * e + atol",
-            ),
-            {"", *OPS},
-        ),
-    ]
-    before = digests()
-    for edit, stale in edits:
-        name, old, new = edit
+    # logprob_entropy has a file with linear_logprob.
+    of_head = {"logprob_entropy", *(n for n in OPS if n.startswith("linear_"))}
+    for name, stale in {
+        "tilewright/kernels/moe/route_triton.py": {"route"},
+        "csrc/cpu/route.cpp": {"route"},
+        "csrc/cpu/rope.h": {"rope", "qk_norm_rope"},
+        "tilewright/kernels/norm/rmsnorm_cute.py": fused,
+        "tilewright/kernels/attention/attention_triton.py": {"attention"},
+        "tilewright/ops/loss/head.py": of_head,
+        "tilewright/core/checks.py": set(OPS),
+        "tilewright/bench/timing.py": {"", *OPS},
+        "bench/overhead.py": {"", *OPS},
+        "lab/tilewright_lab/pretend.py": {"", *OPS},
+    }.items():
         path = copied / name
-        text = path.read_text() if path.exists() else None
-        assert text is None or old in text, edit
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(new if text is None else text.replace(old, new, 1) if old else text + new)
-        assert {n for n, d in digests().items() if d != before[n]} == stale, edit
-        path.unlink() if text is None else path.write_text(text)
-
-
-def test_a_module_that_moves_makes_nothing_stale(copied):
-    def again(found):
-        rest = f"from tilewright.core import {found[1][2:]}\n" if found[1] else ""
-        return f"{rest}from tilewright.ops import argument_checks as checks"
-
-    before = digests()
-    moved = copied / "tilewright/ops/argument_checks.py"
-    (copied / "tilewright/core/checks.py").rename(moved)
-    for path in (copied / "tilewright").rglob("*.py"):
-        text = re.sub(r"from tilewright\.core import checks\b((?:, \w+)*)", again, path.read_text())
-        path.write_text(text.replace("tilewright.core.checks", "tilewright.ops.argument_checks"))
-    assert digests() == before
-    moved.write_text(moved.read_text() + "another = 1\n")
-    after = digests()
-    assert {n for n in before if after[n] != before[n]} == set(OPS)
+        text = path.read_text()
+        add_a_name(path)
+        assert {n for n, d in digests().items() if d != before[n]} == stale, name
+        path.write_text(text)
+    edit(copied / "tilewright/bench/bounds.py", "2 * e + atol", "3 * e + atol")
+    assert not digests().items() & before.items()
 
 
 def test_a_name_from_another_module_is_another(copied):
@@ -1395,31 +1119,22 @@ def test_a_name_from_another_module_is_another(copied):
 def test_every_source_belongs_to_an_op():
     """So that every change of a kernel is noticed."""
     seen = {p for op in OPS.values() for p in sources.files(sources._modules_of(op))}
-    kernels = {
-        p
-        for p in (
-            *(sources.PACKAGE / "kernels").rglob("*.py"),
-            *(sources.PACKAGE / "ops").rglob("*.py"),
-            *sources.CSRC.rglob("*.*"),
-        )
-        if p.name != "__init__.py"
-    }
-    apart = {
-        sources.PACKAGE / "ops" / f"{n}.py"
-        for n in (
-            "attention/context_parallel",
-            "attention/ring",
-            "attention/ring_plan",
-            "attention/ulysses",
-            "linear_attention/context_parallel",
-            "moe/expert_parallel",
-            "moe/expert_transport",
-        )
-    }  # several devices
-    apart.add(sources.PACKAGE / "ops" / "rope" / "tables.py")  # of inputs, in plain PyTorch
-    apart.add(sources.PACKAGE / "ops" / "loss" / "kind.py")  # makes ops of others
-    apart.add(sources.CSRC / "cpu" / "portable.cpp")  # of the linker alone
-    assert kernels - seen <= apart
+    kernels = {p for part in ("kernels", "ops") for p in (sources.PACKAGE / part).rglob("*.py")}
+    kernels |= {*sources.CSRC.rglob("*.*")}
+    of_several_devices = (
+        "attention/context_parallel",
+        "attention/ring",
+        "attention/ring_plan",
+        "attention/ulysses",
+        "linear_attention/context_parallel",
+        "moe/expert_parallel",
+        "moe/expert_transport",
+    )
+    of_inputs, makes_ops_of_others, of_the_linker = "rope/tables", "loss/kind", "cpu/portable.cpp"
+    modules = (*of_several_devices, of_inputs, makes_ops_of_others)
+    apart = {sources.PACKAGE / "ops" / f"{name}.py" for name in modules}
+    apart.add(sources.CSRC / of_the_linker)
+    assert {p for p in kernels - seen if p.name != "__init__.py"} <= apart
 
 
 def test_results_of_interpreted_kernels_are_of_everything(monkeypatch):
@@ -1432,10 +1147,9 @@ def test_results_of_interpreted_kernels_are_of_everything(monkeypatch):
 def test_an_edit_of_a_gpus_kernel_makes_no_result_of_a_cpu_stale_nor_the_other_way_round(copied):
     def both(op):
         sources.digest.cache_clear()
-        return [sources.digest(op, device) for device in ("cpu", "cuda")]
+        return [sources.digest(OPS[op], device) for device in ("cpu", "cuda")]
 
-    ops = OPS["rmsnorm"], OPS["route"]
-    before = [both(op) for op in ops]
+    other, before = both("route"), both("rmsnorm")
     for name, stale in (
         ("tilewright/kernels/norm/rmsnorm_triton.py", [False, True]),
         ("tilewright/kernels/norm/rmsnorm_cute.py", [False, True]),
@@ -1443,73 +1157,73 @@ def test_an_edit_of_a_gpus_kernel_makes_no_result_of_a_cpu_stale_nor_the_other_w
         ("tilewright/kernels/norm/operators.py", [True, True]),
         ("tilewright/ops/norm/rmsnorm.py", [True, True]),
     ):
-        path = copied / name
-        text = path.read_text()
-        path.write_text(f"{text}\nint another;\n" if path.suffix == ".cpp" else f"{text}\nx = 1\n")
-        after = [both(op) for op in ops]
-        found = [a != b for a, b in zip(after[0], before[0], strict=True)]
-        assert found == stale and after[1] == before[1], name
-        path.write_text(text)
+        add_a_name(copied / name)
+        after = both("rmsnorm")
+        assert [a != b for a, b in zip(after, before, strict=True)] == stale, name
+        before = after
+    assert both("route") == other
 
 
-def test_a_broken_result_is_exit_code_1_and_a_missing_one_3(tmp_path, forks):
-    assert suite_command(tmp_path, "--case", "ragged") == 0
-    document = stored(tmp_path)["parity/rmsnorm.ragged"]
+def test_a_module_that_moves_makes_nothing_stale(copied):
+    def again(found):
+        rest = f"from tilewright.core import {found[1][2:]}\n" if found[1] else ""
+        return f"{rest}from tilewright.ops import argument_checks as checks"
+
+    before = digests()
+    moved = copied / "tilewright/ops/argument_checks.py"
+    (copied / "tilewright/core/checks.py").rename(moved)
+    for path in (copied / "tilewright").rglob("*.py"):
+        text = re.sub(r"from tilewright\.core import checks\b((?:, \w+)*)", again, path.read_text())
+        path.write_text(text.replace("tilewright.core.checks", "tilewright.ops.argument_checks"))
+    assert digests() == before
+    add_a_name(moved)
+    after = digests()
+    assert {n for n in before if after[n] != before[n]} == set(OPS)
+
+
+def test_a_damaged_line_is_measured_again_a_broken_result_is_exit_code_1_a_missing_one_3(
+    tmp_path, forks
+):
+    file, name = tmp_path / store.FILE, "parity/rmsnorm.ragged"
+    assert suite_command(tmp_path, PARITY + "ragged") == 0
+    whole = file.read_text()
+    for damaged in (whole[: len(whole) // 2], whole.replace('"unit"', "unit", 1)):
+        file.write_text(damaged)
+        assert suite_command(tmp_path, PARITY + "ragged") == 0
+        assert set(stored(tmp_path)) == {"suite", name}
+    document = stored(tmp_path)[name]
     document["results"][0].update(status="broken", reason="grad x: error 1")
-    store.append(tmp_path / store.FILE, "parity/rmsnorm.ragged", document)
-    assert suite_command(tmp_path, "--case", "ragged") == 1
-    assert (
-        main(
-            [
-                "suite",
-                "--minutes",
-                "0.05",
-                "--out",
-                str(tmp_path),
-                "--device",
-                "cpu",
-                "--op",
-                "rope",
-                "--stage",
-                "parity",
-                "--case",
-                "gqa",
-            ]
-        )
-        == 3
-    )
+    store.append(file, name, document)
+    assert suite_command(tmp_path, PARITY + "ragged") == 1
+    assert suite_command(tmp_path, "--minutes 0.05 --op rope --stage parity --case gqa") == 3
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--op", "rmsnrom"], "unknown 'rmsnrom'; did you mean 'rmsnorm'? have ['rmsnorm'"),
-        (["--stage", "party"], "unknown 'party'; did you mean 'parity'? have"),
-        (["--dtype", "half"], "unknown 'half'; have"),
-        (["--minutes", "0"], "at least 0.05, got '0'"),
-        (["--case", "nosuch"], "unknown 'nosuch'; have"),
-        (["--stage", "graph"], "nothing to do: no op of --op"),
-        (["--op", "rope", "--case", "ragged", "--stage", "time"], "nothing to do"),
+        ("--stage party", "unknown 'party'; did you mean 'parity'? have"),
+        ("--minutes 0", "at least 0.05, got '0'"),
+        ("--stage graph", "nothing to do: no op of --op"),
+        ("--op rope --case ragged --stage time", "nothing to do"),
     ],
 )
 def test_bad_arguments_are_named(argv, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["suite", "--minutes", "1", "--out", str(tmp_path), "--device", "cpu", *argv])
+        suite_command(tmp_path, f"--minutes 1 {argv}")
     assert message in capsys.readouterr().err
 
 
 # ---- launch configurations and their search
 
 
-def tunable(**more):
+def tunable(pass_name="forward"):
     return Tunable(
         "fake",
         "step",
         ("D", "itemsize"),
-        "forward",
+        pass_name,
         lambda D, itemsize: {"WAIT": 4},
         lambda D, itemsize: [{"WAIT": w} for w in (1, 2, 4, 9)],
-        **more,
     )
 
 
@@ -1517,10 +1231,9 @@ CPU = torch.device("cpu")
 
 
 def write_table(root, config, key=None, device="a-cpu"):
-    entry = {"key": key or {"D": 64, "itemsize": 4}, "config": config}
-    store.write_json(
-        root / device / "fake.json", {"schema": 1, "device": device, "launches": {"step": [entry]}}
-    )
+    launches = {"step": [{"key": key or {"D": 64, "itemsize": 4}, "config": config}]}
+    table = {"schema": 1, "device": device, "launches": launches}
+    store.write_json(root / device / "fake.json", table)
 
 
 @pytest.fixture
@@ -1532,33 +1245,26 @@ def tables(tmp_path, monkeypatch):
     tuning.table.cache_clear()
 
 
-def test_a_tuned_entry_wins_over_the_heuristic_for_its_key_alone(tables):
+def test_a_tuned_entry_wins_over_the_heuristic_for_its_key_and_device_alone(tables, monkeypatch):
     write_table(tables, {"WAIT": 1})
     t = tunable()
     assert t.config(CPU, 64, 4) == {"WAIT": 1} and t.config(CPU, 65, 4) == {"WAIT": 4}
     with t.override(CPU, (64, 4), {"WAIT": 9}):
         assert t.config(CPU, 64, 4) == {"WAIT": 9}
     assert t.config(CPU, 64, 4) == {"WAIT": 1}
-
-
-def test_another_devices_table_is_not_read(tables, monkeypatch):
-    write_table(tables, {"WAIT": 1})
+    tuning.table.cache_clear()
     monkeypatch.setattr(tuning, "device_folder", lambda device: "another")
     assert tunable().config(CPU, 64, 4) == {"WAIT": 4}
 
 
-def test_a_malformed_table_is_named(tables):
+def test_a_table_that_no_launch_could_use_is_refused(tables):
     (tables / "a-cpu").mkdir()
     (tables / "a-cpu/fake.json").write_text('{"schema": 1, "launches": {"step": [{"key": 3}]}}')
     with pytest.raises(ValueError, match=r"a-cpu.fake\.json: not a table"):
         tunable().config(CPU, 64, 4)
-
-
-def test_an_entry_that_no_launch_could_use_is_refused(tables):
     write_table(tables, {"STALL": 1})
-    with pytest.raises(
-        ValueError, match=r"fake\.json: step: the config .* must name \['WAIT'\], got \['STALL'\]"
-    ):
+    said = r"fake\.json: step: the config .* must name \['WAIT'\], got \['STALL'\]"
+    with pytest.raises(ValueError, match=said):
         tunable().config(CPU, 64, 4)
     with pytest.raises(ValueError, match="STALL"):
         list(tuning.tuned(tunable()))
@@ -1567,26 +1273,17 @@ def test_an_entry_that_no_launch_could_use_is_refused(tables):
         list(tuning.tuned(tunable()))
 
 
-def test_the_committed_tables_can_be_used():
-    for op in OPS.values():
-        for impl in op.implementations:
-            for t in impl.tunables():
-                for folder, key, config in tuning.tuned(t):
-                    assert folder and config in t.candidates(**key), (
-                        "what a search does not try was not found by one"
-                    )
-
-
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
-def test_every_candidate_names_what_the_heuristic_does(op):
-    for impl in op.implementations:
-        for t in impl.tunables():
-            assert {t.op, op.name} <= set(OPS) and t.pass_name in PASSES
-            for key in t.keys:
-                assert t.candidates(**t.named(key))[0] == t.heuristic(**t.named(key))
-            assert not t.keys or any(len(t.candidates(**t.named(key))) > 1 for key in t.keys), (
-                "nothing to search"
-            )
+def test_every_candidate_names_what_the_heuristic_does_and_committed_tables_have_candidates(op):
+    """What a search does not try was not found by one."""
+    for t in (t for impl in op.implementations for t in impl.tunables()):
+        assert {t.op, op.name} <= set(OPS) and t.pass_name in PASSES
+        candidates = {key: t.candidates(**t.named(key)) for key in t.keys}
+        for key, found in candidates.items():
+            assert found[0] == t.heuristic(**t.named(key))
+        assert not t.keys or any(len(found) > 1 for found in candidates.values())
+        for folder, key, config in tuning.tuned(t):
+            assert folder and config in t.candidates(**key)
 
 
 def waiting(monkeypatch, spoil, dtype):
@@ -1601,13 +1298,7 @@ def waiting(monkeypatch, spoil, dtype):
         now[0] += wait * 5e-3
         return rmsnorm_eager(x, weight, bias, eps, offset, cast) * (1.02 if wait in spoil else 1)
 
-    op = fake_op(fake=compute)
-    op.implementations = (
-        replace(op.implementations[0], tunables=lambda: (t,), dtypes=(dtype,)),
-        *op.implementations[1:],
-    )
-    op._by_name = {i.name: i for i in op.implementations}
-    return t, op
+    return t, fake_op({"tunables": lambda: (t,), "dtypes": (dtype,)}, fake=compute)
 
 
 def searched(monkeypatch, spoil=()):
@@ -1618,35 +1309,19 @@ def searched(monkeypatch, spoil=()):
     return tune.search(op, impl, case, torch.float32, t, key, "cpu", rounds=5)
 
 
-def test_the_fastest_constants_are_found(tables, monkeypatch):
+def test_the_fastest_constants_that_are_right_are_found(tables, monkeypatch):
     entry = searched(monkeypatch)
     assert entry["config"] == {"WAIT": 1} and entry["heuristic"] == {"WAIT": 4}
-    assert (
-        entry["median_us"] < entry["heuristic_us"]
-        and len(entry["tried"]) == 4
-        and not entry["rejected"]
-    )
-
-
-def test_fast_and_wrong_is_rejected(tables, monkeypatch):
+    assert entry["median_us"] < entry["heuristic_us"]
+    assert len(entry["tried"]) == 4 and not entry["rejected"]
     entry = searched(monkeypatch, spoil=(1,))
     assert entry["config"] == {"WAIT": 2}
-    assert (
-        entry["rejected"][0]["config"] == {"WAIT": 1}
-        and "exceeds" in entry["rejected"][0]["reason"]
-    )
+    [rejected] = entry["rejected"]
+    assert rejected["config"] == {"WAIT": 1} and "exceeds" in rejected["reason"]
 
 
 def test_found_constants_reach_the_launchers(tables, tmp_path):
-    meta = {
-        "device": "a cpu",
-        "device_type": "cpu",
-        "date": "2026-01-01",
-        "commit": "c",
-        "dirty": False,
-        "source": "1",
-        "versions": {},
-    }
+    meta = {**DATED, "commit": "c", "dirty": False}
     entry = {
         "launch": "fake/step",
         "key": {"D": 64, "itemsize": 4},
@@ -1657,11 +1332,10 @@ def test_found_constants_reach_the_launchers(tables, tmp_path):
         "tried": [],
         "rejected": [],
     }
-    found = {"search/x": {"meta": meta, "entries": [entry]}}
+    older = {"meta": {**meta, "source": "0"}, "entries": [{**entry, "config": {"WAIT": 1}}]}
+    found = {"search/x": {"meta": meta, "entries": [entry]}, "search/old": older}
     write_table(tables, {"WAIT": 9}, key={"D": 65, "itemsize": 4})
     tuning.table.cache_clear()
-    older = {"meta": {**meta, "source": "0"}, "entries": [{**entry, "config": {"WAIT": 1}}]}
-    found["search/old"] = older
     assert tune_tables.write_tables(found, tables, meta) == [tables / "a-cpu/fake.json"]
     t = tunable()
     assert t.config(CPU, 64, 4) == {"WAIT": 2} and t.config(CPU, 65, 4) == {"WAIT": 9}
@@ -1683,69 +1357,46 @@ def test_a_search_that_ended_in_the_middle_goes_on_where_it_was(tmp_path, monkey
         seen.append(tunable.launch)
         if len(seen) == 2:
             raise MemoryError("full")
-        return {
-            "key": tunable.named(key),
-            "config": {"W": 1},
-            "heuristic": {"W": 1},
-            "median_us": 1.0,
-            "heuristic_us": 1.0,
-        }
+        same = {"config": {"W": 1}, "heuristic": {"W": 1}, "median_us": 1.0, "heuristic_us": 1.0}
+        return {"key": tunable.named(key), **same}
 
     monkeypatch.setattr(tune, "search", search)
     monkeypatch.setattr(launches, "requested_keys", lambda *_: [(t, (8,)) for t in asked])
     op = fake_op(right=rmsnorm_eager)
-    meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
+    given = op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path
 
-    def go(meta):
-        unit = tune.unit(
-            op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta
-        )
-        runner.work([unit], tmp_path, FOREVER, meta, since=LATER)
+    def go():
+        unit = tune.unit(*given, DATED)
+        work(tmp_path, unit, meta=DATED, since=LATER)
         document = value(tmp_path, unit.name)
-        return (
-            [e["launch"] for e in document["entries"]],
-            document.get("error"),
-            document.get("unfinished"),
-        )
+        found = [e["launch"].removeprefix("fake/") for e in document["entries"]]
+        return found, document.get("error"), document.get("unfinished")
 
-    assert go(meta) == (["fake/one"], "MemoryError: full", None)
-    assert go(meta) == (["fake/one", "fake/two", "fake/three"], None, None)
+    assert go() == (["one"], "MemoryError: full", None)
+    assert go() == (["one", "two", "three"], None, None)
     assert seen == ["one", "two", "two", "three"]
     monkeypatch.setattr(sources, "digest", lambda op: "2")
-    assert go(meta)[0] == ["fake/one", "fake/two", "fake/three"] and len(seen) == 7
+    assert go()[0] == ["one", "two", "three"] and len(seen) == 7
 
 
 def test_a_search_times_the_pass_that_the_launch_belongs_to(tables, monkeypatch):
-    timed = {}
+    timed, called = {}, []
 
     def interleave(tasks, clock, **options):
         timed.update(tasks)
         return {i: timing.Timing.of([1.0]) for i in tasks}, {}
 
-    called = []
+    def traced(*given):
+        called.append("forward")
+        y = rmsnorm_eager(*given)
+        if y.requires_grad:
+            y.register_hook(lambda g: called.append("backward"))
+        return y
 
-    class Traced(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            called.append("forward")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            called.append("backward")
-            return g
-
-    t = Tunable(
-        "fake",
-        "step",
-        ("D", "itemsize"),
-        "backward",
-        lambda D, itemsize: {"W": 1},
-        lambda D, itemsize: [],
-    )
-    op = fake_op(fake=lambda x, *rest: Traced.apply(rmsnorm_eager(x, *rest)))
+    op = fake_op(fake=traced)
     monkeypatch.setattr(timing, "interleave", interleave)
-    tune.search(op, op.implementations[0], op.cases[0], torch.float32, t, (100, 4), "cpu")
+    given = op, op.implementations[0], op.cases[0], torch.float32, tunable("backward"), (100, 4)
+    tune.search(*given, "cpu")
     task = timed[0]
     task.before()
     called.clear()
@@ -1765,20 +1416,6 @@ def test_recording_sees_every_launch_and_key_in_order():
     with tuning.recording() as after:
         pass
     assert not after
-
-
-def test_the_chunk_of_rows_follows_its_table(monkeypatch):
-    from tilewright.ops.loss.head import CHUNK, chunk_rows
-
-    x, weight = (
-        torch.empty(4096, 64, dtype=torch.bfloat16),
-        torch.empty(32768, 64, dtype=torch.bfloat16),
-    )
-    key = (64, 32768, 2, False)
-    with CHUNK.override(x.device, key, {"budget_mib": 16}):
-        assert chunk_rows(x, weight) == 256
-    with CHUNK.override(x.device, key, {"budget_mib": 32}):
-        assert chunk_rows(x, weight) == 512
 
 
 def test_contract_of_an_op_holds_with_every_candidate(monkeypatch):
@@ -1818,10 +1455,10 @@ def test_what_counts_as_faster(ours, theirs, faster):
 
 def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkeypatch):
     """By a process that sees no GPU, for this one's capability; it and its children end in time."""
-    stub = tmp_path / "python"
+    stub, said = tmp_path / "python", tmp_path / "said"
     stub.write_text(
         f'#!/bin/sh\nsleep 600 &\necho "$CUDA_VISIBLE_DEVICES|$*|$!" >{tmp_path}/new\n'
-        f"mv {tmp_path}/new {tmp_path}/said\nwait\n"
+        f"mv {tmp_path}/new {said}\nwait\n"
     )
     stub.chmod(0o755)
     waits = []
@@ -1833,7 +1470,7 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
             waits.append(timeout)
             if timeout is None:
                 return super().wait()
-            until((tmp_path / "said").exists)
+            until(said.exists)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     fake = types.SimpleNamespace(Popen=Impatient, TimeoutExpired=subprocess.TimeoutExpired)
@@ -1846,39 +1483,34 @@ def test_candidates_are_compiled_beforehand_in_half_of_the_time(tmp_path, monkey
     monkeypatch.setattr(search.platform, "device_name", lambda device: "an H200")
     search.compile_beforehand(["rope", "rmsnorm"], tmp_path, START + 240)
     assert waits == [120 + runner.DYING]
-    devices, said, child = (tmp_path / "said").read_text().strip().split("|")
+    devices, command, child = said.read_text().strip().split("|")
     until(lambda: not alive(child))
-    assert devices == "" and said.startswith(
-        "-m bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
-    )
-    assert f"--goals {tmp_path}" in said and "--minutes 2.00 " in said
+    gpu_cache = "-m bench gpu-cache --what search --arch 90 --name an H200 --op rope,rmsnorm "
+    assert devices == "" and command.startswith(gpu_cache)
+    assert f"--goals {tmp_path}" in command and "--minutes 2.00 " in command
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    (tmp_path / "said").unlink()
+    said.unlink()
     search.compile_beforehand(["rope"], tmp_path, START + 600)
-    assert not (tmp_path / "said").exists(), (
-        "kernels of another capability are not what is launched"
-    )
+    assert not said.exists(), "kernels of another capability are not what is launched"
 
 
 def test_searches_of_another_device_or_with_other_versions_are_none():
-    meta = {**META, "date": "2026-01-01", "device_type": "cpu"}
     entry, found = {"launch": "fake/step", "key": {"D": 1}}, {}
-    for i, field in enumerate(("none", "device", "versions", "source")):
-        found[str(i)] = {"meta": {**meta, field: "other"}, "entries": [entry]}
-    assert [e["unit"] for e in tune_tables.entries_in(found, meta)] == ["0"]
+    for field in ("none", "device", "versions", "source"):
+        found[field] = {"meta": {**DATED, field: "other"}, "entries": [entry]}
+    assert [e["unit"] for e in tune_tables.entries_in(found, DATED)] == ["none"]
 
 
 def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, monkeypatch):
     """A candidate is on disk before it is called; after a crash it is rejected, and the search
     continues.
     """
-    t = tunable()
+    t, override = tunable(), Tunable.override
     op = fake_op(fake=lambda x, *rest: rmsnorm_eager(x, *rest))
     monkeypatch.setattr(launches, "requested_keys", lambda *_: [(t, (100, 4))])
     monkeypatch.setattr(tune, "search", functools.partial(tune.search, rounds=1, seconds=0.0))
-    meta = {**META, "date": "2026-01-01T00:00:00", "commit": None, "dirty": None}
-    unit = tune.unit(op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path, meta)
-    override = Tunable.override
+    given = op, op.implementations[0], op.cases[1], "cpu", torch.float32, tmp_path
+    unit = tune.unit(*given, DATED)
 
     def fatal(self, device, key, config):
         if config == {"WAIT": 2}:
@@ -1886,7 +1518,7 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
         return override(self, device, key, config)
 
     monkeypatch.setattr(Tunable, "override", fatal)
-    saved = {"meta": unit.about(meta), "error": "an illegal memory access"}
+    saved = {"meta": unit.about(DATED), "error": "an illegal memory access"}
     monkeypatch.setattr(runner, "save", saved.update)
     with pytest.raises(timing.DeviceLost):
         unit.make()
@@ -1897,21 +1529,11 @@ def test_constants_that_end_the_process_are_not_tried_again(tables, tmp_path, mo
     assert len(entry["tried"]) == 4
 
 
-def test_a_lost_device_ends_the_process_whatever_raised(tmp_path):
-    """For a unit that catches nothing itself, such as the roofline."""
-    script = tmp_path / "worker.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import pathlib, time, torch
-        from tilewright.bench import runner
-        def sticky(): raise RuntimeError("an illegal memory access")
-        torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
-        torch.cuda.synchronize = sticky
-        runner.work([runner.Unit("a", lambda: 1 / 0, {{}})], pathlib.Path({str(tmp_path)!r}), float('inf'),
-                    {{"device": "a cpu"}})""")
+def of_triton(op, kwargs):
+    """The passes of an op's Triton kernels."""
+    return run.passes(
+        Provider("triton", functools.partial(op.public, implementation="triton")), kwargs
     )
-    assert forked.Forked([sys.executable, str(script)]).wait() == runner.LOST
-    assert "ZeroDivisionError" in json.loads((tmp_path / "running-0.json").read_text())["lost"]
 
 
 def test_a_launch_is_timed_by_itself(monkeypatch):
@@ -1919,16 +1541,10 @@ def test_a_launch_is_timed_by_itself(monkeypatch):
     asked about.
     """
     op = OPS["moe_mlp"]
-    impl, case = op.implementation("triton"), next(c for c in op.cases if "contract" in c.tags)
-    kwargs = case.make("cpu", torch.float32, 0)
-    passes = run.passes(
-        Provider("triton", functools.partial(op.public, implementation="triton")), kwargs
-    )
-    asked = [
-        (t, k)
-        for t, k in launches.requested_keys(op, impl, kwargs)
-        if t.op in ("moe_mlp", "grouped_gemm")
-    ]
+    kwargs = next(c for c in op.cases if "contract" in c.tags).make("cpu", torch.float32, 0)
+    passes = of_triton(op, kwargs)
+    found = launches.requested_keys(op, op.implementation("triton"), kwargs)
+    asked = [(t, k) for t, k in found if t.op in ("moe_mlp", "grouped_gemm")]
     assert len(asked) >= 6
     started, real = [], InterpretedFunction.run
 
@@ -1946,9 +1562,8 @@ def test_a_launch_is_timed_by_itself(monkeypatch):
         started.clear()
         again()
         ((name, options),) = started
-        assert options["GROUP"] == 3 and name == (
-            "_dweight" if t.launch == "backward_weight" else "_gemm"
-        )
+        weights = t.launch == "backward_weight"
+        assert options["GROUP"] == 3 and name == ("_dweight" if weights else "_gemm")
         epilogue = {"up_swiglu": 1, "down_dswiglu": 2, "backward_weight": None}.get(t.launch, 0)
         assert options.get("EPILOGUE") == epilogue, t.name
         started.clear()
@@ -1956,15 +1571,11 @@ def test_a_launch_is_timed_by_itself(monkeypatch):
 
 def test_a_launch_that_no_pass_starts_is_said():
     op = OPS["rmsnorm"]
-    kwargs = RAGGED.make("cpu", torch.float32, 0)
-    passes = run.passes(
-        Provider("triton", functools.partial(op.public, implementation="triton")), kwargs
-    )
-    forward = op.implementation("triton").tunables()[0]
-    with pytest.raises(
-        RuntimeError, match=r"no pass of the op starts a kernel of rmsnorm/forward for .*'D': 99"
-    ):
-        launches.timed(forward, (99, 4, False), forward.heuristic(99, 4, False), CPU, passes)()
+    passes = of_triton(op, RAGGED.make("cpu", torch.float32, 0))
+    forward, key = op.implementation("triton").tunables()[0], (99, 4, False)
+    said = r"no pass of the op starts a kernel of rmsnorm/forward for .*'D': 99"
+    with pytest.raises(RuntimeError, match=said):
+        launches.timed(forward, key, forward.heuristic(*key), CPU, passes)()
 
 
 @pytest.mark.parametrize(
@@ -1977,22 +1588,13 @@ def test_which_of_two_ways_is_faster(tables, monkeypatch, other, spoil, status, 
     is no failure.
     """
     _, op = waiting(monkeypatch, spoil, torch.bfloat16)
-    monkeypatch.setattr(
-        variants,
-        "VARIANTS",
-        (
-            Variant("a shorter wait", "rmsnorm", "tiny", "fake/step", {"WAIT": other}),
-            Variant("of another op", "rope", "tiny", "fake/step", {"WAIT": other}),
-        ),
-    )
+    asked = Variant("a shorter wait", "rmsnorm", "tiny", "fake/step", {"WAIT": other})
+    of_another = replace(asked, name="of another op", op="rope")
+    monkeypatch.setattr(variants, "VARIANTS", (asked, of_another))
     (unit,) = planned(op, "ab")
+    assert unit.name == "ab/rmsnorm.tiny.a-shorter-wait"
     document = unit.make()
-    assert unit.name == "ab/rmsnorm.tiny.a-shorter-wait" and [
-        r["status"] for r in document["results"]
-    ] == [
-        "holds",
-        status,
-    ]
+    assert [r["status"] for r in document["results"]] == ["holds", status]
     assert [v["better"] for v in document["timed"]] == ([better] if better else [])
     for v in document["timed"]:
         assert v["pass"] == "forward" and (v["faster_percent"] > 0) == (better == "other")
@@ -2034,35 +1636,16 @@ def test_luck_is_not_taken_for_speed(tables, monkeypatch):
     assert measured == [[0, 1, 2, 3], [0, 1]]
 
 
+# A timed case of one round.
+ONE_ROUND = "--op rmsnorm --case gemma-3-4b --dtype float32 --provider eager,cpp --rounds 1 "
+ONE_ROUND += "--sample-ms 0"
+
+
 def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
     tmp_path, monkeypatch, forks
 ):
-    argv = [
-        "suite",
-        "--stage",
-        "time",
-        "--minutes",
-        "50",
-        "--out",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--op",
-        "rmsnorm",
-        "--dtype",
-        "float32",
-        "--case",
-        "gemma-3-4b",
-        "--rounds",
-        "1",
-        "--sample-ms",
-        "0",
-        "--provider",
-        "eager,cpp",
-    ]
-    meta = run.metadata("cpu", run.Settings(), [])
     failed = {
-        "meta": meta,
+        "meta": run.metadata("cpu", run.Settings(), []),
         "options": dict(roofline_unit("cpu").options),
         "roofline": None,
         "error": "out of memory",
@@ -2073,70 +1656,31 @@ def test_without_a_roofline_nothing_is_timed_and_the_next_call_measures_it(
         return True
 
     fail()
+    arguments = f"--minutes 50 --stage time {ONE_ROUND}"
     with monkeypatch.context() as patch:
-        patch.setattr(
-            runner,
-            "supervise",
-            fail,
-        )
-        assert main(argv) == 1
+        patch.setattr(runner, "supervise", fail)
+        assert suite_command(tmp_path, arguments) == 1
     assert set(stored(tmp_path)) == {"suite", "roofline"}
-    assert main(argv) == 0
+    assert suite_command(tmp_path, arguments) == 0
     document = stored(tmp_path)["time/rmsnorm.gemma-3-4b.float32"]
     assert next(r for r in document["rows"] if r["auto"])["status"] == "ok"
     assert {r["provider"] for r in document["rows"]} == {"eager", "cpp"}
     assert "--task" not in document["meta"]["argv"] and document["meta"]["argv"][0] == "suite"
 
 
-def test_run_times_what_is_missing(tmp_path, forks):
-    roof, meta = roofline_unit("cpu"), run.metadata("cpu", run.Settings(), [])
-    document = {"roofline": {"copy_bytes_per_second": 1e10, "flops_per_second": {}}}
-    document |= {"schema": 1, "meta": roof.about(meta), "options": dict(roof.options)}
-    store.append(tmp_path / store.FILE, roof.name, document)
-    argv = ["run", "--op", "rmsnorm", "--case", "gemma-3-4b", "--provider", "eager,cpp"]
-    argv += ["--device", "cpu", "--dtype", "float32", "--rounds", "1", "--sample-ms", "0"]
-    for _ in range(2):
-        assert bench([*argv, "--out", str(tmp_path)]) == 0
-    found = stored(tmp_path)
-    assert found["roofline"]["roofline"] == document["roofline"], "it is there, and kept"
-    assert next(iter(found["suite"]["units"])) == "roofline"
-    rows = found["time/rmsnorm.gemma-3-4b.float32"]["rows"]
-    assert {r["provider"]: r["status"] for r in rows} == {"eager": "ok", "cpp": "ok"}
-    assert found["time/rmsnorm.gemma-3-4b.float32"]["meta"]["argv"][0] == "run"
-
-
-def test_a_packed_line_that_cannot_be_read_is_measured_again(tmp_path, forks):
-    assert suite_command(tmp_path, "--case", "ragged") == 0
-    whole = (tmp_path / store.FILE).read_text()
-    for damaged in (whole[: len(whole) // 2], whole.replace('"unit"', "unit", 1)):
-        (tmp_path / store.FILE).write_text(damaged)
-        assert suite_command(tmp_path, "--case", "ragged") == 0
-        assert set(stored(tmp_path)) == {"suite", "parity/rmsnorm.ragged"}
-
-
-def test_a_folder_is_of_one_command(tmp_path, capsys):
-    """Its document says whether that command's whole plan was reached."""
-    summary = {"meta": {"argv": ["suite", "--minutes", "1"]}, "units": {}}
-    store.write(tmp_path, {store.SUMMARY: summary, "roofline": {}})
-    argv = ["run", "--op", "rmsnorm", "--device", "cpu", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        bench(argv)
-    assert "has the results of `suite`; take another folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["search", "--goals", "nowhere"], "argument --goals: nowhere has no results of the suite"),
-        (["search", "--goals", ".", "--only", "a.b.c"], "argument --only: search takes the cases"),
-        (["search", "--goal", "."], "python -m bench search: error: "),
-        (["gate-variants", "--space"], "--space and --update are of the registry's own kernels"),
+        ("search --goals nowhere", "argument --goals: nowhere has no results of the suite"),
+        ("search --goals . --only a.b.c", "argument --only: search takes the cases"),
+        ("search --goal .", "python -m bench search: error: "),
+        ("gate-variants --space", "--space and --update are of the registry's own kernels"),
     ],
 )
 def test_what_a_command_does_not_do_is_refused(argv, message, capsys):
-    minutes = ["--minutes", "1", "--device", "cpu"] if argv[0] == "search" else []
+    minutes = " --minutes 1 --device cpu" if argv.startswith("search") else ""
     with pytest.raises(SystemExit) as ended:
-        main([*argv, *minutes])
+        main(f"{argv}{minutes}".split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -2148,8 +1692,6 @@ def test_a_search_without_a_missed_goal_says_so(tmp_path, capsys):
 
 
 def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
-    op = OPS["rmsnorm"]
-    case = next(c for c in op.cases if c.name == "ragged")
     judge = contract.judge
 
     def refusing(op, name, kwargs, by):
@@ -2158,11 +1700,8 @@ def test_a_variant_that_is_refused_is_no_failure(monkeypatch):
         return judge(op, name, kwargs, by)
 
     monkeypatch.setattr(contract, "judge", refusing)
-    found = {
-        r["implementation"]: r
-        for r in checks.parity_results(op, case, "cpu", torch.float32, ["torch", "eager"])
-    }
-    assert (
-        found["torch"]["status"] == "unavailable" and "no such variant" in found["torch"]["reason"]
-    )
-    assert found["eager"]["status"] == "holds"
+    names = ["torch", "eager"]
+    results = checks.parity_results(RMSNORM, RAGGED, "cpu", torch.float32, names)
+    found = {r["implementation"]: (r["status"], r["reason"]) for r in results}
+    assert found["torch"][0] == "unavailable" and "no such variant" in found["torch"][1]
+    assert found["eager"][0] == "holds"

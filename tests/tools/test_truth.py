@@ -99,6 +99,10 @@ def smoothed(x, e):
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
 
+def robust(x, e):
+    return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
+
+
 def log_odds(x):
     return x - mp.log(-mp.expm1(x))
 
@@ -112,13 +116,7 @@ BETA, SMOOTHING, GAMMA, LAMBDA = mp.mpf("0.125"), mp.mpf("0.25"), mp.mpf("0.5"),
 KL_CHOSEN, KL_REJECTED = 0.75, 1.5
 EXACT = {
     "sigmoid": lambda s: smoothed(BETA * (s.u - s.d), SMOOTHING),
-    "robust": lambda s: (
-        (
-            -(1 - SMOOTHING) * logsigmoid(BETA * (s.u - s.d))
-            + SMOOTHING * logsigmoid(-BETA * (s.u - s.d))
-        )
-        / (1 - 2 * SMOOTHING)
-    ),
+    "robust": lambda s: robust(BETA * (s.u - s.d), SMOOTHING),
     "sigmoid_norm": lambda s: smoothed(BETA * (s.u_bar - s.d_bar), SMOOTHING),
     "hinge": lambda s: max(mp.mpf(0), 1 - BETA * (s.u - s.d)),
     "ipo": lambda s: (s.u_bar - s.d_bar - 1 / (2 * BETA)) ** 2,
