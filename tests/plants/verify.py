@@ -631,7 +631,7 @@ def transposed_merge():
     return model
 
 
-# ---- what rows above find in another way: `python -m tests.plants` runs these, `make test` does not
+# ---- what rows above find in another way: run by the table alone
 
 BEFORE = len(PLANTS)
 
