@@ -1,7 +1,7 @@
 """Runs on preferences, and a plain loop that they are compared with."""
 
+import collections
 import itertools
-import json
 import random
 import types
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ranks import metrics
-from small import write_run
+from small import SHAPE, write_rows, write_run
+from small import trained as trained  # of preferences too
 
-from tilewright.trainer import build, train
+from tilewright.trainer import build
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.types.dataset_type import Asked
@@ -32,6 +32,24 @@ class Given(OfSequence):
 
     def values(self):
         return -self.logprobs[None]
+
+
+def trls_trainer(**fields):
+    """What TRL's losses read of their trainer, on one processor."""
+    device = torch.device("cpu")
+    accelerator = types.SimpleNamespace(
+        device=device, gather=lambda t: t, gather_for_metrics=lambda t: t
+    )
+    return types.SimpleNamespace(
+        model=types.SimpleNamespace(training=False),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **fields,
+    )
 
 
 class Words:
@@ -79,18 +97,7 @@ def rows(count, seed):
     ]
 
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-
-
+SMALL = SHAPE | {"vocab_size": VOCAB}
 STEPS = 4
 
 
@@ -102,8 +109,7 @@ def settings(tmp_path_factory):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**SMALL)
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-    text = "".join(json.dumps(row) + "\n" for row in rows(120, 1))
-    (folder / "pairs.jsonl").write_text(text)
+    write_rows(folder / "pairs.jsonl", rows(120, 1))
     path = write_run(
         folder,
         "preference",
@@ -111,12 +117,6 @@ def settings(tmp_path_factory):
         train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
     )
     return folder, path
-
-
-def trained(settings, name, *options):
-    folder, path = settings
-    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
-    return metrics(folder / name)
 
 
 def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
