@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small import SHAPE, write_rows, write_run
+from small import SHAPE, by_hand, write_run
 from small import trained as trained  # of preferences too
 
-from tilewright.trainer import build
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import load
 from tilewright.trainer.data.types.dataset_type import Asked
 from tilewright.trainer.models.head import OfSequence
-from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.tables import DATASETS
 
 VOCAB = 64
@@ -109,36 +106,33 @@ def settings(tmp_path_factory):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**SMALL)
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-    write_rows(folder / "pairs.jsonl", rows(120, 1))
     path = write_run(
         folder,
         "preference",
         ("pairs.jsonl", "preference_tokenized"),
+        rows(120, 1),
         train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
     )
     return folder, path
 
 
 def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
-    """The losses and margins of a loop over two of transformers' models, a pair at a time.
+    """The losses, margins and accuracies of a loop over two of transformers' models, a pair at a
+    time.
 
     after: of (policy, reference model, steps done), called after each step.
     """
-    folder, path = settings
     load_model = transformers.LlamaForCausalLM.from_pretrained
-    policy, other = (load_model(folder / name) for name in ("model", reference))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
-    steps, found = made.batches.steps(), []
+    policy, other = (load_model(settings[0] / name) for name in ("model", reference))
 
     def logprob(model, ids, labels):
         logits = model(ids[None]).logits[0].log_softmax(-1)
         kept = labels != IGNORE
         return logits[kept].gather(1, labels[kept][:, None]).sum()
 
-    for _ in range(STEPS):
-        terms = []
-        for batch in next(steps):
+    def terms(batches):
+        margins = []
+        for batch in batches:
             ends = batch["cu_seqlens"].tolist()
             spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
             for chosen, rejected, role in zip(spans, spans[1:], batch["role"], strict=False):
@@ -150,15 +144,12 @@ def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
                 c, r = (logprob(policy, *a) for a in answers)
                 with torch.no_grad():
                     C, R = (logprob(other, *a) for a in answers)
-                terms.append(beta * ((c - r) - (C - R)))
-        margins = torch.stack(terms)
+                margins.append(beta * ((c - r) - (C - R)))
+        margins = torch.stack(margins)
         loss = -torch.nn.functional.logsigmoid(margins).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        after(policy, other, len(found) + 1)
-        found.append((loss.item(), margins.mean().item(), (margins > 0).double().mean().item()))
-    return found
+        return loss, margins.mean(), (margins > 0).double().mean()
+
+    return by_hand(settings, policy, STEPS, terms, after=lambda done: after(policy, other, done))
 
 
 NAMES = ("loss", "grad_norm", "reward_margin", "reward_chosen", "logprob_rejected", "drift")

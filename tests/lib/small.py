@@ -2,10 +2,11 @@
 
 import json
 
+import torch
 import yaml
 from ranks import metrics, run_modes
 
-from tilewright.trainer import train
+from tilewright.trainer import build, train
 from tilewright.trainer.config import load
 from tilewright.trainer.parallel.mesh import Mesh
 
@@ -21,11 +22,11 @@ SHAPE = {
 }
 
 
-def write_run(folder, loss, file, *, model="model", length=64, train=None, **sections):
+def write_run(folder, loss, file, rows=(), *, model="model", length=64, train=None, **sections):
     """The path of a configuration in a folder that has the model.
 
-    file: (file in the folder, type of data set).   length: of a bin, in tokens.
-    train: what differs.   sections: what differs in others.
+    file: (file in the folder, type of data set).   rows: which are written there, if any.
+    length: of a bin, in tokens.   train: what differs.   sections: what differs in others.
     """
     tree = {
         "model": {"model_path": str(folder / model)},
@@ -52,6 +53,8 @@ def write_run(folder, loss, file, *, model="model", length=64, train=None, **sec
         },
         **sections,
     }
+    if rows:
+        write_rows(folder / file[0], rows)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return str(folder / "config.yaml")
 
@@ -71,6 +74,29 @@ def trained(settings, name, *options):
     folder, path, *_ = settings
     train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
     return metrics(folder / name)
+
+
+def built(settings, *options):
+    """What a run would train with."""
+    folder, path, *_ = settings
+    return build.build(load(path, [f"--train.output_dir={folder / 'unused'}", *options]), Mesh())
+
+
+def by_hand(settings, model, steps, terms, lr=1e-2, after=lambda step: None):
+    """The steps of a plain loop over the batches of a run: (loss, *others) of each.
+
+    terms: of a step's batches -> (loss, *others).   after: of steps done, called after each.
+    """
+    batches, found = built(settings).batches.steps(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(steps):
+        loss, *others = terms(next(batches))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        after(step + 1)
+        found.append((loss.item(), *map(float, others)))
+    return found
 
 
 def evaluations(folder):
@@ -95,7 +121,7 @@ def layouts(steps):
     }
 
 
-def on_two_ranks(settings, modes):
+def two_ranks(settings, modes):
     """The steps of runs whose arguments those are, and a folder each.   modes: as `run_modes`."""
     folder, path, *_ = settings
     same = [path, "--model.merge_qkv=false"]
