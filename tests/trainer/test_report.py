@@ -143,7 +143,12 @@ def test_a_page_that_no_run_would_draw_is_refused(given, sentence, capsys):
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("file", "is no folder"), ("full", "is a folder; give a file")]
+    ("where", "said"),
+    [
+        ("file", "is no folder"),
+        ("full", "is a folder; give a file"),
+        ("/proc/pages", "/proc/pages"),
+    ],
 )
 def test_a_page_that_cannot_be_written_is_found_before_the_run(
     where, said, tmp_path, capsys, monkeypatch
