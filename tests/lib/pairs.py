@@ -1,7 +1,7 @@
 """Runs on preferences, and a plain loop that they are compared with."""
 
+import collections
 import itertools
-import json
 import random
 import types
 from typing import Any
@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ranks import metrics
-from small import write_run
+from small import SHAPE, by_hand, write_run
+from small import trained as trained  # of preferences too
 
-from tilewright.trainer import build, train
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config import load
 from tilewright.trainer.data.types.dataset_type import Asked
 from tilewright.trainer.models.head import OfSequence
-from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.tables import DATASETS
 
 VOCAB = 64
@@ -32,6 +29,24 @@ class Given(OfSequence):
 
     def values(self):
         return -self.logprobs[None]
+
+
+def trls_trainer(**fields):
+    """What TRL's losses read of their trainer, on one processor."""
+    device = torch.device("cpu")
+    accelerator = types.SimpleNamespace(
+        device=device, gather=lambda t: t, gather_for_metrics=lambda t: t
+    )
+    return types.SimpleNamespace(
+        model=types.SimpleNamespace(training=False),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **fields,
+    )
 
 
 class Words:
@@ -79,18 +94,7 @@ def rows(count, seed):
     ]
 
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-
-
+SMALL = SHAPE | {"vocab_size": VOCAB}
 STEPS = 4
 
 
@@ -102,43 +106,33 @@ def settings(tmp_path_factory):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**SMALL)
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-    text = "".join(json.dumps(row) + "\n" for row in rows(120, 1))
-    (folder / "pairs.jsonl").write_text(text)
     path = write_run(
         folder,
         "preference",
         ("pairs.jsonl", "preference_tokenized"),
+        rows(120, 1),
         train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
     )
     return folder, path
 
 
-def trained(settings, name, *options):
-    folder, path = settings
-    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
-    return metrics(folder / name)
-
-
 def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
-    """The losses and margins of a loop over two of transformers' models, a pair at a time.
+    """The losses, margins and accuracies of a loop over two of transformers' models, a pair at a
+    time.
 
     after: of (policy, reference model, steps done), called after each step.
     """
-    folder, path = settings
     load_model = transformers.LlamaForCausalLM.from_pretrained
-    policy, other = (load_model(folder / name) for name in ("model", reference))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
-    steps, found = made.batches.steps(), []
+    policy, other = (load_model(settings[0] / name) for name in ("model", reference))
 
     def logprob(model, ids, labels):
         logits = model(ids[None]).logits[0].log_softmax(-1)
         kept = labels != IGNORE
         return logits[kept].gather(1, labels[kept][:, None]).sum()
 
-    for _ in range(STEPS):
-        terms = []
-        for batch in next(steps):
+    def terms(batches):
+        margins = []
+        for batch in batches:
             ends = batch["cu_seqlens"].tolist()
             spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
             for chosen, rejected, role in zip(spans, spans[1:], batch["role"], strict=False):
@@ -150,15 +144,12 @@ def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
                 c, r = (logprob(policy, *a) for a in answers)
                 with torch.no_grad():
                     C, R = (logprob(other, *a) for a in answers)
-                terms.append(beta * ((c - r) - (C - R)))
-        margins = torch.stack(terms)
+                margins.append(beta * ((c - r) - (C - R)))
+        margins = torch.stack(margins)
         loss = -torch.nn.functional.logsigmoid(margins).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        after(policy, other, len(found) + 1)
-        found.append((loss.item(), margins.mean().item(), (margins > 0).double().mean().item()))
-    return found
+        return loss, margins.mean(), (margins > 0).double().mean()
+
+    return by_hand(settings, policy, STEPS, terms, after=lambda done: after(policy, other, done))
 
 
 NAMES = ("loss", "grad_norm", "reward_margin", "reward_chosen", "logprob_rejected", "drift")

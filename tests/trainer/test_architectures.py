@@ -17,7 +17,7 @@ from ranks import nearly_same_training, run_modes, same_training, selected
 from safetensors.torch import load_file, save_file
 from shapes import ALTERNATING, SHAPES, SMALL, YARN
 from training import MOE as QWEN3_MOE
-from training import check_moves, make_bins, run, write_config
+from training import check_moves, make_bins, write_config
 
 from tilewright import nn
 from tilewright import ops as tw
@@ -238,96 +238,70 @@ def test_what_is_written_as_config_json_is_read_again(family):
     assert ModelConfig.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape
 
 
-# What config.json of published models says, and their numbers of parameters.
+def published(kind, sizes, **more):
+    """What config.json of a published model says."""
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    return {"model_type": kind, **dict(zip(names, sizes, strict=True)), **more}
+
+
+PUBLISHED_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+# Of published models, by their numbers of parameters.
 PUBLISHED = {
-    7_241_732_096: {  # mistralai/Mistral-7B-v0.1
-        "model_type": "mistral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-    },
-    494_032_768: {  # Qwen/Qwen2.5-0.5B
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_window_layers": 24,
-        "use_sliding_window": False,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-    },
-    999_885_952: {  # google/gemma-3-1b-it
-        "model_type": "gemma3_text",
-        "vocab_size": 262144,
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": None,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "rope_local_base_freq": 10000,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-    },
-    20_914_757_184: {  # openai/gpt-oss-20b, dequantized
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "experts_per_token": 4,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-    },
-    671_026_419_200: {  # deepseek-ai/DeepSeek-V3
-        "model_type": "deepseek_v3",
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "num_nextn_predict_layers": 1,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_scaling": {
+    494_032_768: published(  # Qwen/Qwen2.5-0.5B
+        "qwen2",
+        (151936, 896, 4864, 24, 14, 2),
+        max_window_layers=24,
+        use_sliding_window=False,
+        sliding_window=32768,
+        tie_word_embeddings=True,
+    ),
+    999_885_952: published(  # google/gemma-3-1b-it
+        "gemma3_text",
+        (262144, 1152, 6912, 26, 4, 1),
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        final_logit_softcapping=None,
+        rope_scaling=None,
+        rope_theta=1000000,
+        rope_local_base_freq=10000,
+        sliding_window=512,
+        sliding_window_pattern=6,
+    ),
+    20_914_757_184: published(  # openai/gpt-oss-20b, dequantized
+        "gpt_oss",
+        (201088, 2880, 2880, 24, 64, 8),
+        head_dim=64,
+        attention_bias=True,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        experts_per_token=4,
+        rope_scaling={**PUBLISHED_YARN, "rope_type": "yarn", "factor": 32.0, "truncate": False},
+        rope_theta=150000,
+        sliding_window=128,
+        swiglu_limit=7.0,
+    ),
+    671_026_419_200: published(  # deepseek-ai/DeepSeek-V3
+        "deepseek_v3",
+        (129280, 7168, 18432, 61, 128, 128),
+        num_nextn_predict_layers=1,
+        moe_layer_freq=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        rope_scaling={
+            **PUBLISHED_YARN,
             "type": "yarn",
             "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
         },
-    },
+    ),
 }
 
 
@@ -340,37 +314,28 @@ def test_published_models_have_their_number_of_parameters(parameters):
     assert ModelConfig.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape
 
 
+LOCAL = {"use_sliding_window": True, "sliding_window": 4}
+
+
+def rope(**changed):
+    return {"rope_parameters": {**YARN, **changed}}
+
+
 @pytest.mark.parametrize(
     "family, change, sentence",
     [
         ("mistral", {"layer_types": ALTERNATING}, "layer_types = .* is not supported"),
         ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ("qwen2", rope(partial_rotary_factor=0.5), "factor = 0.5 is not supported; accepted: 1.0"),
+        ("qwen2", rope(beta_fast="32"), "beta_fast must be a finite number above 0, got '32'"),
+        ("qwen2", rope(truncate=0), "truncate must be true or false, got 0"),
         (
             "qwen2",
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5 is not supported; accepted: 1.0",
+            {**LOCAL, "layer_types": ["global"] * 4},
+            "layer_types must name full_attention ",
         ),
-        (
-            "qwen2",
-            {"rope_parameters": {**YARN, "beta_fast": "32"}},
-            "beta_fast must be a finite number above 0, got '32'",
-        ),
-        (
-            "qwen2",
-            {"rope_parameters": {**YARN, "truncate": 0}},
-            "truncate must be true or false, got 0",
-        ),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["global"] * 4},
-            "layer_types must name full_attention or sliding_attention for each of the 4 layers",
-        ),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "max_window_layers": "28"},
-            "max_window_layers must be an integer of at least 0, got '28'",
-        ),
+        ("qwen2", {**LOCAL, "max_window_layers": "28"}, "max_window_layers must be an .* got '28'"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -378,13 +343,13 @@ def test_published_models_have_their_number_of_parameters(parameters):
         ("gemma3", {"sliding_window": None}, "sliding_window must be an integer of .* got None"),
         (
             "gemma3",
-            {"rope_parameters": {"sliding_attention": {**YARN}}},
-            "rope_parameters.sliding_attention = .* accepted: rope type 'default'",
+            {"rope_parameters": {"sliding_attention": YARN}},
+            "sliding_attention = .* accepted: rope type 'default'",
         ),
         (
             "gpt_oss",
             {"quantization_config": {"quant_method": "mxfp4"}},
-            "quant_method = 'mxfp4' is not supported; accepted are dense weights",
+            "quant_method = 'mxfp4' is",
         ),
         ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not .* accepted: True"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a finite number above 0, got 0"),
@@ -710,21 +675,3 @@ def test_initial_weights_of_a_family():
     layer = oss.model.layers[0]
     assert not layer.self_attn.q_proj.bias.any() and layer.self_attn.sinks.all()
     assert not layer.mlp.experts.gate_up_proj_bias.any()
-
-
-def test_a_run_of_latent_attention_exports_what_transformers_reads(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    path = write_config(
-        tmp_path,
-        SHAPES["deepseek_v3"],
-        train__max_steps=2,
-        train__save_steps=2,
-        train__save_hf_weights=True,
-    )
-    run(path)
-    folder = tmp_path / "out/checkpoints/global_step_2/hf"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    shape = hf.load_config(folder)
-    own, ids = Transformer(shape, ops_for(shape)), torch.arange(20)[None]
-    hf.load_weights(own, folder)
-    torch.testing.assert_close(own(ids), model(ids).logits, rtol=1e-4, atol=1e-5)

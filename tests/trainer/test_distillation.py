@@ -1,5 +1,6 @@
 """Distillation of a teacher's most probable tokens: whole runs beside transformers' logits."""
 
+import copy
 import functools
 import json
 import math
@@ -10,42 +11,28 @@ import pytest
 import torch
 
 pytest.importorskip("pydantic")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from ranks import metrics, run_modes  # noqa: E402
-from small import write_run  # noqa: E402
+import transformers
+from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ranks, write_run
 
-from tilewright.ops.loss.head import Plan  # noqa: E402
-from tilewright.trainer import build, teacher, train  # noqa: E402
-from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.config.distillation import Distillation  # noqa: E402
-from tilewright.trainer.losses.loss import loss_of  # noqa: E402
-from tilewright.trainer.models.listed import How, Listed, listed  # noqa: E402
-from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+from tilewright.ops.loss.head import Plan
+from tilewright.trainer import teacher
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.config.distillation import Distillation
+from tilewright.trainer.losses.loss import loss_of
+from tilewright.trainer.models.listed import How, Listed, listed
 
 pytestmark = pytest.mark.packages
 
-VOCAB, ROWS = 48, 24
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
+VOCAB, ROWS = SHAPE["vocab_size"], 24
 # The arguments of a run, by a name: of the section distillation.
 CASES = {
     "forward": {"divergence": "forward", "top_k": 4},
-    "reverse": {"divergence": "reverse", "top_k": 4},
-    "jsd": {"divergence": "jsd", "top_k": 4, "beta": 0.3},
-    "forward renormalized": {"divergence": "forward", "top_k": 4, "outside": "renormalize"},
     "jsd renormalized": {"divergence": "jsd", "top_k": 4, "outside": "renormalize"},
     "warm": {"divergence": "reverse", "top_k": 4, "temperature": 2.0},
     "warm shared": {"top_k": 4, "temperature": 2.0, "cross_entropy_share": 0.3},
-    "shared": {"divergence": "jsd", "top_k": 4, "cross_entropy_share": 0.5},
+    "shared": {"divergence": "jsd", "top_k": 4, "beta": 0.3, "cross_entropy_share": 0.5},
     "labels": {"divergence": "forward", "top_k": 0},
     "whole forward": {"divergence": "forward", "top_k": VOCAB},
     "whole reverse": {"divergence": "reverse", "top_k": VOCAB},
@@ -76,7 +63,7 @@ def with_teacher(teacher, row, top_k, temperature):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """(folder, rows, a function: a case -> the command's arguments)."""
+    """(folder, path of a configuration, rows, a function: a case -> the command's arguments)."""
     folder, rng = tmp_path_factory.mktemp("distillation"), random.Random(0)
     teacher, rows = llama(1), []
     teacher.save_pretrained(folder / "teacher")
@@ -85,32 +72,31 @@ def settings(tmp_path_factory):
         prompt, answer = rng.randint(1, 5), rng.randint(1, 9)
         ids = [rng.randrange(VOCAB) for _ in range(prompt + answer)]
         rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    write_run(
+    path = write_run(
         folder,
         "distillation",
         ("rows.jsonl", "tokenized"),
         train={"gradient_accumulation_steps": 2, "max_steps": 2},
     )
 
+    @functools.cache
+    def data(*made):
+        found = [with_teacher(teacher, row, *made) for row in rows]
+        return data_set(folder / f"rows_{made[0]}_{made[1]}.jsonl", found)
+
     def arguments(case):
         section = CASES[case]
-        made = section["top_k"], section.get("temperature", 1.0)
-        file = folder / f"rows_{made[0]}_{made[1]}.jsonl"
-        if not file.exists():
-            found = (with_teacher(teacher, row, *made) for row in rows)
-            file.write_text("".join(json.dumps(row) + "\n" for row in found))
-        data = [{"path": str(file), "type": "tokenized"}]
         given = [f"--distillation.{n}={json.dumps(v)}" for n, v in section.items()]
-        return [f"--data.datasets={json.dumps(data)}", *given]
+        return [data(section["top_k"], section.get("temperature", 1.0)), *given]
 
-    return folder, rows, arguments
+    return folder, path, rows, arguments
 
 
-def trained(settings, name, *options):
-    folder, _, _ = settings
-    path = str(folder / "config.yaml")
-    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
-    return metrics(folder / name)
+@pytest.fixture(scope="module")
+def taught(settings):
+    """Rows with columns of 4 tokens."""
+    model = transformers.LlamaForCausalLM.from_pretrained(settings[0] / "teacher")
+    return [with_teacher(model, row, 4, 1.0) for row in settings[2]]
 
 
 def of_trl(student, teacher, section):
@@ -149,7 +135,7 @@ def of_entries(student, teacher, labels, section):
 
 def plain(settings, case):
     """The loss of all documents, one at a time, and its gradient's norm, in float64."""
-    folder, rows, _ = settings
+    folder, _, rows, _ = settings
     student, teacher = (
         transformers.LlamaForCausalLM.from_pretrained(folder / n).double()
         for n in ("model", "teacher")
@@ -171,18 +157,24 @@ def plain(settings, case):
     return total.item() / count, norm
 
 
-def whole_step(settings, arguments):
-    folder = settings[0]
-    unused = [f"--train.output_dir={folder / 'unused'}", *arguments]
-    bins = build.build(load(str(folder / "config.yaml"), unused), Mesh()).batches.bins
-    return [f"--train.micro_batch_size={len(bins)}", "--train.gradient_accumulation_steps=1"]
+ONE = "--train.max_steps=1"
+
+
+def whole_step(settings, *options):
+    """Arguments of a step of all documents."""
+    bins = built(settings, *settings[3]("shared"), *options).batches.bins
+    return [f"--train.micro_batch_size={len(bins)}", "--train.gradient_accumulation_steps=1", ONE]
+
+
+@pytest.fixture(scope="module")
+def at_once(settings):
+    return whole_step(settings)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_that_of_a_plain_loop_over_all_logits(case, settings):
+def test_a_step_is_that_of_a_plain_loop_over_all_logits(case, settings, at_once):
     """In float64, and where all tokens are listed, by TRL's formula."""
-    arguments = settings[2](case)
-    first, _ = trained(settings, case, *arguments, *whole_step(settings, arguments))
+    [first] = trained(settings, case, *settings[3](case), *at_once)
     loss, norm = plain(settings, case)
     # Log-probabilities in float32 of logits of about 10.
     assert first["loss"] == pytest.approx(loss, rel=1e-5)
@@ -249,50 +241,35 @@ def test_reports_are_those_of_a_plain_loop_whatever_the_mass_outside(divergence,
 
 # ---- ranks
 
-SHARDED = "--train.gradient_accumulation_steps=1"
-FSDP = ["--train.data_parallel_mode=fsdp2"]
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4"]
+LAYOUTS = layouts(1)
+# What is listed and what is outside are exchanged in tensor parallelism.
 MODES = {
-    "ddp": ["--train.data_parallel_mode=ddp", SHARDED],
-    "fsdp2": [*FSDP, SHARDED],
-    "ring": [*FSDP, "--train.ringattn_parallel_size=2"],
-    "ulysses": [*FSDP, "--train.ulysses_parallel_size=2"],
-    "tensor": [*FSDP, "--train.tensor_parallel_size=2"],
-    "pipeline": [*FSDP, "--train.pipeline_parallel_size=2"],
-    "lora": [*FSDP, SHARDED, *LORA],
+    **{f"run_{name}": (options, "shared") for name, options in LAYOUTS.items()},
+    "run_tp_warm": (LAYOUTS["tp"], "warm"),
+    "run_tp_renormalized": (LAYOUTS["tp"], "jsd renormalized"),
+    "run_lora": ([*LAYOUTS["fsdp2"], *LORA], "shared"),
 }
+WRITTEN = {f"teacher_{name}": (name, 4) for name in ("fsdp2", "ring", "pp", "tp")}
+WRITTEN["teacher_tp_labels"] = ("tp", 0)
 REPORTED = ("teacher_kl", "teacher_mass", "student_mass", "teacher_agreement", "cross_entropy")
 
 
-def spread_cases(name):
-    return ("shared",) if name == "lora" else ("shared", "reverse", "jsd renormalized")
-
-
 @pytest.fixture(scope="module")
-def spread(settings):
-    folder, _, arguments = settings
-    modes = {
-        f"{case} {name}": [
-            str(folder / "config.yaml"),
-            f"--train.output_dir={folder / f'{case} {name}'}",
-            "--model.merge_qkv=false",
-            *options,
-            *arguments(case),
-        ]
-        for name, options in MODES.items()
-        for case in spread_cases(name)
-    }
-    run_modes(2, folder, {f"run_{i}": m for i, m in enumerate(modes.values())})
-    return {name: metrics(folder / name) for name in modes}
+def spread(settings, texts):
+    modes = {n: [*options, *settings[3](case)] for n, (options, case) in MODES.items()}
+    for name, (layout, k) in WRITTEN.items():
+        modes[name] = [*texts, *LAYOUTS[layout], f"--distillation.top_k={k}"]
+    return two_ranks(settings, modes)
 
 
 @pytest.fixture(scope="module")
 def alone(settings):
-    """The rows of a run in one process: of a case, with further arguments."""
+    """The steps of a run in one process: of a case, with further arguments."""
 
     @functools.cache
     def run(case, *further):
-        arguments = [*settings[2](case), *further, "--model.merge_qkv=false"]
+        arguments = [*settings[3](case), *further, "--model.merge_qkv=false"]
         return trained(settings, f"{case} alone {len(further)}", *arguments)
 
     return run
@@ -300,27 +277,29 @@ def alone(settings):
 
 @pytest.mark.parametrize("name", MODES)
 def test_ranks_train_as_one_process(name, spread, alone):
-    for case in spread_cases(name):
-        own = alone(case, *(LORA if name == "lora" else ()))
-        for a, b in zip(spread[f"{case} {name}"], own, strict=True):
-            for key in ("loss", "grad_norm", *REPORTED):
-                assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), (case, key)
+    options, case = MODES[name]
+    own = alone(case, *(LORA if LORA[0] in options else ()))
+    # At another temperature there is no cross entropy.
+    keys = [key for key in ("loss", "grad_norm", *REPORTED) if key in own[0]]
+    for a, b in zip(spread[name], own, strict=True):
+        for key in keys:
+            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
+    assert ("cross_entropy" in keys) == (case != "warm")
 
 
-def test_packing_and_accumulation_do_not_change_a_step(settings):
-    arguments = settings[2]("shared")
-    whole = trained(settings, "packed", *arguments, *whole_step(settings, arguments))
+def test_packing_and_accumulation_do_not_change_a_step(settings, at_once):
+    arguments = settings[3]("shared")
+    [whole] = trained(settings, "packed", *arguments, *at_once)
     apart = [
         "--data.sample_packing_sequence_len=14",
         "--data.pad_to_multiple_of=1",
         "--data.sample_packing_method=multipack",
     ]
-    arguments += apart
-    bins = int(whole_step(settings, arguments)[0].partition("=")[2])
-    steps = ["--train.micro_batch_size=1", f"--train.gradient_accumulation_steps={bins}"]
-    found = trained(settings, "apart", *arguments, *steps)
+    bins = int(whole_step(settings, *apart)[0].partition("=")[2])
+    steps = ["--train.micro_batch_size=1", f"--train.gradient_accumulation_steps={bins}", ONE]
+    [found] = trained(settings, "apart", *arguments, *apart, *steps)
     for key in ("loss", "grad_norm", *REPORTED):
-        assert whole[0][key] == pytest.approx(found[0][key], rel=1e-5), key
+        assert whole[key] == pytest.approx(found[key], rel=1e-5), key
 
 
 # ---- log-probabilities of listed tokens
@@ -382,82 +361,60 @@ def test_if_all_tokens_are_listed_nothing_is_outside(implementation):
 # ---- data
 
 
-def refused(settings, tmp_path, spoil, *options):
-    """What a run says of rows of which the second is spoiled."""
-    folder, rows, _ = settings
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher")
-    made = [with_teacher(model, row, 4, 1.0) for row in rows]
-    spoil(made[1])
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in made))
-    data = json.dumps([{"path": str(file), "type": "tokenized"}])
-    given = [f"--data.datasets={data}", "--distillation.top_k=4", *options]
-    with pytest.raises(ValueError) as caught:
-        trained(settings, tmp_path.name, *given)
-    return str(caught.value).replace(str(tmp_path), "")
+def second(entry):
+    """A column with this entry of its second token."""
+    return lambda v: [v[0], entry, *v[2:]]
 
 
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
-        ("teacher_ids", lambda v: v[:-1], "[{less}, 4]; accepted is [{tokens}, 4], the row's"),
-        ("teacher_ids", lambda v: [t[:3] for t in v], "has the shape [{tokens}, 3]; accepted is"),
-        ("teacher_ids", lambda v: [*v[:-1], v[-1][:3]], "have no shape: lists of lengths"),
-        (
-            "teacher_ids",
-            lambda v: [v[0], [0, 1, 2, 1.5], *v[2:]],
-            "token 2: 1.5: accepted are inte",
-        ),
-        ("teacher_ids", lambda v: [v[0], [48, 1, 2, 3], *v[2:]], "token 2: 48: accepted are -1 to"),
-        ("teacher_ids", lambda v: [v[0], [5, 1, 5, 3], *v[2:]], "token 2: an id is twice"),
-        ("teacher_logprobs", lambda v: [v[0], [0.5, -1, -1, -9], *v[2:]], "token 2: 0.5: accepted"),
-        ("teacher_logprobs", lambda v: [v[0], [-0.5] * 4, *v[2:]], "token 2: these log-probabil"),
-        ("teacher_logprobs", lambda v: [v[0], [-math.inf] * 4, *v[2:]], "token 2: -inf: accepted"),
-        ("teacher_logprobs", lambda v: [v[0], [None] * 4, *v[2:]], "a number in its numbers is nu"),
-        ("teacher_logprobs", lambda v: None, "teacher_logprobs: it is missing"),
+        ("ids", lambda v: v[:-1], "[{less}, 4]; accepted is [{tokens}, 4], the row's"),
+        ("ids", lambda v: [t[:3] for t in v], "has the shape [{tokens}, 3]; accepted is"),
+        ("ids", lambda v: [*v[:-1], v[-1][:3]], "have no shape: lists of lengths"),
+        ("ids", second([0, 1, 2, 1.5]), "token 2: 1.5: accepted are inte"),
+        ("ids", second([48, 1, 2, 3]), "token 2: 48: accepted are -1 to"),
+        ("ids", second([5, 1, 5, 3]), "token 2: an id is twice"),
+        ("logprobs", second([0.5, -1, -1, -9]), "token 2: 0.5: accepted"),
+        ("logprobs", second([-0.5] * 4), "token 2: these log-probabil"),
+        ("logprobs", second([-math.inf] * 4), "token 2: -inf: accepted"),
+        ("logprobs", second([None] * 4), "a number in its numbers is nu"),
+        ("logprobs", lambda v: None, "it is missing"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_row_and_column(column, value, said, settings, tmp_path):
-    tokens = len(settings[1][1]["input_ids"])
-    message = refused(settings, tmp_path, lambda row: row.update({column: value(row[column])}))
-    assert f"/rows.jsonl: line 2: {column}: " in message
-    assert said.format(tokens=tokens, less=tokens - 1) in message
+def test_a_wrong_value_is_named_with_its_row_and_column(
+    column, value, said, settings, taught, tmp_path, caplog
+):
+    """Or skipped with its row."""
+    column, tokens = f"teacher_{column}", len(taught[1]["input_ids"])
+    spoiled = [taught[0], {**taught[1], column: value(taught[1][column])}, *taught[2:]]
+    given = [data_set(tmp_path / "rows.jsonl", spoiled), "--distillation.top_k=4"]
+    said = f"rows.jsonl: line 2: {column}: ", said.format(tokens=tokens, less=tokens - 1)
+    with pytest.raises(ValueError) as caught:
+        trained(settings, "refused", *given)
+    assert all(part in str(caught.value) for part in said)
+    if "twice" in said[1]:
+        with caplog.at_level("WARNING", "tilewright"):
+            trained(settings, "skipped", *given, "--data.on_bad_row=skip", ONE)
+        assert "line 2: teacher_ids: token 2: an id is twice" in caplog.text
 
 
-def test_a_bad_row_may_be_skipped(settings, tmp_path, caplog):
-    folder, rows, _ = settings
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher")
-    made = [with_teacher(model, row, 4, 1.0) for row in rows]
-    made[1]["teacher_ids"][2] = [0, 0, 1, 2]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    data = json.dumps([{"path": str(tmp_path / "rows.jsonl"), "type": "tokenized"}])
-    given = [f"--data.datasets={data}", "--distillation.top_k=4", "--data.on_bad_row=skip"]
-    with caplog.at_level("WARNING", "tilewright"):
-        trained(settings, "skipped", *given)
-    assert "line 2: teacher_ids: token 3: an id is twice" in caplog.text
-
-
-def test_labels_without_an_entry_are_not_trained_on(settings, tmp_path):
+def test_labels_without_an_entry_are_not_trained_on(settings, taught, tmp_path):
     """As if they were ignored; an entry that is missing is one of the others."""
-    folder, rows, _ = settings
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher")
     found = []
     for ignored in (True, False):
-        made = [with_teacher(model, row, 4, 1.0) for row in rows]
+        made = copy.deepcopy(taught)
         for row in made:
-            last = {"labels": -100} if ignored else {"teacher_ids": [-1] * 4}
-            for name, value in last.items():
-                row[name] = [*row[name][:-1], value]
+            if ignored:
+                row["labels"][-1] = -100
+            else:
+                row["teacher_ids"][-1] = [-1] * 4
             row["teacher_ids"][-2][3], row["teacher_logprobs"][-2][3] = -1, 0.0
-        file = tmp_path / f"{ignored}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in made))
-        data = json.dumps([{"path": str(file), "type": "tokenized"}])
-        given = [f"--data.datasets={data}", "--distillation.top_k=4"]
+        given = [data_set(tmp_path / f"{ignored}.jsonl", made), "--distillation.top_k=4"]
         found.append(trained(settings, f"entries {ignored}", *given))
     for a, b in zip(*found, strict=True):
-        assert (a["loss"], a["grad_norm"], a["teacher_mass"]) == pytest.approx(
-            (b["loss"], b["grad_norm"], b["teacher_mass"]), rel=1e-6
-        )
+        for name in ("loss", "grad_norm", "teacher_mass"):
+            assert a[name] == pytest.approx(b[name], rel=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -475,7 +432,7 @@ def test_labels_without_an_entry_are_not_trained_on(settings, tmp_path):
 )
 def test_settings_that_nothing_reads_are_refused(options, said, settings):
     with pytest.raises(ConfigError, match=said):
-        load(str(settings[0] / "config.yaml"), options)
+        load(settings[1], options)
 
 
 # ---- the command that writes a teacher's columns
@@ -483,12 +440,20 @@ def test_settings_that_nothing_reads_are_refused(options, said, settings):
 
 @pytest.fixture(scope="module")
 def texts(settings):
-    """Arguments of the command, without options."""
-    folder, rows, _ = settings
-    (folder / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = json.dumps([{"path": str(folder / "plain.jsonl"), "type": "tokenized"}])
-    weights = f"--model.model_path={folder / 'teacher'}"
-    return [str(folder / "config.yaml"), weights, f"--data.datasets={data}"]
+    """Arguments of a teacher."""
+    folder, _, rows, _ = settings
+    data = data_set(folder / "plain.jsonl", rows)
+    return [f"--model.model_path={folder / 'teacher'}", data]
+
+
+@pytest.fixture
+def write(settings, texts, tmp_path):
+    """The command, to a folder of that name."""
+
+    def call(*options, to="rows"):
+        return teacher.main([settings[1], *texts, *options, "--to", str(tmp_path / to)])
+
+    return call
 
 
 def read(folder):
@@ -515,27 +480,25 @@ def check_rows(found, wanted):
             assert a == pytest.approx(b, abs=1e-4)
 
 
-@pytest.mark.parametrize(("top_k", "temperature"), [(4, 1.0), (5, 2.0), (VOCAB, 1.0), (0, 2.0)])
-def test_a_teacher_writes_what_transformers_says(top_k, temperature, texts, settings, tmp_path):
-    folder, rows, _ = settings
+def transformers_rows(settings, top_k, temperature=1.0):
+    model = transformers.LlamaForCausalLM.from_pretrained(settings[0] / "teacher").double()
+    return [with_teacher(model, row, top_k, temperature) for row in settings[2]]
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(5, 2.0), (VOCAB, 1.0), (0, 2.0)])
+def test_a_teacher_writes_what_transformers_says(top_k, temperature, write, settings, tmp_path):
+    """What evaluations take is not left out: a configuration to train with says both."""
+    held = ["--data.val_set_size=4", "--train.eval_max_batches=1"]
     options = [f"--distillation.top_k={top_k}", f"--distillation.temperature={temperature}"]
-    assert teacher.main([*texts, *options, "--to", str(tmp_path / "rows")]) == 0
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher").double()
-    wanted = [with_teacher(model, row, top_k, temperature) for row in rows]
-    check_rows(read(tmp_path / "rows"), wanted)
+    assert write(*options, *held) == 0
+    check_rows(read(tmp_path / "rows"), transformers_rows(settings, top_k, temperature))
 
 
-def evaluations(folder):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "eval_loss" in line]
-
-
-def test_a_student_learns_from_what_its_teacher_wrote(texts, settings, tmp_path):
+def test_a_student_learns_from_what_its_teacher_wrote(texts, write, settings, tmp_path):
     """End to end, of a teacher that bins and batches do not change, with an evaluation."""
     invariant, k = "--model.batch_invariant=true", "--distillation.top_k=8"
-    to = str(tmp_path / "rows")
-    assert teacher.main([*texts, invariant, k, "--to", to]) == 0
-    data = json.dumps([{"path": to, "type": "tokenized"}])
+    assert write(invariant, k) == 0
+    data = json.dumps([{"path": str(tmp_path / "rows"), "type": "tokenized"}])
     options = [f"--data.datasets={data}", f"--data.test_datasets={data}", invariant, k]
     adam = ["--train.optimizer=adamw", "--train.max_steps=30", "--train.num_train_epochs=30"]
     start = "--train.eval_on_start=true"
@@ -545,74 +508,45 @@ def test_a_student_learns_from_what_its_teacher_wrote(texts, settings, tmp_path)
     assert held[-1]["eval_loss"] < 0.4 * held[0]["eval_loss"]
     assert held[-1]["eval_teacher_agreement"] > held[0]["eval_teacher_agreement"] + 0.2
     # The teacher's own numbers, in other bins and batches.
-    trained(settings, "itself", texts[1], *options, "--train.max_steps=1", start)
+    trained(settings, "itself", texts[0], *options, ONE, start)
     own = evaluations(settings[0] / "itself")[0]
     assert own["eval_loss"] == pytest.approx(0, abs=1e-6)
     assert own["eval_teacher_agreement"] == 1
     assert own["eval_student_mass"] == pytest.approx(own["eval_teacher_mass"], abs=1e-6)
 
 
-def test_a_student_at_another_temperature_than_its_teacher_is_refused(texts, settings, tmp_path):
+def test_a_student_at_another_temperature_than_its_teacher_is_refused(write, settings, tmp_path):
     """In training and in what is evaluated; rows of other programs do not say at which they are."""
-    to, warm = tmp_path / "rows", "--distillation.temperature=2"
-    k = "--distillation.top_k=4"
-    assert teacher.main([*texts, k, warm, "--to", str(to)]) == 0
+    to, warm, k = tmp_path / "rows", "--distillation.temperature=2", "--distillation.top_k=4"
+    assert write(k, warm) == 0
     data = f"--data.datasets={json.dumps([{'path': str(to), 'type': 'tokenized'}])}"
     said = r"distillation.temperature = 1.0: .*/rows/00000.parquet has .* at 2.0; set it to that"
     with pytest.raises(ValueError, match=said):
-        trained(settings, "at 1 of 2", data, k, "--train.max_steps=1")
+        trained(settings, "at 1 of 2", data, k, ONE)
     with pytest.raises(ValueError, match=said):
         held = data.replace("datasets", "test_datasets", 1)
-        trained(settings, "held at 2", held, *settings[2]("forward"), "--train.max_steps=1")
-    trained(settings, "at 2 of 2", data, k, warm, "--train.max_steps=1")
+        trained(settings, "held at 2", held, *settings[3]("forward"), ONE)
+    trained(settings, "at 2 of 2", data, k, warm, ONE)
     table = pq.read_table(to / "00000.parquet").replace_schema_metadata(None)
     pq.write_table(table, to / "00000.parquet")
-    trained(settings, "at 1 of any", data, k, "--train.max_steps=1")
-
-
-WRITTEN = (("fsdp2", 4), ("ring", 4), ("pipeline", 4), ("tensor", 4), ("tensor", 0))
-
-
-@pytest.fixture(scope="module")
-def written_by_ranks(texts, tmp_path_factory):
-    """What two ranks have written in a layout."""
-    folder = tmp_path_factory.mktemp("teacher")
-    modes = {
-        f"teacher_{name}_{k}": [
-            *texts,
-            *MODES[name],
-            "--model.merge_qkv=false",
-            f"--distillation.top_k={k}",
-        ]
-        for name, k in WRITTEN
-    }
-    run_modes(2, folder, modes)
-    return {(name, k): read(folder / f"teacher_{name}_{k}") for name, k in WRITTEN}
+    trained(settings, "at 1 of any", data, k, ONE)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_ranks_write_what_one_process_does(name, written_by_ranks, settings):
-    folder, rows, _ = settings
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "teacher").double()
-    check_rows(written_by_ranks[name], [with_teacher(model, row, name[1], 1.0) for row in rows])
+def test_ranks_write_what_one_process_does(name, spread, settings):
+    check_rows(read(settings[0] / name), transformers_rows(settings, WRITTEN[name][1]))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--distillation.top_k=99"], "distillation.top_k = 99: the model has 48 tokens"),
-        (["--to"], "--to needs a FOLDER"),
-    ],
-)
-def test_what_a_teacher_cannot_write_is_refused(options, said, texts, tmp_path, capsys):
-    to = [] if "--to" in options else ["--to", str(tmp_path / "rows")]
-    assert teacher.main([*texts, *to, *options]) in (1, 2)
-    assert said in capsys.readouterr().err
+def test_what_a_teacher_cannot_write_is_refused(settings, write, capsys):
+    assert write("--distillation.top_k=99") == 1
+    assert "distillation.top_k = 99: the model has 48 tokens" in capsys.readouterr().err
+    assert teacher.main([settings[1], "--to"]) == 2
+    assert "--to needs a FOLDER" in capsys.readouterr().err
 
 
-def test_a_teacher_overwrites_nothing(texts, tmp_path, capsys):
+def test_a_teacher_overwrites_nothing(write, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    assert teacher.main([*texts, "--to", str(tmp_path)]) == 1
+    assert write(to=".") == 1
     assert "has files; give another folder" in capsys.readouterr().err
     assert [f.name for f in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -622,35 +556,24 @@ def test_a_teacher_overwrites_nothing(texts, tmp_path, capsys):
     [
         ("file", "cannot be written: File exists"),
         ("file/rows", "cannot be written: Not a dir"),
-        ("/proc/rows", "cannot be written"),
         ("x" * 300, "cannot be written: File name too long"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_found_before_the_teacher_is_read(
-    where, said, texts, tmp_path, capsys, monkeypatch
+    where, said, write, tmp_path, capsys, monkeypatch
 ):
-    def begun(*_, **__):
-        raise AssertionError("documents or weights are read")
-
-    for name in ("sets", "filled_engine"):
-        monkeypatch.setattr(teacher, name, begun)
+    for name in ("sets", "filled_engine"):  # what reads documents and weights
+        monkeypatch.setattr(teacher, name, None)
     (tmp_path / "file").touch()
-    assert teacher.main([*texts, "--to", str(tmp_path / where)]) == 1
+    assert write(to=where) == 1
     assert f"--to {tmp_path / where}: {said}" in capsys.readouterr().err
 
 
-def test_a_process_that_cannot_write_its_rows_says_so_first(texts, tmp_path, capsys, monkeypatch):
+def test_a_process_that_cannot_write_its_rows_says_so_first(write, capsys, monkeypatch):
     def refused(file, named):
         raise ValueError(f"{named} {file}: cannot be written: Read-only file system")
 
     monkeypatch.setattr(teacher, "check_writable", refused)
     monkeypatch.setattr(teacher, "filled_engine", None)
-    assert teacher.main([*texts, "--to", str(tmp_path / "rows")]) == 1
+    assert write() == 1
     assert "rows/00000.parquet: cannot be written" in capsys.readouterr().err
-
-
-def test_what_evaluations_take_is_not_what_a_teacher_writes(texts, settings, tmp_path):
-    """A configuration to train with says both."""
-    own = ["--data.val_set_size=4", "--train.eval_max_batches=1", "--distillation.top_k=2"]
-    assert teacher.main([*texts, *own, "--to", str(tmp_path / "rows")]) == 0
-    assert len(read(tmp_path / "rows")) == len(settings[1])

@@ -40,34 +40,48 @@ def evaluated(folder):
     return [row["step"] for row in rows(folder) if "eval_loss" in row]
 
 
-@pytest.mark.parametrize(
-    "settings, steps",
-    [
-        ({}, [0, 3, 6]),
-        ({"train__save_steps": 4}, [0, 3, 4, 6]),
-        ({"train__eval_on_start": False}, [3, 6]),
-        ({**STEPS, "train__eval_steps": 2}, [2, 4, 6]),
-        ({**STEPS, "train__eval_steps": 4, "train__eval_on_start": True}, [0, 4]),
-        (EPOCH, [3, 6]),
-        ({**EPOCH, "train__eval_epochs": 2, "train__save_steps": 1}, [6]),
-        ({**EPOCH, "train__eval_epochs": 0.5}, [2, 3, 5, 6]),
-        ({"train__eval_strategy": "no", "train__save_steps": 1}, []),
-    ],
-    ids=str,
-)
-def test_a_run_evaluates_when_its_strategy_says(settings, steps, tmp_path):
-    options = {**three_steps(tmp_path, **HELD), "train__save_hf_weights": False}
-    run(write_config(tmp_path, **{**options, **settings}))
-    assert max(row["step"] for row in rows(tmp_path)) == 6
-    assert evaluated(tmp_path) == steps
+@pytest.fixture
+def asked(monkeypatch):
+    """The number of batches of each forward pass."""
+    found, real = [], Engine.forward
+
+    def forward(self, batches, loss):
+        found.append(len(batches))
+        return real(self, batches, loss)
+
+    monkeypatch.setattr(Engine, "forward", forward)
+    return found
 
 
 def settings_of(**train):
     least = ["--train.output_dir=-", '--data.datasets=[{"path": "dummy"}]', "--model.config_path=-"]
-    return load(None, [*least, *(f"--train.{k}={json.dumps(v)}" for k, v in train.items())]).train
+    fields = (f"--train.{name}={json.dumps(value)}" for name, value in train.items())
+    return load(None, [*least, "--data.val_set_size=7", *fields]).train
 
 
-@pytest.mark.parametrize("epochs", ["0.5", "1.5", "0.25", "0.1", "0.3", "0.05", "2", "1e-2"])
+@pytest.mark.parametrize(
+    "settings, steps",
+    [
+        ({}, [0, 3, 6]),
+        ({"save_steps": 4}, [0, 3, 4, 6]),
+        ({"eval_on_start": False}, [3, 6]),
+        ({"eval_strategy": "steps", "eval_steps": 2}, [2, 4, 6]),
+        ({"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True}, [0, 4]),
+        ({"eval_strategy": "epoch"}, [3, 6]),
+        ({"eval_strategy": "epoch", "eval_epochs": 2, "save_steps": 1}, [6]),
+        ({"eval_strategy": "epoch", "eval_epochs": 0.5}, [2, 3, 5, 6]),
+        ({"eval_strategy": "no", "save_steps": 1}, []),
+    ],
+    ids=str,
+)
+def test_a_run_evaluates_when_its_strategy_says(settings, steps):
+    """In two epochs of three steps."""
+    plan = Plan(settings_of(num_train_epochs=2, save_epochs=0, **settings), 3)
+    assert plan.total == 6
+    assert [n for n in range(7) if plan.evaluates(n)] == steps
+
+
+@pytest.mark.parametrize("epochs", ["0.5", "1.5", "0.1", "0.3", "2", "1e-2"])
 def test_fractions_of_epochs_are_where_they_are_reached(epochs):
     """In the step that reaches each; also in a run that has taken other steps so far."""
     train = settings_of(num_train_epochs=4, save_epochs=float(epochs))
@@ -143,7 +157,6 @@ def test_training_has_the_bits_that_it_has_without_evaluation(tmp_path, monkeypa
     for i, settings in enumerate(
         (
             {"train__eval_strategy": "no"},
-            {},
             {**STEPS, "train__eval_steps": 1, "train__eval_micro_batch_size": 3},
             {**EPOCH, "train__eval_on_start": True, **ONES, "train__eval_max_batches": 0.5},
             {**ONES, "train__eval_sanity_batches": 2, "train__eval_max_batches": 1},
@@ -225,7 +238,7 @@ def test_every_rank_evaluates_so_many_of_the_first_batches(tmp_path):
         assert [len(bins_of(held, 2, rank, 2, most=share)) for rank in (0, 1)] == [of_two] * 2
 
 
-@pytest.mark.parametrize("given", ["1", "1.0", "0", "0.5", "1e-1"])
+@pytest.mark.parametrize("given", ["1", "1.0", "1e-1"])
 def test_a_limit_is_a_count_or_a_share_in_a_file_and_on_the_command_line(given, tmp_path):
     number = float(given) if "." in given or "e" in given else int(given)
     typed = load(write_config(tmp_path, **HELD), [f"--train.eval_max_batches={given}"])
@@ -235,21 +248,13 @@ def test_a_limit_is_a_count_or_a_share_in_a_file_and_on_the_command_line(given, 
         assert (found, type(found)) == (number, type(number))
 
 
-def test_the_size_of_a_batch_in_evaluation_changes_its_number_and_no_loss(tmp_path, monkeypatch):
-    asked, real = [], Engine.forward
-
-    def evaluate(self, batches, loss):
-        asked.append(len(batches))
-        return real(self, batches, loss)
-
-    monkeypatch.setattr(Engine, "forward", evaluate)
+def test_the_size_of_a_batch_in_evaluation_changes_its_number_and_no_loss(tmp_path, asked):
     losses = []
     for size in (1, 2, 7):
         folder = tmp_path / str(size)
-        run(
-            write_config(folder, **HELD, data__eval_sample_packing=False, train__max_steps=1),
-            f"--train.eval_micro_batch_size={size}",
-        )
+        options = {**HELD, "data__eval_sample_packing": False, "train__max_steps": 1}
+        path = write_config(folder, **options, train__save_hf_weights=False)
+        run(path, f"--train.eval_micro_batch_size={size}")
         losses.append([row["eval_loss"] for row in rows(folder) if "eval_loss" in row])
     assert asked == [7, 7, 4, 4, 1, 1]
     for found in losses[1:]:
@@ -290,20 +295,26 @@ def two_sets(folder, **changes):
     return several, write_config(folder / "one", data__test_datasets=[entries["both"]], **options)
 
 
-def test_each_set_is_reported_and_all_together(tmp_path):
-    several, one = two_sets(tmp_path, train__eval_accuracy=True)
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """(folder, path of a configuration of one set): runs on each of `two_sets`."""
+    folder = tmp_path_factory.mktemp("sets")
+    several, one = two_sets(folder, train__eval_accuracy=True)
     run(several)
     run(one)
-    found = [row for row in rows(tmp_path / "several") if "eval_loss" in row]
-    whole = [row for row in rows(tmp_path / "one") if "eval_loss" in row]
+    return folder, one
+
+
+def test_each_set_is_reported_and_all_together(reported):
+    found, whole = (
+        [row for row in rows(reported[0] / name) if "eval_loss" in row]
+        for name in ("several", "one")
+    )
     assert len(found) == len(whole) == 2
     names = ("eval_loss", "eval_perplexity", "eval_accuracy")
+    parts = [f"{name}/{part}" for name in names for part in ("plays", "letters")]
     for row, all_rows in zip(found, whole, strict=True):
-        assert row.keys() == {
-            "step",
-            *names,
-            *(f"{name}/{part}" for name in names for part in ("plays", "letters")),
-        }
+        assert row.keys() == {"step", *names, *parts}
         assert all_rows.keys() == {"step", *names}, "one set has no name"
         for name in names:
             assert row[name] == pytest.approx(all_rows[name], rel=1e-6), name
@@ -313,25 +324,19 @@ def test_each_set_is_reported_and_all_together(tmp_path):
         assert low < row["eval_loss"] < high
 
 
-def test_accuracy_is_the_share_of_most_probable_labels(tmp_path):
-    path = two_sets(tmp_path, train__eval_accuracy=True)[1]
-    run(path)
+def test_accuracy_is_the_share_of_most_probable_labels(reported):
+    folder, path = reported
     config = load(path)
     engine, [held] = engine_of(config), build_data(config, Mesh(), 97)[1].values()
     hits = labels = 0
     for batch in evaluation_batches(held, 2, 0, 1):
-        ends = tuple(batch["cu_seqlens"].tolist())
+        given = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")}
         with torch.no_grad():
-            logits = engine.model(
-                batch["input_ids"],
-                position_ids=batch["position_ids"],
-                cu_seqlens=batch["cu_seqlens"],
-                ends=ends,
-            )
+            logits = engine.model(**given, ends=tuple(batch["cu_seqlens"].tolist()))
         counted = batch["labels"] != -100
         hits += int((logits.argmax(-1) == batch["labels"])[counted].sum())
         labels += int(counted.sum())
-    assert rows(tmp_path / "one")[0]["eval_accuracy"] == hits / labels
+    assert rows(folder / "one")[0]["eval_accuracy"] == hits / labels
     assert 0 < hits < labels
 
 
@@ -362,33 +367,20 @@ def test_a_test_split_is_evaluated_once_after_the_last_step(tmp_path):
     assert all("eval_loss/plays" not in row for row in during), "what was held out alone"
 
 
-def test_a_test_split_is_cut_to_its_own_limit(tmp_path, monkeypatch):
-    asked, real = [], Engine.forward
-
-    def evaluate(self, batches, loss):
-        asked.append(len(batches))
-        return real(self, batches, loss)
-
-    monkeypatch.setattr(Engine, "forward", evaluate)
+def test_a_test_split_is_cut_to_its_own_limit(tmp_path, asked):
+    """A run that tests alone has the size and the accuracy of evaluations."""
     options = {"data__eval_sample_packing": False, "train__eval_strategy": "no"}
-    path = two_sets(tmp_path, train__do_test=True, **options)[0]
-    for i, (limit, batches) in enumerate(((0, [20, 30]), (3, [3, 3]), (0.5, [10, 15]))):
+    path = two_sets(tmp_path, train__do_test=True, train__max_steps=1, **options)[0]
+    one, four = ("--train.micro_batch_size=1",), ("--train.eval_micro_batch_size=4",)
+    more = "--train.eval_accuracy=true"
+    for i, (limit, size, batches) in enumerate(
+        ((0, one, [20, 30]), (3, one, [3, 3]), (0.5, one, [10, 15]), (0, four, [5, 8]))
+    ):
         asked.clear()
-        place = f"--train.output_dir={tmp_path / str(i)}", "--train.micro_batch_size=1"
-        run(path, f"--train.test_max_batches={limit}", *place)
+        place = f"--train.output_dir={tmp_path / str(i) / 'out'}"
+        run(path, f"--train.test_max_batches={limit}", more, place, *size)
         assert asked == batches
-
-
-def test_a_run_that_only_tests_has_the_size_and_the_accuracy_of_evaluations(tmp_path, monkeypatch):
-    asked, real = [], Engine.forward
-    monkeypatch.setattr(
-        Engine, "forward", lambda self, b, loss: asked.append(len(b)) or real(self, b, loss)
-    )
-    options = {"data__eval_sample_packing": False, "train__eval_strategy": "no"}
-    path = two_sets(tmp_path, train__do_test=True, **options)[0]
-    run(path, "--train.eval_micro_batch_size=4", "--train.eval_accuracy=true")
-    assert asked == [5, 8]
-    assert rows(tmp_path / "several")[-1].keys() >= {"test_accuracy", "test_accuracy/plays"}
+        assert rows(tmp_path / str(i))[-1].keys() >= {"test_accuracy", "test_accuracy/plays"}
 
 
 def test_a_test_split_needs_one(tmp_path):

@@ -8,31 +8,21 @@ import pytest
 import torch
 
 pytest.importorskip("pydantic")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from ranks import metrics, run_modes  # noqa: E402
-from small import write_run  # noqa: E402
+import transformers
+from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ranks, write_run
 
-from tilewright.ops.loss import policy  # noqa: E402
-from tilewright.trainer import build, evaluate, loop, train  # noqa: E402
-from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.losses import policies  # noqa: E402
-from tilewright.trainer.losses.policies import COLUMNS  # noqa: E402
-from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
+from tilewright.ops.loss import policy
+from tilewright.trainer import evaluate, loop
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.losses import policies
+from tilewright.trainer.losses.policies import COLUMNS
+from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
 
-VOCAB, ROWS = 48, 24
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
+VOCAB, ROWS = SHAPE["vocab_size"], 24
 
 
 def logprobs(model, row, temperature=1.0):
@@ -59,20 +49,20 @@ def settings(tmp_path_factory):
             row[column] = [min(0.0, x + rng.gauss(0, 0.3)) for x in own]
         row["advantage"] = [rng.gauss(0, 1)] * len(ids)
         rows.append(row)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = write_run(
         folder,
         "policy",
         ("rows.jsonl", "tokenized"),
+        rows,
         train={"gradient_accumulation_steps": 2, "max_steps": 2},
     )
     return folder, path, rows
 
 
-def trained(settings, name, *options):
-    folder, path, _ = settings
-    train.train(load(path, [f"--train.output_dir={folder / name}", *options]), Mesh())
-    return metrics(folder / name)
+@pytest.fixture(scope="module")
+def bins(settings):
+    """How many there are."""
+    return len(built(settings).batches.bins)
 
 
 class Alone:
@@ -127,6 +117,9 @@ CASES = {
 }
 
 
+ONE, AT_ONCE = "--train.max_steps=1", "--train.gradient_accumulation_steps=1"
+
+
 def arguments(case):
     options, average = CASES[case]
     options = {"loss": case, **options}
@@ -134,40 +127,27 @@ def arguments(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_that_of_a_plain_loop(case, settings):
-    """A step takes every bin."""
+def test_a_step_is_that_of_a_plain_loop(case, settings, bins):
     options, average = CASES[case]
     name = options.get("loss", case)
     given = {n: v for n, v in options.items() if n != "loss"}
-    size = [
-        f"--train.micro_batch_size={len(packed(settings))}",
-        "--train.gradient_accumulation_steps=1",
-    ]
-    first, _ = trained(settings, case, *arguments(case), *size)
+    size = [f"--train.micro_batch_size={bins}", AT_ONCE, ONE]
+    [first] = trained(settings, case, *arguments(case), *size)
     loss, norm = plain(settings, name, policy.settled(name, given), average)
     assert first["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
-
-
-def packed(settings):
-    folder, path, _ = settings
-    return build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh()).batches.bins
+    if case == "documents":
+        assert {"ratio_mean", "clipped_low", "clipped_high", "k1_old", "k3_old"} <= {*first}
+        assert "ratio_max" not in first and first["policy_tokens"] > 1
+        assert 0 < first["clipped_low"] < 0.5 and 0.8 < first["ratio_mean"] < 1.3
 
 
 def test_the_ratios_of_documents_are_computed_once(settings, monkeypatch):
     """With context parallelism each sum over documents is an exchange."""
     calls, sums = [], policies.Documents.sums
     monkeypatch.setattr(policies.Documents, "sums", lambda *a: calls.append(0) or sums(*a))
-    one = ["--train.max_steps=1", "--train.gradient_accumulation_steps=1"]
-    trained(settings, "counted", *one, *arguments("gspo"))
+    trained(settings, "counted", ONE, AT_ONCE, *arguments("gspo"))
     assert len(calls) == 2  # of log-ratios, and of tokens
-
-
-def test_statistics_are_means_over_tokens(settings):
-    found = trained(settings, "statistics", "--policy.average=documents")[0]
-    assert {"ratio_mean", "clipped_low", "clipped_high", "k1_old", "k3_old"} <= {*found}
-    assert "ratio_max" not in found and found["policy_tokens"] > 1
-    assert 0 < found["clipped_low"] < 0.5 and 0.8 < found["ratio_mean"] < 1.3
 
 
 # ---- evaluations
@@ -189,24 +169,17 @@ def sampled(settings):
         old = [0.0, *own.clamp_max(0.0).tolist()]
         others = dict.fromkeys(("rollout_logprob", "reference_logprob"), old)
         made.append({**row, "old_logprob": old, **others})
-    (folder / "sampled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    data = json.dumps([{"path": str(folder / "sampled.jsonl"), "type": "tokenized"}])
-    both = [f"--data.datasets={data}", f"--data.test_datasets={data}"]
+    fields = "datasets", "test_datasets"
+    both = [data_set(folder / "sampled.jsonl", made, field=field) for field in fields]
     return [*both, *STILL, f"--train.loss_temperature={TEMPERATURE}"]
 
 
-def evaluations(folder):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if "eval_loss" in row]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_evaluation_is_at_the_temperature_of_training(case, settings, sampled):
+@pytest.mark.parametrize("case", ["reinforce", "gspo", "sequences", "everything"])
+def test_an_evaluation_is_at_the_temperature_of_training(case, settings, sampled, bins):
     """All reports of a step that takes every row are those of an evaluation of the same rows; the
     ratios to what was sampled are 1.
     """
-    bins = f"--train.gradient_accumulation_steps={len(packed(settings))}"
-    more = ["--train.max_steps=1", "--train.eval_accuracy=true", bins]
+    more = [ONE, "--train.eval_accuracy=true", f"--train.gradient_accumulation_steps={bins}"]
     [step] = trained(settings, f"warm {case}", *arguments(case), *sampled, *more)
     first, _ = evaluations(settings[0] / f"warm {case}")
     keys = {k.removeprefix("eval_") for k in first if k.startswith("eval_")} - {"accuracy"}
@@ -229,7 +202,7 @@ def test_an_evaluation_after_a_step_is_at_the_temperature_of_that_step(settings,
     assert [row["step"] for row in found] == [0, 1, 2, 3]
     for i, value in enumerate((1.2, 1.2, 0.9, TEMPERATURE)):
         name = f"constant {i}"
-        one = [*sampled[:-1], "--train.max_steps=1", f"--train.loss_temperature={value}"]
+        one = [*sampled[:-1], ONE, f"--train.loss_temperature={value}"]
         trained(settings, name, *one)
         assert found[i]["eval_loss"] == evaluations(folder / name)[0]["eval_loss"]
     assert found[1]["eval_loss"] != found[2]["eval_loss"] != found[3]["eval_loss"]
@@ -262,53 +235,40 @@ def test_the_command_scores_at_the_temperature_of_the_policy(settings, sampled):
         evaluate.evaluate(load(path, options), Mesh())
 
 
+LAYOUTS = layouts(1)
+COMPARED = "ppo", "sequences"
+# Log-ratios of sequences are exchanged where ranks share one.
 MODES = {
-    "ddp": ["--train.data_parallel_mode=ddp", "--train.gradient_accumulation_steps=1"],
-    "fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=1"],
-    "ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
-    "ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
-}
-KINDS = ("ppo", "sequences")
-# Where evaluations take another way through the model.
-WARM = {
-    "warm stages": ["--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"],
-    "warm matrices": ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"],
+    "run_ddp": (LAYOUTS["ddp"], "ppo"),
+    "run_ring": (LAYOUTS["ring"], "ppo"),
+    **{f"run_{n}_sequences": (LAYOUTS[n], "sequences") for n in ("fsdp2", "ring", "ulysses")},
 }
 
 
 @pytest.fixture(scope="module")
 def spread(settings, sampled):
-    folder, path, _ = settings
-    modes = {
-        f"{kind} {name}": [
-            path,
-            f"--train.output_dir={folder / f'{kind} {name}'}",
-            "--model.merge_qkv=false",
-            *options,
-            *arguments(kind),
-        ]
-        for name, options in MODES.items()
-        for kind in KINDS
-    }
-    warm = [*sampled, "--train.max_steps=1", "--model.merge_qkv=false"]
-    for name, options in WARM.items():
-        modes[name] = [path, f"--train.output_dir={folder / name}", *warm, *options]
-    run_modes(2, folder, {f"run_{i}": m for i, m in enumerate(modes.values())})
-    return {name: metrics(folder / name) for name in modes}
+    modes = {name: [*options, *arguments(case)] for name, (options, case) in MODES.items()}
+    # Where evaluations take another way through the model.
+    for name in ("pp", "tp"):
+        modes[f"run_warm_{name}"] = [*sampled, ONE, *LAYOUTS[name]]
+    return two_ranks(settings, modes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module")
+def alone(settings):
+    return {case: trained(settings, f"{case} alone", *arguments(case)) for case in COMPARED}
+
+
 @pytest.mark.parametrize("name", MODES)
-def test_ranks_train_as_one_process(name, kind, spread, settings):
-    alone = trained(settings, f"{kind} alone {name}", *arguments(kind))
-    for a, b in zip(spread[f"{kind} {name}"], alone, strict=True):
+def test_ranks_train_as_one_process(name, spread, alone):
+    for a, b in zip(spread[name], alone[MODES[name][1]], strict=True):
         for key in ("loss", "grad_norm", "ratio_mean", "k2_old", "policy_tokens"):
             assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", ["pp", "tp"])
 def test_ranks_evaluate_at_the_temperature_of_training(name, spread, settings):
-    first, *_ = evaluations(settings[0] / name)
+    first, *_ = evaluations(settings[0] / f"run_warm_{name}")
     assert first["eval_ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 
@@ -330,10 +290,7 @@ def test_settings_that_nothing_reads_are_refused(options, said, settings):
 
 
 def test_a_column_that_is_not_there_is_named_with_what_reads_it(settings, tmp_path):
-    _, path, rows = settings
-    few = [{k: v for k, v in row.items() if k != "teacher_logprob"} for row in rows]
-    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few))
-    data = json.dumps([{"path": str(tmp_path / "few.jsonl"), "type": "tokenized"}])
-    options = [f"--data.datasets={data}", f"--train.output_dir={tmp_path}", "--policy.loss=opd"]
+    few = [{k: v for k, v in row.items() if k != "teacher_logprob"} for row in settings[2]]
+    options = [data_set(tmp_path / "few.jsonl", few), "--policy.loss=opd"]
     with pytest.raises(ValueError, match=r"policy\.loss = opd: .*no column teacher_logprob"):
-        train.train(load(path, options), Mesh())
+        trained(settings, "few", *options)

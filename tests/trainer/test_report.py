@@ -14,6 +14,7 @@ from tilewright.trainer import report
 
 pytestmark = pytest.mark.packages
 
+INFINITE = {"step": 4, "loss": float("inf")}
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -45,66 +46,50 @@ def test_a_page_shows_every_number_of_a_run_and_loads_nothing(tmp_path, capsys):
     # Nothing that a browser would fetch or run: links of charts are to their own parts.
     assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
     assert {*re.findall(r"(?:src|href)=.(.)", page)} == {"#"}
+    report.main([str(run)])
+    assert (run / "report.html").read_text() == page
 
 
-def test_colors_tell_names_of_one_run_apart_or_runs(tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """(points, color, dash) of each line."""
     axes = pytest.importorskip("matplotlib.axes").Axes
-    real, styles = axes.plot, []
+    real, found = axes.plot, []
 
-    def keep(self, *points, color, linestyle, **style):
-        styles.append((color, linestyle))
-        return real(self, *points, color=color, linestyle=linestyle, **style)
+    def keep(self, steps, values, *, color, linestyle, **style):
+        found.append(([*zip(steps, values, strict=True)], color, linestyle))
+        return real(self, steps, values, color=color, linestyle=linestyle, **style)
 
     monkeypatch.setattr(axes, "plot", keep)
-    runs = [made(tmp_path / name) for name in ("one", "two")]
+    return found
+
+
+def test_colors_tell_names_of_one_run_apart_or_runs(tmp_path, drawn):
+    runs = [made(tmp_path / name, more=[INFINITE]) for name in ("one", "two")]
     report.main([str(runs[0])])
-    assert len({color for color, _ in styles[:3]}) == 3 and {dash for _, dash in styles} == {"-"}
-    styles.clear()
+    points, colors, dashes = zip(*drawn, strict=True)
+    assert points[:3] == ([(1, 4.0), (2, 3.0), (3, 2.0)], [(0, 5.0)], [(0, 6.0)])
+    assert len({*colors[:3]}) == 3 and {*dashes} == {"-"}
+    drawn.clear()
     report.main([*map(str, runs), "--out", str(tmp_path / "both.html")])
-    loss = styles[:6]  # of each run: loss, and two evaluations
-    assert len({color for color, _ in loss[:3]}) == len({color for color, _ in loss[3:]}) == 1
-    assert loss[0][0] != loss[3][0] and len({dash for _, dash in loss[:3]}) == 3
-
-
-def test_the_lines_are_the_numbers(tmp_path, monkeypatch):
-    axes = pytest.importorskip("matplotlib.axes").Axes
-    real, drawn = axes.plot, []
-
-    def keep(self, steps, values, **style):
-        drawn.append([*zip(steps, values, strict=True)])
-        return real(self, steps, values, **style)
-
-    monkeypatch.setattr(axes, "plot", keep)
-    infinite = {"step": 4, "loss": float("inf")}
-    report.main([str(made(tmp_path / "run", more=[infinite]))])
-    assert drawn[:3] == [[(1, 4.0), (2, 3.0), (3, 2.0)], [(0, 5.0)], [(0, 6.0)]]
+    _, colors, dashes = zip(*drawn[:6], strict=True)  # of each run: loss, and two evaluations
+    assert len({*colors[:3]}) == len({*colors[3:]}) == 1
+    assert colors[0] != colors[3] and len({*dashes[:3]}) == 3
 
 
 def test_several_runs_stand_in_the_same_charts(tmp_path):
-    runs = [made(tmp_path / "a"), made(tmp_path / "_$b$", lr=0.2)]
+    """Those of one name are told apart by their paths."""
+    (tmp_path / "x").mkdir()
+    a, b, other = made(tmp_path / "a"), made(tmp_path / "_$b$", lr=0.2), made(tmp_path / "x/a")
     target = tmp_path / "pages/both.html"
-    assert report.main([*map(str, runs), "--out", str(target)]) == 0
+    assert report.main([str(a), str(b), "--out", str(target)]) == 0
     page = target.read_text()
     assert page.count("<svg") == 6 and ">a eval_loss/code<" in page and ">$b$ loss<" in page
     assert "<td>train.lr</td><td>0.1</td><td>0.2</td>" in page
     assert "<td>train.seed</td>" not in page
-    assert not (runs[0] / "report.html").exists()
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
-    (tmp_path / "x").mkdir(), (tmp_path / "y").mkdir()
-    runs = [str(made(tmp_path / name / "out")) for name in "xy"]
-    assert report.main(runs) == 0
-    assert f">{runs[1]} loss<" in (tmp_path / "x/out/report.html").read_text()
-
-
-def test_the_same_rows_give_the_same_page(tmp_path):
-    run = made(tmp_path / "run")
-    pages = []
-    for _ in range(2):
-        report.main([str(run)])
-        pages.append((run / "report.html").read_bytes())
-    assert pages[0] == pages[1]
+    assert not (a / "report.html").exists()
+    assert report.main([str(a), str(other)]) == 0
+    assert f">{other} loss<" in (a / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 that both read.
 """
 
-import collections
 import importlib
 import itertools
 import json
@@ -13,26 +12,27 @@ import pytest
 import torch
 
 pytest.importorskip("pydantic")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from pairs import SMALL, rows, trained  # noqa: E402
-from ranks import metrics, run_modes  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from small import write_run  # noqa: E402
+import transformers
+from pairs import SMALL, rows, trained, trls_trainer
+from safetensors.torch import load_file
+from small import built, by_hand, data_set, evaluations, layouts, two_ranks, write_run
 
-from tilewright.trainer import build, evaluate  # noqa: E402
-from tilewright.trainer.checkpoint import hf  # noqa: E402
-from tilewright.trainer.checkpoint.hf_head import padding_of  # noqa: E402
-from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.losses.reward import reward  # noqa: E402
-from tilewright.trainer.models.model_config import ModelConfig  # noqa: E402
-from tilewright.trainer.models.reward_head import Scores  # noqa: E402
-from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
-from tilewright.trainer.tables import FAMILIES  # noqa: E402
+from tilewright.trainer import evaluate
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.hf_head import padding_of
+from tilewright.trainer.config import ConfigError, load
+from tilewright.trainer.losses.reward import reward
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.reward_head import Scores
+from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.tables import FAMILIES
 
 pytestmark = pytest.mark.packages
 
-END, STEPS = 2, 4
+END, STEPS = 2, 2
+KIND = "preference_tokenized"
 NAMES = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward_chosen")
 
 
@@ -42,26 +42,14 @@ NAMES = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward_chosen
 def trls(chosen, rejected, margin, coefficient):
     """The loss and the reports of TRL's trainer on rewards that a model would give."""
     trainer = pytest.importorskip("trl").RewardTrainer
-    assert importlib.import_module(trainer.__module__)
-    this = types.SimpleNamespace(
-        model=types.SimpleNamespace(training=True),
-        accelerator=types.SimpleNamespace(
-            gather_for_metrics=lambda t: t,
-            gather=lambda t: t,
-            device=torch.device("cpu"),
-        ),
-        args=types.SimpleNamespace(center_rewards_coefficient=coefficient),
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
+    this = trls_trainer(args=types.SimpleNamespace(center_rewards_coefficient=coefficient))
     outputs = types.SimpleNamespace(logits=torch.cat((chosen, rejected))[:, None])
     ids = torch.ones(2 * len(chosen), 3, dtype=torch.long)
     inputs = {"input_ids": ids, "attention_mask": ids}
     if margin is not None:
         inputs["margin"] = margin
     loss = trainer.compute_loss(this, lambda **_: outputs, inputs)
-    return loss, {name: values[0] for name, values in this._metrics["train"].items()}
+    return loss, {name: values[0] for name, values in this._metrics["eval"].items()}
 
 
 def ours(chosen, rejected, margin, coefficient):
@@ -141,11 +129,11 @@ def settings(tmp_path_factory):
     pairs = [{**row, "margin": i % 3 / 2} for i, row in enumerate(rows(120, 1))]
     for row in pairs[::2]:  # an end token at the end of some answers
         row["chosen_ids"] = [*row["chosen_ids"], END]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     path = write_run(
         folder,
         "reward",
-        ("pairs.jsonl", "preference_tokenized"),
+        ("pairs.jsonl", KIND),
+        pairs,
         model="scored",
         train={"gradient_accumulation_steps": 8, "max_steps": STEPS},
     )
@@ -157,7 +145,8 @@ SAVED = ["--train.save_hf_weights=true", "--train.save_strategy=auto"]
 
 @pytest.fixture(scope="module")
 def alone(settings):
-    return trained(settings, "alone", *SAVED)
+    held = data_set(settings[0] / "held.jsonl", rows(9, 5), KIND, "test_datasets")
+    return trained(settings, "alone", *SAVED, held)
 
 
 def exported(settings, name="alone", step=STEPS):
@@ -181,26 +170,20 @@ def documents(batch):
 
 def plain(settings, coefficient=0.0):
     """The reports of a loop over transformers' model, a document at a time."""
-    folder, path = settings
-    model = theirs(folder / "scored")
+    model = theirs(settings[0] / "scored")
     model.model.embed_tokens.padding_idx = None  # whose row would not be trained
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
-    steps, found = made.batches.steps(), []
-    for _ in range(STEPS):
-        terms, gaps = [], []
-        for batch in next(steps):
-            for chosen, rejected, margin in documents(batch):
-                up, down = (model(ids).logits[0, 0] for ids in (chosen, rejected))
-                loss = -torch.nn.functional.logsigmoid(up - down - margin)
-                terms.append(loss + coefficient * (up + down) ** 2)
-                gaps.append((up - down).detach())
-        loss, gaps = torch.stack(terms).mean(), torch.stack(gaps)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append((loss.item(), gaps.mean().item(), (gaps > 0).double().mean().item()))
-    return found
+
+    def terms(batches):
+        losses, gaps = [], []
+        for chosen, rejected, margin in itertools.chain(*map(documents, batches)):
+            up, down = (model(ids).logits[0, 0] for ids in (chosen, rejected))
+            loss = -torch.nn.functional.logsigmoid(up - down - margin)
+            losses.append(loss + coefficient * (up + down) ** 2)
+            gaps.append((up - down).detach())
+        gaps = torch.stack(gaps)
+        return torch.stack(losses).mean(), gaps.mean(), (gaps > 0).double().mean()
+
+    return by_hand(settings, model, STEPS, terms)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
@@ -218,56 +201,43 @@ def test_a_run_is_one_of_transformers_model(coefficient, settings, alone):
             assert parts == pytest.approx(row["loss"], rel=1e-12)
 
 
-OPTIONS = {
-    "run_ddp": ["--train.data_parallel_mode=ddp", "--train.gradient_accumulation_steps=4"],
-    "run_fsdp2": ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=4"],
-    "run_ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2"],
-    "run_ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
-    "run_tp": ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"],
-    "run_pp": ["--train.data_parallel_mode=fsdp2", "--train.pipeline_parallel_size=2"],
-}
-
-
-@pytest.fixture(scope="module")
-def spread(settings):
-    folder, path = settings
-    modes = {
-        name: [path, f"--train.output_dir={folder / name}", "--model.merge_qkv=false", *options]
-        for name, options in OPTIONS.items()
-    }
-    run_modes(2, folder, modes)
-    return {name: metrics(folder / name) for name in OPTIONS}
-
-
+LAYOUTS = layouts(4)
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
-WITH_ADAPTERS = {f"run_lora_{name}": OPTIONS[f"run_{name}"] for name in ("ddp", "fsdp2", "pp")}
+MODES = {f"run_{name}": options for name, options in LAYOUTS.items()}
+WITH_ADAPTERS = {f"run_lora_{name}": LAYOUTS[name] for name in ("ddp", "fsdp2", "pp")}
+SCORING = {f"evaluate_rewards_{n}": LAYOUTS[n] for n in ("fsdp2", "ring", "ulysses", "pp")}
+INVARIANT = ["--model.batch_invariant=true", "--model.merge_qkv=false"]
 
 
 @pytest.fixture(scope="module")
 def adapters(settings):
-    """Of one process and of two ranks, from a language model: metrics and the saved head."""
-    folder, path = settings
-    lora = [*LORA, *SAVED, "--lora.save_lora_only=true", f"--model.model_path={folder / 'model'}"]
-    lora.append("--model.merge_qkv=false")
-    modes = {
-        name: [path, f"--train.output_dir={folder / name}", *lora, *options]
-        for name, options in WITH_ADAPTERS.items()
-    }
-    run_modes(2, folder, modes)
-    trained(settings, "lora_alone", *lora)
-    return {
-        name: (
-            metrics(folder / name),
-            load_file(exported(settings, name) / "adapter_model.safetensors"),
-        )
-        for name in ("lora_alone", *modes)
-    }
+    """Arguments of runs of adapters, from a language model."""
+    model = f"--model.model_path={settings[0] / 'model'}"
+    return [*LORA, *SAVED, "--lora.save_lora_only=true", model]
+
+
+@pytest.fixture(scope="module")
+def spread(settings, alone, adapters):
+    modes = dict(MODES)
+    for name, options in WITH_ADAPTERS.items():
+        modes[name] = [*adapters, *options]
+    for name, options in SCORING.items():
+        model = f"--model.model_path={exported(settings)}"
+        modes[name] = [model, *INVARIANT, *options]
+    return two_ranks(settings, modes)
+
+
+@pytest.fixture(scope="module")
+def adapted(settings, adapters):
+    return trained(settings, "lora_alone", *adapters, "--model.merge_qkv=false")
 
 
 @pytest.mark.parametrize("name", WITH_ADAPTERS)
-def test_ranks_with_adapters_train_and_save_as_one_process(name, adapters):
-    (found, saved), (expected, own) = (adapters[n] for n in (name, "lora_alone"))
-    same(found, expected)
+def test_ranks_with_adapters_train_and_save_as_one_process(name, spread, adapted, settings):
+    same(spread[name], adapted)
+    saved, own = (
+        load_file(exported(settings, n) / "adapter_model.safetensors") for n in (name, "lora_alone")
+    )
     assert saved.keys() == own.keys() and "base_model.model.score.weight" in own
     for key, tensor in own.items():
         torch.testing.assert_close(saved[key], tensor, rtol=1e-3, atol=1e-4)
@@ -280,7 +250,7 @@ def same(found, expected):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", MODES)
 def test_ranks_train_as_one_process(name, spread, alone):
     same(spread[name], alone)
 
@@ -288,27 +258,24 @@ def test_ranks_train_as_one_process(name, spread, alone):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--train.micro_batch_size=4", "--train.gradient_accumulation_steps=2"],
-        ["--train.enable_gradient_checkpointing=true"],
+        [
+            "--train.micro_batch_size=4",
+            "--train.gradient_accumulation_steps=2",
+            "--train.enable_gradient_checkpointing=true",
+        ],
         ["--model.batch_invariant=true"],
     ],
-    ids=["micro_batches", "recomputed", "batch_invariant"],
+    ids=["micro_batches, recomputed", "batch_invariant"],
 )
 def test_a_step_does_not_depend_on_how_it_is_computed(options, settings, alone):
-    same(trained(settings, "_".join(options)[8:30], *options), alone)
+    same(trained(settings, options[0][8:30], *options), alone)
 
 
-def test_evaluation_reports_rewards(settings):
-    folder, _ = settings
-    (folder / "held.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(9, 5)))
-    data = [{"path": str(folder / "held.jsonl"), "type": "preference_tokenized"}]
-    trained(settings, "held", f"--data.test_datasets={json.dumps(data)}", "--train.max_steps=1")
-    lines = map(json.loads, (folder / "held" / "metrics.jsonl").read_text().splitlines())
-    first, *_ = [row for row in lines if "eval_loss" in row]
+def test_evaluation_reports_rewards(settings, alone):
+    first, *_ = evaluations(settings[0] / "alone")
     gap = first["eval_reward_chosen"] - first["eval_reward_rejected"]
-    assert (
-        first["eval_reward_margin"] == pytest.approx(gap) and 0 < first["eval_reward_accuracy"] < 1
-    )
+    assert first["eval_reward_margin"] == pytest.approx(gap)
+    assert 0 < first["eval_reward_accuracy"] < 1
 
 
 # ---- folders
@@ -343,20 +310,10 @@ def theirs_of(path, documents, batch=8):
     return found
 
 
-def test_two_ranks_score_as_one_process(settings, alone):
-    folder, path = settings
-    given = [path, f"--model.model_path={exported(settings)}", "--model.batch_invariant=true"]
-    given += ["--model.merge_qkv=false", "--train.data_parallel_mode=fsdp2"]
-    modes = {
-        "evaluate_rewards": given,
-        "evaluate_rewards_ulysses": [*given, "--train.ulysses_parallel_size=2"],
-        "evaluate_rewards_ring": [*given, "--train.ringattn_parallel_size=2"],
-        "evaluate_rewards_pp": [*given, "--train.pipeline_parallel_size=2"],
-    }
-    run_modes(2, folder, modes)
-    own = score(settings, exported(settings), *given[2:4])
-    for name in modes:
-        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+def test_two_ranks_score_as_one_process(settings, spread):
+    own = score(settings, exported(settings), *INVARIANT)
+    for name in SCORING:
+        lines = (settings[0] / f"{name}.jsonl").read_text().splitlines()
         assert [json.loads(line)["reward"] for line in lines] == own, name
 
 
@@ -376,81 +333,35 @@ def test_a_folder_scores_as_in_transformers(settings, alone):
     assert not told["missing_keys"] and not told["unexpected_keys"]
 
 
-def test_trls_trainer_reads_a_folder(settings, alone, tmp_path):
-    """Its loss on the pairs is that of our rewards."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    tokenizers = pytest.importorskip("tokenizers")
-    path, documents, margins = exported(settings), list(texts(settings)), torch.arange(120) % 3 / 2
-    pairs = zip(documents[::2], documents[1::2], margins.tolist(), strict=True)
-    data = datasets.Dataset.from_list(
-        [{"chosen_ids": a.tolist(), "rejected_ids": b.tolist(), "margin": m} for a, b, m in pairs]
-    )
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(words), eos_token=f"w{END}"
-    )
-    trainer = trl.RewardTrainer(
-        str(path),
-        trl.RewardConfig(
-            str(tmp_path),
-            per_device_eval_batch_size=40,
-            center_rewards_coefficient=0.01,
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-        ),
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=tokenizer,
-    )
-    found = trainer.evaluate()
-    chosen, rejected = torch.tensor(score(settings, path)).view(120, 2).T
-    loss = -torch.nn.functional.logsigmoid(chosen - rejected - margins)
-    loss = loss + 0.01 * (chosen + rejected) ** 2
-    assert found["eval_loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
-    assert found["eval_accuracy"] == pytest.approx((chosen > rejected).double().mean().item())
-
-
 def test_a_run_goes_on_from_its_folder(settings, alone):
     path = exported(settings)
     found = trained(settings, "on", f"--model.model_path={path}", "--train.max_steps=1")
-    again = build.build(
-        load(settings[1], [f"--model.model_path={path}", f"--train.output_dir={path}"]), Mesh()
-    )
+    again = built(settings, f"--model.model_path={path}")
     assert again.shape.head == "reward" and again.shape.pad_token_id == END
     stored = theirs(path).score.weight
     assert torch.equal(again.engine.model.score.weight, stored) and found[0]["grad_norm"] > 0
 
 
-def test_a_language_models_folder_gets_a_head_as_transformers_draws_it(settings):
-    folder, path = settings
-    given = load(path, [f"--model.model_path={folder / 'model'}"])
-    model: Any = build.build(given, Mesh()).engine.model
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_language_models_folder_gets_a_head_as_transformers_draws_it(tied, settings):
+    folder = settings[0]
+    start, name = folder / "model", f"from_language_model_{tied}"
+    if tied:
+        start = folder / "tied"
+        config = transformers.LlamaConfig(**SMALL | {"tie_word_embeddings": True}, eos_token_id=END)
+        transformers.LlamaForCausalLM(config).save_pretrained(start)
+    given = f"--model.model_path={start}"
+    model: Any = built(settings, given).engine.model
     # initializer_range of the folder is 0.3, transformers' default 0.02.
     drawn = model.score.weight.detach()
     assert 0.2 < drawn.std() < 0.4 and drawn.shape == (1, 32)
     torch.manual_seed(0)
-    assert 0.2 < theirs_from_language_model(folder / "model").score.weight.std() < 0.4
-    found = trained(
-        settings, "from_language_model", f"--model.model_path={folder / 'model'}", *SAVED
-    )
-    last = hf.read_config(exported(settings, "from_language_model"))
-    assert last["pad_token_id"] == END and found[0]["grad_norm"] > 0
-    own = score(settings, exported(settings, "from_language_model"))
-    expected = theirs_of(exported(settings, "from_language_model"), list(texts(settings)))
-    assert own == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-def test_a_tied_language_model_gets_a_head_of_its_own(settings):
-    folder, _ = settings
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SMALL, "tie_word_embeddings": True}, eos_token_id=END)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "tied")
-    found = trained(settings, "tied_run", f"--model.model_path={folder / 'tied'}", *SAVED)
-    assert found[0]["grad_norm"] > 0
-    path = exported(settings, "tied_run")
-    own = score(settings, path)
-    assert own == pytest.approx(theirs_of(path, [*texts(settings)]), rel=1e-5, abs=1e-5)
+    assert 0.2 < theirs_from_language_model(start).score.weight.std() < 0.4
+    found = trained(settings, name, given, *SAVED)
+    saved = exported(settings, name)
+    assert hf.read_config(saved)["pad_token_id"] == END and found[0]["grad_norm"] > 0
+    expected = theirs_of(saved, list(texts(settings)))
+    assert score(settings, saved) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_padding_is_the_tokenizers_or_else_the_end_token(tmp_path):
@@ -469,8 +380,7 @@ def theirs_from_language_model(path):
     )
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["adapter", "merged"])
-@pytest.mark.parametrize("start", ["model", "scored"])
+@pytest.mark.parametrize(("start", "merged"), [("model", False), ("scored", True)])
 def test_adapters_train_the_head_whole_and_peft_reads_both(start, merged, settings):
     peft, folder = pytest.importorskip("peft"), settings[0]
     name = f"lora_{start}_{merged}"
@@ -499,21 +409,17 @@ def test_adapters_train_the_head_whole_and_peft_reads_both(start, merged, settin
 
 def test_a_resumed_run_with_adapters_has_its_head(settings):
     """A checkpoint of adapters alone holds the head too: it was drawn, and is no folder's."""
-    folder, _ = settings
-    lora = [f"--model.model_path={folder / 'model'}", "--lora.enable_lora=true"]
-    lora += ["--train.optimizer=adamw", "--train.save_strategy=steps", "--train.save_steps=2"]
+    lora = [f"--model.model_path={settings[0] / 'model'}", "--lora.enable_lora=true"]
+    lora += ["--train.optimizer=adamw", "--train.save_strategy=steps", "--train.save_steps=1"]
     whole = trained(settings, "whole", *lora)
-    trained(settings, "half", *lora, "--train.max_steps=2")
+    trained(settings, "half", *lora, "--train.max_steps=1")
     found = trained(settings, "half", *lora, "--train.load_checkpoint_path=auto")
     assert [row["loss"] for row in found] == [row["loss"] for row in whole]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reward_has_the_same_bits_in_every_batch(dtype, settings, alone):
-    options = [
-        "--model.batch_invariant=true",
-        f"--train.enable_mixed_precision={str(dtype == 'bfloat16').lower()}",
-    ]
+@pytest.mark.parametrize("mixed", ["false", "true"])
+def test_a_reward_has_the_same_bits_in_every_batch(mixed, settings, alone):
+    options = ["--model.batch_invariant=true", f"--train.enable_mixed_precision={mixed}"]
     found = {
         tuple(
             score(
@@ -526,7 +432,7 @@ def test_a_reward_has_the_same_bits_in_every_batch(dtype, settings, alone):
                 f"--data.dataset_prepared_path={settings[0] / f'prepared_{length}'}",
             )
         )
-        for size, length, multiple in ((1, 64, 16), (7, 64, 1), (3, 300, 128), (1, 2000, 4))
+        for size, length, multiple in ((1, 64, 16), (7, 64, 1), (3, 300, 128))
     }
     assert len(found) == 1
 
@@ -534,13 +440,9 @@ def test_a_reward_has_the_same_bits_in_every_batch(dtype, settings, alone):
 def test_what_reads_tokens_is_refused(settings):
     folder, path = settings
     held = f"--data.test_datasets=[{{path: {folder / 'pairs.jsonl'}, type: preference_tokenized}}]"
-    for option in (
-        "--train.z_loss=0.1",
-        "--train.loss_temperature=2",
-        "--train.eval_accuracy=true",
-    ):
+    for field in ("z_loss=0.1", "loss_temperature=2", "eval_accuracy=true"):
         with pytest.raises(ConfigError, match="a reward model has one number for each document"):
-            load(path, [option, held])
+            load(path, [f"--train.{field}", held])
     with pytest.raises(ConfigError, match=r"center_rewards_coefficient = 0.1.*train\.loss"):
         load(path, ["--train.loss=preference", "--reward.center_rewards_coefficient=0.1"])
     with pytest.raises(ValueError, match=r"which has no score\.weight to give"):
@@ -568,16 +470,16 @@ def test_a_classifier_is_refused(changed, said):
         ModelConfig.from_hf({**config, **scored, **changed})
 
 
-@pytest.mark.parametrize("name", FAMILIES.names())
-def test_a_reward_model_of_every_family_is_a_class_of_transformers(name):
+def test_a_reward_model_of_every_family_is_a_class_of_transformers():
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    expected = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[name]
-    made = ModelConfig(name, 8, 8, 8, 1, 1, 1, 8, head="reward")
-    assert made.to_hf()["architectures"] == [expected]
+    classes = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    for name in FAMILIES.names():
+        made = ModelConfig(name, 8, 8, 8, 1, 1, 1, 8, head="reward")
+        assert made.to_hf()["architectures"] == [classes[name]]
 
 
 def test_the_model_itself_gives_scores(settings):
-    model: Any = build.build(load(settings[1]), Mesh()).engine.model
+    model: Any = built(settings).engine.model
     ids = torch.arange(12).view(2, 6)
     found, expected = model(ids), theirs(settings[0] / "scored")
     with torch.no_grad():

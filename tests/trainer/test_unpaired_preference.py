@@ -3,7 +3,6 @@ transformers' models."""
 
 import collections
 import itertools
-import json
 import random
 import types
 from typing import Any
@@ -12,29 +11,28 @@ import pytest
 import torch
 
 pytest.importorskip("pydantic")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from pairs import SMALL, VOCAB, Given, Words, trained  # noqa: E402
-from ranks import metrics, run_modes  # noqa: E402
-from small import write_run  # noqa: E402
+import transformers
+from pairs import SMALL, VOCAB, Given, Words, trained, trls_trainer
+from small import built, by_hand, data_set, evaluations, layouts, two_ranks, write_run
 
-from tilewright.ops.loss.preference import Answers, Options  # noqa: E402
-from tilewright.trainer import build  # noqa: E402
-from tilewright.trainer.checkpoint import hf  # noqa: E402
-from tilewright.trainer.columns import IGNORE  # noqa: E402
-from tilewright.trainer.config import load  # noqa: E402
-from tilewright.trainer.config.preference import Preference  # noqa: E402
-from tilewright.trainer.data.batches import keyed, mismatch  # noqa: E402
-from tilewright.trainer.data.types.dataset_type import Asked, Refused  # noqa: E402
-from tilewright.trainer.losses import preferences  # noqa: E402
-from tilewright.trainer.losses.loss import loss_of  # noqa: E402
-from tilewright.trainer.memory_plan import plan  # noqa: E402
-from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
-from tilewright.trainer.tables import DATASETS, PREFERENCES  # noqa: E402
+from tilewright.ops.loss.preference import Answers, Options
+from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.config import load
+from tilewright.trainer.config.preference import Preference
+from tilewright.trainer.data.batches import keyed, mismatch
+from tilewright.trainer.data.types.dataset_type import Asked, Refused
+from tilewright.trainer.losses import preferences
+from tilewright.trainer.losses.loss import loss_of
+from tilewright.trainer.memory_plan import plan
+from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 pytestmark = pytest.mark.packages
 
-KTO = PREFERENCES["kto"]
+WITHOUT_PAIRS = [name for name, row in PREFERENCES.items() if not row.paired]
+EVERY = pytest.mark.parametrize("name", WITHOUT_PAIRS)
 WEIGHED = Options(beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.4)
 
 
@@ -49,11 +47,12 @@ def some(count=6, seed=0, scale=6.0):
 # ---- the formula
 
 
-def trls_kto(answers, mismatched, o, name="kto"):
+def trls_kto(answers, mismatched, o, name):
     """TRL's trainer on log-probabilities that a model would give, one token of them an answer."""
     trainer = pytest.importorskip("trl").KTOTrainer
     count = len(answers.answer)
-    passes = iter((*mismatched[:1], answers.answer))  # as it calls the model
+    with_kl = name == "kto"
+    passes = iter((*mismatched[:with_kl], answers.answer))  # as it calls the model
 
     def model(**_):
         zeros = torch.zeros(count, 1, dtype=torch.float64)
@@ -61,92 +60,59 @@ def trls_kto(answers, mismatched, o, name="kto"):
             log_probs=next(passes)[:, None], entropy=zeros, mean_logits=zeros
         )
 
-    one = {"input_ids": 0, "attention_mask": 0, "completion_mask": 0}
+    names = ("input_ids", "attention_mask", "completion_mask")
     tokens = torch.ones(count, 2, dtype=torch.long)
-    inputs = {f"{kind}{name}": tokens for kind in ("", "KL_") for name in one}
+    inputs = {f"{kind}{name}": tokens for kind in ("", "KL_") for name in names}
     inputs |= {"label": answers.desirable, "ref_logps": answers.reference}
-    this = types.SimpleNamespace(
-        model=types.SimpleNamespace(training=False),
-        accelerator=types.SimpleNamespace(
-            device=torch.device("cpu"), gather_for_metrics=lambda t: t
-        ),
-        aux_loss_enabled=False,
-        calculate_KL=name == "kto",
-        precompute_ref_logps=True,
+    if with_kl:
+        inputs["ref_KL_logps"] = mismatched[1]
+    this = trls_trainer(
+        calculate_KL=with_kl,
         loss_type=name,
         beta=o.beta,
         desirable_weight=o.kto_desirable_weight,
         undesirable_weight=o.kto_undesirable_weight,
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     this._compute_kl_logps = types.MethodType(trainer._compute_kl_logps, this)
-    if mismatched:
-        inputs["ref_KL_logps"] = mismatched[1]
     return trainer._compute_loss(this, model, inputs, False)
 
 
-def test_the_formula_is_trls():
+@EVERY
+def test_a_formula_is_trls(name):
     kls = []
     for seed in range(6):
         answers, mismatched = some(seed=seed)
-        found = KTO.function(answers, WEIGHED).mean()
-        torch.testing.assert_close(
-            found, trls_kto(answers, mismatched, WEIGHED), rtol=1e-12, atol=0
-        )
+        found = PREFERENCES[name].function(answers, WEIGHED).mean()
+        expected = trls_kto(answers, mismatched, WEIGHED, name)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
         kls.append(float(answers.kl))
     assert min(kls) == 0.0 < max(kls)
 
 
-def test_apo_of_unpaired_answers_is_trls_and_has_a_closed_value():
-    row = PREFERENCES["apo_zero_unpaired"]
-    answers, _ = some()
-    expected = trls_kto(answers, (), WEIGHED, "apo_zero_unpaired")
-    found = row.function(answers, WEIGHED)
-    torch.testing.assert_close(found.mean(), expected, rtol=1e-12, atol=0)
-    assert answers.kl > 0 and torch.equal(found, row.function(answers._replace(kl=0.0), WEIGHED))
-    for option in Options._fields:
-        other = row.function(answers, WEIGHED._replace(**{option: 0.23}))
-        assert (not torch.equal(other, found)) == (option in row.reads), option
-    equal = row.function(answers._replace(reference=answers.answer), WEIGHED)
-    assert equal.tolist() == [0.75 if d else 0.2 for d in answers.desirable.tolist()]
-
-    def loss(sums):
-        return row.function(answers._replace(answer=sums), WEIGHED)
-
-    assert torch.autograd.gradcheck(loss, [answers.answer.requires_grad_()])
-
-
-def test_gradients_are_finite_differences_and_extremes_finite():
+@EVERY
+def test_gradients_are_finite_differences_and_extremes_finite(name):
     answers, _ = some()
 
-    def loss(sums):
-        return KTO.function(answers._replace(answer=sums), WEIGHED)
+    def loss(sums, answers=answers):
+        return PREFERENCES[name].function(answers._replace(answer=sums), WEIGHED)
 
     assert torch.autograd.gradcheck(loss, [answers.answer.requires_grad_()])
     for reference in (-1e4, -1e-12, 0.0):
         sums = torch.tensor([0.0, -1e-12, -1e4] * 2, dtype=torch.float64, requires_grad=True)
-        found = KTO.function(
-            answers._replace(answer=sums, reference=torch.full_like(sums, reference)), WEIGHED
-        )
+        found = loss(sums, answers._replace(reference=torch.full_like(sums, reference)))
         [grad] = torch.autograd.grad(found.sum(), sums)
         assert found.isfinite().all() and grad.isfinite().all()
 
 
-def test_it_reads_what_it_says_and_has_a_closed_value_at_the_reference():
-    answers, _ = some(seed=1)
+@EVERY
+def test_a_formula_reads_what_it_says(name):
+    row, (answers, _) = PREFERENCES[name], some(seed=1)
     answers = answers._replace(kl=0.7)
-    base = KTO.function(answers, WEIGHED)
+    base = row.function(answers, WEIGHED)
     for option in Options._fields:
-        other = KTO.function(answers, WEIGHED._replace(**{option: 0.23}))
-        assert (not torch.equal(other, base)) == (option in KTO.reads), option
-    assert not torch.equal(KTO.function(answers._replace(kl=0.0), WEIGHED), base)
-    equal = answers._replace(reference=answers.answer, kl=0.0)
-    expected = torch.tensor(
-        [0.75 if d else 0.2 for d in answers.desirable.tolist()], dtype=torch.float64
-    )
-    torch.testing.assert_close(KTO.function(equal, WEIGHED), expected, rtol=1e-15, atol=0)
+        other = row.function(answers, WEIGHED._replace(**{option: 0.23}))
+        assert (not torch.equal(other, base)) == (option in row.reads), option
+    assert torch.equal(row.function(answers._replace(kl=0.0), WEIGHED), base) == (not row.kl)
 
 
 # ---- data
@@ -207,7 +173,7 @@ def test_mismatched_documents_are_prompts_with_the_answers_of_the_documents_befo
     assert keyed([4, 2, 7, None]) == [(4, 7), (2, 4), (7, 2), None]
 
 
-@pytest.mark.parametrize("name", [n for n, row in PREFERENCES.items() if not row.paired])
+@EVERY
 def test_an_answer_is_right_beside_the_mean_log_ratio_of_others(name):
     """Which is 0 for a loss without it: log-ratios of both kinds are on both sides of each."""
     ratios = torch.tensor([-0.5, 0.5, 1.5, 2.5, -0.5, 0.5, 0.5], dtype=torch.float64)
@@ -236,7 +202,10 @@ def test_an_answer_is_right_beside_the_mean_log_ratio_of_others(name):
 
 # ---- runs
 
-STEPS = 3
+STEPS = 2
+
+
+KIND = "unpaired_preference_tokenized"
 
 
 def rows(count, seed):
@@ -251,11 +220,6 @@ def rows(count, seed):
     ]
 
 
-def write(path, given):
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    return json.dumps([{"path": str(path), "type": "unpaired_preference_tokenized"}])
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     """(folder, path of a configuration): eight bins a step, of a document or more each."""
@@ -265,11 +229,11 @@ def settings(tmp_path_factory):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**SMALL | {"initializer_range": scale})
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-    write(folder / "answers.jsonl", rows(100, 1))
     path = write_run(
         folder,
         "preference",
-        ("answers.jsonl", "unpaired_preference_tokenized"),
+        ("answers.jsonl", KIND),
+        rows(100, 1),
         length=40,
         train={"gradient_accumulation_steps": 8, "max_steps": STEPS, "lr": 1e-1},
         preference={
@@ -284,6 +248,8 @@ def settings(tmp_path_factory):
 
 OWN = "--preference.reference_path=null"
 WHOLE = "--preference.kl_scope=step"
+ONE = "--train.max_steps=1"
+AT_ONCE = "--train.gradient_accumulation_steps=1"
 NEUTRAL = [f"--preference.kto_{kind}_weight=1" for kind in ("desirable", "undesirable")]
 
 
@@ -309,13 +275,8 @@ def documents(batch):
 
 def plain(settings, scope, beta=0.1):
     """The losses and means of log-ratios of a loop over two of transformers' models."""
-    folder, path = settings
     load_model = transformers.LlamaForCausalLM.from_pretrained
-    policy, other = (load_model(folder / name) for name in ("model", "other"))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-1)
-    steps = build.build(
-        load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh()
-    ).batches.steps()
+    policy, other = (load_model(settings[0] / name) for name in ("model", "other"))
 
     def ratio(prompt, answer):
         ids = torch.cat((prompt, answer))[None]
@@ -328,27 +289,22 @@ def plain(settings, scope, beta=0.1):
             reference = logprob(other)
         return logprob(policy) - reference
 
-    found = []
-    for _ in range(STEPS):
-        groups = [list(documents(batch)) for batch in next(steps)]
+    def terms(batches):
+        groups = [list(documents(batch)) for batch in batches]
         every = [d for group in groups for d in group]
         with torch.no_grad():
             all_kls = [ratio(d[0], every[i - 1][1]) for i, d in enumerate(every)]
-        kls = iter(all_kls)
-        terms, means = [], []
+        kls, losses, means = iter(all_kls), [], []
         for group in groups:
             own = [next(kls) for _ in group]
             kl = torch.stack(own if scope == "micro_batch" else all_kls).mean().clamp(min=0)
             for prompt, answer, desirable in group:
                 z = beta * (ratio(prompt, answer) - kl)
-                terms.append(1.5 * (1 - z.sigmoid()) if desirable else 0.8 * (1 - (-z).sigmoid()))
-                means.append(float(kl))
-        loss = torch.stack(terms).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append((loss.item(), sum(means) / len(means)))
-    return found
+                losses.append(1.5 * (1 - z.sigmoid()) if desirable else 0.8 * (1 - (-z).sigmoid()))
+                means.append(kl)
+        return torch.stack(losses).mean(), torch.stack(means).mean()
+
+    return by_hand(settings, policy, STEPS, terms, lr=1e-1)
 
 
 @pytest.mark.parametrize("scope", ["micro_batch", "step"])
@@ -361,8 +317,7 @@ def test_a_run_is_kto_on_two_models(scope, settings, alone, whole):
 
 
 def test_rewards_are_means_over_their_kind(settings, alone):
-    folder, path = settings
-    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
+    made = built(settings)
     found = collections.defaultdict(list)
 
     def look(per_token, batch):
@@ -381,27 +336,26 @@ def test_rewards_are_means_over_their_kind(settings, alone):
 
 
 SFT = "--preference.sft_ratio=0.5"
-TWO = ["--train.gradient_accumulation_steps=4"]
+LAYOUTS = layouts(4)
+TWO = LAYOUTS["fsdp2"][1:]
 OPTIONS = {
-    "run_ddp": ["--train.data_parallel_mode=ddp", *TWO, WHOLE],
-    "run_fsdp2": ["--train.data_parallel_mode=fsdp2", *TWO, WHOLE],
-    "run_ring": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2", WHOLE],
-    "run_ulysses": ["--train.data_parallel_mode=fsdp2", "--train.ulysses_parallel_size=2"],
-    "run_tp": ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"],
-    "run_sft": ["--train.data_parallel_mode=fsdp2", "--train.ringattn_parallel_size=2", WHOLE, SFT],
-    "run_at_once": ["--train.data_parallel_mode=fsdp2", *TWO],
+    "run_ddp": [*LAYOUTS["ddp"], WHOLE],
+    "run_fsdp2": [*LAYOUTS["fsdp2"], WHOLE],
+    "run_ulysses": LAYOUTS["ulysses"],
+    "run_tp": LAYOUTS["tp"],
+    "run_ring": [*LAYOUTS["ring"], WHOLE, SFT],
+    "run_at_once": LAYOUTS["fsdp2"],
 }
 
 
 @pytest.fixture(scope="module")
 def spread(settings):
-    folder, path = settings
-    modes = {
-        name: [path, f"--train.output_dir={folder / name}", "--model.merge_qkv=false", *options]
-        for name, options in OPTIONS.items()
-    }
-    run_modes(2, folder, modes)
-    return {name: metrics(folder / name) for name in OPTIONS}
+    return two_ranks(settings, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def whole_sft(settings):
+    return trained(settings, "whole_sft", WHOLE, SFT)
 
 
 NAMES = ("loss", "grad_norm", "kl", "drift", "reward_desirable", "logprob_undesirable", "desirable")
@@ -421,18 +375,14 @@ def at_once(settings):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_train_as_one_process(name, settings, spread, alone, whole, at_once):
-    expected = at_once if name == "run_at_once" else whole if WHOLE in OPTIONS[name] else alone
-    if SFT in OPTIONS[name]:
-        expected = trained(settings, "whole_sft", WHOLE, SFT)
-    same(spread[name], expected)
+def test_ranks_train_as_one_process(name, spread, alone, whole, whole_sft, at_once):
+    expected = {"run_at_once": at_once, "run_ring": whole_sft}
+    same(spread[name], expected.get(name, whole if WHOLE in OPTIONS[name] else alone))
 
 
-def test_over_a_step_it_does_not_matter_how_the_step_is_cut(settings, alone, whole, at_once):
+def test_over_a_step_it_does_not_matter_how_the_step_is_cut(settings, alone, whole_sft, at_once):
     cut = ["--train.micro_batch_size=4", "--train.gradient_accumulation_steps=2"]
-    same(trained(settings, "cut", *cut, WHOLE), whole)
-    added = trained(settings, "sft_at_once", WHOLE, SFT)
-    same(trained(settings, "sft_cut", *cut, WHOLE, SFT), added)
+    same(trained(settings, "sft_cut", *cut, WHOLE, SFT), whole_sft)
     assert abs(at_once[0]["loss"] - alone[0]["loss"]) > 1e-5
 
 
@@ -448,31 +398,22 @@ def test_adapters_off_is_the_model_that_they_are_on(settings, capsys):
 
 
 def test_apo_of_unpaired_answers_trains_with_any_reference(settings, tmp_path, capsys):
-    apo = ["--preference.loss=apo_zero_unpaired"]
-    own = trained(settings, "apo", *apo, OWN)
+    apo = ["--preference.loss=apo_zero_unpaired", OWN]
+    own = trained(settings, "apo", *apo)
     assert "reference: all 26 answers of the first step" in capsys.readouterr().out
     good = own[0]["desirable"]
     assert own[0]["loss"] == pytest.approx(0.5 * (1.5 * good + 0.8 * (1 - good)), rel=1e-12)
     assert own[0]["drift"] == 0.0 < own[-1]["drift"] and "kl" not in own[0]
     read = ["--preference.reference=precomputed", f"--preference.reference_cache={tmp_path}"]
-    found = trained(settings, "apo_read", *apo, OWN, *read)
+    found = trained(settings, "apo_read", *apo, *read)
     assert [r["loss"] for r in found] == [r["loss"] for r in own]
     given = [
         {"input_ids": [1, 2, 3 + i], "desirable": i, "reference_logprob": [0.0, -1.0, -0.5]}
         for i in range(2)
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in given))
-    data = json.dumps([{"path": str(path), "type": "tokenized"}])
-    column = [
-        f"--data.datasets={data}",
-        "--preference.reference=column",
-        OWN,
-        "--train.max_steps=1",
-    ]
-    column.append("--train.gradient_accumulation_steps=1")
+    column = [data_set(tmp_path / "rows.jsonl", given), "--preference.reference=column"]
     capsys.readouterr()
-    [row] = trained(settings, "apo_column", *apo, *column)
+    [row] = trained(settings, "apo_column", *apo, *column, ONE, AT_ONCE)
     up, down = (torch.tensor(row[f"logprob_{k}"] + 1.5) for k in ("desirable", "undesirable"))
     terms = 1.5 * torch.sigmoid(-0.1 * up) + 0.8 * torch.sigmoid(0.1 * down)
     assert row["loss"] == pytest.approx(float(terms) / 2, rel=1e-6)
@@ -481,29 +422,26 @@ def test_apo_of_unpaired_answers_trains_with_any_reference(settings, tmp_path, c
 
 
 def test_evaluations_over_all_of_a_set_do_not_depend_on_its_batches(settings, tmp_path):
-    data = write(tmp_path / "held.jsonl", rows(11, 5))
-    options = [f"--data.test_datasets={data}", "--train.max_steps=1", WHOLE]
+    data = data_set(tmp_path / "held.jsonl", rows(11, 5), KIND, "test_datasets")
     found = []
     for size in (1, 3):
         name, hits = f"held_{size}", f"--train.eval_accuracy={size == 3}"
-        trained(settings, name, *options, hits, f"--train.eval_micro_batch_size={size}")
-        lines = map(json.loads, (settings[0] / name / "metrics.jsonl").read_text().splitlines())
-        found.append(next(row for row in lines if "eval_loss" in row))
+        size = f"--train.eval_micro_batch_size={size}"
+        trained(settings, name, data, ONE, AT_ONCE, WHOLE, hits, size)
+        found.append(evaluations(settings[0] / name)[0])
     for name in ("eval_loss", "eval_kl", "eval_reward_desirable"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-5) and found[0][name]
 
 
 def test_one_answer_a_step_has_no_mismatched_one(settings, tmp_path):
-    data = write(tmp_path / "one.jsonl", rows(1, 2))
-    one = ["--train.gradient_accumulation_steps=1", "--train.max_steps=1"]
-    [row] = trained(settings, "one", f"--data.datasets={data}", *one)
+    data = data_set(tmp_path / "one.jsonl", rows(1, 2), KIND)
+    [row] = trained(settings, "one", data, ONE, AT_ONCE)
     assert row["kl"] == 0.0 < row["drift"]
 
 
 def test_a_likelihood_is_added_for_desirable_answers(settings, alone):
-    folder, path = settings
-    [row] = trained(settings, "sft", SFT, "--train.max_steps=1")
-    made = build.build(load(path, [f"--train.output_dir={folder / 'unused'}"]), Mesh())
+    [row] = trained(settings, "sft", SFT, ONE)
+    made = built(settings)
     every = [d for batch in next(made.batches.steps()) for d in documents(batch)]
     good = [len(answer) for _, answer, desirable in every if desirable]
     added = -row["logprob_desirable"] * len(good) / sum(good)
@@ -518,7 +456,7 @@ def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, caps
         match=r"of 26 answers differ, first \S+answers.jsonl: line \d+ \(micro-batch 1\): log",
     ):
         trained(settings, "dropped", OWN, "--train.hidden_dropout=0.2")
-    trained(settings, "said", "--train.max_steps=1")
+    trained(settings, "said", ONE)
     assert "under which 26 of 26 answers of the first step" in capsys.readouterr().out
     made = preferences.mismatched_ratios
 
@@ -533,15 +471,13 @@ def test_a_policy_that_is_not_its_reference_is_named(settings, monkeypatch, caps
         trained(settings, "wrong", OWN)
 
 
-def test_pairs_and_answers_are_not_taken_for_each_other(settings):
+def test_pairs_and_answers_are_not_taken_for_each_other(settings, tmp_path):
     with pytest.raises(ValueError, match=r"train.loss = preference: .* has no column pair"):
         trained(settings, "pairs", "--preference.loss=sigmoid", *NEUTRAL)
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
-    path = settings[0] / "pairs.jsonl"
-    path.write_text(json.dumps(pair))
-    data = json.dumps([{"path": str(path), "type": "preference_tokenized"}])
+    data = data_set(tmp_path / "pairs.jsonl", [pair], "preference_tokenized")
     with pytest.raises(ValueError, match=r"preference.loss = kto: .* has no column desirable"):
-        trained(settings, "answers", f"--data.datasets={data}")
+        trained(settings, "answers", data)
 
 
 def test_a_plan_of_memory_takes_no_less_than_without_mismatched_answers(settings):
