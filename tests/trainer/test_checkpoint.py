@@ -176,7 +176,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(name, written, tmp_path):
 
     read()
     # All of a small file; of a large one, its ends and what lies between.
-    for i in range(0, len(whole), max(1, len(whole) // 300)):
+    for i in range(0, len(whole), max(1, len(whole) // 100)):
         for at in (i, len(whole) - 1 - i):
             flip(file, at, i % 8)
             with pytest.raises(Damaged, match=name.rpartition("/")[2].replace(".", r"\.")):
