@@ -77,3 +77,15 @@ def runs(labels):
         elif out[-1]:
             out.append([])
     return [run for run in out if run]
+
+
+def of_words(words, template, **special):
+    """A fast tokenizer with a token per word, of which the first stands for unknown ones.
+
+    special: as eos_token="</s>".
+    """
+    made = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, words[0]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    tokenizer.chat_template = template
+    return tokenizer

@@ -131,6 +131,23 @@ def agents(nodes, number, folder, arguments, main=None):
                     os.killpg(process.pid, signal.SIGKILL)
 
 
+# Two steps at a rate that shows a wrong scale of gradients, which AdamW hides, and with clipping.
+STEEP = {
+    "train__optimizer": "sgd",
+    "train__lr": 0.5,
+    "train__max_grad_norm": 0.2,
+    "train__max_steps": 2,
+    "data__pad_to_multiple_of": 1,
+}
+
+
+def fsdp2(**fields):
+    """Arguments of a sharded run: fields of `train`, and of other sections as model__merge_qkv."""
+    names = {name: name.replace("__", ".") if "__" in name else f"train.{name}" for name in fields}
+    given = [f"--{names[name]}={json.dumps(value)}" for name, value in fields.items()]
+    return ["--train.data_parallel_mode=fsdp2", *given]
+
+
 def run_modes(number, folder, modes):
     """Runs distributed_worker.py on these modes in that many ranks; returns what they print."""
     (folder / "modes.json").write_text(json.dumps(modes))

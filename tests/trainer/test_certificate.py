@@ -14,7 +14,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from helpers import threads
-from ranks import ROOT, run_modes
+from ranks import ROOT, fsdp2, run_modes
 from shapes import SHAPES
 from torch.cuda import nccl
 from training import MOE, QWEN3, rows, run, write_config
@@ -43,31 +43,16 @@ from tilewright.trainer.plugins.checksums import Checksums, checksum, factors
 from tilewright.trainer.plugins.computation import Outputs, in_backward
 
 CPU = torch.device("cpu")
-FSDP2 = "--train.data_parallel_mode=fsdp2"
 # Of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.
 LAYOUTS = {
     "ddp": ["--train.data_parallel_mode=ddp"],
-    "fsdp2": [FSDP2],
-    "hsdp": [
-        FSDP2,
-        "--train.data_parallel_replicate_size=2",
-        "--train.enable_gradient_checkpointing=true",
-    ],
-    "tensor": [FSDP2, "--train.tensor_parallel_size=2", "--model.merge_qkv=false"],
-    "pipeline": [
-        FSDP2,
-        "--train.pipeline_parallel_size=2",
-        "--train.gradient_accumulation_steps=2",
-    ],
-    "experts": [FSDP2, "--train.expert_parallel_size=2"],
-    "ulysses_and_ring": [
-        FSDP2,
-        "--train.ulysses_parallel_size=2",
-        "--train.ringattn_parallel_size=2",
-    ],
+    "fsdp2": fsdp2(),
+    "hsdp": fsdp2(data_parallel_replicate_size=2, enable_gradient_checkpointing=True),
+    "tensor": fsdp2(tensor_parallel_size=2, model__merge_qkv=False),
+    "pipeline": fsdp2(pipeline_parallel_size=2, gradient_accumulation_steps=2),
+    "experts": fsdp2(expert_parallel_size=2),
+    "ulysses_and_ring": fsdp2(ulysses_parallel_size=2, ringattn_parallel_size=2),
 }
-
-
 OUTPUTS = [  # of the small models here, which have two layers
     "model.embed_tokens",
     *(
@@ -77,8 +62,6 @@ OUTPUTS = [  # of the small models here, which have two layers
     ),
     "model.norm",
 ]
-
-
 # Layouts in which a bit of the last rank's shard is flipped in the second step.
 FLIPPED = ("fsdp2", "pipeline")
 
@@ -112,7 +95,7 @@ def launched(tmp_path_factory):
     (folder / "damaged").mkdir()
     (folder / "damaged/certificate.json").write_text('{"schema": 1}')
     earlier = f"--train.assert_deterministic={folder / 'damaged'}"
-    modes["run_damaged"] = [dense, *again(folder / "unused", earlier, FSDP2)]
+    modes["run_damaged"] = [dense, *again(folder / "unused", earlier, *fsdp2())]
     (folder / "unwritable/checksums.jsonl").mkdir(parents=True)
     modes["run_unwritable"] = [*modes["fsdp2/run_first"], *again(folder / "unwritable")]
     for name in FLIPPED:
@@ -141,43 +124,24 @@ def test_two_runs_of_a_layout_are_bit_equal(name, launched):
     assert all(moved)
 
 
-def test_a_tampered_table_on_one_rank_is_refused_by_name(launched):
+MOVED = "step {} is not the same: the first tensor that moved is the gradient of model.layers.1.{}.weight"
+DEVICE = platform.device_name("cpu")
+# What every rank says, of the file or rank that one of them finds.
+REFUSED = {
+    "tampered": f"fsdp2/first: ranks differ: the tuned table of rmsnorm for {DEVICE} differs on rank 1",
+    "damaged": "damaged: certificate.json is damaged: its 'start' is missing or of another type",
+    "unwritable": "Is a directory: '{folder}/unwritable/checksums.jsonl'",
+    **{f"{name}/flipped": MOVED.format(2, "self_attn.o_proj") for name in FLIPPED},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_rank_finds_ends_all(name, launched):
     folder, _ = launched
     for rank in range(4):
-        said = (folder / f"tampered_{rank}.txt").read_text()
-        device = platform.device_name("cpu")
-        assert said == (
-            f"train.assert_deterministic = {folder / 'fsdp2/first'}: ranks differ: the tuned table "
-            f"of rmsnorm for {device} differs on rank 1"
-        )
+        said = (folder / f"{name}_{rank}.txt").read_text()
+        assert said.partition(" (and ")[0].endswith(REFUSED[name].format(folder=folder))
     assert not (folder / "tampered/metrics.jsonl").exists()
-
-
-def test_a_damaged_certificate_ends_all_ranks(launched):
-    folder, _ = launched
-    for rank in range(4):
-        assert (folder / f"damaged_{rank}.txt").read_text() == (
-            f"train.assert_deterministic = {folder / 'damaged'}: certificate.json is damaged: its "
-            "'start' is missing or of another type"
-        )
-
-
-def test_a_file_that_cannot_be_written_ends_all_ranks(launched):
-    folder, _ = launched
-    for rank in range(4):
-        said = (folder / f"unwritable_{rank}.txt").read_text()
-        assert said.endswith(f"Is a directory: '{folder / 'unwritable/checksums.jsonl'}'")
-
-
-@pytest.mark.parametrize("name", FLIPPED)
-def test_a_bit_of_one_ranks_shard_is_seen_on_all(name, launched):
-    folder, _ = launched
-    for rank in range(4):
-        said = (folder / name / f"flipped_{rank}.txt").read_text()
-        assert said.partition(": ")[2].partition(" (and ")[0] == (
-            "step 2 is not the same: the first tensor that moved is the gradient of "
-            "model.layers.1.self_attn.o_proj.weight"
-        )
 
 
 # ---- one process
@@ -206,6 +170,15 @@ def samples(file, first):
     return str(file)
 
 
+def refused(path, earlier, target, *more):
+    """What a run says that is not the earlier one."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        run(path, *again(target), f"--train.assert_deterministic={earlier}", *more)
+    said, _, why = str(caught.value).partition(": ")
+    assert said == f"train.assert_deterministic = {earlier}"
+    return why
+
+
 def asserting(first, target, *more):
     folder, path = first
     given = f"--train.assert_deterministic={folder / 'out'}"
@@ -222,44 +195,36 @@ def test_a_run_is_certified_once_and_a_second_one_has_its_bits(first, tmp_path, 
     facts = made["facts"]
     assert made["start"] == 0 and facts["layout"]["processes"] == 1
     assert facts["environment"]["torch"] == torch.__version__
-    assert facts["implementation"]["rmsnorm"] == "cpp"
     assert set(facts["initial weight"]) >= set(made["trained"])
     assert {"order", "contents", "seed"} <= set(facts["data"])
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (["--train.lr=0.02"], "field train.lr is 0.02 in this run and 0.01 in that one"),
-        (
-            ["--model.rmsnorm_native=true"],
-            "the implementation of rmsnorm is 'torch' in this run and 'cpp' in that one",
-        ),
-        (
-            ["--data.eval_sample_packing=false"],
-            "field data.eval_sample_packing is False in this run and not set in that one",
-        ),
-        (
-            ['--data.test_datasets=[{"path": "OTHER"}]'],
-            "the content of the evaluation data differs",
-        ),
-        (["--train.seed=7"], "field train.seed is 7 in this run and 42 in that one"),
-        (
-            ["--data.val_set_size=5", "--data.test_datasets=[]"],
-            "the content of the data differs in this run",
-        ),
-        (
-            ["--data.shuffle_merged_datasets=false"],
-            "field data.shuffle_merged_datasets is False in this run and True in that one",
-        ),
-    ],
-    ids=lambda value: value[0].partition("=")[0] if isinstance(value, list) else None,
-)
+OTHERS = {
+    "a field": (["--train.lr=0.02"], "field train.lr is 0.02 in this run and 0.01 in that one"),
+    "an implementation": (
+        ["--model.rmsnorm_native=true"],
+        "the implementation of rmsnorm is 'torch' in this run and 'cpp' in that one",
+    ),
+    "a field that was not given": (
+        ["--data.eval_sample_packing=false"],
+        "field data.eval_sample_packing is False in this run and not set in that one",
+    ),
+    "evaluation": (
+        ['--data.test_datasets=[{"path": "OTHER"}]'],
+        "the content of the evaluation data differs",
+    ),
+    "data": (
+        ["--data.val_set_size=5", "--data.test_datasets=[]"],
+        "the content of the data differs in this run",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", OTHERS.values(), ids=OTHERS)
 def test_a_run_that_is_another_is_refused_and_says_in_what(change, message, first, tmp_path):
     change = [c.replace("OTHER", samples(tmp_path / "other.jsonl", 1)) for c in change]
-    with pytest.raises(ValueError, match="this run is not that one") as caught:
-        asserting(first, tmp_path / "again", *change)
-    assert message in str(caught.value)
+    said = refused(first[1], first[0] / "out", tmp_path / "again", *change)
+    assert said.startswith("this run is not that one") and message in said
     assert not (tmp_path / "again/certificate.json").exists()
 
 
@@ -271,10 +236,9 @@ def test_other_initial_weights_are_named(first, tmp_path, monkeypatch):
         return real(self)
 
     monkeypatch.setattr(Checksums, "weights", other)
-    with pytest.raises(ValueError) as caught:
-        asserting(first, tmp_path / "again")
+    said = refused(first[1], first[0] / "out", tmp_path / "again")
     name = "model.layers.1.mlp.down_proj.weight"
-    assert str(caught.value).endswith(f": the initial weight of {name} differs in this run")
+    assert said.endswith(f": the initial weight of {name} differs in this run")
 
 
 def test_the_number_of_threads_is_a_fact(first, tmp_path):
@@ -284,29 +248,7 @@ def test_the_number_of_threads_is_a_fact(first, tmp_path):
         asserting(first, tmp_path / "again")
 
 
-def test_the_first_tensor_that_moved_is_named(first, tmp_path, monkeypatch):
-    """The lowest bit of one number of a gradient, in the third step."""
-    real, steps = Engine.divide, []
-
-    def divide(self, *args):
-        norm = real(self, *args)
-        steps.append(norm)
-        if len(steps) == 3:
-            gradient = self.model.model.layers[1].self_attn.o_proj.weight.grad
-            gradient.view(-1).view(torch.int32)[7] ^= 1
-        return norm
-
-    monkeypatch.setattr(Engine, "divide", divide)
-    with pytest.raises(ValueError) as caught:
-        asserting(first, tmp_path / "again")
-    assert str(caught.value).partition(": ")[2].partition(" (and ")[0] == (
-        "step 3 is not the same: the first tensor that moved is the gradient of "
-        "model.layers.1.self_attn.o_proj.weight"
-    )
-    assert len(rows_of(tmp_path / "again")) == 3
-
-
-@pytest.mark.parametrize("name", ["layers.0.self_attn", "layers.1.mlp", "norm"])
+@pytest.mark.parametrize("name", ["layers.0.self_attn", "norm"])
 def test_a_fault_of_a_forward_is_named_by_its_module(name, first, tmp_path, monkeypatch):
     """The lowest bit of one number that a module returns in the second step."""
     real = Outputs.record
@@ -324,38 +266,38 @@ def test_a_fault_of_a_forward_is_named_by_its_module(name, first, tmp_path, monk
         real(self, wanted)
 
     monkeypatch.setattr(Outputs, "record", record)
-    with pytest.raises(ValueError, match="step 2 is not the same: ") as caught:
-        asserting(first, tmp_path / "again")
+    said = refused(first[1], first[0] / "out", tmp_path / "again")
+    assert said.startswith("step 2 is not the same: ")
     # After the norm, the loss may round to the same bits.
-    assert re.search(
-        rf"the first tensor that moved is the output of model\.{name}(?: \(and |$)",
-        str(caught.value),
-    )
+    moved = rf"the first tensor that moved is the output of model\.{name}(?: \(and |$)"
+    assert re.search(moved, said)
 
 
 def test_gradients_are_named_in_the_order_of_the_backward(first, tmp_path, monkeypatch):
-    """Also against checksums of an earlier version, which had none of outputs."""
+    """Of three in which the lowest bit of one number has moved in the third step. Also against
+    checksums of an earlier version, which had none of outputs.
+    """
     old = tmp_path / "old"
     shutil.copytree(first[0] / "out", old)
     lines = [{k: v for k, v in row.items() if k != "outputs"} for row in recorded(old)]
     (old / "checksums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    real = Engine.divide
+    real, steps = Engine.divide, []
 
     def divide(self, *args):
         norm = real(self, *args)
+        steps.append(norm)
         for name in ("embed_tokens", "layers.0.mlp.down_proj", "layers.1.input_layernorm"):
             module = self.parts.model.model.get_submodule(name)
-            module.weight.grad.view(-1).view(torch.int32)[7] ^= 1
+            module.weight.grad.view(-1).view(torch.int32)[7] ^= len(steps) % 3 == 0
         return norm
 
     monkeypatch.setattr(Engine, "divide", divide)
     for earlier in (first[0] / "out", old):
-        with pytest.raises(ValueError) as caught:
-            run(first[1], *again(tmp_path / "again"), f"--train.assert_deterministic={earlier}")
-        assert str(caught.value).partition(": ")[2].partition(" (and ")[0] == (
-            "step 1 is not the same: the first tensor that moved is the gradient of "
-            "model.layers.1.input_layernorm.weight"
-        )
+        steps.clear()
+        target = tmp_path / f"again_{earlier.name}"
+        said = refused(first[1], earlier, target)
+        assert said.partition(" (and ")[0] == MOVED.format(3, "input_layernorm")
+        assert len(rows_of(target)) == 3
 
 
 @pytest.mark.parametrize(
@@ -378,37 +320,25 @@ def rows_of(folder):
     return [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines() if "lr" in s]
 
 
-def test_a_loss_that_moved_is_said_with_both_values(first, tmp_path):
-    edited = edit(first, tmp_path, "loss", lambda loss: math.nextafter(loss, 9))
-    with pytest.raises(ValueError) as caught:
-        run(first[1], *again(tmp_path / "again"), f"--train.assert_deterministic={edited}")
-    there = next(row["loss"] for row in rows(first[0]) if row["step"] == 2 and "loss" in row)
-    assert str(caught.value) == (
-        f"train.assert_deterministic = {edited}: step 2 is not the same: the loss is {there!r} in "
-        f"this run and {math.nextafter(there, 9)!r} in that one; no tensor can be named: that run "
-        "has no checksums of this step"
-    )
-
-
-def test_a_loss_of_evaluation_that_moved_is_said(first, tmp_path):
-    edited = edit(first, tmp_path, "eval_loss", lambda loss: loss * (1 + 1e-15))
-    with pytest.raises(ValueError, match="step 2 is not the same: the eval_loss is") as caught:
-        run(first[1], *again(tmp_path / "again"), f"--train.assert_deterministic={edited}")
-    assert "tensor" not in str(caught.value)
-
-
-def edit(first, target, name, change):
-    """A copy of the first run's log, without checksums, in which one number of step 2 differs."""
-    folder = target / "earlier"
-    folder.mkdir()
-    made = (first[0] / "out/certificate.json").read_text()
-    (folder / "certificate.json").write_text(made)
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("loss", "; no tensor can be named: that run has no checksums of this step"),
+        ("eval_loss", ""),
+    ],
+)
+def test_a_number_that_moved_is_said_with_both_values(name, more, first, tmp_path):
+    """Against a copy of the first run's log, without checksums."""
+    shutil.copy(first[0] / "out/certificate.json", tmp_path)
     found = rows(first[0])
-    for row in found:
-        if row["step"] == 2 and name in row:
-            row[name] = change(row[name])
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    return folder
+    [row] = [row for row in found if row["step"] == 2 and name in row]
+    there, other = row[name], math.nextafter(row[name], 9)
+    row[name] = other
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    assert refused(first[1], tmp_path, tmp_path / "again") == (
+        f"step 2 is not the same: the {name} is {there!r} in this run and {other!r} in that one"
+        f"{more}"
+    )
 
 
 def test_a_resumed_run_is_compared_from_where_it_starts(first, tmp_path, capsys):
@@ -481,49 +411,40 @@ def test_what_is_no_earlier_run_is_one_sentence(first, tmp_path):
         (tmp_path / "cut/certificate.json", nothing),
         (tmp_path / "late", nothing),
     ):
-        with pytest.raises((ValueError, OSError)) as caught:
-            run(path, *again(tmp_path / "again"), f"--train.assert_deterministic={given}")
-        assert str(caught.value) == f"train.assert_deterministic = {given}: {message}"
+        assert refused(path, given, tmp_path / "again") == message
 
 
 @pytest.mark.parametrize(
-    "name, content, message",
+    "name, content, said",
     [
-        ("certificate.json", {"schema": 1}, "certificate.json is damaged: its 'start' is missing"),
-        ("certificate.json", {"facts": {"data": 1}}, "certificate.json is damaged: its 'facts' is"),
-        (
-            "certificate.json",
-            {"files": {"contents": [{"file": "a"}]}},
-            "certificate.json is damaged: its 'files' is",
-        ),
-        ("certificate_2.json", {"trained": None}, "certificate_2.json is damaged: its 'trained'"),
-        ("metrics.jsonl", {"loss": 1.0}, "metrics.jsonl is damaged: {'loss': 1.0} is no row"),
-        ("metrics.jsonl", 7, "metrics.jsonl is damaged: 7 is no row of it"),
-        ("checksums.jsonl", {"step": 1}, "checksums.jsonl is damaged: {'step': 1} is no row"),
+        ("certificate.json", {"start": None}, "its 'start' is"),
+        ("certificate.json", {"facts": {"data": 1}}, "its 'facts' is"),
+        ("certificate.json", {"files": {"contents": [{"file": "a"}]}}, "its 'files' is"),
+        ("certificate_2.json", {"trained": None}, "its 'trained'"),
+        ("metrics.jsonl", {"loss": 1.0}, "{'loss': 1.0} is no row"),
+        ("metrics.jsonl", 7, "7 is no row of it"),
+        ("checksums.jsonl", {"step": 1}, "{'step': 1} is no row"),
         (
             "checksums.jsonl",
             {"step": 1, "gradients": [1], "weights": [2]},
-            "checksums.jsonl is damaged: {'step': 1, 'gradients': [1]",
+            "{'step': 1, 'gradients'",
         ),
-        (
-            "checksums.jsonl",
-            {"step": 1, "outputs": []},
-            "checksums.jsonl is damaged: {'step': 1, 'outputs': [], ",
-        ),
+        ("checksums.jsonl", {"step": 1, "outputs": []}, "{'step': 1, 'outputs': [], "),
     ],
 )
-def test_a_damaged_file_of_an_earlier_run_is_one_sentence(name, content, message, first, tmp_path):
+def test_a_damaged_file_of_an_earlier_run_is_one_sentence(name, content, said, first, tmp_path):
     made = json.loads((first[0] / "out/certificate.json").read_text())
     (tmp_path / "certificate.json").write_text(json.dumps(made))
-    if isinstance(content, dict) and name.startswith("certificate") and "schema" not in content:
+    if name.startswith("certificate"):
         content = {**made, **content}
-    if isinstance(content, dict) and "outputs" in content:
+    elif "outputs" in said:  # all else is whole
         count = len(made["trained"])
         content = {**content, "gradients": [1] * count, "weights": [2] * count}
     (tmp_path / name).write_text(json.dumps(content) + "\n")
     with pytest.raises(ValueError) as caught:
         Earlier(str(tmp_path))
-    assert str(caught.value).startswith(f"train.assert_deterministic = {tmp_path}: {message}")
+    found = str(caught.value)
+    assert found.startswith(f"train.assert_deterministic = {tmp_path}: {name} is damaged: {said}")
 
 
 # ---- the order of the computation
@@ -592,7 +513,7 @@ def test_outputs_that_are_swapped_are_told_apart():
 # ---- the files of the data
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 255, 256, 257, 1000, 1500])
+@pytest.mark.parametrize("count", [1, 5, 256, 257, 1500])
 def test_lines_that_differ_are_in_the_interval(count, tmp_path):
     lines = [f"{i:04}\n".encode() for i in range(count)]
 
@@ -650,17 +571,13 @@ def test_a_token_that_differs_is_found_in_its_file(tmp_path):
     run(path)
     lines[899] = lines[899].replace("5", "6")
     (data / "b.jsonl").write_text("".join(lines))
-    given = f"--train.assert_deterministic={tmp_path / 'out'}"
-    with pytest.raises(ValueError) as caught:
-        run(path, *again(tmp_path / "again"), given)
     differs = "this run is not that one: the content of the data differs in this run"
-    assert str(caught.value).endswith(f"{differs}: {data / 'b.jsonl'} differs in lines 897 to 900")
+    said = refused(path, tmp_path / "out", tmp_path / "again")
+    assert said == f"{differs}: {data / 'b.jsonl'} differs in lines 897 to 900"
     made = json.loads((tmp_path / "out/certificate.json").read_text())
     assert len(json.dumps(made.pop("files"))) < 20_000
     (tmp_path / "out/certificate.json").write_text(json.dumps(made))
-    with pytest.raises(ValueError) as caught:
-        run(path, *again(tmp_path / "again"), given)
-    assert str(caught.value).endswith(differs)
+    assert refused(path, tmp_path / "out", tmp_path / "again") == differs
 
 
 def test_a_file_that_differs_is_named_by_the_step_that_reads_it(tmp_path, monkeypatch):
@@ -677,16 +594,15 @@ def test_a_file_that_differs_is_named_by_the_step_that_reads_it(tmp_path, monkey
     run(path, "--train.max_steps=4")
     shutil.copy(file, elsewhere)
     file.write_text(file.read_text().replace("[2, 3", "[90, 3"))
-    given = [f"--train.assert_deterministic={tmp_path / 'out'}", "--train.max_steps=4"]
-    with pytest.raises(ValueError, match=r"step [1-4] is not the same: the loss is") as caught:
-        run(path, *again(tmp_path / "again", *given))
-    assert str(caught.value).endswith(f"; of the data's files {file} differs in line 3")
+    given = path, tmp_path / "out", tmp_path / "again", "--train.max_steps=4"
+    said = refused(*given)
+    assert re.match(r"step [1-4] is not the same: the loss is", said)
+    assert said.endswith(f"; of the data's files {file} differs in line 3")
     there = f'--data.datasets=[{{"path": "{elsewhere}"}}]'
     log = tmp_path / "out/metrics.jsonl"
     log.write_text(log.read_text().replace('"grad_norm": ', '"grad_norm": 9'))
-    with pytest.raises(ValueError, match="step 1 is not the same: the grad_norm is") as caught:
-        run(path, *again(tmp_path / "again", *given, there))
-    assert "files" not in str(caught.value)
+    said = refused(*given, there)
+    assert said.startswith("step 1 is not the same: the grad_norm is") and "files" not in said
 
 
 # ---- facts
@@ -797,26 +713,23 @@ def test_a_checksum_is_the_sum_of_its_definition(dtype, monkeypatch):
 
 
 def test_checksums_see_what_sums_do_not():
+    """Every bit, numbers and rows that change places, and signs in the same place of two rows."""
     factor, t = factors(16, CPU), torch.randn(4, 25, generator=torch.Generator().manual_seed(1))
-    seen = {int(checksum(t, factor))}
-    for i in range(32):  # every bit
-        other = t.clone()
-        other.view(torch.int32)[2, 3] ^= 1 << i if i < 31 else -(1 << 31)
-        seen.add(int(checksum(other, factor)))
-    swapped = t.clone().view(-1)
+
+    def flipped(values, bits, words):
+        for i in range(bits):
+            other = values.clone()
+            other.view(words)[2, 3] ^= 1 << i if i < bits - 1 else -(1 << i)
+            yield other
+
+    flat = t.view(-1)
+    swapped, signs = flat.clone(), flat.clone()
     swapped[[3, 40]] = swapped[[40, 3]]
-    signs = t.clone().view(-1)
-    signs[[5, 21]] *= -1  # the same place of two rows
-    rows_swapped = t[[1, 0, 2, 3]]
-    seen |= {int(checksum(x, factor)) for x in (swapped, signs, rows_swapped, t * -1)}
-    assert len(seen) == 37
-    wide = t.double()
-    seen = set()
-    for i in range(64):
-        other = wide.clone()
-        other.view(torch.int64)[1, 2] ^= 1 << i if i < 63 else -(1 << 63)
-        seen.add(int(checksum(other, factor)))
-    assert len(seen | {int(checksum(wide, factor))}) == 65
+    signs[[5, 21]] *= -1
+    of_32 = [t, *flipped(t, 32, torch.int32), swapped, signs, t[[1, 0, 2, 3]], -t]
+    of_64 = [t.double(), *flipped(t.double(), 64, torch.int64)]
+    for tensors in (of_32, of_64):
+        assert len({int(checksum(x, factor)) for x in tensors}) == len(tensors)
 
 
 def test_shards_are_told_apart_by_rank():

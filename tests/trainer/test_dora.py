@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 import distributed_worker  # noqa: E402
 import pairs  # noqa: E402
 from pairs import trained as preferred  # noqa: E402
-from ranks import metrics, run_modes, same_training, selected  # noqa: E402
+from ranks import STEEP, fsdp2, metrics, run_modes, same_training, selected  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from training import (  # noqa: E402
     MOE,
@@ -51,7 +51,6 @@ SHARDED = {
     "num_key_value_heads": 4,
     "intermediate_size": 48,
 }
-FSDP2 = ["--train.data_parallel_mode=fsdp2"]
 ON = [f"--{name.replace('__', '.')}={value}" for name, value in DORA.items()]
 ON += ["--train.optimizer=adamw", "--lora.lora_plus_scale=4"]
 # By folder: what the one process has too. Merges make the third step train on what they left.
@@ -62,32 +61,20 @@ KINDS = {
     "quantized": [f"--lora.{name}={value}" for name, value in NF4.items()],
 }
 SHAPES = {"odd": {**SHARDED, "num_attention_heads": 3, "num_key_value_heads": 1}}
+TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+RECOMPUTED = {"enable_gradient_checkpointing": True}
 MODES = {
     "fused/train_ddp": ["--train.data_parallel_mode=ddp"],
-    "fused/train_and_save": [*FSDP2, "--train.pipeline_parallel_size=2"],
-    "fused/train_ring": [*FSDP2, "--train.ringattn_parallel_size=2"],
-    "fused/train_ulysses": [*FSDP2, "--train.ulysses_parallel_size=2"],
-    "fused/train_hsdp": [*FSDP2, "--train.data_parallel_replicate_size=2"],
-    "fused/train_recompute": [*FSDP2, "--train.enable_gradient_checkpointing=true"],
-    "apart/train_tp": [*FSDP2, "--train.tensor_parallel_size=2"],
-    "apart/train_tp_pp": [
-        *FSDP2,
-        "--train.tensor_parallel_size=2",
-        "--train.pipeline_parallel_size=2",
-        "--train.enable_gradient_checkpointing=true",
-    ],
-    "odd/train_tp": [*FSDP2, "--train.tensor_parallel_size=2"],
-    "quantized/train_ddp": ["--train.data_parallel_mode=ddp"],
-    "quantized/train_fsdp2": FSDP2,
+    "fused/train_and_save": fsdp2(**STAGES),
+    "fused/train_ring": fsdp2(ringattn_parallel_size=2),
+    "fused/train_recompute": fsdp2(**RECOMPUTED),
+    "apart/train_tp": fsdp2(**TENSOR),
+    "apart/train_tp_pp": fsdp2(**TENSOR, **STAGES, **RECOMPUTED),
+    "odd/train_tp": fsdp2(**TENSOR),
+    "quantized/train_fsdp2": fsdp2(),
 }
 # In two processes: each compiles, which takes as long as all else.
-COMPILED = {
-    "apart/train_tp_compiled": [
-        *FSDP2,
-        "--train.tensor_parallel_size=2",
-        "--train.enable_compile=true",
-    ]
-}
+COMPILED = {"apart/train_tp_compiled": fsdp2(**TENSOR, enable_compile=True)}
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +85,8 @@ def trained(tmp_path_factory, settings, request):
         paths[kind] = write_config(
             root / kind,
             SHAPES.get(kind, SHARDED),
-            train__optimizer="sgd",
-            train__lr=0.5,
-            train__max_grad_norm=0.2,
-            train__max_steps=3,
-            data__pad_to_multiple_of=1,
             data__sample_packing_sequence_len=16,
+            **{**STEEP, "train__max_steps": 3},
             **DORA,
         )
         torch.save(make_bins(), root / kind / "bins.pt")
@@ -119,7 +102,7 @@ def trained(tmp_path_factory, settings, request):
         modes[number][mode] = [*layout, *cut, *KINDS[mode.partition("/")[0]]]
     modes[4]["preference/run"] = [
         settings[1],
-        *FSDP2,
+        *fsdp2(),
         *ON,
         "--model.merge_qkv=false",
         "--train.tensor_parallel_size=2",
@@ -295,7 +278,7 @@ def test_the_plan_of_memory_has_what_magnitudes_take(tmp_path):
         (MOE, [], "lora.lora_target_modules: use_dora must be False for .*, got True"),
         (
             QWEN3,
-            [*FSDP2, "--model.basic_modules=[base]"],
+            [*fsdp2(), "--model.basic_modules=[base]"],
             r"basic_modules: .*\.base .*cannot be a unit of its own: another module's kernel reads",
         ),
     ],

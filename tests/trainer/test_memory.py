@@ -1,5 +1,6 @@
 """What a run needs in memory: the plan, what stays on a device, and what waits in host memory."""
 
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -8,9 +9,7 @@ import resource
 import subprocess
 import sys
 import types
-import weakref
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,40 +46,35 @@ class Host:
     """
 
     def __init__(self):
-        self.log, self.under_way, self.bytes, self.tensors = [], [], 0, weakref.WeakSet()
+        self.out = self.back = self.bytes = 0
+        self.under_way = []
 
     def to_host(self, t):
-        self.log.append("out")
-        host = t.clone()
+        self.out += 1
         self.bytes += t.numel() * t.element_size()
-        return host
+        return t.clone()
 
     def to_device(self, host):
-        self.log.append("in")
+        self.back += 1
         t = torch.full_like(host, torch.nan if host.is_floating_point() else 0)
         self.under_way.append((t, host))
         return t
 
     def wait(self):
-        self.log.append("wait")
         for t, host in self.under_way:
             t.copy_(host)
         self.under_way.clear()
 
 
 RECOMPUTED = {"train__enable_gradient_checkpointing": True}
+FSDP2 = {"train__data_parallel_mode": "fsdp2"}
 OFFLOADED = {
     "dense": (QWEN3, {}),
-    "autocast": (QWEN3, {"train__enable_mixed_precision": True}),
-    "experts": (MOE, {}),
     "layers": (QWEN3, RECOMPUTED),
     "reentrant": (QWEN3, {**RECOMPUTED, "train__enable_reentrant": True}),
     "attention": (QWEN3, {**RECOMPUTED, "train__recompute_modules": ["self_attn"]}),
-    "sharded": (QWEN3, {"train__data_parallel_mode": "fsdp2"}),
-    "sharded experts": (
-        MOE,
-        {**RECOMPUTED, "train__data_parallel_mode": "fsdp2", "train__enable_mixed_precision": True},
-    ),
+    "sharded layers": (QWEN3, {**RECOMPUTED, **FSDP2}),
+    "sharded experts": (MOE, {**FSDP2, "train__enable_mixed_precision": True}),
 }
 
 
@@ -92,39 +86,36 @@ def test_offloaded_activations_give_the_same_bits(case, tmp_path, monkeypatch):
     config = load(write_config(tmp_path, {**shape, "num_hidden_layers": 3}, **options))
     ranks = join(config.train)
     batches = [collate(make_bins()[i : i + 4], 8) for i in (0, 4)]
-    left = []
+
+    def gradients(limit=None, host=None):
+        engine, seen = engine_of(config, ranks), []
+        if host is not None:
+            keeper = offload.offload_activations(engine.model, limit, host)
+            pack = keeper._pack
+
+            def noted(t, layer):
+                packed = pack(t, layer)
+                seen.append(keeper.kept)
+                return packed
+
+            monkeypatch.setattr(keeper, "_pack", noted)
+        engine.forward_backward(batches, language_modeling)
+        if host is not None:
+            assert max(seen) <= limit and keeper.kept == 0  # all is freed with the graph
+            assert host.out == host.back
+        found = [p.grad for p in engine.parameters]
+        return [getattr(g, "to_local", lambda g=g: g)() for g in found]
+
     try:
-        gradients = []
-        for part in (None, 0, 1 / 8, 1):
-            limit = part and part * left[0]
-            engine, host = engine_of(config, ranks), Host()
-            if limit is not None:
-                keeper = offload.offload_activations(engine.model, limit, host)
-                seen = []
-                monkeypatch.setattr(keeper, "copies", host)
-                real = keeper._pack
-                monkeypatch.setattr(
-                    keeper,
-                    "_pack",
-                    lambda t, layer, real=real, k=keeper, seen=seen: (
-                        real(t, layer),
-                        seen.append(k.kept),
-                    )[0],
-                )
-            engine.forward_backward(batches, language_modeling)
-            gradients.append([p.grad for p in engine.parameters])
-            left += [] if limit is None else [host.bytes]
-            if limit is not None:
-                assert max(seen) <= limit and keeper.kept == 0  # all is freed with the graph
-                assert host.log.count("in") == host.log.count("out")
+        want, everything = gradients(), Host()
+        found = [gradients(0, everything)]
+        some, nothing = Host(), Host()
+        found += [gradients(everything.bytes / 8, some), gradients(everything.bytes, nothing)]
     finally:
         dist.destroy_process_group()
-    everything, some, nothing = left
-    assert everything > some > nothing == 0
-    for other in gradients[1:]:
-        for a, b in zip(gradients[0], other, strict=True):
-            a, b = (g.to_local() if hasattr(g, "to_local") else g for g in (a, b))
-            assert torch.equal(a, b)
+    assert everything.bytes > some.bytes > nothing.bytes == 0
+    for other in found:
+        assert all(torch.equal(a, b) for a, b in zip(want, other, strict=True))
 
 
 # ---- the plan
@@ -132,7 +123,6 @@ def test_offloaded_activations_give_the_same_bits(case, tmp_path, monkeypatch):
 # Activations, and not the head's chunk, are the larger part.
 WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
 PLANNED = {
-    "float32": (QWEN3, {}),
     "autocast": (QWEN3, {"train__enable_mixed_precision": True}),
     "recomputed": (QWEN3, {**RECOMPUTED, "train__gradient_accumulation_steps": 2}),
     "mlp recomputed": (QWEN3, {**RECOMPUTED, "train__recompute_modules": ["mlp"]}),
@@ -145,6 +135,11 @@ def full_config(folder, shape=QWEN3, **options):
     """Of a run whose bins are full."""
     path = write_config(folder, {**shape, **WIDE}, data__sample_packing_sequence_len=768, **options)
     return load(path)
+
+
+def planned(config, size, rank=0):
+    """Without what the opposite of recomputation would save."""
+    return memory_plan.plan(config, shape_of(config), size, rank, CPU, otherwise=False)
 
 
 @pytest.mark.parametrize("case", PLANNED)
@@ -173,8 +168,7 @@ def test_the_plan_is_what_the_allocator_counts(case, tmp_path):
 
 @pytest.mark.parametrize("spread", [1, 2])
 def test_experts_have_a_mesh_of_their_own_where_they_are_spread(spread, tmp_path):
-    options = {"train__expert_parallel_size": spread, "train__data_parallel_mode": "fsdp2"}
-    config = load(write_config(tmp_path, MOE, **options))
+    config = load(write_config(tmp_path, MOE, train__expert_parallel_size=spread, **FSDP2))
     memory_plan.join_pretended_group(0, 2)
     try:
         mesh = memory_plan.build(config.train, 0, 2, CPU, control_backend="fake")
@@ -183,11 +177,20 @@ def test_experts_have_a_mesh_of_their_own_where_they_are_spread(spread, tmp_path
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_the_plan_says_what_recomputation_saves_whether_it_is_on_or_not(on):
-    less, more = ({"layers.0": n << 20} for n in (1, 3))
+@pytest.fixture
+def nothing(monkeypatch):
+    """Plans that need nothing."""
     sizes = dict.fromkeys(memory_plan.PARTS, 0)
-    found = memory_plan.RankPlan(0, sizes, sizes, *((less, more) if on else (more, less)))
+    found = memory_plan.RankPlan(0, sizes, sizes, {}, {})
+    monkeypatch.setattr(memory_plan, "plan", lambda *arguments: found)
+    return found
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_plan_says_what_recomputation_saves_whether_it_is_on_or_not(on, nothing):
+    less, more = ({"layers.0": n << 20} for n in (1, 3))
+    saved, otherwise = (less, more) if on else (more, less)
+    found = dataclasses.replace(nothing, saved=saved, otherwise=otherwise)
     train = types.SimpleNamespace(enable_gradient_checkpointing=on)
     *_, head, layer, total = memory_plan.table(found, "rank 0", train)
     assert head.split()[-2:] == ["recomputed", "kept"]
@@ -196,66 +199,47 @@ def test_the_plan_says_what_recomputation_saves_whether_it_is_on_or_not(on):
 
 
 @pytest.mark.parametrize("size, said", [(1, "rank 0"), (2, "ranks 0 to 1, each")])
-def test_the_plan_says_whose_it_is(size, said, tmp_path, monkeypatch):
-    sizes = dict.fromkeys(memory_plan.PARTS, 0)
-    found = memory_plan.RankPlan(0, sizes, sizes, {}, {})
-    monkeypatch.setattr(memory_plan, "plan", lambda *arguments: found)
-    config = full_config(tmp_path, train__data_parallel_mode="fsdp2")
-    [line] = [s for s in memory_plan.report(config, size, CPU) if "at the peak" in s]
-    assert line.split("  ")[0] == said
-
-
-@pytest.mark.parametrize("spread", [1, 2])
-def test_a_plan_of_spread_experts_says_that_it_takes_routing_to_be_even(
-    spread, tmp_path, monkeypatch
+def test_the_plan_says_whose_it_is_and_that_it_takes_routing_to_be_even(
+    size, said, nothing, tmp_path
 ):
-    sizes = dict.fromkeys(memory_plan.PARTS, 0)
-    found = memory_plan.RankPlan(0, sizes, sizes, {}, {})
-    monkeypatch.setattr(memory_plan, "plan", lambda *arguments: found)
-    options = {"train__expert_parallel_size": spread, "train__data_parallel_mode": "fsdp2"}
-    said = list(memory_plan.report(full_config(tmp_path, MOE, **options), 2, CPU))
-    assert said[1].startswith("for tokens routed evenly: a rank whose") == (spread == 2)
+    """The latter where experts are spread."""
+    options = {"train__expert_parallel_size": size, **FSDP2}
+    lines = list(memory_plan.report(full_config(tmp_path, MOE, **options), size, CPU))
+    [line] = [s for s in lines if "at the peak" in s]
+    assert line.split("  ")[0] == said
+    assert lines[1].startswith("for tokens routed evenly: a rank whose") == (size == 2)
 
 
 PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
-TURNS = {
-    "pipeline_parallel_schedule": "Interleaved1F1B",
-    "virtual_pipeline_size": 2,
-}
-# Of two ranks: the shape, the options of `train`, what adds adapters, and each rank's layers.
+TURNS = {"pipeline_parallel_schedule": "Interleaved1F1B", "virtual_pipeline_size": 2}
+# Of two ranks: the shape, the options of `train`, and each rank's layers.
 HALVES = [[0, 1], [2, 3]]
 STAGES = {
-    "1f1b": (QWEN3, {}, {}, HALVES),
-    "gpipe": (QWEN3, {"pipeline_parallel_schedule": "GPipe"}, {}, HALVES),
-    "interleaved": (QWEN3, TURNS, {}, [[0, 2], [1, 3]]),
-    "recomputed": (QWEN3, {"enable_gradient_checkpointing": True}, {}, HALVES),
-    "adapters": (QWEN3, {}, {"lora__enable_lora": True}, HALVES),
-    "experts": (MOE, {}, {}, HALVES),
+    "gpipe": (QWEN3, {"pipeline_parallel_schedule": "GPipe"}, HALVES),
+    "interleaved": (QWEN3, TURNS, [[0, 2], [1, 3]]),
+    "recomputed": (QWEN3, {"enable_gradient_checkpointing": True}, HALVES),
 }
 if no_zero_bubble() is None:
     V = {**TURNS, "pipeline_parallel_schedule": "ZBVZeroBubble"}
-    STAGES["v"] = (UNTIED, V, {}, [[0, 3], [1, 2]])
+    STAGES["v"] = (UNTIED, V, [[0, 3], [1, 2]])
 
 
-def staged(folder, shape=QWEN3, adapters=(), **options):
+def staged(folder, shape=QWEN3, **options):
     """The path of the configuration of a pipeline of two ranks and four layers."""
-    train = {"data_parallel_mode": "fsdp2", **PIPELINE, **options}
-    return write_config(
-        folder,
-        {**shape, **WIDE, "num_hidden_layers": 4},
-        data__sample_packing_sequence_len=768,
-        **{f"train__{name}": value for name, value in train.items()},
-        **dict(adapters),
-    )
+    train = {f"train__{name}": value for name, value in {**PIPELINE, **options}.items()}
+    four = {**shape, **WIDE, "num_hidden_layers": 4}
+    return write_config(folder, four, data__sample_packing_sequence_len=768, **FSDP2, **train)
 
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory):
     """Two ranks run one pipeline after the other, and write what their allocators count."""
-    folder, modes = tmp_path_factory.mktemp("pipelines"), {}
-    for case, (shape, options, adapters, _) in STAGES.items():
-        modes[f"{case}/memory"] = [staged(folder / case, shape, adapters, **options)]
+    folder = tmp_path_factory.mktemp("pipelines")
+    modes = {
+        f"{case}/memory": [staged(folder / case, shape, **options)]
+        for case, (shape, options, _) in STAGES.items()
+    }
     run_modes(2, folder, modes)
     return folder
 
@@ -265,14 +249,15 @@ def pipelines(tmp_path_factory):
 def test_the_plan_of_a_stage_is_what_the_allocator_of_its_rank_counts(case, rank, pipelines):
     """Within 5 %; the plan has all micro-batches in its second step only."""
     config = load(str(pipelines / case / "config.yaml"))
-    found = memory_plan.plan(config, shape_of(config), 2, rank, CPU)
+    otherwise = case == "recomputed"  # in which the last layer of a stage saves nothing
+    found = memory_plan.plan(config, shape_of(config), 2, rank, CPU, otherwise)
     counted = int((pipelines / case / f"memory_{rank}").read_text())
     assert found.total == pytest.approx(counted, rel=0.05)
     many = config.train.model_copy(update={"gradient_accumulation_steps": 64})
     length = config.data.sample_packing_sequence_len
     bound = memory_plan.most(many, length, eager=False, shape=shape_of(config))
     assert bound > 16 * counted  # of four, which GPipe keeps all
-    layers = STAGES[case][3]
+    layers = STAGES[case][2]
     own = {f"layers.{i}" for i in layers[rank]}
     own |= {name for name, i in (("embed_tokens", 0), ("head", 3)) if i in layers[rank]}
     assert found.saved.keys() | found.otherwise.keys() == own
@@ -281,38 +266,14 @@ def test_the_plan_of_a_stage_is_what_the_allocator_of_its_rank_counts(case, rank
     assert found.whole["head"] == 0 or "head" in own
 
 
-# Four processes, of which two are alike. `python -m bench memory` does this for every layout.
-INSIDE = {
-    "tensors": (QWEN3, {"tensor_parallel_size": 2}),
-    "experts": (MOE, {"expert_parallel_size": 2, "pipeline_parallel_schedule": "GPipe"}),
-}
-
-
-@pytest.fixture(scope="module")
-def combined(tmp_path_factory):
-    folder, modes = tmp_path_factory.mktemp("combined"), {}
-    for case, (shape, options) in INSIDE.items():
-        path = staged(folder / case, shape, {"model__merge_qkv": False}, **options)
-        modes[f"{case}/memory"] = [path]
-    run_modes(4, folder, modes)
-    return folder
-
-
-@pytest.mark.parametrize("case", INSIDE)
-def test_the_plan_of_a_pipeline_with_another_layout_is_what_gloo_ranks_count(case, combined):
-    """Within 5 %, if each expert gets its share of the tokens."""
-    config = load(str(combined / case / "config.yaml"))
-    counted = [int((combined / case / f"memory_{rank}").read_text()) for rank in range(4)]
-    found = [memory_plan.plan(config, shape_of(config), 4, rank, CPU).total for rank in (0, 2)]
-    assert np.repeat(found, 2) == pytest.approx(counted, rel=0.05)
-
-
-def test_a_plan_of_a_pipeline_is_printed_for_each_of_its_ranks(tmp_path, monkeypatch, capsys):
-    sizes, asked = dict.fromkeys(memory_plan.PARTS, 0), []
+def test_a_plan_of_a_pipeline_is_printed_for_each_of_its_ranks(
+    tmp_path, monkeypatch, nothing, capsys
+):
+    asked = []
 
     def planned(config, shape, size, rank, device, otherwise):
         asked.append((size, rank, otherwise))
-        return memory_plan.RankPlan(rank, sizes, sizes, {f"layers.{rank}": 1 << 20}, {})
+        return dataclasses.replace(nothing, rank=rank, saved={f"layers.{rank}": 1 << 20})
 
     monkeypatch.setattr(memory_plan, "plan_apart", planned)
     for world, options in (("8", []), ("2", [f"--train.{n}={v}" for n, v in TURNS.items()])):
@@ -332,26 +293,26 @@ def test_a_plan_of_a_pipeline_is_printed_for_each_of_its_ranks(tmp_path, monkeyp
 def test_a_rank_of_a_pipeline_is_not_started_if_its_own_stage_does_not_fit(tmp_path, monkeypatch):
     """The first stage keeps the activations of two micro-batches, the last those of one."""
     config = load(staged(tmp_path))
-    first, last = (memory_plan.plan(config, shape_of(config), 2, i, CPU).total for i in range(2))
+    plans = [planned(config, 2, rank) for rank in range(2)]
+    first, last = (found.total for found in plans)
     assert first > last
     there = (first + last) // 2
     monkeypatch.setattr(memory_plan, "available", lambda device: (there, "this machine has"))
-    monkeypatch.setattr(memory_plan, "plan_apart", memory_plan.plan)
+    monkeypatch.setattr(memory_plan, "plan_apart", lambda *arguments: plans[arguments[3]])
     memory_plan.check(config, 2, 1, CPU)
     with pytest.raises(ValueError, match=r"^rank 0 needs \d+\.\d\d MiB \(parameters"):
         memory_plan.check(config, 2, 0, CPU)
 
 
 SPREAD = {
-    "shards": (2, QWEN3, {}),
     "replicas": (4, QWEN3, {"data_parallel_replicate_size": 2}),
     "ulysses": (2, QWEN3, {"ulysses_parallel_size": 2}),
     "ring": (2, QWEN3, {"ringattn_parallel_size": 2}),
     "ring of heads": (2, QWEN3, {"ringattn_parallel_size": 2, "model__batch_invariant": True}),
     "tensors": (2, QWEN3, {"tensor_parallel_size": 2}),
     "experts": (2, MOE, {"expert_parallel_size": 2}),
-    "stages x shards": (4, QWEN3, PIPELINE),
     "stages x tensors": (4, QWEN3, {**PIPELINE, "tensor_parallel_size": 2}),
+    "stages x experts": (4, MOE, {**PIPELINE, "expert_parallel_size": 2}),
 }
 
 
@@ -360,12 +321,11 @@ def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path, recwa
     """Within 1 %, of one rank; with experts, whose messages depend on the router, within 6 %."""
     size, shape, options = SPREAD[case]
     options = {n if "__" in n else f"train__{n}": value for n, value in options.items()}
-    fsdp2 = {"train__data_parallel_mode": "fsdp2", "model__merge_qkv": False}
-    config = full_config(tmp_path, shape, **fsdp2, **options)
-    found = memory_plan.plan(config, shape_of(config), size, 0, CPU)
+    config = full_config(tmp_path, shape, model__merge_qkv=False, **FSDP2, **options)
+    found = planned(config, size)
     with symmetric_ranks(config.train, size) as ranks:
         counted = most_allocated(config, ranks)
-    assert found.total == pytest.approx(counted, rel=0.06 if case == "experts" else 0.01)
+    assert found.total == pytest.approx(counted, rel=0.06 if "experts" in case else 0.01)
     # Of the views that blocks return: nothing works on them in place.
     assert not [w for w in recwarn if "FSDP2-wrapped module" in str(w.message)]
 
@@ -373,7 +333,7 @@ def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path, recwa
 def test_gradients_of_replicas_are_in_memory_once(tmp_path):
     """DDP's buckets hold them, all the time."""
     config = full_config(tmp_path, train__data_parallel_mode="ddp")
-    found = memory_plan.plan(config, shape_of(config), 2, 0, CPU)
+    found = planned(config, 2)
     assert found.peak["gradients"] == found.peak["parameters"]
     assert found.peak["communication"] == 0
     with symmetric_ranks(config.train, 2) as ranks:
@@ -395,7 +355,7 @@ def test_autocast_keeps_no_casts_of_weights(tmp_path):
 
 LARGE = {
     **QWEN3,
-    "vocab_size": 2**17,
+    "vocab_size": 2**14,
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_attention_heads": 64,
@@ -411,19 +371,19 @@ def test_a_plan_is_printed_before_any_weight_is_made_and_for_ranks_that_are_not_
     path = write_config(
         tmp_path,
         LARGE,
-        train__data_parallel_mode="fsdp2",
-        train__enable_gradient_checkpointing=True,
+        **FSDP2,
+        **RECOMPUTED,
         train__enable_mixed_precision=True,
-        data__sample_packing_sequence_len=8192,
+        data__sample_packing_sequence_len=2048,
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert train.main([path, "--plan", "--world", "64", "--train.ulysses_parallel_size=8"]) == 0
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: of 15 GiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: of 7 GiB
     said = capsys.readouterr().out
     assert said.startswith("plan of memory, 8 shard x 8 ulysses, on cpu\n")
     lines = {line[:40].strip(): line[40:].split() for line in said.splitlines()}
     layer = 8192 * (8192 * 2 + 1024 * 2 + 3 * 28672 + 2) + 2 * 128
-    share = 4 * (2 * layer + 2 * 2**17 * 8192 + 8192) / 64
+    share = 4 * (2 * layer + 2 * 2**14 * 8192 + 8192) / 64
     assert lines["ranks 0 to 63, each"] == ["at", "the", "peak", "at", "most"]
     for name, size in (("parameters", share), ("optimizer states", 2 * share)):
         value, unit = lines[name][:2]
@@ -436,10 +396,10 @@ def test_a_plan_is_printed_before_any_weight_is_made_and_for_ranks_that_are_not_
 
 def test_what_does_not_fit_is_not_started(tmp_path, monkeypatch, capsys):
     path = write_config(tmp_path, train__max_steps=1, train__save_hf_weights=False)
-    there = [10 << 20]
+    config = load(path)
+    found = planned(config, 1)
+    there = [found.total - 1]
     monkeypatch.setattr(memory_plan, "available", lambda device: (there[0], "this machine has"))
-    planned = memory_plan.plan(load(path), shape_of(load(path)), 1, 0, CPU).total
-    there[0] = planned - 1
     # A process for the plan, forked from one that has imported what a spawned one would import.
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
@@ -452,26 +412,26 @@ def test_what_does_not_fit_is_not_started(tmp_path, monkeypatch, capsys):
     )
     assert not (tmp_path / "out").exists()
     assert not dist.is_initialized()
-    monkeypatch.setattr(memory_plan, "plan_apart", memory_plan.plan)
-    config = load(path)
+    monkeypatch.setattr(memory_plan, "plan_apart", lambda *arguments: found)
     memory_plan.check(load(path, ["--train.ignore_memory_plan=true"]), 1, 0, CPU)
-    there[0] = planned
+    there[0] = found.total
     memory_plan.check(config, 1, 0, CPU)
 
 
-@pytest.mark.parametrize("given", ["0", "two", ""])
-def test_a_world_that_is_no_number_is_refused(given, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--plan", "--world", "0"], "--world must be a number of processes, got '0'"),
+        (["--plan", "--world", "two"], "--world must be a number of processes, got 'two'"),
+        (["--plan", "--world"], "--world must be a number of processes, got ''"),
+        (["--world", "2"], "--world N needs --plan; torchrun starts processes\n"),
+    ],
+)
+def test_a_world_that_is_no_number_or_has_no_plan_is_refused(given, said, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        train.main([write_config(tmp_path), "--plan", "--world", *filter(None, [given])])
+        train.main([write_config(tmp_path), *given])
     assert stopped.value.code == 2
-    assert f"--world must be a number of processes, got '{given}'" in capsys.readouterr().err
-
-
-def test_a_world_without_a_plan_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train.main([write_config(tmp_path), "--world", "2"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "--world N needs --plan; torchrun starts processes\n"
+    assert said in capsys.readouterr().err
 
 
 # ---- waiting for the device
@@ -519,9 +479,9 @@ def test_a_step_waits_for_the_device_once(shape, mode, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    """Two ranks, FSDP2, asynchronous checkpoints: five kills at random moments."""
+    """Two ranks, FSDP2, asynchronous checkpoints: three kills at random moments."""
     script = str(ROOT / "scripts/kill_test.py")
-    arguments = ["--kills", "5", "--steps", "12", "--folder", str(tmp_path)]
+    arguments = ["--kills", "3", "--steps", "8", "--folder", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, script, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -529,13 +489,12 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.stdout.startswith("5 kills, 5 resumes, ")
+    assert done.stdout.startswith("3 kills, 3 resumes, ")
 
 
 def test_a_loss_that_reads_columns_has_a_plan(tmp_path):
     """Its batches have them."""
-    config = full_config(tmp_path, train__loss="weighted_language_modeling")
-    found = memory_plan.plan(config, shape_of(config), 1, 0, CPU)
-    plain = memory_plan.plan(full_config(tmp_path), shape_of(config), 1, 0, CPU)
+    found = planned(full_config(tmp_path, train__loss="weighted_language_modeling"), 1)
+    plain = planned(full_config(tmp_path), 1)
     # It keeps no gradient of the head from its forward pass, and has a column of small numbers.
-    assert sum(found.peak.values()) == pytest.approx(sum(plain.peak.values()), rel=0.02)
+    assert found.total == pytest.approx(plain.total, rel=0.02)

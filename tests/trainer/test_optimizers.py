@@ -90,16 +90,10 @@ def test_options_and_fields_reach_the_class(name):
     "name, given, said",
     [
         ("sgd", "{fused: true}", "fused is no option of the optimizer, which has momentum, damp"),
-        ("sgd", "{lr: 1}", "lr is no option"),
-        ("sgd", "{weight_decay: 1}", "weight_decay is no option"),
-        ("adam", "{betas: [0.9, 0.9]}", "betas is no option of the optimizer, which has amsgrad"),
         ("sgd", "{nesterov: true}", "Nesterov momentum requires a momentum and zero dampening"),
         ("sgd", "{momentum: true}", "momentum: a boolean does not fit here"),
-        ("sgd", "{momentum: much}", "momentum: Input should be a valid number"),
         ("rmsprop", "{alpha: -1}", "Invalid alpha value: -1.0"),
         ("rmsprop", "{eps: .nan}", "eps: Input should be a finite number"),
-        ("rprop", "{etas: [1.5, 1.2]}", "Invalid eta values: 1.5, 1.2"),
-        ("rprop", "{etas: [0.5]}", "etas: 1: Field required"),
         ("adamax", "{rho: 0.5}", "only .* sgd read this"),
     ],
 )
@@ -151,13 +145,12 @@ def test_novograd_follows_the_paper():
         np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-5)  # norms are in float32
 
 
-@pytest.mark.parametrize("etas", [(0.5, 1.2), (0.3, 2.0)])
-def test_rprop_has_the_bits_of_torchs(etas):
+def test_rprop_has_the_bits_of_torchs():
     """Which cannot be computed on shards, and so has steps of its own here."""
     draw = torch.Generator().manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(5, 3, generator=draw)) for _ in range(2)]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    options = {"lr": 0.1, "etas": etas, "step_sizes": (1e-3, 0.15)}
+    options = {"lr": 0.1, "etas": (0.3, 2.0), "step_sizes": (1e-3, 0.15)}
     one, other = Rprop(ours, **options), torch.optim.Rprop(theirs, **options)
     for _ in range(6):
         for p, q in zip(ours, theirs, strict=True):
@@ -331,17 +324,17 @@ def test_a_step_on_shards_has_the_bits_of_one_on_dtensors_and_compares_no_placem
 
 # ---- two ranks
 
-MODES = {
-    f"train_{name}_{mode}": [*chosen(name), f"--train.data_parallel_mode={mode}"]
+# Whole matrices, which adafactor needs, are those of DDP: no optimizer sees that.
+OF_TWO = {
+    f"train_{name}": [*chosen(name), f"--train.data_parallel_mode={mode}"]
     for name in OPTIONS
-    for mode in ("ddp", "fsdp2")
-    if (name, mode) != ("adafactor", "fsdp2")
+    for mode in ["ddp" if name == "adafactor" else "fsdp2"]
 }
 # Of a tied weight each stage has a copy.
 DEPTHS = ["--train.optimizer=sgd", "--train.lr=0.5", "--train.layerwise_lr_bound=0.1"]
 SHARDS = [*DEPTHS, "--train.data_parallel_mode=fsdp2"]
 STAGES = [*SHARDS, "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps=2"]
-MODES |= {"train_depths": SHARDS, "train_stages": STAGES}
+BY_DEPTH = {"train_depths": SHARDS, "train_stages": STAGES}
 # Norms of a merged parameter's parts, of which a rank has rows.
 NORMS = [*chosen("novograd"), "--train.data_parallel_mode=fsdp2"]
 APART = "--model.merge_qkv=false"  # which tensor parallelism needs
@@ -355,12 +348,11 @@ OF_PARTS = {
     "experts/train_norms_ep": [*NORMS, "--train.expert_parallel_size=2"],
     "experts/train_norms_tp": TENSOR,
 }
-MODES |= OF_PARTS
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Four steps of two ranks with each optimizer, in DDP and sharded."""
+    """Four steps of two ranks with each optimizer."""
     folder = tmp_path_factory.mktemp("optimizers")
     path = write_config(folder, data__pad_to_multiple_of=1, train__no_decay_modules=["norm"])
     torch.save(make_bins(), folder / "bins.pt")
@@ -368,7 +360,7 @@ def ranks(tmp_path_factory):
         # A vocabulary that two ranks divide.
         write_config(folder / name, {**shape, "vocab_size": 98}, data__pad_to_multiple_of=1)
         torch.save(make_bins(), folder / name / "bins.pt")
-    run_modes(2, folder, MODES)
+    run_modes(2, folder, OF_TWO | BY_DEPTH | OF_PARTS)
     return folder, path
 
 
@@ -382,17 +374,14 @@ def test_two_ranks_train_as_one_process(name, ranks):
     folder, path = ranks
     start = trained(path, chosen(name), 0)["weights"]
     want = trained(path, chosen(name), 4)
-    for mode in ("ddp", "fsdp2"):
-        if f"train_{name}_{mode}" not in MODES:
-            continue
-        found = torch.load(folder / f"train_{name}_{mode}.pt")
-        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-4)
-        for key, weight in want["weights"].items():
-            moved = (weight - start[key]).norm()
-            assert moved > (1e-3 if "proj" in key else 1e-5) * start[key].norm(), key
-            # Small gradients differ in their last bits, which most of these divide by their size.
-            away = (found["weights"][key] - weight).norm()
-            assert away <= 1e-2 * moved + 1e-7 * weight.norm(), (mode, key, away / moved)
+    found = torch.load(folder / f"train_{name}.pt")
+    np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-4)
+    for key, weight in want["weights"].items():
+        moved = (weight - start[key]).norm()
+        assert moved > (1e-3 if "proj" in key else 1e-5) * start[key].norm(), key
+        # Small gradients differ in their last bits, which most of these divide by their size.
+        away = (found["weights"][key] - weight).norm()
+        assert away <= 1e-2 * moved + 1e-7 * weight.norm(), (key, away / moved)
 
 
 @pytest.mark.parametrize("mode", OF_PARTS)
@@ -402,7 +391,7 @@ def test_norms_of_parts_are_over_all_shards(mode, ranks):
     same_training(torch.load(folder / f"{mode}.pt"), trained(path, arguments, 4))
 
 
-@pytest.mark.parametrize("mode", ["train_stages", "train_depths"])
+@pytest.mark.parametrize("mode", BY_DEPTH)
 def test_rates_by_depth_are_those_of_the_whole_model(mode, ranks):
     folder, path = ranks
     same_training(torch.load(folder / f"{mode}.pt"), trained(path, DEPTHS, 4))
@@ -416,7 +405,9 @@ def start(ranks):
     return folder / "start"
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS.names(), "novograd lora", "adafactor lora"])
+@pytest.mark.parametrize(
+    "name", ["muon", "novograd", "adafactor", "novograd lora", "adafactor lora"]
+)
 def test_losses_do_not_depend_on_what_is_merged(name, ranks, start):
     """model.merge_qkv, and with adapters their parts."""
     name, *lora = name.split()
@@ -446,10 +437,6 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(name, tmp_path):
     run(path, *chosen(name), "--train.load_checkpoint_path=auto")
     again = tensors(tmp_path, 5)
     assert all(torch.equal(again[key], weight) for key, weight in whole.items())
-    other = [a for a in chosen(name) if "optimizer_args" not in a]
-    if other != chosen(name):
-        with pytest.raises(ValueError, match=r"written with another optimizer: .*optimizer_args"):
-            run(path, *other, "--train.load_checkpoint_path=auto", "--train.max_steps=6")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

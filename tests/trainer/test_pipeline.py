@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from ranks import nearly_same_training, run_modes, same_training, selected
+from ranks import STEEP, fsdp2, nearly_same_training, run_modes, same_training, selected
 from safetensors.torch import load_file
 from training import (
     MOE,
@@ -51,14 +51,12 @@ def pipelined(stages, schedule="1F1B", processes=4, **more):
     more = {"micro_batch_size": 2, **more}
     sizes = (more.get(f"{axis}_parallel_size", 1) for axis in ("ringattn", "tensor"))
     data = processes // stages // math.prod(sizes)
-    settings = {
-        "data_parallel_mode": "fsdp2",
-        "pipeline_parallel_size": stages,
-        "pipeline_parallel_schedule": schedule,
-        "gradient_accumulation_steps": 8 // data // more["micro_batch_size"],
+    return fsdp2(
+        pipeline_parallel_size=stages,
+        pipeline_parallel_schedule=schedule,
+        gradient_accumulation_steps=8 // data // more["micro_batch_size"],
         **more,
-    }
-    return [f"--train.{name}={json.dumps(value)}" for name, value in settings.items()]
+    )
 
 
 TWICE = {"virtual_pipeline_size": 2}
@@ -66,7 +64,7 @@ RECOMPUTE = {"enable_gradient_checkpointing": True}
 # The third step trains on what a merge after the second left.
 THREE = ["--train.max_steps=3"]
 ADAM = ["--train.optimizer=adamw", "--train.lr=1e-3"]
-SHARDED = ["--train.data_parallel_mode=fsdp2", "--train.gradient_accumulation_steps=2"]
+SHARDED = fsdp2(gradient_accumulation_steps=2)
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=2"]
 QUANTIZED = ["--lora.enable_qlora=true", "--lora.quant_format=nf4", "--lora.quant_group_size=64"]
 NOISE = ["--lora.enable_aqn=true", "--lora.aqn_alpha=0.5", "--lora.merge_lora_interval=2"]
@@ -112,16 +110,7 @@ READ = [mode for mode in MODES if mode.endswith(("_save", "_loading"))]
 
 def in_one_process(folder, shape, arguments):
     """Writes what `run_modes` reads, and trains."""
-    path = write_config(
-        folder,
-        shape,
-        train__optimizer="sgd",
-        train__lr=0.5,
-        train__max_grad_norm=0.2,
-        train__max_steps=2,
-        data__pad_to_multiple_of=1,
-        data__sample_packing_sequence_len=16,
-    )
+    path = write_config(folder, shape, data__sample_packing_sequence_len=16, **STEEP)
     torch.save(make_bins(), folder / "bins.pt")
     config = load(path, ["--train.micro_batch_size=8", *arguments])
     return distributed_worker.several_steps(config, Mesh(), make_bins())
@@ -228,18 +217,14 @@ def test_adapters_of_all_stages_are_exported(trained, tmp_path):
     assert all(torch.allclose(found[name], t, atol=1e-6) for name, t in want.items())
 
 
-@pytest.mark.parametrize(
-    "weights, ends, stages, want",
-    [
-        ([1] * 4, (0, 0), 2, [2, 2]),
-        ([1] * 5, (0, 2), 2, [3, 2]),
-        ([1] * 6, (3, 3), 3, [1, 4, 1]),
-        ([4, 1, 1, 1, 1], (0, 0), 2, [1, 4]),
-        ([1, 1], (50, 50), 2, [1, 1]),
-    ],
-)
-def test_layers_are_split_by_parameters_with_embedding_and_head(weights, ends, stages, want):
-    assert split_layers(weights, ends, stages) == want
+def test_layers_are_split_by_parameters_with_embedding_and_head():
+    for weights, ends, want in (
+        ([1] * 5, (0, 2), [3, 2]),
+        ([1] * 6, (3, 3), [1, 4, 1]),
+        ([4, 1, 1, 1, 1], (0, 0), [1, 4]),
+        ([1, 1], (50, 50), [1, 1]),
+    ):
+        assert split_layers(weights, ends, len(want)) == want
 
 
 def settings_of(tmp_path, shape, *arguments):

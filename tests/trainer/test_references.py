@@ -1,5 +1,6 @@
 """References that move, and those that a pass computes before the first step."""
 
+import functools
 import gc
 import json
 import math
@@ -18,67 +19,76 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import pairs
+from chats import of_words
 from pairs import plain, rows, same, trained
-from ranks import metrics, run_modes
-from tokenizers import Tokenizer, models
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from ranks import fsdp2, metrics, run_modes
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tilewright.trainer import build, precomputed, train
+from tilewright.trainer import build, precomputed
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data import logprobs
 from tilewright.trainer.data.logprobs import Damaged, Found, key_of, write
-from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
 settings = pairs.settings
 
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--train.optimizer=adamw"]
 MOVING = ["--preference.reference_update_steps=1", "--preference.reference_ema=0.6"]
+TWICE = ["--preference.reference_update_steps=2"]
 HALF = ["--train.max_steps=2", "--train.save_strategy=steps", "--train.save_steps=2"]
+ONE = "--train.max_steps=1"
 AGAIN = "--train.load_checkpoint_path=auto"
 EVALUATED = "--data.val_set_size=20"
-FSDP2 = ["--train.data_parallel_mode=fsdp2"]
+# Options of a dense model and of adapters whose reference moves.
+KINDS = {"dense": MOVING, "lora": [*LORA, *MOVING, EVALUATED]}
 
 
 def cache(folder, name):
     return ["--preference.reference=precomputed", f"--preference.reference_cache={folder / name}"]
 
 
-@pytest.fixture(scope="module")
-def alone(settings):
-    return trained(settings, "alone")
+def other(settings):
+    return f"--preference.reference_path={settings[0] / 'other'}"
+
+
+def named(options):
+    return f"of_{hash(tuple(options))}"
 
 
 @pytest.fixture(scope="module")
-def read(settings, alone):
+def of(settings):
+    """A run in one process with these options, which is made once."""
+    return functools.cache(lambda *options: trained(settings, named(options), *options))
+
+
+@pytest.fixture(scope="module")
+def alone(of):
+    return of()
+
+
+@pytest.fixture(scope="module")
+def read(settings):
     """A run whose reference is in the folder "cache"."""
     return trained(settings, "read", *cache(settings[0], "cache"))
 
 
+DDP = ["--train.data_parallel_mode=ddp"]
 MODES = {
-    "run_ddp": ["--train.data_parallel_mode=ddp"],
-    "run_fsdp2": FSDP2,
-    "run_ring": [*FSDP2, "--train.ringattn_parallel_size=2"],
-    "run_tp": [*FSDP2, "--train.tensor_parallel_size=2"],
-    "run_pipeline": [*FSDP2, "--train.pipeline_parallel_size=2"],
+    "run_ddp": DDP,
+    "run_fsdp2": fsdp2(),
+    "run_ring": fsdp2(ringattn_parallel_size=2),
+    "run_tp": fsdp2(tensor_parallel_size=2),
+    "run_pipeline": fsdp2(pipeline_parallel_size=2),
 }
 ONLINE = {
     "run_pipeline_model": [],
     "run_pipeline_adapters_off": LORA,
 }
-GATHERED = [*FSDP2, "--train.reshard_after_forward=false"]
 STOPPED = {
-    f"{mode}_{kind}": [*layout, *MOVING, *more]
-    for mode, layout in (("ddp", ["--train.data_parallel_mode=ddp"]), ("fsdp2", GATHERED))
-    for kind, more in (("dense", ()), ("lora", [*LORA, EVALUATED]))
+    "ddp_dense": [*DDP, *KINDS["dense"]],
+    "fsdp2_dense": fsdp2(reshard_after_forward=False) + KINDS["dense"],
+    "fsdp2_lora": fsdp2(reshard_after_forward=False) + KINDS["lora"],
 }
-
-
-def accumulated(options):
-    """As many bins a step as one process takes."""
-    alone = any("parallel_size" in o for o in options)
-    return [*options, f"--train.gradient_accumulation_steps={8 if alone else 4}"]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +98,11 @@ def spread(settings):
     modes = {}
 
     def add(name, options, out=None):
+        # As many bins a step as one process takes.
+        bins = 8 if any("parallel_size" in o for o in options) else 4
         place = f"--train.output_dir={folder / (out or name)}"
-        modes[name] = [path, place, "--model.merge_qkv=false", *accumulated(options)]
+        accumulated = f"--train.gradient_accumulation_steps={bins}"
+        modes[name] = [path, place, "--model.merge_qkv=false", *options, accumulated]
 
     for name, options in MODES.items():
         add(name, [*options, *cache(folder, f"of_{name}")])
@@ -111,15 +124,20 @@ def evaluations(folder):
 # ---- precomputed
 
 
-def values(folder):
-    """The log-probability of each document of a folder, by its key."""
+def stored(folder):
+    """The log-probabilities of each document of a folder, by its key; and the reference."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "np") as opened:
             keys, ends, each = (opened.get_tensor(n) for n in logprobs.NAMES)
-        parts = np.split(each.astype(np.float64), ends[:-1])
-        found |= {k.tobytes(): p.sum() for k, p in zip(keys, parts, strict=True)}
-    return found
+            reference = json.loads(opened.metadata()["reference"])
+        found |= dict(zip((k.tobytes() for k in keys), np.split(each, ends[:-1]), strict=True))
+    return found, reference
+
+
+def values(folder):
+    """The log-probability of each document of a folder, by its key."""
+    return {key: each.astype(np.float64).sum() for key, each in stored(folder)[0].items()}
 
 
 def test_what_is_read_has_the_bits_of_what_is_computed(alone, read, settings):
@@ -154,55 +172,32 @@ def test_ranks_compute_what_one_process_does(name, spread, alone, read, settings
     same(metrics(spread / name), alone)
 
 
-def test_four_ranks_too(settings, alone, read, tmp_path):
-    shutil.copy(settings[1], tmp_path / "config.yaml")
+def test_other_orders_and_bins_read_the_same_values(read, settings, monkeypatch):
     options = [
-        *cache(tmp_path, "cache"),
-        "--train.gradient_accumulation_steps=2",
-        "--model.merge_qkv=false",
+        *("--train.seed=7", "--train.max_steps=2", "--train.micro_batch_size=2"),
+        *("--data.dataloader_drop_last=true", "--train.gradient_accumulation_steps=3"),
+        *("--data.sample_packing_method=multipack", "--data.sample_packing_sequence_len=128"),
     ]
-    arguments = [settings[1], f"--train.output_dir={tmp_path / 'run'}", *FSDP2, *options]
-    run_modes(4, tmp_path, {"run": arguments})
-    nearly(values(tmp_path / "cache"), values(settings[0] / "cache"))
-    same(metrics(tmp_path / "run"), alone)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--train.seed=7"],
-        ["--data.sample_packing_sequence_len=128", "--train.micro_batch_size=2"],
-        ["--data.sample_packing_method=multipack", "--data.shuffle_merged_datasets=false"],
-        ["--data.dataloader_drop_last=true", "--train.gradient_accumulation_steps=3"],
-    ],
-    ids=["shuffle", "bins", "packing", "drop_last"],
-)
-def test_other_orders_and_bins_read_the_same_values(options, read, settings, monkeypatch):
-    options = ["--train.max_steps=2", *options]
-    name = options[1].partition("=")[0][8:]
-    online = trained(settings, f"online_{name}", *options)
+    online = trained(settings, "online_otherwise", *options)
     monkeypatch.setattr(precomputed, "_compute", lambda *_: pytest.fail("computed again"))
-    same(trained(settings, f"read_{name}", *options, *cache(settings[0], "cache")), online)
+    found = trained(settings, "read_otherwise", *options, *cache(settings[0], "cache"))
+    same(found, online)
 
 
 def test_the_default_folder_is_that_of_the_reference(settings, alone, monkeypatch):
-    folder, _ = settings
-    read = ["--preference.reference=precomputed", "--train.max_steps=1"]
-    other = f"--preference.reference_path={folder / 'other'}"
+    read = ["--preference.reference=precomputed", ONE]
     for again in ("", "_again"):
         [own] = trained(settings, f"default{again}", *read)
-        [elsewhere] = trained(settings, f"default_other{again}", *read, other)
-        first, second = map(values, (folder / "prepared").glob("reference_*"))
+        [elsewhere] = trained(settings, f"default_other{again}", *read, other(settings))
+        first, second = map(values, (settings[0] / "prepared").glob("reference_*"))
         assert own["loss"] == alone[0]["loss"] != elsewhere["loss"]
         assert first.keys() == second.keys() and first != second
         monkeypatch.setattr(precomputed, "_compute", lambda *_: pytest.fail("computed again"))
-    same([elsewhere], trained(settings, "default_online", other, "--train.max_steps=1"))
+    same([elsewhere], trained(settings, "default_online", other(settings), ONE))
 
 
 def test_a_model_whose_numbers_are_all_there_is_not_loaded(settings, tmp_path, monkeypatch):
-    folder, _ = settings
-    other = f"--preference.reference_path={folder / 'other'}"
-    options = [*cache(tmp_path, "cache"), other, "--train.max_steps=1"]
+    options = [*cache(tmp_path, "cache"), other(settings), ONE]
     loaded, load_weights = [], build.hf.load_weights
 
     def loading(parts, path, **how):
@@ -215,7 +210,7 @@ def test_a_model_whose_numbers_are_all_there_is_not_loaded(settings, tmp_path, m
     assert trained(settings, "complete_again", *options)[0]["loss"] == first[0]["loss"]
     assert loaded == ["other", "model", "model"]
     # Its files are read nevertheless: others of that name are another reference.
-    changed = shutil.copytree(folder / "other", tmp_path / "other")
+    changed = shutil.copytree(settings[0] / "other", tmp_path / "other")
     weights = load_file(changed / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, changed / "model.safetensors", {"format": "pt"})
@@ -227,20 +222,17 @@ def test_a_model_whose_numbers_are_all_there_is_not_loaded(settings, tmp_path, m
 
 def test_another_reference_is_refused_with_both(read, settings):
     folder, _ = settings
-    other = f"--preference.reference_path={folder / 'other'}"
-    with pytest.raises(ValueError, match=r"another reference than this run's: \{'weights'") as told:
-        trained(settings, "wrong", *cache(folder, "cache"), other)
-    with pytest.raises(
-        ValueError, match=r"\{'ops': .*'attention': '(cpp|sdpa)'.*'attention': 'eager'"
+    weights = stored(folder / "cache")[1]["weights"]
+    for change, said in (
+        (other(settings), rf"another reference than this run's: \{{'weights'.*{weights}"),
+        (
+            "--model.attn_implementation=eager",
+            r"\{'ops': .*'attention': '(cpp|sdpa)'.*'attention': 'eager'",
+        ),
+        ("--model.batch_invariant=true", r"\{'numerics': "),
     ):
-        trained(settings, "wrong", *cache(folder, "cache"), "--model.attn_implementation=eager")
-    kept = [
-        json.loads(safe_open(f, "np").metadata()["reference"])["weights"]
-        for f in (folder / "cache").glob("*.s*")
-    ]
-    assert kept[0] in str(told.value) and len(set(kept)) == 1
-    with pytest.raises(ValueError, match=r"\{'numerics': "):
-        trained(settings, "wrong", *cache(folder, "cache"), "--model.batch_invariant=true")
+        with pytest.raises(ValueError, match=said):
+            trained(settings, "wrong", *cache(folder, "cache"), change)
 
 
 def test_another_chat_template_matches_nothing_and_is_named(settings, tmp_path, caplog):
@@ -251,11 +243,9 @@ def test_another_chat_template_matches_nothing_and_is_named(settings, tmp_path, 
     opens = "{% if add_generation_prompt %}assistant %s {% endif %}"
 
     def written(mark):
-        made = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, "0"))
-        made.pre_tokenizer = WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1")
-        tokenizer.chat_template = (turns + opens).replace("%s", mark)
-        tokenizer.save_pretrained(folder)
+        template = (turns + opens).replace("%s", mark)
+        numbers = [*map(str, range(pairs.VOCAB))]
+        of_words(numbers, template, eos_token="1").save_pretrained(folder)
 
     given = [
         {
@@ -271,7 +261,7 @@ def test_another_chat_template_matches_nothing_and_is_named(settings, tmp_path, 
         f"--model.model_path={folder}",
         f"--data.datasets={json.dumps([{'path': str(path), 'type': 'preference'}])}",
         "--train.gradient_accumulation_steps=1",
-        "--train.max_steps=1",
+        ONE,
         *cache(tmp_path, "cache"),
     ]
     said = "another tokenizer or chat template than this run's has made the documents in"
@@ -300,7 +290,7 @@ def test_a_reference_that_cannot_be_compared_with_is_refused(settings, tmp_path)
     deep = saved("deep", num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"with preference\.reference_update_steps it must have"):
         trained(settings, "deep", deep, "--preference.reference_update_steps=2")
-    [row] = trained(settings, "deep_once", deep, "--train.max_steps=1")
+    [row] = trained(settings, "deep_once", deep, ONE)
     assert row["drift"] > 0  # of another depth, a reference that stays
     broken = saved("broken", lambda model: model.lm_head.weight.data[3].fill_(math.nan))
     with pytest.raises(ValueError, match=f"{tmp_path}/broken: lm_head.weight holds NaN"):
@@ -322,12 +312,12 @@ def test_two_values_that_are_swapped_are_noticed(read, settings, tmp_path):
 
 
 def test_a_document_that_is_not_there_is_named(tmp_path):
-    key, other = key_of(np.arange(3), np.arange(3)), key_of(np.arange(3), np.arange(1, 4))
+    key, absent = key_of(np.arange(3), np.arange(3)), key_of(np.arange(3), np.arange(1, 4))
     write(tmp_path, {key: np.array([-1.5, -2.0])}, {"weights": "abc"})
     found = Found(tmp_path, {"weights": "abc"})
-    assert found[key].tolist() == [-1.5, -2.0] and key in found and other not in found
-    with pytest.raises(ValueError, match=f"{other.hex()} under the reference .*abc"):
-        found[other]
+    assert found[key].tolist() == [-1.5, -2.0] and key in found and absent not in found
+    with pytest.raises(ValueError, match=f"{absent.hex()} under the reference .*abc"):
+        found[absent]
 
 
 class Killed(BaseException):
@@ -357,7 +347,7 @@ def test_a_killed_pass_goes_on(read, settings, tmp_path, monkeypatch):
         write(folder, found, *rest)
 
     monkeypatch.setattr(precomputed, "write", counting)
-    trained(settings, "killed", *cache(tmp_path, "cache"), "--train.max_steps=1")
+    trained(settings, "killed", *cache(tmp_path, "cache"), ONE)
     assert not before.keys() & {*computed} and len(before) + len(computed) == 240
     assert values(tmp_path / "cache") == values(settings[0] / "cache")
     assert not [*(tmp_path / "cache").glob("*.partial")]
@@ -369,7 +359,7 @@ def test_documents_that_are_new_are_added(read, settings, tmp_path, monkeypatch)
         "".join(json.dumps(r) + "\n" for r in [*rows(9, 5), *rows(2, 1)])
     )
     data = json.dumps([{"path": str(tmp_path / "held.jsonl"), "type": "preference_tokenized"}])
-    options = [f"--data.test_datasets={data}", "--train.max_steps=1"]
+    options = [f"--data.test_datasets={data}", ONE]
     trained(settings, "held", *options, *cache(tmp_path, "cache"))
     assert len(values(tmp_path / "cache")) == 258
     before = evaluations(settings[0] / "held")[0]
@@ -388,12 +378,11 @@ def test_the_second_model_is_gone_before_there_is_a_policy(settings, tmp_path, m
         return parts
 
     monkeypatch.setattr(build, "build_model", watched)
-    other = f"--preference.reference_path={settings[0] / 'other'}"
     monkeypatch.setattr(build.second_model, "__defaults__", (watched,))
-    trained(settings, "freed", *cache(tmp_path, "other"), other, "--train.max_steps=1")
+    trained(settings, "freed", *cache(tmp_path, "other"), other(settings), ONE)
     assert gone == [True] and len(made) == 2
     made.clear()
-    trained(settings, "freed_2", *cache(tmp_path, "own"), "--train.max_steps=1")
+    trained(settings, "freed_2", *cache(tmp_path, "own"), ONE)
     assert len(made) == 1  # the policy computes what it begins as
 
 
@@ -405,11 +394,10 @@ QLORA = ["--lora.enable_qlora=true", "--lora.quant_format=nf4", "--lora.quant_gr
     [LORA, [*LORA, *QLORA], ["--train.enable_mixed_precision=true"]],
     ids=["adapters", "quantized", "bfloat16"],
 )
-def test_the_pass_rounds_as_the_policy_does(options, settings, tmp_path):
+def test_the_pass_rounds_as_the_policy_does(options, of, settings, tmp_path):
     name = "".join(o[-8:] for o in options)
-    online = trained(settings, f"online_{name}", *options)
     found = trained(settings, f"read_{name}", *options, *cache(tmp_path, "cache"))
-    assert [r["loss"] for r in found] == [r["loss"] for r in online]
+    assert [r["loss"] for r in found] == [r["loss"] for r in of(*options)]
     assert found[0]["loss"] == math.log(2)
 
 
@@ -423,40 +411,21 @@ def test_a_resumed_run_reads_again(settings, read, monkeypatch):
 
 def test_the_first_step_is_held_to_a_bound(settings, read, tmp_path, capsys):
     folder, _ = settings
-    bins = [
-        "--data.sample_packing_sequence_len=128",
-        "--train.micro_batch_size=2",
-        "--train.max_steps=1",
-    ]
-    invariant = [*bins, "--model.batch_invariant=true", *cache(tmp_path, "invariant")]
-    trained(
-        settings,
-        "invariant",
-        "--model.batch_invariant=true",
-        "--train.max_steps=1",
-        *cache(tmp_path, "invariant"),
-    )
+    options = ["--model.batch_invariant=true", ONE, *cache(tmp_path, "invariant")]
+    trained(settings, "invariant", *options)
     capsys.readouterr()
-    trained(settings, "invariant_2", *invariant)
+    bins = ["--data.sample_packing_sequence_len=128", "--train.micro_batch_size=2"]
+    trained(settings, "invariant_2", *options, *bins)
     assert "have margins of exactly 0" in capsys.readouterr().out
     # Values of other weights under this reference's name: what no checksum can see.
+    found, reference = stored(folder / "cache")
     for name, size in (("slightly", 1e-6), ("wrong", 1e-3)):
-        for file in (folder / "cache").glob("*.safetensors"):
-            with safe_open(file, "np") as opened:
-                keys, ends, each = (opened.get_tensor(n) for n in logprobs.NAMES)
-                reference = json.loads(opened.metadata()["reference"])
-            parts = np.split(each * (1 + size), ends[:-1])
-            (tmp_path / name).mkdir(exist_ok=True)
-            write(
-                tmp_path / name,
-                dict(zip((k.tobytes() for k in keys), parts, strict=True)),
-                reference,
-            )
-    trained(settings, "slightly", "--train.max_steps=1", *cache(tmp_path, "slightly"))
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, {key: v * (1 + size) for key, v in found.items()}, reference)
+    trained(settings, "slightly", ONE, *cache(tmp_path, "slightly"))
     assert "differ by up to" in capsys.readouterr().out
-    with pytest.raises(
-        ValueError, match="pairs differ by more than 1e-05 nats for each nat and token"
-    ) as told:
+    said = "pairs differ by more than 1e-05 nats for each nat and token"
+    with pytest.raises(ValueError, match=said) as told:
         trained(settings, "far", *cache(tmp_path, "wrong"))
     assert f"{tmp_path / 'wrong'} holds other numbers than its reference has" in str(told.value)
     with pytest.raises(ValueError, match="pairs differ by more than"):
@@ -482,22 +451,17 @@ def test_a_reference_that_is_not_a_number_ends_the_run(settings, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ONLINE)
-def test_references_are_computed_in_pipelines(name, spread, alone, settings):
-    options = ONLINE[name]
-    expected = trained(settings, f"of_{name}", *options) if options else alone
-    same(metrics(spread / name), expected)
+def test_references_are_computed_in_pipelines(name, spread, of):
+    same(metrics(spread / name), of(*ONLINE[name]))
 
 
 # ---- references that move
 
 
 @pytest.mark.parametrize("options", [[], LORA], ids=["dense", "adapters"])
-def test_a_reference_becomes_the_policy(options, settings, alone):
+def test_a_reference_becomes_the_policy(options, of):
     """The first step after that is as the first step of all."""
-    without = trained(settings, f"stays_{len(options)}", *options)
-    found = trained(
-        settings, f"moves_{len(options)}", *options, "--preference.reference_update_steps=2"
-    )
+    without, found = of(*options), of(*options, *TWICE)
     assert [r["loss"] for r in found[:2]] == [r["loss"] for r in without[:2]]
     assert found[2]["loss"] == math.log(2) and found[2]["drift"] == 0.0
     assert found[1]["drift"] > 0 and found[3]["drift"] > 0 and without[2]["drift"] > 0
@@ -510,25 +474,22 @@ def test_a_run_is_trls_tr_dpo(settings):
         if done % 2 == 0:
             callbacks.SyncRefModelCallback._sync_target_model(policy, other, 0.6)
 
-    options = ["--preference.reference_update_steps=2", "--preference.reference_ema=0.6"]
-    found = trained(settings, "tr_dpo", *options)
+    found = trained(settings, "tr_dpo", *TWICE, "--preference.reference_ema=0.6")
     expected = plain(settings, after=after)
     for row, (loss, margin, _) in zip(found, expected, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         assert row["reward_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("options", [[], LORA], ids=["dense", "adapters"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not(options, settings):
-    half = f"moving_half_{len(options)}"
-    whole = trained(settings, f"moving_{len(options)}", *options, *MOVING)
-    trained(settings, half, *options, *MOVING, *HALF)
-    found = trained(settings, half, *options, *MOVING, AGAIN)
-    assert [r["loss"] for r in found[-2:]] == [r["loss"] for r in whole[-2:]]
-    folder, path = settings
-    stays = [f"--train.output_dir={folder / half}", *options, AGAIN]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not(kind, of, settings):
+    half, options = f"half_{kind}", KINDS[kind]
+    trained(settings, half, *options, *HALF)
+    found = trained(settings, half, *options, AGAIN)
+    assert [r["loss"] for r in found[-2:]] == [r["loss"] for r in of(*options)[-2:]]
+    stays = [option for option in options if option not in MOVING]
     with pytest.raises(ValueError, match=r"holds a reference that has moved .* one that does not"):
-        train.train(load(path, [*stays, "--train.max_steps=6"]), Mesh())
+        trained(settings, half, *stays, AGAIN, "--train.max_steps=6")
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -537,17 +498,13 @@ def test_ranks_that_resume_have_those_bits(name, spread):
     assert [r["loss"] for r in parts] == [r["loss"] for r in whole] and len(whole) == 4
 
 
-def test_an_evaluation_compares_with_what_has_moved(spread, settings):
+def test_an_evaluation_compares_with_what_has_moved(spread, of, settings):
     """Between forward passes of the policy, whose weights stay gathered under FSDP2."""
-    trained(settings, "evaluated", *LORA, *MOVING, EVALUATED)
-    ends = [
-        settings[0] / "evaluated",
-        *(spread / f"run_{mode}_lora_whole" for mode in ("ddp", "fsdp2")),
-    ]
-    one, *several = [evaluations(folder)[-1] for folder in ends]
-    for found in several:
-        for name in ("eval_loss", "eval_drift", "eval_logprob_chosen"):
-            assert found[name] == pytest.approx(one[name], rel=1e-4)
+    of(*KINDS["lora"])
+    folders = settings[0] / named(KINDS["lora"]), spread / "run_fsdp2_lora_whole"
+    one, found = (evaluations(folder)[-1] for folder in folders)
+    for name in ("eval_loss", "eval_drift", "eval_logprob_chosen"):
+        assert found[name] == pytest.approx(one[name], rel=1e-4)
     assert one["eval_drift"] > 0
 
 
@@ -564,16 +521,10 @@ def test_a_run_may_begin_to_move(settings, alone):
         (["--preference.reference_ema=0.5"], "preference.reference_update_steps = null"),
         (["--preference.reference_ema=0"], "greater than 0"),
         (["--preference.reference_update_steps=0"], "at least 1|greater than or equal to 1"),
-        (["--preference.reference_update_steps=2", "--preference.reference=column"], "what moves"),
-        (["--preference.reference_update_steps=2", "--preference.loss=simpo"], "what moves"),
-        (
-            ["--preference.reference_update_steps=2", "--preference.reference=precomputed"],
-            "what moves",
-        ),
-        (
-            ["--preference.reference_update_steps=2", "--preference.reference=model", *LORA],
-            "second set",
-        ),
+        ([*TWICE, "--preference.reference=column"], "what moves"),
+        ([*TWICE, "--preference.loss=simpo"], "what moves"),
+        ([*TWICE, "--preference.reference=precomputed"], "what moves"),
+        ([*TWICE, "--preference.reference=model", *LORA], "second set"),
         (["--preference.reference_cache=x"], "precomputed"),
         (["--preference.ref_model_sync_steps=2"], "did you mean preference.reference_update_steps"),
         (["--preference.ref_model_mixup_alpha=2"], "did you mean preference.reference_ema"),
@@ -601,7 +552,7 @@ def test_precomputed_numbers_are_those_of_shared_prompts_too(read, settings, tmp
     again = [{**row, "rejected_ids": [5, 6, 7]} for row in rows(4, 1)]
     (tmp_path / "again.jsonl").write_text("".join(json.dumps(r) + "\n" for r in again))
     data = json.dumps([{"path": str(tmp_path / "again.jsonl"), "type": "preference_tokenized"}])
-    one = [shared, f"--data.datasets={data}", "--train.max_steps=1"]
+    one = [shared, f"--data.datasets={data}", ONE]
     one.append("--train.gradient_accumulation_steps=1")
     trained(settings, "again", *one, *cache(tmp_path, "again"))
     assert len(values(tmp_path / "again")) == 8

@@ -21,8 +21,10 @@ datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+import pairs  # noqa: E402
+from chats import of_words  # noqa: E402
+from pairs import SMALL, VOCAB  # noqa: E402
 from small import write_run  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from training import MOE, write_config  # noqa: E402
 
 from tilewright.trainer import loop, train  # noqa: E402
@@ -40,7 +42,6 @@ from tilewright.trainer.tables import COLUMNS  # noqa: E402
 pytestmark = pytest.mark.packages
 
 AUTO = "--train.load_checkpoint_path=auto"
-VOCAB = 64
 
 
 def trained(path, *options):
@@ -65,19 +66,8 @@ def metrics(folder):
 
 def write_model(folder, seed):
     torch.manual_seed(seed)
-    shape = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-        pad_token_id=None,
-    )
-    transformers.LlamaForCausalLM(shape).float().save_pretrained(folder)
+    shape = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 1})
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
 
 
 WORDS = [f"w{i}" for i in range(3, 60)]
@@ -87,14 +77,8 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder, words=WORDS, template=TEMPLATE):
-    plain = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<pad>", "<s>", "</s>", *words])}, "<pad>")
-    )
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
-    wrapped.chat_template = template
-    wrapped.save_pretrained(folder)
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    of_words([*names.values(), *words], template, **names).save_pretrained(folder)
 
 
 def write_rows(file, rows):
@@ -106,22 +90,16 @@ def ids(draw, n=12):
     return [draw.randrange(3, VOCAB) for _ in range(n)]
 
 
-def pairs(draw):
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return [{name: ids(draw, draw.randint(1, 6)) for name in names} for _ in range(12)]
-
-
-def documents(draw, **columns):
-    """columns: of a row's value, made of its tokens."""
-    rows = [{"input_ids": ids(draw)} for _ in range(12)]
-    return [{**row, **{n: f(row["input_ids"]) for n, f in columns.items()}} for row in rows]
+def documents(seed):
+    draw = random.Random(seed)
+    return [{"input_ids": ids(draw)} for _ in range(12)]
 
 
 def preferences(reference):
     """reference: how a second model's numbers are read."""
 
     def written(folder):
-        write_rows(folder / "rows.jsonl", pairs(random.Random(0)))
+        write_rows(folder / "rows.jsonl", pairs.rows(12, 0))
         section = {"reference": reference, "reference_path": str(folder / "thing"), "beta": 0.2}
         kind = "rows.jsonl", "preference_tokenized"
         write_run(folder, "preference", kind, preference=section)
@@ -143,8 +121,8 @@ def columns(column, loss="language_modeling", shape=None, train=None, **sections
             config.write_text(config.read_text().replace("model_path", "config_path"))
 
         def change(seed):
-            draw, rows = random.Random(seed), documents(random.Random(0))
-            rows = [{**row, **column(row["input_ids"], i, draw)} for i, row in enumerate(rows)]
+            draw, rows = random.Random(seed), enumerate(documents(0))
+            rows = [{**row, **column(row["input_ids"], i, draw)} for i, row in rows]
             write_rows(folder / "thing/rows.jsonl", rows)
 
         return change
@@ -161,10 +139,6 @@ def listed(tokens, number, draw):
     return {"teacher_ids": entries, "teacher_logprobs": [[-0.5, -2.0]] * len(tokens)}
 
 
-def of_labels(tokens, number, draw):
-    return {"teacher_logprob": [-draw.random() for _ in tokens]}
-
-
 def compared(tokens, number, draw):
     values = [-draw.random() for _ in tokens]
     return {"pair": number // 2, "role": number % 2, "reference_logprob": values}
@@ -172,7 +146,7 @@ def compared(tokens, number, draw):
 
 def samples(folder):
     write_run(folder, "language_modeling", ("thing/rows.jsonl", "tokenized"))
-    return lambda seed: write_rows(folder / "thing/rows.jsonl", documents(random.Random(seed)))
+    return lambda seed: write_rows(folder / "thing/rows.jsonl", documents(seed))
 
 
 def chats(**change):
@@ -196,33 +170,31 @@ def chats(**change):
 MADE_OF = {
     "a second model": (preferences("model"), ["reference"]),
     "precomputed numbers": (preferences("precomputed"), ["reference"]),
-    "numbers in rows": (
-        columns(compared, "preference", preference={"reference": "column"}),
-        ["reference"],
-    ),
-    "entries of a teacher": (
-        columns(listed, "distillation", distillation={"top_k": 2}),
-        ["teacher"],
-    ),
-    "labels under a teacher": (
-        columns(of_labels, "distillation", distillation={"top_k": 0}),
-        ["teacher"],
-    ),
+    "numbers": (columns(compared, "preference", preference={"reference": "column"}), ["reference"]),
+    "a teacher": (columns(listed, "distillation", distillation={"top_k": 2}), ["teacher"]),
     "recorded routes": (columns(routed, shape=MOE, train={"router_replay": True}), ["routes"]),
     "rows": (samples, ["data"]),
     # Its last word is in no row: the samples are the same.
     "a tokenizer": (chats(words=[*WORDS, "other"]), ["tokenizer"]),
     "a tokenizer that makes other tokens": (chats(words=WORDS[::-1]), ["data", "tokenizer"]),
-    "a template": (chats(template=TEMPLATE.replace(" </s>", " w3 </s>")), ["data", "template"]),
     "a template that says the same": (chats(template=TEMPLATE + "{# same #}"), ["template"]),
 }
 
 
-def test_every_thing_that_can_be_accepted_and_every_column_has_a_case():
+def begun(folder, written):
+    """The configuration of a run, and a function that writes the folder "thing" of a seed."""
+    write_model(folder / "model", 0)
+    write = written(folder)
+    write(0)
+    return folder / "config.yaml", write
+
+
+def test_every_thing_that_can_be_accepted_and_every_part_of_a_column_has_a_case():
     [names] = typing.get_args(Train.model_fields["accept_changes"].annotation)
     assert {*typing.get_args(names)} == {name for _, found in MADE_OF.values() for name in found}
     parts = {COLUMNS[name].part for name in COLUMNS.names()}
     assert parts == {"data", "reference", "teacher", "routes"} < {*typing.get_args(names)}
+    assert COLUMNS["teacher_logprob"].part == COLUMNS["teacher_ids"].part == "teacher"
 
 
 @pytest.mark.parametrize("case", MADE_OF)
@@ -231,10 +203,7 @@ def test_a_run_goes_on_with_what_it_was_made_of(case, tmp_path):
     it, and is another one to the certificate.
     """
     written, names = MADE_OF[case]
-    write_model(tmp_path / "model", 0)
-    write = written(tmp_path)
-    write(0)
-    config = tmp_path / "config.yaml"
+    config, write = begun(tmp_path, written)
     trained(config, "--train.max_steps=2")
     (tmp_path / "thing").rename(tmp_path / "moved")
     here, there = config.read_text(), config.read_text().replace("/thing", "/moved")
@@ -272,7 +241,7 @@ def test_a_base_is_also_the_reference_of_a_policy_that_begins_with_it(tmp_path, 
     """`allow_other_base` is about the weights that a run trains, and adapters are compared with."""
     for i, name in enumerate(("model", "thing")):
         write_model(tmp_path / name, i)
-    write_rows(tmp_path / "rows.jsonl", pairs(random.Random(0)))
+    write_rows(tmp_path / "rows.jsonl", pairs.rows(12, 0))
     path = write_run(tmp_path, "preference", ("rows.jsonl", "preference_tokenized"))
     other, allowed = f"--model.model_path={tmp_path / 'thing'}", "--train.allow_other_base=true"
     trained(path, "--train.max_steps=1")
@@ -316,10 +285,7 @@ def test_a_tokenizer_that_is_saved_again_is_the_same(tmp_path):
 
 def test_a_reference_of_another_shape_is_another_one(tmp_path):
     """Of the same weights."""
-    write_model(tmp_path / "model", 0)
-    write = preferences("precomputed")(tmp_path)
-    write(0)
-    config = tmp_path / "config.yaml"
+    config, _ = begun(tmp_path, preferences("precomputed"))
     trained(config, "--train.max_steps=1")
     file = tmp_path / "thing/config.json"
     settings = json.loads(file.read_text())
@@ -328,19 +294,12 @@ def test_a_reference_of_another_shape_is_another_one(tmp_path):
         trained(config, AUTO, "--train.max_steps=2")
 
 
-def without(folder, *names):
-    """A checkpoint of a version that did not record these."""
-    state = read_state(folder)
-    write_state(folder, {k: v for k, v in state.items() if k not in names})
-
-
 def test_a_checkpoint_that_did_not_record_them_is_gone_on_with_and_says_so_once(tmp_path, caplog):
-    write_model(tmp_path / "model", 0)
-    write = preferences("model")(tmp_path)
-    write(0)
-    config = tmp_path / "config.yaml"
+    config, write = begun(tmp_path, preferences("model"))
     trained(config, "--train.max_steps=1")
-    without(tmp_path / "out/checkpoints/global_step_1", "made_of", "empty_steps")
+    folder = tmp_path / "out/checkpoints/global_step_1"
+    state = read_state(folder)
+    write_state(folder, {k: state[k] for k in state.keys() - {"made_of", "empty_steps"}})
     write(1)
     trained(config, AUTO, "--train.max_steps=2")
     trained(config, AUTO, "--train.max_steps=3")
@@ -350,10 +309,7 @@ def test_a_checkpoint_that_did_not_record_them_is_gone_on_with_and_says_so_once(
 
 def test_other_samples_beyond_the_hashed_ones_are_others(tmp_path, monkeypatch):
     """Their file is: not all samples of large data are hashed."""
-    write_model(tmp_path / "model", 0)
-    config = tmp_path / "config.yaml"
-    write = samples(tmp_path)
-    write(0)
+    config, _ = begun(tmp_path, samples)
     monkeypatch.setattr(batches, "HASHED", 40)
     trained(config, "--train.max_steps=1")
     file, seen = tmp_path / "thing/rows.jsonl", []
@@ -369,10 +325,8 @@ def test_other_samples_beyond_the_hashed_ones_are_others(tmp_path, monkeypatch):
 
 
 def test_other_samples_beyond_the_hashed_ones_of_a_saved_set_are_others(tmp_path, monkeypatch):
-    write_model(tmp_path / "model", 0)
-    config, saved = str(tmp_path / "config.yaml"), tmp_path / "saved"
-    samples(tmp_path)(0)
-    rows = [{**row, "labels": row["input_ids"]} for row in documents(random.Random(0))]
+    (config, _), saved = begun(tmp_path, samples), tmp_path / "saved"
+    rows = [{**row, "labels": row["input_ids"]} for row in documents(0)]
     datasets.Dataset.from_list(rows).save_to_disk(str(saved))
     monkeypatch.setattr(batches, "HASHED", 40)
     read = "--data.skip_prepare_dataset=true", f"--data.dataset_prepared_path={saved}"
@@ -390,10 +344,7 @@ def test_other_samples_beyond_the_hashed_ones_of_a_saved_set_are_others(tmp_path
 
 
 def test_fewer_samples_that_are_accepted_begin_their_next_epoch(tmp_path):
-    write_model(tmp_path / "model", 0)
-    write = samples(tmp_path)
-    write(0)
-    config = tmp_path / "config.yaml"
+    config, _ = begun(tmp_path, samples)
     length = "--data.sample_packing_sequence_len=12"
     trained(config, length, "--train.max_steps=8")
     rows = (tmp_path / "thing/rows.jsonl").read_text().splitlines(keepends=True)
@@ -434,12 +385,9 @@ def watched(moments, reached):
 
     def around(moment, real, after):
         def call(*arguments, **options):
-            if not after:
-                reached(moment)
-            found = real(*arguments, **options)
-            if after:
-                reached(moment)
-            return found
+            found = real(*arguments, **options) if after else None
+            reached(moment)
+            return found if after else real(*arguments, **options)
 
         return call
 
@@ -538,12 +486,12 @@ def left_by(folder, said):
 
 
 def stops(settings, counts):
-    """Names of stops, and what makes them: one at each moment, in each of STOPS at another of the
-    times that a run is there, and signals.   counts: of these times.
+    """Names of stops, and what makes them: one at every second moment, the others in the next of
+    STOPS, in each at another of the times that a run is there; and signals.   counts: of these.
     """
     turn = [*STOPS].index(settings)
     for i, moment in enumerate(MOMENTS):
-        if counts[moment] > 1 or (i + turn) % 2:
+        if (i + turn) % 2:
             number = counts[moment] * (2 * turn + 1) // (2 * len(STOPS))
             yield f"{moment}, {number}", killed_at(moment, number)
     for step in range(1, STEPS):
@@ -597,7 +545,7 @@ def test_a_test_is_of_the_sets_that_are_there_and_reported_once(tmp_path):
     found = []
     none = "--train.do_test=false", "--data.test_datasets=[]"
     for seed, options in ((0, ()), (0, [AUTO]), (1, [AUTO]), (2, [AUTO, *none])):
-        write_rows(tmp_path / "test.jsonl", documents(random.Random(seed)))
+        write_rows(tmp_path / "test.jsonl", documents(seed))
         trained(path, *options)
         found += [[row["test_loss"] for row in metrics(tmp_path) if "test_loss" in row]]
     [[whole], [again], [other], [left]] = found

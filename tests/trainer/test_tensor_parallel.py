@@ -12,7 +12,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import distributed_worker
-from ranks import nearly_same_training, run_modes, same_training, selected
+from ranks import STEEP, fsdp2, nearly_same_training, run_modes, same_training, selected
 from torch.distributed.device_mesh import init_device_mesh
 from training import (
     MOE,
@@ -51,53 +51,42 @@ APART = {**TIED, "model_type": "llama", "tie_word_embeddings": False}
 ODD = {**TIED, "num_attention_heads": 3, "num_key_value_heads": 1}
 
 
-def arguments(tp, data=None, **more):
+def sharded(tp, data=None, **more):
     """Of four processes that train on the eight bins of a step in two micro-batches."""
-    settings = {
-        "train.data_parallel_mode": "fsdp2",
-        "train.tensor_parallel_size": tp,
-        "train.micro_batch_size": 4 // (4 // tp if data is None else data),
-        **{name.replace("__", "."): value for name, value in more.items()},
-    }
-    return [f"--{name}={value}" for name, value in settings.items()]
+    micro_batch = 4 // (4 // tp if data is None else data)
+    return fsdp2(tensor_parallel_size=tp, micro_batch_size=micro_batch, **more)
 
 
-RECOMPUTE = {"train__enable_gradient_checkpointing": "true"}
-ADAM = {"train__optimizer": "adamw", "train__lr": "1e-3"}
-LORA = {"lora__enable_lora": "true", "lora__lora_rank": 4}
+RECOMPUTE = {"enable_gradient_checkpointing": True}
+ADAM = {"optimizer": "adamw", "lr": 1e-3}
+LORA = {"lora__enable_lora": True, "lora__lora_rank": 4}
 MODES = {
     # A checkpoint of the first is read by the second of a shape, and by one process.
-    "tied/train_and_save": arguments(2, **ADAM),
-    "tied/train_after_loading": arguments(4, **ADAM),
-    "experts/train_and_save": arguments(1, **ADAM, train__expert_parallel_size=2),
-    "experts/train_after_loading": arguments(2, **ADAM, train__expert_parallel_size=4),
-    "tied/train_fsdp_tp": arguments(
-        2, model__basic_modules="[mlp]", train__enable_full_shard="false"
+    "tied/train_and_save": sharded(2, **ADAM),
+    "tied/train_after_loading": sharded(4, **ADAM),
+    "experts/train_and_save": sharded(1, **ADAM, expert_parallel_size=2),
+    "experts/train_after_loading": sharded(2, **ADAM, expert_parallel_size=4),
+    "tied/train_fsdp_tp": sharded(2, model__basic_modules=["mlp"], enable_full_shard=False),
+    "apart/train_ulysses": sharded(2, 1, ulysses_parallel_size=2, cp_fsdp_mode="none", **RECOMPUTE),
+    "apart/train_in_bfloat16": sharded(2, enable_mixed_precision=True, **RECOMPUTE),
+    "experts/train_whole": sharded(2, data_parallel_shard_size=1, **RECOMPUTE),
+    "experts/train_spread": sharded(
+        2, expert_parallel_size=2, moe_checkpoint_method="moe_act", **RECOMPUTE
     ),
-    "apart/train_ulysses": arguments(
-        2, 1, train__ulysses_parallel_size=2, train__cp_fsdp_mode="none", **RECOMPUTE
-    ),
-    "apart/train_in_bfloat16": arguments(2, train__enable_mixed_precision="true", **RECOMPUTE),
-    "experts/train_whole": arguments(2, train__data_parallel_shard_size=1, **RECOMPUTE),
-    "experts/train_spread": arguments(
-        2, train__expert_parallel_size=2, train__moe_checkpoint_method="moe_act", **RECOMPUTE
-    ),
-    "experts/train_ring": arguments(
-        2, 1, train__ringattn_parallel_size=2, train__expert_parallel_size=4
-    ),
-    "adapters/train_tp": arguments(
+    "experts/train_ring": sharded(2, 1, ringattn_parallel_size=2, expert_parallel_size=4),
+    "adapters/train_tp": sharded(
         4,
         **LORA,
         **RECOMPUTE,
-        train__enable_reentrant="true",
-        lora__lora_target_modules="[q_proj,up_proj,down_proj]",
+        enable_reentrant=True,
+        lora__lora_target_modules=["q_proj", "up_proj", "down_proj"],
         lora__merge_lora_interval=2,
-        train__max_steps=3,  # the third trains on what a merge left
+        max_steps=3,  # the third trains on what a merge left
     ),
-    "adapted_experts/train_tp": arguments(2, **LORA, train__expert_parallel_size=2),
-    "odd/train_tp": arguments(2, **RECOMPUTE),
-    "odd/train_ring": arguments(2, 1, train__ringattn_parallel_size=2),
-    "odd/train_adapters": arguments(4, **LORA),
+    "adapted_experts/train_tp": sharded(2, **LORA, expert_parallel_size=2),
+    "odd/train_tp": sharded(2, **RECOMPUTE),
+    "odd/train_ring": sharded(2, 1, ringattn_parallel_size=2),
+    "odd/train_adapters": sharded(4, **LORA),
 }
 # Whose checkpoints move.
 MOVED = ("tied", "experts")
@@ -125,17 +114,12 @@ def trained(tmp_path_factory, request):
     """Two steps in four processes in each of those modes, or three, and in one process."""
     root = tmp_path_factory.mktemp("sharded")
     paths = {
-        # SGD shows a wrong gradient scale, which AdamW hides; gradients are clipped, too.
         name: write_config(
             root / name,
             shape,
             model__merge_qkv=False,
             train__gradient_accumulation_steps=2,
-            train__optimizer="sgd",
-            train__lr=0.5,
-            train__max_grad_norm=0.2,
-            train__max_steps=2,
-            data__pad_to_multiple_of=1,
+            **STEEP,
         )
         for name, shape in SHAPES.items()
     }
@@ -152,7 +136,7 @@ def trained(tmp_path_factory, request):
         data__val_set_size=6,
         data__pad_to_multiple_of=3,
     )
-    runs = {"whole/run": [whole, *arguments(4, train__micro_batch_size=1)]}
+    runs = {"whole/run": [whole, *fsdp2(tensor_parallel_size=4)]}
     moved = [f"{kind}/train_{what}" for kind in MOVED for what in ("and_save", "after_loading")]
     modes = selected(request, MODES, *moved)
     said = run_modes(4, root, modes | runs)
@@ -178,7 +162,7 @@ def test_sharded_matrices_train_as_in_one_process(mode, trained):
     if mode.endswith("bfloat16"):
         nearly_same_training(found, want)
         return
-    same_training(found, want, weights=1e-3 if "--train.optimizer=adamw" in options else None)
+    same_training(found, want, weights=1e-3 if '--train.optimizer="adamw"' in options else None)
 
 
 @pytest.mark.parametrize("shape", MOVED)
@@ -217,21 +201,14 @@ def model_of(shape):
     return Transformer(ModelConfig.from_hf(shape), Ops.resolve(), merge_qkv=False)
 
 
-@pytest.mark.parametrize(
-    "change, sentence",
-    [
+def test_a_model_that_cannot_be_sharded_is_one_sentence():
+    for change, sentence in (
         ({"intermediate_size": 50}, "50 columns of the MLP do not divide by 4"),
         ({"vocab_size": 97}, "97 tokens of the vocabulary do not divide by 4"),
-    ],
-)
-def test_a_model_that_cannot_be_sharded_is_one_sentence(change, sentence):
-    shape = ModelConfig.from_hf({**TIED, **change})
-    with pytest.raises(ValueError, match=f"tensor_parallel_size = 4: the model's {sentence}"):
-        tensor_parallel.check(shape, 4)
+    ):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size = 4: the model's {sentence}"):
+            tensor_parallel.check(ModelConfig.from_hf({**TIED, **change}), 4)
     tensor_parallel.check(ModelConfig.from_hf(TIED), 4)
-
-
-def test_sizes_that_fsdp2_cannot_shard_are_one_sentence():
     with fake_group(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
         with torch.device("meta"):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
-from ranks import nearly_same_training, run_modes, same_training, together_and_alone
+from ranks import STEEP, fsdp2, nearly_same_training, run_modes, same_training, together_and_alone
 from training import (
     MOE,
     QWEN3,
@@ -46,35 +46,26 @@ def spread(ring, ulysses, processes=4, **more):
     """Arguments with which four processes train on the eight bins of a step in two micro-
     batches.
     """
-    settings = {
-        "data_parallel_mode": "fsdp2",
-        "ringattn_parallel_size": ring,
-        "ulysses_parallel_size": ulysses,
-        "micro_batch_size": ring * ulysses * 4 // processes,
-        **more,
-    }
-    return [f"--train.{name}={value}" for name, value in settings.items()]
+    sizes = {"ringattn_parallel_size": ring, "ulysses_parallel_size": ulysses}
+    return fsdp2(**sizes, micro_batch_size=ring * ulysses * 4 // processes, **more)
 
 
-ADAM = {"optimizer": "adamw", "lr": "1e-3"}
-RECOMPUTE = {"enable_gradient_checkpointing": "true"}
+ADAM = {"optimizer": "adamw", "lr": 1e-3}
+RECOMPUTE = {"enable_gradient_checkpointing": True}
+EXPERTS = {"expert_parallel_size": 2}
 MODES = {
     "train_and_save": spread(2, 2, **ADAM),
-    "train_after_loading": spread(1, 2, **ADAM, expert_parallel_size=2),
+    "train_after_loading": spread(1, 2, **ADAM, **EXPERTS),
     "train_ulysses": spread(1, 2, **RECOMPUTE),
     "train_ulysses_4": spread(1, 4),  # more ranks than key heads
-    "train_ring": spread(2, 1, enable_full_shard="false"),
-    "train_ring_4": spread(4, 1, **RECOMPUTE, enable_reentrant="true"),
+    "train_ring": spread(2, 1, enable_full_shard=False),
+    "train_ring_4": spread(4, 1, **RECOMPUTE, enable_reentrant=True),
     "train_replicas": spread(2, 1, data_parallel_replicate_size=2),
-    **{
-        f"train_both_{mode}": spread(2, 2, cp_fsdp_mode=mode)
-        for mode in ("all", "ulysses_only", "ring_only", "none")
-    },
-    "train_experts": spread(2, 1, expert_parallel_size=2, cp_fsdp_mode="none", **RECOMPUTE),
-    "train_experts_over_sequences": spread(
-        2, 2, expert_parallel_size=2, cp_fsdp_mode="ulysses_only"
-    ),
-    "train_in_bfloat16": spread(2, 2, enable_mixed_precision="true", **RECOMPUTE),
+    "train_all": spread(2, 2),
+    "train_ring_only": spread(2, 2, cp_fsdp_mode="ring_only"),
+    "train_experts": spread(2, 1, **EXPERTS, cp_fsdp_mode="none", **RECOMPUTE),
+    "train_experts_over_sequences": spread(2, 2, **EXPERTS, cp_fsdp_mode="ulysses_only"),
+    "train_in_bfloat16": spread(2, 2, enable_mixed_precision=True, **RECOMPUTE),
 }
 
 
@@ -82,17 +73,7 @@ MODES = {
 def trained(tmp_path_factory):
     """Two steps in four processes in each of those modes, and in one process."""
     folder = tmp_path_factory.mktemp("spread")
-    # SGD shows a wrong gradient scale, which AdamW hides; gradients are clipped, too.
-    path = write_config(
-        folder,
-        MOE,
-        train__gradient_accumulation_steps=2,
-        train__optimizer="sgd",
-        train__lr=0.5,
-        train__max_grad_norm=0.2,
-        train__max_steps=2,
-        data__pad_to_multiple_of=1,
-    )
+    path = write_config(folder, MOE, train__gradient_accumulation_steps=2, **STEEP)
     adam = [f"--train.{name}={value}" for name, value in ADAM.items()]
     found, alone = together_and_alone(folder, path, make_bins(), MODES, {False: [], True: adam})
     return folder, path, found, alone
@@ -101,16 +82,15 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("mode", MODES)
 def test_spread_sequences_train_as_in_one_process(mode, trained):
     _, _, found, alone = trained
-    adam = "optimizer=adamw" in " ".join(MODES[mode])
+    adam = '--train.optimizer="adamw"' in MODES[mode]
     found, want = found[mode], alone[adam]
     assert min(want["norm"]) > 0.4  # twice the clipping norm
     if mode == "train_in_bfloat16":
         nearly_same_training(found, want)
         return
     same_training(found, want, weights=1e-3 if adam else None)
-    for a, b in zip(
-        found["router"], want["router"], strict=True
-    ):  # they count padding, of which there is more
+    # They count padding, of which there is more.
+    for a, b in zip(found["router"], want["router"], strict=True):
         assert a.keys() == b.keys() and a["expert_load"] == pytest.approx(b["expert_load"], rel=0.3)
 
 
@@ -118,7 +98,7 @@ def test_ulysses_exchanges_once_each_way(trained):
     layers, micro_batches = 2, 2
     counts = {mode: trained[2][mode]["all_to_alls"] / (layers * micro_batches) for mode in MODES}
     assert counts["train_ring"] == 0
-    assert counts["train_both_all"] == counts["train_ulysses_4"] == 4  # two forward, two backward
+    assert counts["train_all"] == counts["train_ulysses_4"] == 4  # two forward, two backward
     assert counts["train_ulysses"] == 6  # recomputed
     older = torch.__version__ < "2.13"  # torch 2.11 recomputes the last exchange, too
     assert counts["train_experts"] == 9 + older and counts["train_experts_over_sequences"] == 4 + 7
@@ -128,31 +108,46 @@ def test_checkpoints_move_between_layouts(trained):
     check_moves(trained)
 
 
-@pytest.mark.parametrize("invariant, attention", [("false", "(cpp|eager)"), ("true", "(cpp|sdpa)")])
-def test_a_run_goes_on_in_one_process_where_a_ring_left_it(invariant, attention, tmp_path):
-    path = write_config(
-        tmp_path,
-        train__max_steps=4,
-        data__val_set_size=6,
-        data__pad_to_multiple_of=6,
-        train__gradient_accumulation_steps=2,
-        train__data_parallel_mode="fsdp2",
-        train__save_steps=2,
-        model__batch_invariant=invariant == "true",
-    )
-    said = run_modes(2, tmp_path, {"run": [path, "--train.ringattn_parallel_size=2"]})
+# Rings of whole heads give the bits of one process; the attention that each kind of ring computes.
+RINGS = {"parts": (False, "cpp|eager"), "heads": (True, "cpp|sdpa")}
+
+
+@pytest.fixture(scope="module")
+def rings(tmp_path_factory):
+    """Whole runs in two processes, and what they print."""
+    folder, modes = tmp_path_factory.mktemp("rings"), {}
+    for kind, (invariant, _) in RINGS.items():
+        path = write_config(
+            folder / kind,
+            train__max_steps=4,
+            data__val_set_size=6,
+            data__pad_to_multiple_of=6,
+            train__gradient_accumulation_steps=2,
+            train__data_parallel_mode="fsdp2",
+            train__save_steps=2,
+            model__batch_invariant=invariant,
+        )
+        modes[f"{kind}/run"] = [path, "--train.ringattn_parallel_size=2"]
+    return folder, run_modes(2, folder, modes)
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_a_run_goes_on_in_one_process_where_a_ring_left_it(kind, rings):
+    folder, said = rings[0] / kind, rings[1]
     assert "a sequence on 2 ring x 1 Ulysses ranks, padded to a multiple of 12 tokens" in said
-    assert re.search(rf"^ops: .*attention={attention}\b", said, re.MULTILINE)
-    ring, weights = rows(tmp_path), tensors(tmp_path, 4)
-    run(path, "--train.load_checkpoint_path", str(tmp_path / "out/checkpoints/global_step_2"))
-    alone = rows(tmp_path)
+    attentions = re.findall(r"^ops: .*?\battention=(\w+)", said, re.MULTILINE)
+    assert re.fullmatch(RINGS[kind][1], attentions[[*RINGS].index(kind)])
+    ring, weights = rows(folder), tensors(folder, 4)
+    checkpoint = folder / "out/checkpoints/global_step_2"
+    run(str(folder / "config.yaml"), "--train.load_checkpoint_path", str(checkpoint))
+    alone = rows(folder)
     evaluations = [[r["eval_loss"] for r in found if "eval_loss" in r] for found in (ring, alone)]
     assert len(evaluations[0]) > 1 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
     for a, b in zip(*([r for r in found if "loss" in r] for found in (ring, alone)), strict=True):
         assert a["step"] == b["step"] and a["tokens"] == b["tokens"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    for name, tensor in tensors(tmp_path, 4).items():
+    for name, tensor in tensors(folder, 4).items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
 
 
@@ -164,28 +159,23 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
         write_config(tmp_path), ["--data.dataloader_num_workers=1", "--data.pad_to_multiple_of=6"]
     )
     held, _ = build_data(config, Mesh(), 97)
-    whole = next(data.Batches(held.bins, config.data, config.train, rank=1, world_size=3).steps())[
-        0
-    ]
-    S = mesh.padding(config.data.pad_to_multiple_of, ContextParallel(2, 2))
-    assert S == 24
+
+    def batch(**options):
+        read = data.Batches(held.bins, config.data, config.train, rank=1, world_size=3, **options)
+        return next(read.steps())[0]
+
+    assert mesh.padding(config.data.pad_to_multiple_of, ContextParallel(2, 2)) == 24
     layouts = [ContextParallel(2, 2, u, r) for r in range(2) for u in range(2)]
-    parts = [
-        next(
-            data.Batches(held.bins, config.data, config.train, rank=1, world_size=3, cp=cp).steps()
-        )[0]
-        for cp in layouts
-    ]
+    whole, parts = batch(), [batch(cp=cp) for cp in layouts]
     n = whole["input_ids"].shape[1]
     total = int(parts[0]["cu_seqlens"][-1])
     assert total % 24 == 0 and total - n < 24
+    padded = n % 6 == 0 and int((whole["labels"] != -100).sum())
+    real = int(whole["cu_seqlens"][-2]) if padded else n
     for name in ("input_ids", "labels", "position_ids"):
         joined = torch.empty(1, total, dtype=torch.int64)
         for cp, part in zip(layouts, parts, strict=True):
             joined[0, shard(torch.arange(total), 0, cp)] = part[name][0]
-        real = int(
-            whole["cu_seqlens"][-2] if n % 6 == 0 and int((whole["labels"] != -100).sum()) else n
-        )
         assert joined[:, :real].equal(whole[name][:, :real]), name
     assert all(part["cu_seqlens"].equal(parts[0]["cu_seqlens"]) for part in parts)
     assert sum(map(count_labels, parts)) == count_labels(whole)
@@ -201,20 +191,14 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
     ],
 )
 def test_which_ranks_shard_parameters(mode, table, tmp_path):
-    config = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode))
-    assert layout_of(config.train, 8).stages()[0, 0, ..., 0].tolist() == table
-    replicas = layout_of(
-        load(
-            write_config(tmp_path),
-            spread(2, 2, cp_fsdp_mode=mode, data_parallel_replicate_size=2),
-        ).train,
-        8,
-    )
+    train = load(write_config(tmp_path), spread(2, 2, cp_fsdp_mode=mode)).train
+    assert layout_of(train, 8).stages()[0, 0, ..., 0].tolist() == table
+    train = train.model_copy(update={"data_parallel_replicate_size": 2})
+    replicas = layout_of(train, 8)
     found = replicas.stages()[0, 0, ..., 0]
     assert found.shape == replicas.parameters and sorted(found.flatten().tolist()) == list(range(8))
-    assert all(
-        {r // 4 for r in group} == {group[0] // 4} for group in found.tolist()
-    )  # a replica has its own
+    # A replica has its own.
+    assert all({r // 4 for r in group} == {group[0] // 4} for group in found.tolist())
 
 
 def test_ranks_of_one_sequence_are_neighbors(tmp_path):
@@ -223,8 +207,7 @@ def test_ranks_of_one_sequence_are_neighbors(tmp_path):
         cpu = torch.device("cpu")
         cp = mesh.context_parallel(layout_of(config.train, 8), cpu)
         assert cp.layout() == ContextParallel(2, 2, 0, 0)
-        assert torch.distributed.get_process_group_ranks(cp.ulysses) == [0, 1]
-        assert torch.distributed.get_process_group_ranks(cp.ring) == [0, 2]
+        assert ranks_of(cp.ulysses) == [0, 1] and ranks_of(cp.ring) == [0, 2]
         assert mesh.context_parallel(Layout(replicate=8), cpu) == ContextParallel()
     layout = Layout(shard=2, ring=2, ulysses=2)
     assert [layout.batch_rank(rank) for rank in range(8)] == [rank // 4 for rank in range(8)]
@@ -283,12 +266,8 @@ def test_groups_of_a_mesh_of_all_axes():
         t = Train(output_dir="nowhere", data_parallel_mode="ddp", pipeline_parallel_size=2)
         found = mesh.build(t, 0, 4, torch.device("cpu"), control_backend="fake")
         assert [*found.layout.sizes.values()] == [2, 2, 1, 1, 1, 1] and found.shards is None
-        assert ranks_of(found.pipeline.group) == [0, 2] and ranks_of(found.loss.group) == [
-            0,
-            1,
-            2,
-            3,
-        ]
+        assert ranks_of(found.pipeline.group) == [0, 2]
+        assert ranks_of(found.loss.group) == [0, 1, 2, 3]
 
 
 class Copies(BaseModel):
@@ -331,9 +310,7 @@ def test_copies_are_along_an_axis_of_another_row(order, apart, shards, copy, bat
     with pytest.raises(ConfigError, match=r"far\.copies = 2, .*: 6 processes do not divide by 8"):
         layout_of(t, 6)
     few = t.model_copy(update={"data_parallel_shard_size": 4})
-    with pytest.raises(
-        ConfigError, match="do not make 16 processes of 4 for each batch of 2 copies"
-    ):
+    with pytest.raises(ConfigError, match="not make 16 processes of 4 for each batch of 2 copies"):
         layout_of(few, 16)
     with pytest.raises(ConfigError, match=r"layout_args\.far\.copies = 0: must be 1 or more"):
         layout_of(t.model_copy(update={"layout_args": {"far": {"copies": 0}}}), 16)
@@ -363,19 +340,14 @@ def test_tensor_parallel_ranks_share_a_shard_of_a_sequence():
 
 def test_what_cannot_be_spread_is_one_sentence(tmp_path):
     config = load(write_config(tmp_path, {**QWEN3, "num_attention_heads": 6}), spread(1, 4))
-    decoder = Transformer(shape_of(config), Ops.resolve())
-    with pytest.raises(
-        ValueError, match=r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"
-    ):
-        apply_layouts(Parts(decoder), dict(config), Mesh(context=ContextParallel(4)), filled=False)
+    decoder, context = Transformer(shape_of(config), Ops.resolve()), ContextParallel(4)
+    said = r"ulysses_parallel_size = 4: the model's 6 query heads do not divide by 4"
+    with pytest.raises(ValueError, match=said):
+        apply_layouts(Parts(decoder), dict(config), Mesh(context=context), filled=False)
     config = load(write_config(tmp_path), [*spread(2, 1), "--model.attn_implementation=native"])
+    ring = Mesh(context=ContextParallel(1, 2))
     with pytest.raises(ImplementationUnavailable, match=r"attention\[native\]"):
-        choose_ops(
-            config.model,
-            shape_of(config),
-            Mesh(context=ContextParallel(1, 2)),
-            torch.float32,
-        )
+        choose_ops(config.model, shape_of(config), ring, torch.float32)
 
 
 def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
@@ -395,32 +367,23 @@ def test_positions_that_are_not_given_are_those_of_the_whole_sequence():
         assert seen.pop() == (16, SeenPositions(torch.arange(16).repeat(2, 1), cp))
 
 
-@pytest.fixture
-def no_code_yet():
-    """Resets Dynamo: code compiled in other tests counts towards a layer's limit."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch, no_code_yet):
-    from torch._dynamo.testing import CompileCounter
-
+def test_compiled_layers_are_not_made_anew_for_other_documents(monkeypatch, backend):
     seen, made = [], []
-    monkeypatch.setattr(
-        layers,
-        "context_parallel_attention",
-        lambda q, *_, ends, **__: seen.append(ends) or q.clone(),
-    )
+
+    def attention(q, *_, ends, **__):
+        seen.append(ends)
+        return q.clone()
+
+    monkeypatch.setattr(layers, "context_parallel_attention", attention)
     shape, cp = hf.ModelConfig.from_hf({**QWEN3, "num_hidden_layers": 1}), ContextParallel(1, 2)
-    decoder, counter = Transformer(shape, Ops.resolve()), CompileCounter()
+    decoder = Transformer(shape, Ops.resolve())
     spread_sequence(decoder, cp)
-    decoder.model.layers[0].compile(backend=counter)
+    decoder.model.layers[0].compile()
     position_ids = shard(torch.arange(16)[None], 1, cp)
     for ends in ((0, 16), (0, 5, 16), (0, 7, 8, 16), (0, 1, 2, 3, 16)):
         decoder(position_ids, position_ids=position_ids, cu_seqlens=torch.tensor(ends), ends=ends)
         assert seen[-1] == ends
-        made.append(counter.frame_count)
+        made.append(backend.frame_count)
     assert made[0] > 0 and made[2:] == made[1:2] * 2
 
 
