@@ -7,6 +7,7 @@ import ctypes.util
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.bench import contract
@@ -58,11 +60,7 @@ def oracle(module):
 
 def raw(t):
     """A tensor's bytes: -0.0 differs from 0.0, and NaN equals itself."""
-    return (
-        t.contiguous().reshape(-1).view(torch.uint8)
-        if t.numel()
-        else torch.zeros(0, dtype=torch.uint8)
-    )
+    return t.contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_same_bytes(found, expected):
@@ -93,28 +91,16 @@ def both(format, **options):
 def grid():
     for op in OPS:
         for impl in op.implementations:
-            for case in op.cases:
+            if impl.name == "eager":
+                continue
+            for case, dtype in itertools.product(op.cases, impl.dtypes):
                 # Noise differs from the twin's in the last bits: see test_aqn.py.
-                if (
-                    impl.name != "eager"
-                    and "contract" in case.tags
-                    and not case.name.startswith("noise")
-                ):
-                    for dtype in impl.dtypes:
-                        if (
-                            impl.name == "triton"
-                            and dtype == torch.float16
-                            and "ragged" not in case.name
-                        ):
-                            # a second in the interpreter, for the same kernel after loading
-                            continue
-                        yield pytest.param(
-                            op,
-                            impl.name,
-                            case,
-                            dtype,
-                            id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}",
-                        )
+                if "contract" not in case.tags or case.name.startswith("noise"):
+                    continue
+                if impl.name == "triton" and dtype == torch.float16 and "ragged" not in case.name:
+                    continue  # a second in the interpreter, for the same kernel after loading
+                label = f"{op.name}-{impl.name}-{case.name}-{short(dtype)}"
+                yield pytest.param(op, impl.name, case, dtype, id=label)
 
 
 @pytest.mark.parametrize("op, name, case, dtype", list(grid()))
@@ -246,9 +232,12 @@ def test_results_are_near_what_was_quantized(format, dtype):
 
 
 @pytest.mark.packages
-@EVERY_DTYPE
 @pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [*((shape, torch.float32) for shape in SIZES), *(((7, 33), dtype) for dtype in FLOATS[1:])],
+    ids=str,
+)
 def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
     bnb = oracle("bitsandbytes.functional")
     x = randn(*shape, dtype=dtype)
@@ -279,35 +268,26 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
 
 
 @pytest.mark.packages
-@pytest.mark.parametrize("block", [32, 128, 4096])
-def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
+def test_nf4_scales_are_those_of_bitsandbytes():
+    """Of other blocks, of zeros and subnormal numbers; in 8 bits more blocks than one of 256
+    scales, and a shorter one, and all of one size in the last tensor.
+    """
     bnb = oracle("bitsandbytes.functional")
     x = randn(3, 5000)
     x.view(-1)[:4096] = 0
     x.view(-1)[5000:9000] *= 1e-42  # subnormal numbers
-    packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
-    q = quantize_nf4(x, block_size=block)
-    assert_same_bytes(q.data, packed.view(-1))
-    assert_same_bytes(q.absmax, state.absmax)
-
-
-@pytest.mark.packages
-def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
-    """More blocks than one of 256 scales, and a shorter one; all of one size in the last tensor."""
-    bnb = oracle("bitsandbytes.functional")
-    for x in (
-        randn(600, 64),
-        randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None],
-        torch.ones(10, 64),
-    ):
-        _, state = bnb.quantize_4bit(x.to(DEVICE), quant_type="nf4", compress_statistics=True)
-        q = quantize_nf4(x.to(DEVICE), double_quant=True)
-        for found, expected in (
-            (q.absmax, state.absmax),
-            (q.nested_absmax, state.state2.absmax),
-            (q.offset, state.offset),
-        ):
-            assert_same_bytes(found, expected)
+    for block in (32, 128, 4096):
+        packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
+        q = quantize_nf4(x, block_size=block)
+        assert_same_bytes(q.data, packed.view(-1))
+        assert_same_bytes(q.absmax, state.absmax)
+    growing = randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None]
+    for x in (randn(600, 64), growing, torch.ones(10, 64, device=DEVICE)):
+        _, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+        q = quantize_nf4(x, double_quant=True)
+        assert_same_bytes(q.absmax, state.absmax)
+        assert_same_bytes(q.nested_absmax, state.state2.absmax)
+        assert_same_bytes(q.offset, state.offset)
 
 
 STATE = "w.quant_state.bitsandbytes__nf4"
@@ -469,12 +449,8 @@ def test_nvfp4_differs_from_torchao_as_documented():
 @pytest.mark.packages
 def test_nf4_differs_from_bitsandbytes_as_documented():
     bnb = oracle("bitsandbytes.functional")
-    for length, value, equal in (
-        (200, 0.0, False),
-        (200, 1e-40, False),
-        (256, 0.0, True),
-        (200, 1e-30, True),
-    ):
+    cases = (200, 0.0, False), (200, 1e-40, False), (256, 0.0, True), (200, 1e-30, True)
+    for length, value, equal in cases:
         x = torch.full((length,), value, device=DEVICE)
         data, state = bnb.quantize_4bit(x, blocksize=64, compress_statistics=True, quant_type="nf4")
         q = quantize_nf4(x, double_quant=True)
@@ -625,6 +601,8 @@ def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
     """
     skip_unless_usable(mxfp8.QUANTIZE_MXFP8, name, torch.float32)
     exponents = torch.arange(-149, 120, device=DEVICE, dtype=torch.float64)
+    if name == "triton" and DEVICE == "cpu":  # the interpreter is slow
+        exponents = exponents[(exponents % 16 == 0) | ((exponents + 127).abs() < 4)]
     for factor, byte in ((448.0, 127), (448 + 2.0**-15, 128), (256.0, 127), (224 + 2.0**-16, 127)):
         most = factor * 2.0**exponents
         x = torch.zeros(len(most), 40, device=DEVICE)
@@ -842,16 +820,11 @@ def test_nvfp4_shares_a_scale_that_is_given():
 def test_a_quantized_tensor_is_a_pytree(format):
     up, down = both(format, **({"double_quant": True} if format == "nf4" else {}))
     q = up(randn(6, 64))
-    leaves, spec = torch.utils._pytree.tree_flatten(q)
-    assert len(leaves) == len(q.tensors()) and all(
-        a is b for a, b in zip(leaves, q.tensors(), strict=True)
-    )
-    again = torch.utils._pytree.tree_map(torch.clone, q)
-    assert (
-        type(again) is type(q)
-        and again.shape == q.shape
-        and spec == torch.utils._pytree.tree_structure(again)
-    )
+    leaves, spec = pytree.tree_flatten(q)
+    assert list(map(id, leaves)) == list(map(id, q.tensors()))
+    again = pytree.tree_map(torch.clone, q)
+    assert type(again) is type(q) and again.shape == q.shape
+    assert spec == pytree.tree_structure(again)
     assert_same(down(again), down(q))
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.data = None
