@@ -187,11 +187,11 @@ def test_options_are_what_they_say(name, variant, widths, dtype):
 @pytest.mark.parametrize(
     "seq, widths, variant",
     [
-        (200, (D, D), {}),
-        (200, (D, D), {"window": 40}),
-        (200, (D, D), {"causal": False}),
-        (200, (D, D), {"cu": (0, 70, 130, 131, 200)}),
-        (200, (D, D), {"window": 33, "softcap": 2.0, "cu": (0, 150, 200)}),
+        (140, (D, D), {}),
+        (140, (D, D), {"window": 40}),
+        (140, (D, D), {"causal": False}),
+        (140, (D, D), {"cu": (0, 70, 130, 131, 140)}),
+        (140, (D, D), {"window": 33, "softcap": 2.0, "cu": (0, 110, 140)}),
         # Keys of 129 to 192 columns are two parts in Triton, the second of which may end early.
         (70, (192, 128), {}),
         (70, (160, 24), {"cu": (0, 40, 70)}),
@@ -333,7 +333,7 @@ PREFIXES = ((10, 14, 1, 6), (16, 19, 1, 10))
 @EVERY
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 3}, {"window": 8, "softcap": 2.0}, {"sinks": True}, {"scale": 0.7}],
+    [{}, {"window": 3}, {"window": 8, "softcap": 2.0}, {"sinks": True}],
     ids=str,
 )
 def test_documents_after_a_prefix_are_whole_documents(name, options):
@@ -372,7 +372,7 @@ def test_whole_documents_have_the_bits_that_they_have_without_prefixes():
 
 
 def test_prefixes_are_one_graph():
-    fn, tensors = torch.compile(attention, fullgraph=True, backend="aot_eager"), qkv(23)
+    fn, tensors = torch.compile(attention, fullgraph=True, backend="eager"), qkv(23)
     options = {"cu_seqlens": PREFIXED, "prefixes": PREFIXES, "implementation": "eager"}
     torch.testing.assert_close(fn(*tensors, **options), attention(*tensors, **options), **CLOSE)
 
@@ -426,8 +426,13 @@ def test_documents_are_one_graph_of_the_eager_twin():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "triton", "auto"])
-@pytest.mark.parametrize("how", ["dynamic", "marked"])
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        *((name, "dynamic") for name in ("eager", "sdpa", "triton")),
+        *((name, "marked") for name in ("eager", "sdpa", "auto")),
+    ],
+)
 def test_one_graph_serves_other_batches_and_lengths(name, how):
     """Also where the compiler makes the head width symbolic; it may be specialized."""
     torch._dynamo.reset()
@@ -669,7 +674,7 @@ def test_no_dropout_has_the_bits_of_a_call_without_it(name):
     assert all(map(torch.equal, step(tensors, grad, name, **options), step(tensors, grad, name)))
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", ["eager", "triton"])  # test_dynamic.py compiles that of `auto`
 def test_another_seed_and_offset_do_not_recompile(name):
     skip_unless_usable(ATTENTION, name, torch.float32)
     torch._dynamo.reset()
@@ -1212,13 +1217,13 @@ def largest(name, tensors, **options):
 @pytest.mark.parametrize("name", [n for n in ATTENTION.names() if n != "eager"])
 @DTYPES
 def test_no_mask_is_built_for_packed_documents(name, dtype):
-    """Forward and backward allocate nothing larger than the operands; [T, T] would be eight times
+    """Forward and backward allocate nothing larger than the operands; [T, T] would be four times
     larger.
     """
     skip_unless_usable(ATTENTION, name, dtype)
-    T = 256
+    T = 128
     tensors = [t.requires_grad_() for t in qkv(T, dtype=dtype)]
-    cu = ends(0, 100, 101, 200, T)
+    cu = ends(0, 50, 51, 100, T)
     assert HQ * T * D < T * T
     assert largest(name, tensors, cu_seqlens=cu) <= HQ * T * D
     assert largest("eager", tensors) >= T * T, "the recorder sees nothing"
