@@ -12,17 +12,13 @@ import torch
 from helpers import DEVICE, skip_unless_usable, with_dtypes
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.core.registry import short
 from tilewright.kernels.quant.operators import Noise
 from tilewright.ops import (
     AQN,
     add_rmsnorm,
     aqn_noise,
     aqn_schedule,
-    dequantize_block_fp8,
-    dequantize_mxfp8,
     dequantize_nf4,
-    dequantize_nvfp4,
     quantize_block_fp8,
     quantize_mxfp8,
     quantize_nf4,
@@ -143,14 +139,13 @@ def test_an_element_does_not_depend_on_where_a_call_begins(name):
         assert torch.equal(draw(name, n, first), whole[first : first + n])
 
 
-@EVERY
-def test_noise_is_not_made_of_the_words_of_random_rounding(name):
+def test_noise_is_not_made_of_the_words_of_random_rounding():
     """Stochastic rounding has zeros in the counter's upper words, noise its highest bit: also in
     step 0 of layer 0.
     """
     words, same = numpys(5, (0, 0), 0, 1000)
     assert quantize.philox(5, 4000, "cpu").tolist() == words.reshape(-1).tolist()
-    assert correlated(draw(name, 4000, noise=AQN(1, 5)).double(), same) < 4
+    assert correlated(draw("eager", 4000, noise=AQN(1, 5)).double(), same) < 4
 
 
 def test_the_largest_and_smallest_u(monkeypatch):
@@ -176,11 +171,10 @@ def test_errors_are_some_units_in_the_last_place(name):
     truth = implementation("eager", torch.float64)(
         torch.empty(0, device=DEVICE), 0, n, Noise(1.0, 9, 1, 2), torch.float64
     )
-    found = draw(name, n, noise=AQN(1, 9, 1, 2)).double()
-    assert ((found - truth).abs() <= 3 * 2.0**-23 * truth.abs().clamp_min(1)).all()
-    assert (
-        (found - truth).abs()[truth.abs() > 3] <= 3 * 2.0**-23 * truth.abs()[truth.abs() > 3]
-    ).all()
+    wrong = (draw(name, n, noise=AQN(1, 9, 1, 2)).double() - truth).abs()
+    assert (wrong <= 3 * 2.0**-23 * truth.abs().clamp_min(1)).all()
+    tails = truth.abs() > 3
+    assert (wrong[tails] <= 3 * 2.0**-23 * truth.abs()[tails]).all()
 
 
 @with_dtypes(aqn.AQN_NOISE, dtypes=(torch.bfloat16, torch.float16))
@@ -192,36 +186,34 @@ def test_other_dtypes_are_rounded_once(name, dtype):
     assert found.dtype == dtype and (found == expected).double().mean() > 0.99
 
 
-# ---- the distribution; fixed seeds make these tests deterministic
+# ---- the distribution: of the twin, whose values the others have; fixed seeds make these tests
+# deterministic
 
 
 @functools.cache
-def sample(name):
-    return draw(name, MANY[name]).double()
+def sample():
+    return draw("eager", MANY["eager"]).double()
 
 
-@EVERY
-def test_moments_are_those_of_a_normal_distribution(name):
+def test_moments_are_those_of_a_normal_distribution():
     """Each within four of its standard deviations."""
-    x = sample(name)
+    x = sample()
     n = x.numel()
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
         assert abs(x.pow(power).mean() - mean) < 4 * math.sqrt(variance / n), power
 
 
-@EVERY
-def test_the_shares_beyond_bounds_are_those_of_a_normal_distribution(name):
+def test_the_shares_beyond_bounds_are_those_of_a_normal_distribution():
     """Including tails; and Kolmogorov's distance, whose 0.1 % point is 1.95 / sqrt(n)."""
-    x = sample(name)
+    x = sample()
     n = x.numel()
     for bound in (-3, -2, -1, -0.1, 0, 0.5, 1, 2, 3, 3.5):
         p = 0.5 * math.erfc(bound / math.sqrt(2))
         assert abs((x > bound).double().mean() - p) < 4 * math.sqrt(p * (1 - p) / n), bound
     order = torch.special.ndtr(x.sort().values)
     at = torch.arange(n, device=x.device, dtype=torch.float64)
-    assert max((order - at / n).abs().max(), ((at + 1) / n - order).abs().max()) < 1.95 / math.sqrt(
-        n
-    )
+    distance = max((order - at / n).abs().max(), ((at + 1) / n - order).abs().max())
+    assert distance < 1.95 / math.sqrt(n)
 
 
 def correlated(a, b):
@@ -231,16 +223,14 @@ def correlated(a, b):
     return max(abs(float((a * b).mean())), abs(float(squares.mean()))) * math.sqrt(n)
 
 
-@EVERY
-def test_elements_are_independent(name):
+def test_elements_are_independent():
     """Neighbors, the two of a pair, blocks, rows of a power of two."""
-    x = sample(name)
+    x = sample()
     for lag in (1, 2, 3, 4, 5, 8, 64, 1024, 4096):
         assert correlated(x[:-lag], x[lag:]) < 4, lag
     assert correlated(x[::2], x[1::2]) < 4
 
 
-@EVERY
 @pytest.mark.parametrize(
     "other",
     [
@@ -250,86 +240,62 @@ def test_elements_are_independent(name):
         {"step": 12 + 2**30},
         {"seed": NOISE.seed + 1},
         {"seed": NOISE.seed + 2**32},
-        {"seed": 7},
         {"layer": 12, "step": 3},
     ],
     ids=str,
 )
-def test_layers_steps_and_seeds_are_independent(name, other):
+def test_layers_steps_and_seeds_are_independent(other):
     n = 2**14
-    a, b = sample(name)[:n], draw(name, n, noise=dataclasses.replace(NOISE, **other)).double()
+    a, b = sample()[:n], draw("eager", n, noise=dataclasses.replace(NOISE, **other)).double()
     assert correlated(a, b) < 4
 
 
 # ---- on quantized weights
 
 FORMATS = {
-    "nf4": (nf4.DEQUANTIZE_NF4, dequantize_nf4, quantize_nf4),
-    "nf4_nested": (
-        nf4.DEQUANTIZE_NF4,
-        dequantize_nf4,
-        functools.partial(quantize_nf4, double_quant=True),
-    ),
-    "nf4_wide": (
-        nf4.DEQUANTIZE_NF4,
-        dequantize_nf4,
-        functools.partial(quantize_nf4, block_size=256),
-    ),
-    "nvfp4": (nvfp4.DEQUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4),
-    "block_fp8": (
-        block_fp8.DEQUANTIZE_BLOCK_FP8,
-        dequantize_block_fp8,
-        functools.partial(quantize_block_fp8, block=(16, 16)),
-    ),
-    "block_fp8_odd": (
-        block_fp8.DEQUANTIZE_BLOCK_FP8,
-        dequantize_block_fp8,
-        functools.partial(quantize_block_fp8, block=(3, 7)),
-    ),
-    "mxfp8": (mxfp8.DEQUANTIZE_MXFP8, dequantize_mxfp8, quantize_mxfp8),
+    "nf4": (nf4.DEQUANTIZE_NF4, quantize_nf4, {}),
+    "nf4_nested": (nf4.DEQUANTIZE_NF4, quantize_nf4, {"double_quant": True}),
+    "nf4_wide": (nf4.DEQUANTIZE_NF4, quantize_nf4, {"block_size": 256}),
+    "nvfp4": (nvfp4.DEQUANTIZE_NVFP4, quantize_nvfp4, {}),
+    "block_fp8": (block_fp8.DEQUANTIZE_BLOCK_FP8, quantize_block_fp8, {"block": (16, 16)}),
+    "block_fp8_odd": (block_fp8.DEQUANTIZE_BLOCK_FP8, quantize_block_fp8, {"block": (3, 7)}),
+    "mxfp8": (mxfp8.DEQUANTIZE_MXFP8, quantize_mxfp8, {}),
 }
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
-SHAPES = pytest.mark.parametrize(
-    "shape", [(5, 37), (3, 7, 72), (2, 3, 33), (1, 1), (2, 1100)], ids=str
-)
+
+
+def quantized(format, x):
+    """The op that dequantizes, and what it takes."""
+    op, up, options = FORMATS[format]
+    return op, up(x, **options)
 
 
 def steps(format, q):
     """The local quantization step of each element, from the stored scales."""
     if format.startswith("nf4"):
-        scale = q.absmax
+        scale, n = q.absmax, q.absmax.numel()
         if q.offset is not None:
-            scale = (
-                nf4_format.dynamic_map().to(DEVICE)[q.absmax.long()]
-                * q.nested_absmax.repeat_interleave(256)[: q.absmax.numel()]
-                + q.offset
-            )
-        return (
-            (0.5 * 0.0795803 * scale)
-            .repeat_interleave(q.block_size)[: math.prod(q.shape)]
-            .view(q.shape)
-        )
+            wide = q.nested_absmax.repeat_interleave(256)[:n]
+            scale = nf4_format.dynamic_map().to(DEVICE)[q.absmax.long()] * wide + q.offset
+        each = (0.5 * 0.0795803 * scale).repeat_interleave(q.block_size)
+        return each[: math.prod(q.shape)].view(q.shape)
+    columns = q.shape[-1]
     if format == "nvfp4":
-        return (0.5 * q.scale.float() * q.global_scale).repeat_interleave(16, -1)[
-            ..., : q.shape[-1]
-        ]
+        step = 0.5 * q.scale.float() * q.global_scale
+        return step.repeat_interleave(16, -1)[..., :columns]
     if format == "mxfp8":
-        return (0.125 * q.scale.float()).repeat_interleave(32, -1)[..., : q.shape[-1]]
-    rows, columns = q.block
-    step = 0.125 * q.scale_inv
-    return step.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[
-        ..., : q.shape[-2], : q.shape[-1]
-    ]
+        return (0.125 * q.scale.float()).repeat_interleave(32, -1)[..., :columns]
+    step = (0.125 * q.scale_inv).repeat_interleave(q.block[0], -2)
+    return step.repeat_interleave(q.block[1], -1)[..., : q.shape[-2], :columns]
 
 
 @EVERY
 @EVERY_FORMAT
-@SHAPES
+@pytest.mark.parametrize("shape", [(5, 37), (3, 7, 72), (2, 1100)], ids=str)
 def test_what_is_added_is_alpha_times_noise_times_the_step(name, format, shape):
-    op, down, up = FORMATS[format]
+    op, q = quantized(format, randn(*shape))
     skip_unless_usable(op, name, torch.float32)
-    q = up(randn(*shape))
-    plain, noisy = (down(q, noise=n, implementation=name) for n in (None, NOISE))
+    plain, noisy = (op.public(q, noise=n, implementation=name) for n in (None, NOISE))
     unit = NOISE.alpha * steps(format, q)
     n = aqn_noise(shape, NOISE, device=DEVICE, implementation="eager")
     # The sum's rounding shows in the difference as one unit of the larger term.
@@ -337,37 +303,29 @@ def test_what_is_added_is_alpha_times_noise_times_the_step(name, format, shape):
     assert (((noisy - plain) / unit - n).abs() <= room).all()
 
 
-@pytest.mark.parametrize(
-    "name, format, dtype",
-    [
-        pytest.param(name, format, dtype, id=f"{name}-{format}-{short(dtype)}")
-        for format, (op, _, _) in FORMATS.items()
-        for name in ("triton", "cpp", "eager")
-        for dtype in op.implementation(name).dtypes
-    ],
-)
-def test_no_noise_is_no_noise_bit_for_bit(name, format, dtype):
-    op, down, up = FORMATS[format]
-    skip_unless_usable(op, name, dtype)
-    x = randn(4, 70, dtype=dtype)
+@EVERY
+@EVERY_FORMAT
+def test_no_noise_is_no_noise_bit_for_bit(name, format):
+    x = randn(4, 70)
     x[1, 3:9] = -0.0  # a noise of 0 could turn it into 0
-    q = up(x)
-    expected = down(q, implementation="eager")
+    op, q = quantized(format, x)
+    skip_unless_usable(op, name, torch.float32)
+    expected = op.public(q, implementation="eager")
     for noise in (None, AQN(0, 5, 6, 7), AQN(0.0, 5)):
-        found = down(q, noise=noise, implementation=name)
+        found = op.public(q, noise=noise, implementation=name)
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-    assert not torch.equal(down(q, noise=NOISE, implementation=name), expected)
+    assert not torch.equal(op.public(q, noise=NOISE, implementation=name), expected)
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_weights_with_noise_are_rounded_once(name):
     """To bf16 or fp16, from the float32 sum."""
     dtype = torch.float16 if name == "triton" else torch.bfloat16
-    for op, down, up in FORMATS.values():
+    for format in FORMATS:
+        op, q = quantized(format, randn(6, 80))
         skip_unless_usable(op, name, dtype)
-        q = up(randn(6, 80))
         found, exact = (
-            down(q, noise=NOISE, dtype=d, implementation=name) for d in (dtype, torch.float32)
+            op.public(q, noise=NOISE, dtype=d, implementation=name) for d in (dtype, torch.float32)
         )
         assert torch.equal(found, exact.to(dtype))
 
@@ -391,21 +349,15 @@ NORMS = [
 @pytest.mark.parametrize("op, name", NORMS)
 @pytest.mark.parametrize(
     "shape, weight_shape",
-    [
-        ((6, 52), (52,)),
-        ((5, 3, 33), (3, 33)),
-        ((4, 1), (1,)),
-        ((40, 130), (130,)),
-        ((2, 16500), (16500,)),
-    ],
+    [((6, 52), (52,)), ((5, 3, 33), (3, 33)), ((40, 130), (130,)), ((2, 16500), (16500,))],
     ids=str,
 )
 def test_a_norm_with_noise_is_a_norm_with_another_weight(op, name, shape, weight_shape):
     """Values and gradients; weights are unchanged; also with more rows than programs."""
     add = op is ADD_RMSNORM
     skip_unless_usable(op, name, torch.float32)
-    if name == "triton" and DEVICE == "cpu" and add and shape[-1] > 1000:
-        pytest.skip("slow in the interpreter; the walk is the same")
+    if name == "triton" and DEVICE == "cpu" and shape[-1] > 1000:
+        pytest.skip("slow in the interpreter; the contract has a case, noise_wide")
     inputs = [randn(*shape, seed=i).requires_grad_() for i in range(1 + add)]
     w, b = (randn(*s, seed=5).requires_grad_() for s in (weight_shape, shape[-1:]))
     kept = w.detach().clone()
@@ -424,12 +376,8 @@ def test_a_norm_with_noise_is_a_norm_with_another_weight(op, name, shape, weight
         torch.testing.assert_close(f, e, rtol=1e-5, atol=2e-5)
     assert torch.equal(w, kept)
     plain = run(w, implementation=name)
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(run(w, noise=AQN(0, 3), implementation=name), plain, strict=True)
-    )
-    if shape[-1] > 1:  # a single column normalizes to 1 or -1
-        assert not torch.equal(plain[0], found[0])
+    assert all(map(torch.equal, run(w, noise=AQN(0, 3), implementation=name), plain))
+    assert not torch.equal(plain[0], found[0])
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
@@ -490,25 +438,8 @@ def test_noise_on_a_16_bit_weight_is_that_on_the_same_weight_in_float32(op, name
 def layer(x, w, q, noise, name):
     """A norm and a product with a quantized weight, as in a block."""
     h = rmsnorm(x, w, noise=noise, implementation=name)
-    return (
-        h
-        @ dequantize_nf4(
-            q, noise=dataclasses.replace(noise, layer=noise.layer + 1), implementation=name
-        ).T
-    )
-
-
-@EVERY
-def test_recomputing_makes_the_same_noise(name):
-    skip_unless_usable(RMSNORM, name, torch.float32)
-    x, w = randn(5, 64).requires_grad_(), randn(64).requires_grad_()
-    q = quantize_nf4(randn(8, 64))
-    g = randn(5, 8, seed=3)
-    fn = functools.partial(layer, q=q, noise=NOISE, name=name)
-    kept, again = fn(x, w), checkpoint(fn, x, w, use_reentrant=False)
-    assert torch.equal(kept, again)
-    for k, a in zip(*(torch.autograd.grad(y, (x, w), g) for y in (kept, again)), strict=True):
-        assert torch.equal(k, a)
+    noise = dataclasses.replace(noise, layer=noise.layer + 1)
+    return h @ dequantize_nf4(q, noise=noise, implementation=name).T
 
 
 class Graphs:
@@ -524,8 +455,14 @@ class Graphs:
         return aot_eager(graph, example_inputs)
 
 
-@EVERY
-@pytest.mark.parametrize("made", ["inside", "outside"])
+@pytest.mark.parametrize(
+    "name, made",
+    [
+        *(("eager", made) for made in ("inside", "outside")),
+        ("cpp", "inside"),
+        ("triton", "outside"),
+    ],
+)
 def test_steps_and_layers_do_not_recompile(name, made):
     """One graph for the first step and one for all others; equal bits."""
     skip_unless_usable(RMSNORM, name, torch.float32)
@@ -540,17 +477,15 @@ def test_steps_and_layers_do_not_recompile(name, made):
 
     torch._dynamo.reset()
     graphs = Graphs()
-    compiled = torch.compile(
-        by_number if made == "inside" else by_noise, fullgraph=True, backend=graphs
-    )
+    fn = by_number if made == "inside" else by_noise
+    compiled = torch.compile(fn, fullgraph=True, backend=graphs)
     g = randn(5, 8, seed=3)
     for step in (5, 6, 16, 1, 0, 2**31 - 1):
         noise = AQN(0.5, 77, step, 3)
-        y = compiled(x, w, step if made == "inside" else noise)
-        expected = by_noise(x, w, noise)
+        y, expected = compiled(x, w, step if made == "inside" else noise), by_noise(x, w, noise)
         assert torch.equal(y, expected)
-        for f, e in zip(*(torch.autograd.grad(t, (x, w), g) for t in (y, expected)), strict=True):
-            assert torch.equal(f, e), step
+        grads = (torch.autograd.grad(t, (x, w), g) for t in (y, expected))
+        assert all(map(torch.equal, *grads)), step
     assert graphs.count <= 2, "a step of 0 or 1 may not have a graph of its own either"
 
 
@@ -614,19 +549,15 @@ def test_inductor_recomputes_the_same_noise(name):
         )
 
     torch._dynamo.reset()
-    torch.compile(twice, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(
-        x, w, 3
-    ).backward(g)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    torch.compile(twice, fullgraph=True, backend=backend)(x, w, 3).backward(g)
     operator = f"tilewright.aqn_{name}_noise.default"
     assert len(graphs) == 2 and all(operator in graph for graph in graphs)
     torch._dynamo.reset()
     compiled = torch.compile(twice, fullgraph=True)
     for step in (3, 4):
-        for f, e in zip(
-            *(torch.autograd.grad(fn(x, w, step), (x, w), g) for fn in (compiled, twice)),
-            strict=True,
-        ):
-            torch.testing.assert_close(f, e)
+        grads = (torch.autograd.grad(fn(x, w, step), (x, w), g) for fn in (compiled, twice))
+        torch.testing.assert_close(*grads)
 
 
 # ---- the schedule
@@ -667,84 +598,34 @@ def test_the_schedule_at_its_ends(step, total, stages, expected):
 
 # ---- refusals
 
-Q = quantize_nf4(torch.ones(2, 64))
+schedule = functools.partial(aqn_schedule, start=1, end=0.1, stages=3)
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    "call, message",
     [
-        (
-            lambda: AQN(-1.0, 0),
-            ValueError,
-            r"alpha must be a number in \[0, inf\) in float32, got -1.0",
-        ),
-        (
-            lambda: AQN(1.0, 2**63),
-            ValueError,
-            r"seed must be an int in \[0, 2\*\*63\), got 9223372036854775808",
-        ),
-        (
-            lambda: AQN(1.0, 0, 2**31),
-            ValueError,
-            r"step must be an int in \[0, 2\*\*31\), got 2147483648",
-        ),
-        (
-            lambda: AQN(1.0, 0, 0, 2**32),
-            ValueError,
-            r"layer must be an int in \[0, 2\*\*32\), got 4294967296",
-        ),
-        (lambda: AQN(1.0, 0.5), TypeError, "seed must be an int, got 0.5"),
-        (
-            lambda: aqn_noise((3, -1), NOISE),
-            ValueError,
-            r"size must not be negative, got \(3, -1\)",
-        ),
-        (
-            lambda: aqn_noise((3, 1.5), NOISE),
-            TypeError,
-            r"size must be an int or a sequence of ints, got \(3, 1.5\)",
-        ),
-        (
-            lambda: aqn_noise(3, NOISE, implementation="cuda"),
-            ValueError,
-            "unknown implementation 'cuda'",
-        ),
-        (
-            lambda: aqn_schedule(-1, 10, start=1, end=0.1, stages=3),
-            ValueError,
-            r"step must be an int in \[0, inf\), got -1",
-        ),
-        (
-            lambda: aqn_schedule(1, 0, start=1, end=0.1, stages=3),
-            ValueError,
-            r"total_steps must be an int in \[1, inf\), got 0",
-        ),
-        (
-            lambda: aqn_schedule(1, 10, start=1, end=0.1, stages=1),
-            ValueError,
-            r"stages must be an int in \[2, inf\), got 1",
-        ),
-        (
-            lambda: aqn_schedule(1, 10, start=0, end=0.1, stages=3),
-            ValueError,
-            r"start must be a number in \(0, inf\) in float32, got 0",
-        ),
-        (
-            lambda: aqn_schedule(1, 10, start=1, end="1", stages=3),
-            TypeError,
-            "end must be a number, got '1'",
-        ),
+        (lambda: AQN(-1.0, 0), r"alpha must be a number in \[0, inf\) in float32, got -1.0"),
+        (lambda: AQN(1.0, 2**63), r"seed must be an int in \[0, 2\*\*63\), got 92233720368547"),
+        (lambda: AQN(1.0, 0, 2**31), r"step must be an int in \[0, 2\*\*31\), got 2147483648"),
+        (lambda: AQN(1.0, 0, 0, 2**32), r"layer must be an int in \[0, 2\*\*32\), got 42949"),
+        (lambda: AQN(1.0, 0.5), "seed must be an int, got 0.5"),
+        (lambda: aqn_noise((3, -1), NOISE), r"size must not be negative, got \(3, -1\)"),
+        (lambda: aqn_noise((3, 1.5), NOISE), "size must be an int or a sequence of ints"),
+        (lambda: schedule(-1, 10), r"step must be an int in \[0, inf\), got -1"),
+        (lambda: schedule(1, 0), r"total_steps must be an int in \[1, inf\), got 0"),
+        (lambda: schedule(1, 10, stages=1), r"stages must be an int in \[2, inf\), got 1"),
+        (lambda: schedule(1, 10, start=0), r"start must be a number in \(0, inf\) in float32"),
+        (lambda: schedule(1, 10, end="1"), "end must be a number, got '1'"),
     ],
 )
-def test_bad_input_is_one_clear_error(call, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input_is_one_clear_error(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
 def test_the_cpp_operator_itself_checks_its_numbers():
     run = implementation("cpp")
+    said = r"seed must be >= 0, step 0 to 2\^31 - 1 and layer 0 to 2\^32 - 1"
     for bad in ((-1, 0, 0), (0, -1, 0), (0, 2**31, 0), (0, 0, 2**32)):
-        with pytest.raises(
-            RuntimeError, match=r"seed must be >= 0, step 0 to 2\^31 - 1 and layer 0 to 2\^32 - 1"
-        ):
+        with pytest.raises(RuntimeError, match=said):
             run(torch.empty(0), 0, 4, Noise(1.0, *bad), torch.float32)

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import importlib
 import math
-import tempfile
+import operator
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +33,7 @@ from tilewright.kernels.loss.operators import (
 )
 from tilewright.ops import OPS, checked_targets, cross_entropy
 from tilewright.ops.loss import softmax_stats, targets
-from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY, Options, Request
-from tilewright.ops.loss.targets import Labels
+from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY, Request
 
 # In `tilewright.ops` the name is the function.
 module = importlib.import_module("tilewright.ops.loss.cross_entropy")
@@ -83,7 +83,7 @@ def test_equals_torch_in_float64(reduction, smoothing, weighted):
 
 
 def test_softcap_z_loss_token_weight_and_num_tokens_by_hand():
-    x, y = problem(T=3, V=4, dtype=torch.float64)
+    x, _ = problem(T=3, V=4, dtype=torch.float64)
     y = torch.tensor([2, -100, 0], device=DEVICE)
     u = torch.tensor([0.5, 3.0, -2.0], dtype=torch.float64, device=DEVICE)
     expected = 0.0
@@ -91,20 +91,15 @@ def test_softcap_z_loss_token_weight_and_num_tokens_by_hand():
         z = [3.0 * math.tanh(v / 3.0) for v in x[t].tolist()]
         lse = math.log(sum(map(math.exp, z)))
         expected += u[t].item() * (lse - z[y[t]] + 0.01 * lse**2)
-    loss = cross_entropy(
-        x, y, softcap=3.0, z_loss=0.01, token_weight=u, num_tokens=11, implementation="eager"
-    )
+    options = {"softcap": 3.0, "z_loss": 0.01, "token_weight": u, "implementation": "eager"}
+    loss = cross_entropy(x, y, num_tokens=11, **options)
     assert loss.item() == pytest.approx(expected / 11, rel=1e-13)
-    tensor = cross_entropy(
-        x,
-        y,
-        softcap=3.0,
-        z_loss=0.01,
-        token_weight=u,
-        implementation="eager",
-        num_tokens=torch.tensor(11, device=DEVICE),
-    )
-    assert tensor.item() == loss.item()
+    for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):  # a number or a tensor
+        losses = [
+            cross_entropy(x.float(), y, num_tokens=n, implementation=name)
+            for n in (11, torch.tensor(11, device=DEVICE))
+        ]
+        assert torch.equal(*losses)
 
 
 def test_entropy_and_lse_equal_categorical_and_argmax_is_the_first():
@@ -117,14 +112,10 @@ def test_entropy_and_lse_equal_categorical_and_argmax_is_the_first():
     torch.testing.assert_close(out.lse, x.logsumexp(-1).detach(), rtol=1e-13, atol=1e-13)
     assert not out.lse.requires_grad and not out.entropy.requires_grad
     ties = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE).repeat(1, 700)
+    y = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     for name in CROSS_ENTROPY.usable(DEVICE, torch.float32):
-        found = cross_entropy(
-            ties,
-            torch.zeros(2, dtype=torch.int64, device=DEVICE),
-            return_argmax=True,
-            implementation=name,
-        ).argmax
-        assert found.tolist() == [1, 0], name
+        found = cross_entropy(ties, y, return_argmax=True, implementation=name)
+        assert found.argmax.tolist() == [1, 0], name
 
 
 # ---- precision at any magnitude of the logits
@@ -217,19 +208,15 @@ def test_a_logit_of_infinity_shows(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 6.0, 12.0])
+@pytest.mark.parametrize("scale", [0.1, 4.0, 12.0])
 def test_a_saturated_cap_costs_no_precision(name, scale):
     """1 - tanh^2 of a tanh near 1 would: the gradient would have no digit left at 9 times the cap.
     What is left is the rounding of logit / cap, which its exponential multiplies by 2 logit / cap.
     """
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     g = torch.Generator().manual_seed(0)
-    x = (
-        5
-        * scale
-        * (1 + 0.2 * torch.rand(6, 300, generator=g))
-        * torch.randn(6, 300, generator=g).sign()
-    ).to(DEVICE)
+    size, sign = torch.rand(6, 300, generator=g), torch.randn(6, 300, generator=g).sign()
+    x = (5 * scale * (1 + 0.2 * size) * sign).to(DEVICE)
     y = torch.arange(6, device=DEVICE)
     u = x.double() / 5
     z = 5 * u.tanh()
@@ -287,10 +274,8 @@ def test_a_softcap_above_what_exponentials_hold(name):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float16)
     x = torch.linspace(-400, 400, 1001, device=DEVICE).half().repeat(3, 1)
     y = torch.tensor([0, 500, 1000], device=DEVICE)
-    losses = [
-        cross_entropy(x, y, softcap=100.0, reduction="none", implementation=i)
-        for i in (name, "eager")
-    ]
+    call = functools.partial(cross_entropy, x, y, softcap=100.0, reduction="none")
+    losses = [call(implementation=i) for i in (name, "eager")]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
 
 
@@ -311,22 +296,16 @@ def test_a_certain_row_has_no_negative_loss(name):
 @pytest.mark.parametrize("V, stride", [(1000, 1024), (997, 1001), (4100, 4101), (8197, 8197)])
 def test_rows_further_apart_than_their_length(name, V, stride, poisoned):
     fused(name)
-    storage = torch.randn(3, 2, stride, device=DEVICE)
+    storage, g = torch.randn(3, 2, stride, device=DEVICE), torch.randn(3, 2, device=DEVICE)
     y = torch.tensor([[0, V - 1], [-100, 5], [7, 8]], device=DEVICE)
+    x = storage.clone()[..., :V].requires_grad_()
+    expected = cross_entropy(x, y, **EVERYTHING, implementation="eager")
+    (truth,) = torch.autograd.grad(expected.loss, x, g)
     for inplace in (False, True):
-        x = storage.clone()[..., :V].requires_grad_()
-        broken = contract.compare(
-            CROSS_ENTROPY, name, {"logits": x, "target": y, **EVERYTHING}, torch.float32
-        )
-        assert not broken, broken  # compare makes x contiguous; padded rows are next
-        outs = [
-            cross_entropy(x, y, **EVERYTHING, inplace=inplace and n == name, implementation=n)
-            for n in ("eager", name)
-        ]
-        g = torch.randn(3, 2, device=DEVICE)
-        truth, grad = (torch.autograd.grad(o.loss, x, g)[0] for o in outs)
-        assert contract.error(outs[1].loss.detach(), outs[0].loss.detach())[0] < 1e-6
-        assert contract.error(outs[1].entropy, outs[0].entropy)[0] < 1e-6
+        out = cross_entropy(x, y, **EVERYTHING, inplace=inplace, implementation=name)
+        (grad,) = torch.autograd.grad(out.loss, x, g)
+        assert contract.error(out.loss.detach(), expected.loss.detach())[0] < 1e-6
+        assert contract.error(out.entropy, expected.entropy)[0] < 1e-6
         assert contract.error(grad, truth)[0] < 2e-6
         assert not inplace or grad.data_ptr() == x.data_ptr()
 
@@ -344,14 +323,9 @@ def test_masked_out_classes_and_large_logits(name):
     a, b = x.requires_grad_(), x.detach()[:, 4500:8990].clone().requires_grad_()
     # float32 has steps of 2^-9 there, hence the tolerance below
     shift = 3e4
+    options = {"return_entropy": True, "return_lse": True, "implementation": name}
     outs = [
-        cross_entropy(
-            t,
-            torch.where(y < 0, y, y - d),
-            return_entropy=True,
-            return_lse=True,
-            implementation=name,
-        )
+        cross_entropy(t, torch.where(y < 0, y, y - d), **options)
         for t, d in ((a, 0), (b, 4500), (b + shift, 4500))
     ]
     torch.testing.assert_close(outs[0].loss, outs[1].loss, rtol=1e-6, atol=0)
@@ -374,26 +348,11 @@ def test_ignored_rows_get_zeros_whatever_they_hold(name, options):
         x[4, 2] = float("inf")
     out = cross_entropy(x, y, return_lse=True, implementation=name, **options)
     out.loss.backward()
-    assert (
-        out.loss.isfinite()
-        and x.grad.isfinite().all()
-        and not x.grad[[1, 4]].any()
-        and x.grad[0].any()
-    )
+    assert out.loss.isfinite() and x.grad.isfinite().all()
+    assert not x.grad[[1, 4]].any() and x.grad[0].any()
     z = x.detach()[7]  # ignored too, but its lse is right
     z = 5 * torch.tanh(z / 5) if "softcap" in options else z
     torch.testing.assert_close(out.lse[7], z.logsumexp(-1))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_num_tokens_gets_no_gradient_and_may_not_ask_for_one(name):
-    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
-    x, y = problem()
-    n = torch.tensor(3.0, device=DEVICE)
-    loss = cross_entropy(x, y, num_tokens=n, implementation=name)
-    assert torch.equal(loss, cross_entropy(x, y, num_tokens=3.0, implementation=name))
-    with pytest.raises(ValueError, match="num_tokens must not require a gradient"):
-        cross_entropy(x, y, num_tokens=n.requires_grad_(), implementation=name)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -404,12 +363,10 @@ def test_gradient_of_every_statistic(name):
     kernels = fused(name)
     x, y = problem(T=4, V=300)
     w = torch.rand(300, device=DEVICE)
+    g = [torch.randn(4, device=DEVICE) for _ in range(4)]
+    for t in g:
+        t[2] = 0
     for weights, softcap in ((None, 0.0), (w, 5.0)):
-        g = [
-            torch.randn(4, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(4)
-        ]
-        for t in g:
-            t[2] = 0
         leaf = x.detach().double().requires_grad_()
         how = weights, Scaling(softcap)
         wanted = Wanted(True, True, False)
@@ -443,13 +400,9 @@ OPTIONS = {
     "later": {"divisor": True},
     "count": {"divide": True},
 }
-OPTIONS["everything"] = {
-    **OPTIONS["smoothing"],
-    **OPTIONS["z_loss"],
-    **OPTIONS["weights"],
-    **OPTIONS["tokens"],
-    **OPTIONS["count"],
-}
+OPTIONS["everything"] = functools.reduce(
+    operator.or_, (OPTIONS[n] for n in ("smoothing", "z_loss", "weights", "tokens", "count"))
+)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -555,15 +508,14 @@ def test_three_launches_and_no_wait(options, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("bad", [37, -1, -101, 2**40])
+@pytest.mark.parametrize("bad", [37, -1, 2**40])
 def test_target_out_of_range(name, bad):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     x, _ = problem(T=6)
     y = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     y[1, 2] = y[1, 1] = bad
-    with pytest.raises(
-        IndexError, match=rf"target\[1, 1\] is {bad}; accepted are 0 to 36 and ignore_index"
-    ):
+    said = rf"target\[1, 1\] is {bad}; accepted are 0 to 36 and ignore_index"
+    with pytest.raises(IndexError, match=said):
         cross_entropy(x.reshape(2, 3, 37), y, implementation=name)
 
 
@@ -665,15 +617,6 @@ def test_inplace_uses_the_logits_memory_once(name):
         loss.backward()
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_inplace_is_noticed_by_an_op_that_saved_the_logits(name):
-    fused(name)
-    h, y = problem()
-    logits = h.exp()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy(logits, y, inplace=True, implementation=name).backward()
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_inplace_over_rows_that_share_memory_is_refused(name):
     """One row's gradient would overwrite another row before it is read."""
@@ -687,14 +630,11 @@ def test_inplace_over_rows_that_share_memory_is_refused(name):
         flat[:4, None].expand(4, 9),
         flat[:18].view(2, 1, 9).expand(2, 2, 9),
     ]
+    said = r"cannot overwrite logits whose elements share memory, got shape \[.*with strides \["
     for t in shared:
         x = t.detach().requires_grad_()
         target = y.view(t.shape[:-1])
-        with pytest.raises(
-            ValueError,
-            match=r"inplace=True cannot overwrite logits whose elements share memory, got "
-            r"shape \[.*with strides \[.*inplace=False",
-        ):
+        with pytest.raises(ValueError, match=said):
             cross_entropy(x, target, inplace=True, implementation=name)
         cross_entropy(x, target, implementation=name)
     for t in (
@@ -711,15 +651,14 @@ def test_inplace_over_rows_that_share_memory_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_checkpointed(name, inplace):
+def test_checkpointed_in_place(name):
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
     h, y = problem()
     w = torch.randn(37, 50, device=DEVICE, requires_grad=True)
     y = y.clamp_max(36)
 
     def loss(h, w):
-        return cross_entropy(h @ w, y, inplace=inplace, implementation=name)
+        return cross_entropy(h @ w, y, inplace=True, implementation=name)
 
     expected = torch.autograd.grad(loss(h, w), (h, w))
     got = torch.autograd.grad(
@@ -729,61 +668,11 @@ def test_checkpointed(name, inplace):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_compiles_whole(name):
-    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+def test_in_place_is_refused_in_compiled_code():
     x, y = problem()
-    w = torch.rand(37, device=DEVICE)
-
-    def f(x, y, inplace=False):
-        return cross_entropy(
-            x * 1.5,
-            y,
-            class_weight=w,
-            label_smoothing=0.1,
-            z_loss=0.1,
-            softcap=9.0,
-            inplace=inplace,
-            return_entropy=True,
-            return_argmax=True,
-            implementation=name,
-        )
-
-    compiled = torch.compile(f, fullgraph=True)
-    expected, out = f(x, y), compiled(x, y)
-    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(out.entropy, expected.entropy, rtol=1e-5, atol=1e-6)
-    assert torch.equal(out.argmax, expected.argmax)
-    grads = [torch.autograd.grad(o.loss, x)[0] for o in (out, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
-    with pytest.raises(
-        IndexError, match=r"is 37; accepted are 0 to 36"
-    ):  # the check is made when it runs
-        compiled(x, y.masked_fill(y == -100, 37))
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"inplace must be False under torch\.compile"):
-        compiled(x, y, True)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_opcheck(name):
-    kernels, forward = fused(name), module.operator(name)
-    x, y = problem()
-    w, u = torch.rand(37, device=DEVICE), torch.rand(9, device=DEVICE, requires_grad=True)
-    seven = torch.tensor(7, device=DEVICE)
-    for labels, options in (
-        (Labels(y), Options(reduction="sum")),
-        (Labels(y, w, u, seven), Options(-100, 0.1, 0.1, 5.0, "mean", False, True, True)),
-    ):
-        flat = forward.signature.flat((x, labels, options, False))
-        torch.library.opcheck(forward.overload, tuple(flat))
-    x, wanted = x.detach(), Wanted(True, True, False)
-    softmax = kernels.of_rows(x, y, w, Scaling(5.0), wanted, None).softmax
-    g = [torch.randn(9, device=DEVICE) for _ in range(4)]
-    for scale in (None, torch.tensor(3.0, device=DEVICE), g[0]):
-        for operator in (kernels.dlogits, kernels.dlogits_):
-            given = x.clone(), y, w, Scaling(5.0), softmax, StatsGradients(*g), scale
-            torch.library.opcheck(operator.overload, tuple(operator.signature.flat(given)))
-    torch.library.opcheck(targets.presence.overload, (y, 37, -100))
+        compiled(x * 1.5, y, inplace=True)
 
 
 def test_cpp_gives_the_same_bits_on_any_number_of_threads():
@@ -796,20 +685,6 @@ def test_cpp_gives_the_same_bits_on_any_number_of_threads():
             results.append((loss, *torch.autograd.grad(loss, x)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="more than 2^31 elements: only on a CUDA device")
-def test_gradient_beyond_2_31_elements():
-    T, V = 2**13 + 3, 2**18
-    x = torch.randn(T, V, device="cuda", dtype=torch.bfloat16)
-    y = torch.full((T,), -100, device="cuda")
-    y[-2:] = torch.tensor([3, V - 1], device="cuda")
-    small = x[-2:].clone().requires_grad_()
-    (expected,) = torch.autograd.grad(cross_entropy(small, y[-2:], implementation="eager"), small)
-    x.requires_grad_()
-    (got,) = torch.autograd.grad(cross_entropy(x, y, inplace=True, implementation="triton"), x)
-    assert contract.error(got[-2:], expected)[0] < 0.01 and not got[0].any()
 
 
 @pytest.mark.gpu
@@ -834,93 +709,116 @@ def test_a_bad_target_in_a_cuda_graph_makes_the_loss_nan(name):
 # ---- a vocabulary in shards
 
 
-def _rank(rank, world, folder, name, kwargs, results):
-    """One process: its shard's loss and gradient, for each of several problems."""
-    group = join_group(rank, world, folder)
-    for i, kw in enumerate(kwargs):
-        kw = dict(kw)
-        shard = kw.pop("logits").chunk(world, -1)[rank].clone().requires_grad_()
-        out = cross_entropy(shard, **kw, group=group, implementation=name)
-        out.loss.sum().backward()
-        torch.save((*(t.detach() for t in out), shard.grad), f"{folder}/{results}-{i}-{rank}")
-    try:
-        cross_entropy(
-            shard,
-            **{**kw, "target": kw["target"].clone().fill_(2**20)},
-            group=group,
-            implementation=name,
-        )
-    except IndexError:
-        pass
-    else:
-        raise AssertionError("no IndexError for a target beyond the whole vocabulary")
-    torch.distributed.destroy_process_group()
+SHARDED = {"logits": -1, "weight": 0, "bias": 0, "lora_B": 0}  # the dimension of the vocabulary
 
 
-@pytest.mark.parametrize("name", ["eager", *FUSED])
-def test_two_shards_of_the_vocabulary_equal_one(name):
-    if DEVICE == "cuda":
-        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
-    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
-    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+def sharded_calls():
+    """(op, arguments) of a whole vocabulary, of 62 classes."""
+    g = torch.Generator().manual_seed(0)
+
+    def randn(*shape, scale=1.0):
+        return torch.randn(*shape, generator=g) * scale
+
     x, y = problem(T=8, V=62)
     x = x.detach()
     x[0] = 1.0  # a tie across the shards
     x[2, 31:] = float("-inf")  # a shard without probability; the row's target is in the other
     y[2] = 3
+    second = torch.where(y < 0, y, y % 31 + 31)
+    second[2] = -100
+    far = x.clamp_min(-9) + 1e6 - 3 * (torch.arange(62) < 31)  # shards with distant peaks
+    returns = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    weights = {"class_weight": torch.rand(62, generator=g), "label_smoothing": 0.1}
     everything = {
-        "label_smoothing": 0.1,
-        "z_loss": 1e-2,
         "softcap": 5.0,
-        "class_weight": torch.rand(62),
-        "token_weight": torch.rand(8),
+        "z_loss": 1e-2,
+        "token_weight": torch.rand(8, generator=g),
+        **weights,
         **returns,
     }
-    problems = [
-        {"logits": x, "target": y, **returns},
-        {"logits": x, "target": y, **everything},
-        {
-            "logits": x,
-            "target": y.clamp_max(30),
-            "ignore_index": -100,
-            **everything,
-            "reduction": "sum",
-        },
-        {
-            "logits": x,
-            "target": torch.where(y < 0, y, y % 31 + 31),
-            **everything,
-            "reduction": "none",
-        },
-        # Shards with distant peaks, and a sum of terms that float32 resolves to 1/16 only.
-        {
-            "logits": x.clamp_min(-9) + 1e6 - 3 * (torch.arange(62) < 31),
-            "target": y,
-            "label_smoothing": 0.1,
-            "class_weight": torch.rand(62),
-            "reduction": "none",
-            **returns,
-        },
+    head = {"x": randn(8, 16), "weight": randn(62, 16, scale=0.5), "target": y, "chunk_size": 3}
+    whole = {**head, "bias": randn(62), **everything}
+    # Exact sums, which float32 resolves to 1/16 only after an offset is added.
+    exact = {n: (4 * head[n]).round() / 4 for n in ("x", "weight")}
+    adapter = {"lora_A": randn(4, 16, scale=0.5), "lora_B": randn(62, 4), "lora_scale": 0.5}
+    warm = {"temperature": 0.7, "softcap": 5.0, "return_argmax": True}
+    given = {**head, "advantage": randn(8), "old_logprob": randn(8, scale=0.1) - 4}
+    pairs = {"cu_seqlens": torch.tensor([0, 3, 4, 4, 8]), "ref_logprob": randn(4) - 9}
+    return [
+        ("cross_entropy", {"logits": x, "target": y, **returns}),
+        ("cross_entropy", {"logits": x, "target": y, **everything}),
+        ("cross_entropy", {"logits": x, "target": y.clamp_max(30), **everything}),
+        ("cross_entropy", {"logits": x, "target": second, **everything, "reduction": "none"}),
+        ("cross_entropy", {"logits": far, "target": y, **weights, **returns, "reduction": "none"}),
+        ("linear_cross_entropy", {**head, **returns}),
+        ("linear_cross_entropy", {**whole, "num_tokens": 20}),
+        ("linear_cross_entropy", {**whole, "reduction": "none"}),
+        (
+            "linear_cross_entropy",
+            {**head, **exact, "bias": torch.full((62,), 1e6), "label_smoothing": 0.1, **returns},
+        ),
+        ("logprob_entropy", {"logits": x, "target": y, "return_argmax": True}),
+        ("logprob_entropy", {"logits": x, "target": y, **warm}),
+        ("logprob_entropy", {"logits": far, "target": y, "temperature": 1.5}),
+        ("linear_logprob", head),
+        ("linear_logprob", {**head, **adapter, "bias": randn(62), **warm}),
+        ("linear_policy_loss", given),
+        ("linear_policy_loss", {**given, "loss": "gspo", "cu_seqlens": torch.tensor([0, 3, 3, 8])}),
+        ("linear_preference_loss", {**head, **pairs}),
     ]
-    problems[3]["target"][2] = -100
-    with tempfile.TemporaryDirectory() as folder:
-        two_processes(_rank, folder, name, problems, "out")
-        for i, kw in enumerate(problems):
-            whole = {
-                k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
-                for k, v in kw.items()
-            }
-            leaf = whole.pop("logits").requires_grad_()
-            out = cross_entropy(leaf, **whole, implementation="eager")
-            out.loss.sum().backward()
-            ranks = [torch.load(f"{folder}/out-{i}-{r}") for r in range(2)]
-            for loss, lse, entropy, argmax, _ in ranks:
-                torch.testing.assert_close(loss.double(), out.loss.detach(), rtol=1e-5, atol=0)
-                torch.testing.assert_close(lse.double(), out.lse, rtol=1e-5, atol=0)
-                torch.testing.assert_close(entropy.double(), out.entropy, rtol=1e-5, atol=1e-6)
-                assert torch.equal(argmax, out.argmax)
-            grad = torch.cat([r[-1] for r in ranks], -1)
-            assert contract.error(grad, leaf.grad)[0] < 1e-5, i
+
+
+def of_shards(op, kwargs, dtype, **options):
+    """Results, and the gradients of logits, or of all of the head."""
+    kwargs = {
+        n: v.to(dtype, copy=True) if torch.is_tensor(v) and v.is_floating_point() else v
+        for n, v in kwargs.items()
+    }
+    leaves = {n: kwargs[n].requires_grad_() for n in (*SHARDED, "x", "lora_A") if n in kwargs}
+    outs = contract.leaves(OPS[op].public(**kwargs, **options))
+    total = sum(t.sum() + 0.3 * t.square().sum() for t in outs if t.requires_grad)
+    grads = torch.autograd.grad(total, leaves.values())
+    return [t.detach() for t in outs], dict(zip(leaves, grads, strict=True))
+
+
+def _rank(rank, world, folder, name):
+    options = {"group": join_group(rank, world, folder), "implementation": name}
+    for i, (op, kwargs) in enumerate(sharded_calls()):
+        own = {
+            n: v.chunk(world, SHARDED[n])[rank].clone() if n in SHARDED else v
+            for n, v in kwargs.items()
+        }
+        torch.save(of_shards(op, own, torch.float32, **options), f"{folder}/{i}-{rank}")
+        far = {**own, "target": torch.full_like(own["target"], 2**20)}
+        with pytest.raises(IndexError, match="0 to 61"):  # of the whole vocabulary
+            of_shards(op, far, torch.float32, **options)
+    torch.compiler.is_compiling = lambda: True  # compiling would take ten seconds
+    with pytest.raises(ValueError, match=r"refused under torch\.compile"):
+        of_shards("linear_cross_entropy", sharded_calls()[5][1], torch.float32, **options)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["eager", *FUSED])
+def test_two_shards_of_the_vocabulary_equal_one(name, tmp_path):
+    """Of every op that takes a group."""
+    if DEVICE == "cuda":
+        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
+    skip_unless_usable(CROSS_ENTROPY, name, torch.float32)
+    take_a_group = {n for n, op in OPS.items() if "group" in signature(op.public).parameters}
+    assert take_a_group == {op for op, _ in sharded_calls()}
+    two_processes(_rank, tmp_path, name)
+    for i, (op, kwargs) in enumerate(sharded_calls()):
+        results, grads = of_shards(op, kwargs, torch.float64, implementation="eager")
+        ranks = [torch.load(f"{tmp_path}/{i}-{r}") for r in range(2)]
+        for found, _ in ranks:  # complete, and equal on every rank
+            assert all(map(torch.equal, found, ranks[0][0]))
+            for f, e in zip(found, results, strict=True):
+                torch.testing.assert_close(f.double(), e.double(), rtol=1e-5, atol=1e-6)
+        for leaf, truth in grads.items():
+            parts = [own[leaf] for _, own in ranks]
+            # What is replicated has the whole gradient on each rank.
+            for part in [torch.cat(parts, SHARDED[leaf])] if leaf in SHARDED else parts:
+                assert contract.error(part, truth)[0] < 2e-5, (op, i, leaf)
 
 
 @pytest.mark.parametrize("name", ["eager", *FUSED])
@@ -977,50 +875,17 @@ X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    "changes, message",
     [
-        (
-            lambda: cross_entropy(X[:, :0], Y),
-            ValueError,
-            r"logits must have shape \[\*T, V\] with V >= 1, got \[4, 0\]",
-        ),
-        (
-            lambda: cross_entropy(X, Y[:3]),
-            ValueError,
-            r"target must have shape \[\*T\], where T = \[4\], got \[3\]",
-        ),
-        (
-            lambda: cross_entropy(X, Y, class_weight=X[0, :5]),
-            ValueError,
-            r"class_weight must have shape \[8\] \(the vocabulary\), got \[5\]",
-        ),
-        (
-            lambda: cross_entropy(X, Y, class_weight=torch.ones(8, requires_grad=True)),
-            ValueError,
-            "class_weight must not require a gradient",
-        ),
-        (
-            lambda: cross_entropy(X, Y, token_weight=X[:, :1]),
-            ValueError,
-            r"token_weight must have shape \[\*T\], where T = \[4\], got \[4, 1\]",
-        ),
-        (
-            lambda: cross_entropy(X, Y, num_tokens=10**400),
-            ValueError,
-            r"num_tokens must be a number in \[0, inf\) in float32 or a torch.Tensor or None, got 1000",
-        ),
-        (
-            lambda: cross_entropy(X, Y, group="tp"),
-            TypeError,
-            "group must be a torch.distributed.ProcessGroup.*str",
-        ),
-        (
-            lambda: cross_entropy(X, Y, implementation="tritn"),
-            ValueError,
-            "unknown implementation 'tritn'",
-        ),
+        ({"logits": X[:, :0]}, r"logits must have shape \[\*T, V\] with V >= 1, got \[4, 0\]"),
+        ({"target": Y[:3]}, r"target must have shape \[\*T\], where T = \[4\], got \[3\]"),
+        ({"class_weight": X[0, :5]}, r"class_weight must have shape \[8\] \(the vocabulary\)"),
+        ({"class_weight": torch.ones(8, requires_grad=True)}, "class_weight must not require a"),
+        ({"token_weight": X[:, :1]}, r"token_weight must have shape \[\*T\], .* got \[4, 1\]"),
+        ({"num_tokens": 10**400}, r"num_tokens must be a number in \[0, inf\) in float32 or a"),
+        ({"group": "tp"}, "group must be a torch.distributed.ProcessGroup.*str"),
     ],
 )
-def test_bad_input_is_one_clear_error(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_bad_input_is_one_clear_error(changes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cross_entropy(**{"logits": X, "target": Y, **changes})

@@ -3,11 +3,10 @@
 import functools
 import itertools
 import math
-import tempfile
 
 import pytest
 import torch
-from helpers import DEVICE, join_group, skip_unless_usable, two_processes
+from helpers import DEVICE, skip_unless_usable
 
 from tilewright.bench import contract
 from tilewright.ops import OPS, linear_logprob, linear_preference_loss
@@ -145,30 +144,6 @@ def test_a_sum_or_a_mean_is_that_of_the_pairs(name):
     for reduction in ("sum", "mean"):
         whole, _ = call(name, reduction=reduction)
         torch.testing.assert_close(whole.loss, getattr(each.loss, reduction)())
-
-
-def _rank(rank, world, folder, name):
-    group = join_group(rank, world, folder)
-    x, w = X.clone().requires_grad_(), W.chunk(world)[rank].clone().requires_grad_()
-    found = linear_preference_loss(x, w, Y, CU, REF, group=group, implementation=name)
-    torch.save((found.loss.detach(), torch.autograd.grad(found.loss, (x, w))), f"{folder}/{rank}")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_shards_of_the_vocabulary_equal_one(name):
-    if DEVICE == "cuda":
-        pytest.skip("gloo takes CPU tensors: run without a CUDA device")
-    skip_unless_usable(OP, name, torch.float32)
-    whole, (dx, dw) = call("eager")
-    with tempfile.TemporaryDirectory() as folder:
-        two_processes(_rank, folder, name)
-        (a, of_a), (b, of_b) = (torch.load(f"{folder}/{r}") for r in range(2))
-    for loss in (a, b):
-        torch.testing.assert_close(loss, whole.loss.detach())
-    parts = (of_a[0], dx), (of_b[0], dx), (torch.cat((of_a[1], of_b[1])), dw)
-    for found, truth in parts:
-        assert contract.error(found, truth.double())[0] < 2e-5
 
 
 given = functools.partial(linear_preference_loss, X, W, Y)

@@ -7,6 +7,7 @@ import ctypes.util
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.bench import contract
@@ -58,11 +60,7 @@ def oracle(module):
 
 def raw(t):
     """A tensor's bytes: -0.0 differs from 0.0, and NaN equals itself."""
-    return (
-        t.contiguous().reshape(-1).view(torch.uint8)
-        if t.numel()
-        else torch.zeros(0, dtype=torch.uint8)
-    )
+    return t.contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_same_bytes(found, expected):
@@ -93,28 +91,16 @@ def both(format, **options):
 def grid():
     for op in OPS:
         for impl in op.implementations:
-            for case in op.cases:
+            if impl.name == "eager":
+                continue
+            for case, dtype in itertools.product(op.cases, impl.dtypes):
                 # Noise differs from the twin's in the last bits: see test_aqn.py.
-                if (
-                    impl.name != "eager"
-                    and "contract" in case.tags
-                    and not case.name.startswith("noise")
-                ):
-                    for dtype in impl.dtypes:
-                        if (
-                            impl.name == "triton"
-                            and dtype == torch.float16
-                            and "ragged" not in case.name
-                        ):
-                            # a second in the interpreter, for the same kernel after loading
-                            continue
-                        yield pytest.param(
-                            op,
-                            impl.name,
-                            case,
-                            dtype,
-                            id=f"{op.name}-{impl.name}-{case.name}-{short(dtype)}",
-                        )
+                if "contract" not in case.tags or case.name.startswith("noise"):
+                    continue
+                if impl.name == "triton" and dtype == torch.float16 and "ragged" not in case.name:
+                    continue  # a second in the interpreter, for the same kernel after loading
+                label = f"{op.name}-{impl.name}-{case.name}-{short(dtype)}"
+                yield pytest.param(op, impl.name, case, dtype, id=label)
 
 
 @pytest.mark.parametrize("op, name, case, dtype", list(grid()))
@@ -224,24 +210,6 @@ def test_quotients_are_exact_where_the_reciprocal_is_not(ulps):
         np.testing.assert_array_equal(found[1], x / np.float32(448))
 
 
-@pytest.mark.parametrize("op", [pair[1] for pair in FORMATS.values()], ids=list(FORMATS))
-@EVERY_DTYPE
-def test_dequantising_keeps_the_contract(op, dtype, poisoned):
-    """Truth is the twin in float64, on the same codes."""
-    for name in op.usable(DEVICE, dtype):
-        if name == "triton" and DEVICE == "cpu":
-            continue  # slow in the interpreter; the bytes equal the twin's: see above
-        for case in op.cases:
-            if "contract" in case.tags:
-                kwargs = case.make(DEVICE, dtype, 0)
-                truth = op.public(**kwargs, dtype=torch.float64, implementation="eager")
-                twin = op.public(**kwargs, implementation="eager")
-                budget = 2 * contract.error(twin, truth)[0] + contract.ATOL[dtype]
-                assert (
-                    contract.error(op.public(**kwargs, implementation=name), truth)[0] <= budget
-                ), case.name
-
-
 @EVERY_FORMAT
 @EVERY_DTYPE
 def test_results_are_near_what_was_quantized(format, dtype):
@@ -264,9 +232,12 @@ def test_results_are_near_what_was_quantized(format, dtype):
 
 
 @pytest.mark.packages
-@EVERY_DTYPE
 @pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [*((shape, torch.float32) for shape in SIZES), *(((7, 33), dtype) for dtype in FLOATS[1:])],
+    ids=str,
+)
 def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
     bnb = oracle("bitsandbytes.functional")
     x = randn(*shape, dtype=dtype)
@@ -297,49 +268,26 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
 
 
 @pytest.mark.packages
-@pytest.mark.parametrize("block", [32, 128, 4096])
-def test_nf4_block_sizes_and_zero_blocks_are_those_of_bitsandbytes(block):
+def test_nf4_scales_are_those_of_bitsandbytes():
+    """Of other blocks, of zeros and subnormal numbers; in 8 bits more blocks than one of 256
+    scales, and a shorter one, and all of one size in the last tensor.
+    """
     bnb = oracle("bitsandbytes.functional")
     x = randn(3, 5000)
     x.view(-1)[:4096] = 0
     x.view(-1)[5000:9000] *= 1e-42  # subnormal numbers
-    packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
-    q = quantize_nf4(x, block_size=block)
-    assert_same_bytes(q.data, packed.view(-1))
-    assert_same_bytes(q.absmax, state.absmax)
-
-
-@pytest.mark.packages
-def test_nf4_scales_in_8_bits_are_those_of_bitsandbytes():
-    """More blocks than one of 256 scales, and a shorter one; all of one size in the last tensor."""
-    bnb = oracle("bitsandbytes.functional")
-    for x in (
-        randn(600, 64),
-        randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None],
-        torch.ones(10, 64),
-    ):
-        _, state = bnb.quantize_4bit(x.to(DEVICE), quant_type="nf4", compress_statistics=True)
-        q = quantize_nf4(x.to(DEVICE), double_quant=True)
-        for found, expected in (
-            (q.absmax, state.absmax),
-            (q.nested_absmax, state.state2.absmax),
-            (q.offset, state.offset),
-        ):
-            assert_same_bytes(found, expected)
-
-
-def test_nf4_refuses_another_codes_checkpoint():
-    tensors = quantize_nf4(randn(4, 64)).to_safetensors("w")
-    with pytest.raises(KeyError, match=r"w\.absmax is missing"):
-        nf4.NF4.from_safetensors({k: v for k, v in tensors.items() if k != "w.absmax"}, "w")
-    with pytest.raises(ValueError, match=r"w\.quant_map must be bitsandbytes' own table"):
-        nf4.NF4.from_safetensors({**tensors, "w.quant_map": tensors["w.quant_map"] * 2}, "w")
-    key = "w.quant_state.bitsandbytes__nf4"
-    state = json.dumps({**json.loads(bytes(tensors[key].tolist())), "quant_type": "fp4"})
-    with pytest.raises(ValueError, match="w must be NF4, got 'fp4'"):
-        nf4.NF4.from_safetensors(
-            {**tensors, key: torch.tensor(list(state.encode()), dtype=torch.uint8)}, "w"
-        )
+    for block in (32, 128, 4096):
+        packed, state = bnb.quantize_4bit(x, blocksize=block, quant_type="nf4")
+        q = quantize_nf4(x, block_size=block)
+        assert_same_bytes(q.data, packed.view(-1))
+        assert_same_bytes(q.absmax, state.absmax)
+    growing = randn(300, 64) * torch.arange(1, 301, device=DEVICE)[:, None]
+    for x in (randn(600, 64), growing, torch.ones(10, 64, device=DEVICE)):
+        _, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+        q = quantize_nf4(x, double_quant=True)
+        assert_same_bytes(q.absmax, state.absmax)
+        assert_same_bytes(q.nested_absmax, state.state2.absmax)
+        assert_same_bytes(q.offset, state.offset)
 
 
 STATE = "w.quant_state.bitsandbytes__nf4"
@@ -354,182 +302,99 @@ def nf4_state(**changes):
     return change
 
 
-def first(name, value, dtype=None):
-    """Replaces the first element of a tensor; or, given a dtype, casts the tensor."""
+def first(name, value):
+    """Replaces the first element of a tensor."""
 
     def change(tensors):
-        t = tensors[name].clone() if dtype is None else tensors[name].to(dtype)
-        if value is not None:
-            t.view(-1)[0] = value
+        t = tensors[name].clone()
+        t.view(-1)[0] = value
         return {name: t}
 
     return change
+
+
+def cast(name, dtype):
+    return lambda tensors: {name: tensors[name].to(dtype)}
 
 
 def shorter(name):
     return lambda tensors: {name: tensors[name][..., 1:]}
 
 
-def instead(name, make):
-    return lambda tensors: {name: make()}
+def instead(name, tensor):
+    return lambda tensors: {name: tensor}
 
 
-MODELOPT = {"layout": "modelopt"}
-BROKEN = [  # format, options of to_safetensors, the change, and the error
-    ("nf4", {}, nf4_state(dtype=...), "has no dtype"),
-    ("nf4", {}, nf4_state(quant_type=...), "has no quant_type"),
-    ("nf4", {}, nf4_state(shape=...), "has no shape"),
-    ("nf4", {}, nf4_state(blocksize=...), "has no blocksize"),
-    ("nf4", {}, nf4_state(dtype="int8"), "dtype must be one of .*float32.*, got 'int8'"),
-    ("nf4", {}, nf4_state(dtype=7), "dtype must be one of .*, got 7"),
-    (
-        "nf4",
-        {},
-        nf4_state(shape=[4.0, 64]),
-        r"shape must be a list of integers of at least 0, got \[4.0, 64\]",
-    ),
-    ("nf4", {}, nf4_state(shape=[-4, 64]), r"shape must be a list of .*, got \[-4, 64\]"),
-    ("nf4", {}, nf4_state(shape=256), "shape must be a list of .*, got 256"),
-    ("nf4", {}, nf4_state(shape=[8, 64]), r"^w must have shape \[256\]"),
-    ("nf4", {}, nf4_state(blocksize=64.0), r"blocksize must be one of \[32, 64, .*, got 64\.0"),
-    ("nf4", {}, nf4_state(blocksize=0), "blocksize must be one of .*, got 0"),
-    (
-        "nf4",
-        {},
-        instead(STATE, lambda: torch.tensor([123], dtype=torch.uint8)),
-        f"^{STATE} must be JSON in bytes",
-    ),
-    (
-        "nf4",
-        {},
-        instead(STATE, lambda: torch.tensor([91, 93], dtype=torch.uint8)),
-        f"^{STATE} must be a JSON object",
-    ),
-    ("nf4", {}, instead(STATE, lambda: torch.ones(3)), f"^{STATE} must be a uint8 tensor"),
-    ("nf4", {}, shorter("w.absmax"), r"^w\.absmax must have shape \[4\].*, got \[3\]"),
-    ("nf4", {}, first("w.absmax", math.nan), r"^w\.absmax must be finite"),
-    (
-        "nf4",
-        {},
-        first("w.absmax", None, torch.float16),
-        r"^w\.absmax must be a float32 tensor, got float16",
-    ),
-    ("nf4", {}, lambda t: {"w": t["w"][1:]}, r"^w must have shape \[128\].*, got \[127\]"),
-    (
-        "nf4 double",
-        {},
-        nf4_state(nested_offset=math.nan),
-        "nested_offset must be a finite number, got nan",
-    ),
-    (
-        "nf4 double",
-        {},
-        nf4_state(nested_offset="0"),
-        "nested_offset must be a finite number, got '0'",
-    ),
-    ("nf4 double", {}, nf4_state(nested_blocksize=...), "has no nested_blocksize"),
-    ("nf4 double", {}, first("w.nested_absmax", math.inf), r"^w\.nested_absmax must be finite"),
-    (
-        "nf4 double",
-        {},
-        instead("w.nested_absmax", lambda: torch.ones(2)),
-        r"^w\.nested_absmax must have shape \[1\]",
-    ),
-    (
-        "nvfp4",
-        {},
-        first("w_global_scale", 0),
-        r"^w_global_scale must be a finite number > 0, got 0",
-    ),
-    (
-        "nvfp4",
-        {},
-        first("w_global_scale", math.nan),
-        r"^w_global_scale must be a finite number > 0, got nan",
-    ),
-    (
-        "nvfp4",
-        {},
-        first("w_global_scale", math.inf),
-        r"^w_global_scale must be a finite number > 0, got inf",
-    ),
-    (
-        "nvfp4",
-        {},
-        first("w_global_scale", 1e-40),
-        "^w_global_scale must be .*e-41, whose inverse is infinite",
-    ),
-    (
-        "nvfp4",
-        {},
-        instead("w_global_scale", lambda: torch.ones(3)),
-        r"^w_global_scale must be one number, got shape \[3\]",
-    ),
-    (
-        "nvfp4",
-        {},
-        instead("w_global_scale", lambda: torch.ones(1, dtype=torch.int32)),
-        "^w_global_scale must be a floating-point tensor, got int32",
-    ),
-    (
-        "nvfp4",
-        MODELOPT,
-        first("w_scale_2", -1.0),
-        r"^w_scale_2 must be a finite number > 0, got -1",
-    ),
-    (
-        "nvfp4",
-        MODELOPT,
-        instead("w_scale_2", lambda: torch.ones(2)),
-        r"^w_scale_2 must be one number, got shape \[2\]",
-    ),
-    ("nvfp4", {}, first("w_scale", math.nan), "^w_scale must be finite"),
-    ("nvfp4", {}, shorter("w_scale"), r"^w_scale must have shape \[4, 4\].*, got \[4, 3\]"),
-    (
-        "nvfp4",
-        {},
-        first("w_scale", None, torch.float32),
-        "^w_scale must be a float8_e4m3fn tensor, got float32",
-    ),
-    (
-        "nvfp4",
-        {},
-        first("w_packed", None, torch.float32),
-        "^w_packed must be a uint8 tensor, got float32",
-    ),
-    ("block_fp8", {}, first("w_scale_inv", math.inf), "^w_scale_inv must be finite"),
-    (
-        "block_fp8",
-        {},
-        instead("w_scale_inv", lambda: torch.ones(2, 2)),
-        r"^w_scale_inv must have shape \[1, 1\]",
-    ),
-    (
-        "block_fp8",
-        {},
-        instead("w_scale_inv", lambda: torch.ones(1, 1, dtype=torch.int64)),
-        "^w_scale_inv must be a floating-point tensor, got int64",
-    ),
-    (
-        "block_fp8",
-        {},
-        first("w", None, torch.bfloat16),
-        "^w must be a float8_e4m3fn tensor, got bfloat16",
-    ),
-]
+TOTAL = "w_global_scale"
+POSITIVE = f"^{TOTAL} must be a finite number > 0, got "
 
 
-@pytest.mark.parametrize("kind, options, change, message", BROKEN, ids=range(len(BROKEN)))
-def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(
-    kind, options, change, message
-):
-    format, _, double = kind.partition(" ")
+BROKEN = {
+    "nf4": [
+        (lambda t: {"w.absmax": None}, r"w\.absmax is missing"),
+        (lambda t: {"w.quant_map": t["w.quant_map"] * 2}, "must be bitsandbytes' own table"),
+        (nf4_state(quant_type="fp4"), "w must be NF4, got 'fp4'"),
+        *((nf4_state(**{n: ...}), f"has no {n}") for n in ("dtype", "quant_type", "shape")),
+        (nf4_state(blocksize=...), "has no blocksize"),
+        (nf4_state(dtype="int8"), "dtype must be one of .*float32.*, got 'int8'"),
+        (nf4_state(dtype=7), "dtype must be one of .*, got 7"),
+        (nf4_state(shape=[4.0, 64]), r"shape must be a list of integers of at least 0, got \[4.0"),
+        (nf4_state(shape=[-4, 64]), r"shape must be a list of .*, got \[-4, 64\]"),
+        (nf4_state(shape=256), "shape must be a list of .*, got 256"),
+        (nf4_state(shape=[8, 64]), r"^w must have shape \[256\]"),
+        (nf4_state(blocksize=64.0), r"blocksize must be one of \[32, 64, .*, got 64\.0"),
+        (nf4_state(blocksize=0), "blocksize must be one of .*, got 0"),
+        (instead(STATE, torch.tensor([123], dtype=torch.uint8)), f"^{STATE} must be JSON in bytes"),
+        (instead(STATE, torch.tensor([91, 93], dtype=torch.uint8)), "must be a JSON object"),
+        (instead(STATE, torch.ones(3)), f"^{STATE} must be a uint8 tensor"),
+        (shorter("w.absmax"), r"^w\.absmax must have shape \[4\].*, got \[3\]"),
+        (first("w.absmax", math.nan), r"^w\.absmax must be finite"),
+        (cast("w.absmax", torch.float16), r"^w\.absmax must be a float32 tensor, got float16"),
+        (lambda t: {"w": t["w"][1:]}, r"^w must have shape \[128\].*, got \[127\]"),
+    ],
+    "nf4 double": [
+        (nf4_state(nested_offset=math.nan), "nested_offset must be a finite number, got nan"),
+        (nf4_state(nested_offset="0"), "nested_offset must be a finite number, got '0'"),
+        (nf4_state(nested_blocksize=...), "has no nested_blocksize"),
+        (first("w.nested_absmax", math.inf), r"^w\.nested_absmax must be finite"),
+        (instead("w.nested_absmax", torch.ones(2)), r"^w\.nested_absmax must have shape \[1\]"),
+    ],
+    "nvfp4": [
+        (lambda t: {"w_packed": None}, "w_packed is missing"),
+        *((first(TOTAL, value), f"{POSITIVE}{value}") for value in (0, math.nan, math.inf)),
+        (first(TOTAL, 1e-40), f"^{TOTAL} must be .*e-41, whose inverse is infinite"),
+        (instead(TOTAL, torch.ones(3)), rf"^{TOTAL} must be one number, got shape \[3\]"),
+        (cast(TOTAL, torch.int32), f"^{TOTAL} must be a floating-point tensor, got int32"),
+        (first("w_scale", math.nan), "^w_scale must be finite"),
+        (shorter("w_scale"), r"^w_scale must have shape \[4, 4\].*, got \[4, 3\]"),
+        (cast("w_scale", torch.float32), "^w_scale must be a float8_e4m3fn tensor, got float32"),
+        (cast("w_packed", torch.float32), "^w_packed must be a uint8 tensor, got float32"),
+    ],
+    "nvfp4 modelopt": [
+        (first("w_scale_2", -1.0), r"^w_scale_2 must be a finite number > 0, got -1"),
+        (instead("w_scale_2", torch.ones(2)), r"^w_scale_2 must be one number, got shape \[2\]"),
+    ],
+    "block_fp8": [
+        (first("w_scale_inv", math.inf), "^w_scale_inv must be finite"),
+        (instead("w_scale_inv", torch.ones(2, 2)), r"^w_scale_inv must have shape \[1, 1\]"),
+        (cast("w_scale_inv", torch.int64), "^w_scale_inv must be a floating-point tensor"),
+        (cast("w", torch.bfloat16), "^w must be a float8_e4m3fn tensor, got bfloat16"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "kind, change, message", [(kind, *row) for kind, rows in BROKEN.items() for row in rows]
+)
+def test_a_checkpoint_that_does_not_fit_together_is_refused_in_one_sentence(kind, change, message):
+    format, _, option = kind.partition(" ")
     up = {"nf4": quantize_nf4, "nvfp4": quantize_nvfp4, "block_fp8": quantize_block_fp8}[format]
-    q = up(randn(4, 64), **({"double_quant": True} if double else {}))
-    tensors = q.to_safetensors("w", **options)
+    q = up(randn(4, 64), **({"double_quant": True} if option == "double" else {}))
+    tensors = q.to_safetensors("w", **({"layout": option} if option == "modelopt" else {}))
     assert_same(type(q).from_safetensors(tensors, "w").tensors()[0], q.tensors()[0])
-    with pytest.raises((TypeError, ValueError), match=message) as caught:
-        type(q).from_safetensors({**tensors, **change(tensors)}, "w")
+    changed = {n: t for n, t in {**tensors, **change(tensors)}.items() if t is not None}
+    with pytest.raises((KeyError, TypeError, ValueError), match=message) as caught:
+        type(q).from_safetensors(changed, "w")
     assert "\n" not in str(caught.value)
 
 
@@ -584,12 +449,8 @@ def test_nvfp4_differs_from_torchao_as_documented():
 @pytest.mark.packages
 def test_nf4_differs_from_bitsandbytes_as_documented():
     bnb = oracle("bitsandbytes.functional")
-    for length, value, equal in (
-        (200, 0.0, False),
-        (200, 1e-40, False),
-        (256, 0.0, True),
-        (200, 1e-30, True),
-    ):
+    cases = (200, 0.0, False), (200, 1e-40, False), (256, 0.0, True), (200, 1e-30, True)
+    for length, value, equal in cases:
         x = torch.full((length,), value, device=DEVICE)
         data, state = bnb.quantize_4bit(x, blocksize=64, compress_statistics=True, quant_type="nf4")
         q = quantize_nf4(x, double_quant=True)
@@ -633,21 +494,14 @@ def test_nvfp4_layouts_come_back():
     q = quantize_nvfp4(x)
     modelopt = q.to_safetensors("w", "modelopt")
     assert set(modelopt) == {"w", "w_scale", "w_scale_2"}
-    again = nvfp4.NVFP4.from_safetensors(modelopt, "w", shape=x.shape)
-    assert_same(again, q)
+    assert_same(nvfp4.NVFP4.from_safetensors(modelopt, "w", shape=x.shape), q)
     again = nvfp4.NVFP4.from_safetensors(q.to_safetensors("w"), "w", shape=x.shape)
-    torch.testing.assert_close(
-        dequantize_nvfp4(again, dtype=torch.float32),
-        dequantize_nvfp4(q, dtype=torch.float32),
-        rtol=3e-7,
-        atol=0,
-    )
+    values = (dequantize_nvfp4(t, dtype=torch.float32) for t in (again, q))
+    torch.testing.assert_close(*values, rtol=3e-7, atol=0)
     with pytest.raises(
-        ValueError, match=r"layout must be one of \['compressed-tensors', 'modelopt'\], got 'gguf'"
+        ValueError, match=r"one of \['compressed-tensors', 'modelopt'\], got 'gguf'"
     ):
         q.to_safetensors("w", "gguf")
-    with pytest.raises(KeyError, match="w_packed is missing"):
-        nvfp4.NVFP4.from_safetensors({"w_scale": q.scale}, "w")
 
 
 # ---- transformers
@@ -747,6 +601,8 @@ def test_mxfp8_scales_are_the_least_that_saturate_nothing(name, poisoned):
     """
     skip_unless_usable(mxfp8.QUANTIZE_MXFP8, name, torch.float32)
     exponents = torch.arange(-149, 120, device=DEVICE, dtype=torch.float64)
+    if name == "triton" and DEVICE == "cpu":  # the interpreter is slow
+        exponents = exponents[(exponents % 16 == 0) | ((exponents + 127).abs() < 4)]
     for factor, byte in ((448.0, 127), (448 + 2.0**-15, 128), (256.0, 127), (224 + 2.0**-16, 127)):
         most = factor * 2.0**exponents
         x = torch.zeros(len(most), 40, device=DEVICE)
@@ -829,14 +685,7 @@ def test_codes_are_converted_by_gpus_that_can(monkeypatch):
     from tilewright.kernels.quant import quantize_triton
 
     has = quantize_triton.conversions.__wrapped__
-    for capability, expected in (
-        ((8, 0), 0),
-        ((8, 9), 1),
-        ((9, 0), 1),
-        ((10, 0), 2),
-        ((10, 3), 2),
-        ((12, 1), 2),
-    ):
+    for capability, expected in {(8, 0): 0, (8, 9): 1, (9, 0): 1, (10, 0): 2, (12, 1): 2}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert has(torch.device("cuda", 0)) == expected
     assert has(torch.device("cpu")) == 0
@@ -849,13 +698,6 @@ def test_nvfp4_codes_make_up_for_the_rounding_of_the_scale():
     q = quantize_nvfp4(x)
     assert q.scale.float().tolist() == [[448.0, 1.0]]
     assert dequantize_nvfp4(q)[0, :18].tolist() == [2688.0, *[0.0] * 15, 6.0, 3.0]
-
-
-def test_philox_gives_the_published_words():
-    """Random123's known answer for zeros; also more elements, and other high bits of a key."""
-    assert quantize.philox(0, 4, "cpu").tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7, 60, "cpu")[:50])
-    assert not torch.equal(quantize.philox(7, 50, "cpu"), quantize.philox(7 + 2**32, 50, "cpu"))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "block_fp8", "mxfp8"])
@@ -889,16 +731,13 @@ def test_random_rounding_leaves_what_needs_none(format, largest):
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize(
-    "shape", [(0,), (0, 16), (3, 0), (1,), (17,), (2, 0, 5), (2, 3, 21)], ids=str
-)
-def test_any_shape(format, shape):
+@pytest.mark.parametrize("shape", [(17,), (2, 3, 21)], ids=str)
+def test_a_short_last_block_is_one_with_zeros(format, shape):
     up, down = both(format)
     x = randn(*shape)
     y = down(up(x))
     assert y.shape == x.shape
-    # Elements do not depend on memory past the end: as if x were padded with zeros.
-    if x.numel() and format != "nf4":
+    if format != "nf4":  # whose blocks span rows
         longer = torch.nn.functional.pad(x, (0, 11))
         assert torch.equal(down(up(longer))[..., : shape[-1]], y)
 
@@ -943,9 +782,8 @@ def test_nvfp4_block_scales_are_subnormal_before_they_are_nothing():
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("at", [0, 37, 79])
-def test_what_is_not_finite_is_refused_by_name(format, bad, at):
+@pytest.mark.parametrize("at, bad", [(0, math.nan), (37, math.inf), (79, -math.inf)])
+def test_what_is_not_finite_is_refused_by_name(format, at, bad):
     if DEVICE == "cuda":
         pytest.skip("on CUDA nothing looks")
     up, _ = both(format)
@@ -975,14 +813,6 @@ def test_nvfp4_shares_a_scale_that_is_given():
     assert torch.equal(whole.data[:4], q.data)
 
 
-@EVERY_FORMAT
-def test_any_strides(format):
-    up, _ = both(format)
-    x = randn(30, 96)
-    for view in (x[:, 10:50], x.mT, x[::2], x[:1].expand(4, 96)):
-        assert_same(up(view), up(view.contiguous()))
-
-
 # ---- as pytrees and in compiled code
 
 
@@ -990,40 +820,14 @@ def test_any_strides(format):
 def test_a_quantized_tensor_is_a_pytree(format):
     up, down = both(format, **({"double_quant": True} if format == "nf4" else {}))
     q = up(randn(6, 64))
-    leaves, spec = torch.utils._pytree.tree_flatten(q)
-    assert len(leaves) == len(q.tensors()) and all(
-        a is b for a, b in zip(leaves, q.tensors(), strict=True)
-    )
-    again = torch.utils._pytree.tree_map(torch.clone, q)
-    assert (
-        type(again) is type(q)
-        and again.shape == q.shape
-        and spec == torch.utils._pytree.tree_structure(again)
-    )
+    leaves, spec = pytree.tree_flatten(q)
+    assert list(map(id, leaves)) == list(map(id, q.tensors()))
+    again = pytree.tree_map(torch.clone, q)
+    assert type(again) is type(q) and again.shape == q.shape
+    assert spec == pytree.tree_structure(again)
     assert_same(down(again), down(q))
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.data = None
-
-
-@EVERY_FORMAT
-@pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_as_one_graph_with_quantized_tensors_in_and_out(format, name, backend):
-    skip_unless_usable(FORMATS[format][0], name, torch.float32)
-    up, down = both(
-        format, implementation=name, **({"double_quant": True} if format == "nf4" else {})
-    )
-    down = functools.partial(down, implementation=name)
-    if backend == "inductor" and name != "cpp":
-        pytest.skip(
-            "Inductor may reorder what is not an operator; and one operator is as another to it"
-        )
-    torch._dynamo.reset()
-    x = randn(5, 70)
-    q = torch.compile(up, fullgraph=True, backend=backend)(x)
-    assert isinstance(q, type(up(x))) and q.shape == (5, 70)
-    assert_same(q, up(x))
-    assert_same(torch.compile(down, fullgraph=True, backend=backend)(q), down(q))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="values are checked on a CPU")
@@ -1039,29 +843,6 @@ def test_compiled_code_checks_that_x_is_finite(format, name):
     x[3, 8] = math.nan
     with pytest.raises(ValueError, match=r"^x must be finite \(in float32\)"):
         compiled(x)
-
-
-@EVERY_FORMAT
-@pytest.mark.parametrize("name", ["triton", "cpp"])
-def test_operators_pass_opcheck(format, name):
-    skip_unless_usable(FORMATS[format][0], name, torch.float32)
-
-    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "tilewright":
-                found.setdefault(func, args)
-            return func(*args, **(kwargs or {}))
-
-    found = {}
-    up, down = both(
-        format, implementation=name, **({"double_quant": True} if format == "nf4" else {"seed": 1})
-    )
-    with Calls():
-        down(up(randn(5, 37)), implementation=name)
-    scale = (format, name) == ("nvfp4", "triton")  # of the tensor, an operator of its own
-    assert sum(name in func.name() for func in found) == 2 + scale
-    for func, args in found.items():
-        torch.library.opcheck(func, args)
 
 
 @pytest.mark.parametrize("hadamard", [0, 16])
@@ -1098,76 +879,35 @@ def test_kernels_find_the_scale_of_a_tensor(change, given, hadamard, monkeypatch
             torch.testing.assert_close(f, e, rtol=1e-6 if hadamard else 0, atol=0, equal_nan=True)
 
 
-@EVERY_FORMAT
-def test_nothing_is_differentiable(format):
-    up, down = both(format)
-    x = randn(4, 64).requires_grad_()
-    assert not down(up(x)).requires_grad
-
-
 # ---- refusals
 
 
 @EVERY_FORMAT
 def test_arguments_that_do_not_fit_are_refused_by_name(format):
     up, down = both(format)
-    x = randn(4, 64)
-    q = up(x)
-    for call, error, message in [
-        (
-            lambda: down(dataclasses.replace(q, dtype=torch.int8)),
-            TypeError,
-            r"q\.dtype must be one of \[torch.float32, .*, got torch.int8",
-        ),
-        (
-            lambda: down(dataclasses.replace(q, data=q.data[:1])),
-            ValueError,
-            r"q\.\w+ must have shape",
-        ),
-        (
-            lambda: down(dataclasses.replace(q, data=q.data.float())),
-            TypeError,
-            r"q\.data must be a \w+ tensor",
-        ),
-    ]:
-        with pytest.raises(error, match=message):
-            call()
+    q = up(randn(4, 64))
+    for changes, message in (
+        ({"dtype": torch.int8}, r"q\.dtype must be one of \[torch.float32, .*, got torch.int8"),
+        ({"data": q.data[:1]}, r"q\.\w+ must have shape"),
+        ({"data": q.data.float()}, r"q\.data must be a \w+ tensor"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            down(dataclasses.replace(q, **changes))
 
 
-def test_options_that_do_not_fit_are_refused_by_name():
-    x = randn(4, 64)
-    for call, error, message in [
-        (
-            lambda: quantize_nvfp4(x, seed=2**63),
-            ValueError,
-            r"seed must be an int in \[0, 2\*\*63\) or None, got 9223372036854775808",
-        ),
-        (
-            lambda: quantize_nvfp4(x[0], square=True),
-            ValueError,
-            r"x must have at least 2 dimensions",
-        ),
-        (
-            lambda: quantize_nvfp4(x, global_scale=torch.ones(1, device=DEVICE)),
-            ValueError,
-            r"global_scale must have shape \[\], got \[1\]",
-        ),
-        (
-            lambda: quantize_mxfp8(x[0], transpose=True),
-            ValueError,
-            "x must have at least 2 dimensions",
-        ),
-        (lambda: quantize_block_fp8(x[0]), ValueError, "x must have at least 2 dimensions"),
-        (
-            lambda: quantize_block_fp8(x, block=128),
-            ValueError,
-            "block must be two positive ints .* got 128",
-        ),
-        (
-            lambda: quantize_block_fp8(x, block=(129, 128)),
-            ValueError,
-            r"block must be .* got \(129, 128\)",
-        ),
-    ]:
-        with pytest.raises(error, match=message):
-            call()
+@pytest.mark.parametrize(
+    "up, rows, options, message",
+    [
+        (quantize_nvfp4, 4, {"seed": 2**63}, r"seed must be an int in \[0, 2\*\*63\) or None"),
+        (quantize_nvfp4, None, {"square": True}, "x must have at least 2 dimensions"),
+        (quantize_nvfp4, 4, {"global_scale": torch.ones(1)}, r"global_scale must have shape \[\]"),
+        (quantize_mxfp8, None, {"transpose": True}, "x must have at least 2 dimensions"),
+        (quantize_block_fp8, None, {}, "x must have at least 2 dimensions"),
+        (quantize_block_fp8, 4, {"block": 128}, "block must be two positive ints .* got 128"),
+        (quantize_block_fp8, 4, {"block": (129, 128)}, r"block must be .* got \(129, 128\)"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(up, rows, options, message):
+    x = torch.ones(64) if rows is None else torch.ones(rows, 64)
+    with pytest.raises(ValueError, match=message):
+        up(x, **options)
