@@ -196,14 +196,18 @@ gate-all:
 	$(MAKE) gate GATE_ARGS="--all $(GATE_ARGS)"
 	$(GATE_PYTHON) -m bench gate-variants $(GATE_ARGS)
 
-# Before a version: `make test`, every kernel compiled by both Tritons, and those tables; and every fault that is planted
-# for the tools.
+# Before a version: `make test`, every table (hours, and only what is not of today's sources), and every kernel compiled
+# by both Tritons.
 whole: test
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.ptx
+	$(BIN)/python -m tests.plants
+	$(BIN)/python -m tests.mutations tests/mutations/results.jsonl --old --jobs 2
+	$(BIN)/python -m tests.families accelerated --jobs 2
+	$(BIN)/python -m tests.families quantized --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench truth --out bench/results/truth
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.lib.sweeps --strict
 	$(MAKE) gate-all
 	$(MAKE) gate-all TRITON=$(GPU_TRITON)
-	$(BIN)/python tests/plants build/plants.jsonl
 
 # What a GPU launches first, compiled here by the Triton and for the Python that its machine has (3.12 with torch 2.11),
 # so that its minutes are not spent on compiling: for bench/gpu.sh, in RESULTS.

@@ -93,13 +93,14 @@ void forward_rows(int64_t begin, int64_t end, const T* logits, const int64_t* ta
         z[i] = scaled<S>(v, cap);
         top = v > top ? v : top;
       }
-      if (top > largest_logit) {
+      const bool larger = top > largest_logit;
+      if (larger && o.argmax != nullptr) {
+        int64_t i = 0;
+        while (load(xb[i]) != top) ++i;
+        best = first + i;
+      }
+      if (larger || first == 0) {  // a capped -inf is a peak, too
         largest_logit = top;
-        if (o.argmax != nullptr) {
-          int64_t i = 0;
-          while (load(xb[i]) != top) ++i;
-          best = first + i;
-        }
         // The cap is monotone up to rounding, and the peak need not be the exact maximum of z.
         const float higher = std::max(peak, scaled<S>(top, cap));
         const double lower = (double(peak) - finite(higher)) * (S == SCALED ? cap.inverse : 1.0f);

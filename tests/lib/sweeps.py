@@ -22,6 +22,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
+# As pytest has them, for commands that import this first.
+sys.path[:0] = {str(ROOT / "lab"), str(ROOT / "tests/lib")} - {*sys.path}
 Row = dict[str, Any]
 
 
@@ -135,6 +137,9 @@ def every() -> list[Sweep]:
     found = [sweep.SWEEP, faults]
     with contextlib.suppress(ModuleNotFoundError):  # without transformers, or pydantic
         found.append(truth())
+        from tests.plants.sweep import SWEEP as plants
+
+        found.append(plants)
         from tests.families.each import SWEEPS
 
         found += SWEEPS.values()
@@ -150,5 +155,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
     sys.exit(main(sys.argv[1:]))

@@ -232,7 +232,7 @@ def test_a_saturated_cap_costs_no_precision(name, scale):
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=short)
-@pytest.mark.parametrize("softcap", [2.0, 32.0, 64.0])
+@pytest.mark.parametrize("softcap", [2.0, 32.0, 64.0, 120.0])
 def test_a_cap_of_any_size_in_wide_rows(name, dtype, softcap):
     """A kernel needs no maximum of a row before its sum where the cap is small and logits have 16
     bits, however far the maximum is from the cap.

@@ -6,13 +6,10 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "lab"), str(ROOT / "tests/lib")]
-
-from tests.lib import shards  # noqa: E402
-from tests.lib.sweeps import go_on  # noqa: E402
-from tests.ptx import sweep  # noqa: E402
-from tests.ptx.verdicts import Verdicts  # noqa: E402
+from tests.lib import shards
+from tests.lib.sweeps import ROOT, go_on
+from tests.ptx import sweep
+from tests.ptx.verdicts import Verdicts
 
 
 def emulated(names):
