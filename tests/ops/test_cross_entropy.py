@@ -812,13 +812,15 @@ def test_two_shards_of_the_vocabulary_equal_one(name, tmp_path):
         ranks = [torch.load(f"{tmp_path}/{i}-{r}") for r in range(2)]
         for found, _ in ranks:  # complete, and equal on every rank
             assert all(map(torch.equal, found, ranks[0][0]))
-            for f, e in zip(found, results, strict=True):
-                torch.testing.assert_close(f.double(), e.double(), rtol=1e-5, atol=1e-6)
+            for at, (f, e) in enumerate(zip(found, results, strict=True)):
+                atol = 0 if op == "cross_entropy" and at < 2 else 1e-6  # the loss, lse
+                torch.testing.assert_close(f.double(), e.double(), rtol=1e-5, atol=atol)
+        limit = 1e-5 if op.endswith("cross_entropy") else 2e-5
         for leaf, truth in grads.items():
             parts = [own[leaf] for _, own in ranks]
             # What is replicated has the whole gradient on each rank.
             for part in [torch.cat(parts, SHARDED[leaf])] if leaf in SHARDED else parts:
-                assert contract.error(part, truth)[0] < 2e-5, (op, i, leaf)
+                assert contract.error(part, truth)[0] < limit, (op, i, leaf)
 
 
 @pytest.mark.parametrize("name", ["eager", *FUSED])
