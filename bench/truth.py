@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -417,9 +415,7 @@ def code() -> str:
     """The digest of what computes a row."""
     # The trainer imports the rows of its tables by their folders.
     paths = {*sources.files(["bench.truth"]), *(ROOT / "tilewright/trainer").rglob("*.py")}
-    lines = (line for path in sorted(paths) for line in path.read_text().splitlines())
-    text = "\n".join(line for line in lines if not re.match(r"\s*(#|$)", line))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return sources.of_files(paths)
 
 
 def share(row: Mapping[str, Any]) -> float:

@@ -16,6 +16,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tests.counts import cells
 from tests.lib.sweeps import now
@@ -64,16 +65,22 @@ def run(folder: pathlib.Path, part: int) -> None:
     shown.rename(report)
 
 
-def covered(folder: pathlib.Path) -> dict[str, dict[str, list[int]]]:
-    """Package -> lines and branches: how many were run, of how many."""
+def files(folder: pathlib.Path, parts: Sequence[pathlib.Path]) -> dict[str, Any]:
+    """File -> what coverage reports of it, from the data that processes left in the parts."""
     import coverage
 
     whole = coverage.Coverage(config_file=configured(folder / "all.cfg", folder / "coverage"))
-    whole.combine([str(folder / str(i)) for i in range(1, PARTS + 1)], keep=True)
+    whole.combine(list(map(str, parts)), keep=True)
     whole.json_report(outfile=str(folder / "all.json"))
+    found = json.loads((folder / "all.json").read_text())["files"]
+    return {os.path.relpath(ROOT / name, ROOT): file for name, file in found.items()}
+
+
+def covered(folder: pathlib.Path) -> dict[str, dict[str, list[int]]]:
+    """Package -> lines and branches: how many were run, of how many."""
     found: dict[str, dict[str, list[int]]] = {}
-    for name, file in json.loads((folder / "all.json").read_text())["files"].items():
-        path = pathlib.PurePath(os.path.relpath(ROOT / name, ROOT))
+    for name, file in files(folder, [folder / str(i) for i in range(1, PARTS + 1)]).items():
+        path = pathlib.PurePath(name)
         package = "/".join(path.parts[: min(2, len(path.parts) - 1)])
         sums = found.setdefault(package, {"lines": [0, 0], "branches": [0, 0]})
         s = file["summary"]

@@ -9,33 +9,22 @@ A file or a function may be in several reports: `lost` takes any number of AFTER
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 
-from tests.counts.__main__ import ROOT, configured
+from tests.counts.__main__ import ROOT, configured, files
 
 # File -> lines, and branches as [from, to], that were run.
 Covered = dict[str, dict[str, list]]
 
 
 def read(folder: pathlib.Path) -> Covered:
-    """From the data that processes left in a folder."""
-    import coverage
-
-    whole = coverage.Coverage(config_file=configured(folder / "all.cfg", folder / "coverage"))
-    whole.combine([str(folder)], keep=True)
-    whole.json_report(outfile=str(folder / "all.json"))
-    files = json.loads((folder / "all.json").read_text())["files"]
     return {
-        os.path.relpath(ROOT / name, ROOT): {
-            "lines": file["executed_lines"],
-            "branches": file["executed_branches"],
-        }
-        for name, file in files.items()
+        name: {"lines": file["executed_lines"], "branches": file["executed_branches"]}
+        for name, file in files(folder, [folder]).items()
         if file["executed_lines"]
     }
 

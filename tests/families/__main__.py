@@ -14,8 +14,8 @@ import importlib
 import torch
 
 import tilewright.integrations.transformers as integration
-from tests.families.each import SWEEPS, table
-from tests.lib.sweeps import go_on
+from tests.families.each import SWEEPS, table_of
+from tests.lib.sweeps import beside, go_on
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -29,6 +29,6 @@ wanted = set(filter(None, given.only.split(",")))
 chosen = [u for u in SWEEPS[given.table].old() if not wanted or u.split()[1] in wanted]
 torch.set_num_threads(1)
 integration.register()  # imports what every child needs
-go_on(SWEEPS[given.table], table(given.table), chosen, module.row_of, given.jobs)
+go_on(SWEEPS[given.table], table_of(given.table), beside(chosen, module.row_of, given.jobs))
 if given.table == "accelerated":
     module.write_page()

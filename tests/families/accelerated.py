@@ -28,8 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import tilewright.integrations.transformers as integration
-from tests.families.each import table as rows_of
-from tests.families.each import versions
+from tests.families.each import table_of, versions
 from tests.lib.isolated import Died, isolated
 from tests.lib.small_models import build
 
@@ -478,5 +477,5 @@ def table(rows: list[dict]) -> str:
 
 def write_page() -> None:
     """README.md beside the rows."""
-    rows = rows_of("accelerated")
+    rows = table_of("accelerated")
     (rows.file.parent / "README.md").write_text(table(list(rows.rows().values())))

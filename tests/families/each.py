@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import pathlib
 
 from tests.lib.small_models import EVERY, kinds
-from tests.lib.sweeps import ROOT, Sweep, Table, of_files
+from tests.lib.sweeps import ROOT, Sweep, Table
+from tilewright.bench import sources
 
 FOLDER = ROOT / "bench/results/families"
 # What adapts, loads and saves models. What ops compute, their own tests hold.
 SOURCES = ("integrations/**/*.py", "nn/**/*.py")
-
-
+LIBRARY = ("small_models", "isolated")
 PACKAGES = {  # whose versions count
     "accelerated": ("torch", "transformers"),
     "quantized": ("torch", "transformers", "bitsandbytes", "compressed-tensors"),
@@ -21,30 +22,34 @@ PACKAGES = {  # whose versions count
 
 
 def versions(name: str) -> dict[str, str]:
-    return {package: importlib.metadata.version(package) for package in PACKAGES[name]}
+    """Of the packages that are installed."""
+    found = {}
+    for package in PACKAGES[name]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
-def sweep(name: str, what: str, *sources: str) -> Sweep:
-    """name: of a module here.   what: of each family.   sources: further files of tilewright."""
+def sweep(name: str, what: str, *patterns: str) -> Sweep:
+    """name: of a module here.   what: of each family.   patterns: of further files of tilewright."""
 
     @functools.cache
     def digests() -> dict[str, str]:
         here = pathlib.Path(__file__).parent
         own = [here / f"{name}.py", *(ROOT / "tests/lib" / f"{n}.py" for n in LIBRARY)]
-        own += [p for of in (*SOURCES, *sources) for p in (ROOT / "tilewright").glob(of)]
-        digest = of_files(own, str(versions(name)))
+        own += [p for of in (*SOURCES, *patterns) for p in (ROOT / "tilewright").glob(of)]
+        digest = sources.of_files(own, str(versions(name)))
         return {f"{head} {kind}": digest for head in EVERY for kind in kinds(head)}
 
     command = f"python -m tests.families {name}"
     what = f"{what} of families of transformers"
-    return Sweep(what, command, digests, table(name).rows)
+    return Sweep(what, command, digests, table_of(name).rows)
 
 
-def table(name: str) -> Table:
+def table_of(name: str) -> Table:
     return Table(FOLDER / f"{name}.jsonl")
 
 
-LIBRARY = ("small_models", "isolated")
 SWEEPS = {
     "accelerated": sweep("accelerated", "accelerate"),
     "quantized": sweep("quantized", "quantized loading", "ops/quant/*.py"),

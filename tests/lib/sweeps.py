@@ -10,20 +10,18 @@ of what the row depends on, the commit and the date.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import datetime
-import hashlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 # As pytest has them, for commands that import this first.
-sys.path[:0] = {str(ROOT / "lab"), str(ROOT / "tests/lib")} - {*sys.path}
+sys.path[:0] = [p for p in (str(ROOT / "lab"), str(ROOT / "tests/lib")) if p not in sys.path]
 Row = dict[str, Any]
 
 
@@ -75,22 +73,26 @@ class Table(NamedTuple):
         os.replace(aside, self.file)
 
 
-def go_on(
-    sweep: Sweep, table: Table, units: Sequence[str], row_of: Callable[[str], Row], jobs: int = 1
-) -> None:
-    """Writes the rows of these units as they are found, and says of each what is wrong.
+def go_on(sweep: Sweep, table: Table, found: Iterable[tuple[str, Row]]) -> None:
+    """Writes rows as they are found, and says of each what is wrong.
 
-    row_of: unit -> row, with `wrong`. It is called by threads: the work is a process's.
+    found: units and their rows, with `wrong`.
     """
     digests = sweep.digests()
+    for unit, row in found:
+        table.write({"unit": unit, **row, "digest": digests[unit]}, digests)
+        print(f"{unit}: {'; '.join(row['wrong']) or 'as it should be'}", flush=True)
+    print(sweep.told())
+
+
+def beside(
+    units: Iterable[str], row_of: Callable[[str], Row], jobs: int
+) -> Iterator[tuple[str, Row]]:
+    """Units and their rows.   row_of: is called by threads: the work is a process's."""
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(row_of, unit): unit for unit in units}
         for done in concurrent.futures.as_completed(waiting):
-            unit = waiting[done]
-            row = {"unit": unit, **done.result(), "digest": digests[unit]}
-            table.write(row, digests)
-            print(f"{unit}: {'; '.join(row['wrong']) or 'as it should be'}", flush=True)
-    print(sweep.told())
+            yield waiting[done], done.result()
 
 
 def now() -> Row:
@@ -101,24 +103,18 @@ def now() -> Row:
     return {"commit": said.stdout.strip(), "date": datetime.date.today().isoformat()}
 
 
-def of_files(paths: Iterable[pathlib.Path], *further: str) -> str:
-    """The digest of files, by their syntax if they are Python, and of what is said beside them."""
-    from tilewright.bench import sources
-
-    parts = [*further]
-    for path in sorted(paths):
-        text = path.read_text()
-        parts.append(sources.meaning(text) if path.suffix == ".py" else text)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
 def truth() -> Sweep:
     """The losses of the trainer beside float64: a row a layout."""
-    from bench import truth
-
     folder = "bench/results/truth"
 
+    def digests() -> dict[str, str]:
+        from bench import truth
+
+        return dict.fromkeys(truth.LAYOUTS, truth.code())
+
     def rows() -> dict[str, Row]:
+        from bench import truth
+
         found: dict[str, Row] = {}
         for row in json.loads((ROOT / folder / truth.FILE).read_text())["rows"]:
             one = found.setdefault(row["layout"], {"digest": row.get("code"), "wrong": []})
@@ -126,31 +122,27 @@ def truth() -> Sweep:
             one["wrong"] += [row["loss"]] if truth.share(row) > 1 else []
         return found
 
-    command = f"python -m bench truth --out {folder}"
-    return Sweep("losses", command, lambda: dict.fromkeys(truth.LAYOUTS, truth.code()), rows)
+    return Sweep("losses beside float64", f"python -m bench truth --out {folder}", digests, rows)
 
 
 def every() -> list[Sweep]:
+    from tests.families.each import SWEEPS
     from tests.mutations.sweep import SWEEP as faults
-    from tests.ptx import sweep
+    from tests.plants.sweep import SWEEP as plants
+    from tests.ptx.sweep import SWEEP as compiled
 
-    found = [sweep.SWEEP, faults]
-    with contextlib.suppress(ModuleNotFoundError):  # without transformers, or pydantic
-        found.append(truth())
-        from tests.plants.sweep import SWEEP as plants
-
-        found.append(plants)
-        from tests.families.each import SWEEPS
-
-        found += SWEEPS.values()
-    return found
+    return [compiled, plants, faults, *SWEEPS.values(), truth()]
 
 
 def main(arguments: list[str]) -> int:
-    found = every()
-    for sweep in found:
-        print(sweep.told())
-    bad = any(sweep.old() or sweep.wrong() for sweep in found)
+    bad = False
+    for sweep in every():
+        try:
+            print(sweep.told())
+            bad |= bool(sweep.old() or sweep.wrong())
+        except ModuleNotFoundError as error:
+            print(f"{sweep.what}: what they depend on is not installed: {error}")
+            bad = True
     return int(bad and "--strict" in arguments)
 
 

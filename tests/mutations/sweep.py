@@ -11,8 +11,7 @@ FILE = "tests/mutations/results.jsonl"
 
 
 def digests() -> dict[str, str]:
-    rows = table.last_rows(ROOT / FILE)
-    return {fault.id: table.digest_of(fault, rows) for fault in load()}
+    return table.digests(ROOT / FILE)
 
 
 def rows() -> dict[str, Row]:

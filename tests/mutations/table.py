@@ -30,17 +30,20 @@ def digest(fault: Fault, first: str) -> str:
 @functools.cache
 def code(path: pathlib.Path) -> str:
     """A file without blank lines and lines of a comment."""
-    return re.sub(r"(?m)^\s*(#.*|//.*)?\n", "", path.read_text())
+    comment = "#" if path.suffix == ".py" else "//"
+    return re.sub(rf"(?m)^\s*({comment}.*)?\n", "", path.read_text())
+
+
+def digests(out: pathlib.Path) -> dict[str, str]:
+    """Of each fault today, where the test that saw it last is."""
+    rows = last_rows(out)
+    return {f.id: digest(f, rows.get(f.id, {}).get("first", "")) for f in load()}
 
 
 def old(out: pathlib.Path) -> list[str]:
     """Faults without a row of today's sources."""
     rows = last_rows(out)
-    return [f.id for f in load() if rows.get(f.id, {}).get("digest") != digest_of(f, rows)]
-
-
-def digest_of(fault: Fault, rows: dict[str, dict]) -> str:
-    return digest(fault, rows.get(fault.id, {}).get("first", ""))
+    return [i for i, now in digests(out).items() if rows.get(i, {}).get("digest") != now]
 
 
 def cell(text: str) -> str:

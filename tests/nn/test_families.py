@@ -5,7 +5,7 @@ differ. After `accelerate`, every call that works without it gives the same resu
 import pytest
 from helpers import keep_tables
 
-from tests.families import accelerated
+from tests.families import accelerated, each
 
 pytestmark = pytest.mark.packages
 
@@ -55,3 +55,16 @@ def test_a_difference_is_seen(monkeypatch):
     monkeypatch.setattr(layers.ops, "rmsnorm", refuse)
     row = accelerated.check("llama", "causal", {"eval"})
     assert row["calls"]["eval"] == "refused: ValueError: planted"
+
+
+def test_the_committed_table_is_of_all_families_and_its_page_is_of_it():
+    """Whoever installs another transformers writes it again; for the version of the table, each
+    family stands there.
+    """
+    table = each.table_of("accelerated")
+    rows = table.rows()
+    assert (table.file.parent / "README.md").read_text() == accelerated.table([*rows.values()])
+    (first, *_) = rows.values()
+    if first["versions"]["transformers"] != each.versions("accelerated")["transformers"]:
+        pytest.skip(f"the table is of transformers {first['versions']['transformers']}")
+    assert each.SWEEPS["accelerated"].digests().keys() <= rows.keys()

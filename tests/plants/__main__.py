@@ -7,17 +7,21 @@ the first kind that others find in their way.
 """
 
 import sys
+from collections.abc import Iterator
 
-from tests.plants.sweep import SWEEP, TABLE, TOOLS, digests
+from tests.lib.sweeps import Row, go_on
+from tests.plants.sweep import SWEEP, TABLE, TOOLS
 
-if __name__ == "__main__":
+
+def found() -> Iterator[tuple[str, Row]]:
+    """What the tools say of those whose rows are not of today's sources."""
     old = SWEEP.old()
     for tool, (module, names, *_) in TOOLS.items():
         left = [name for name in names if f"{tool} {name}" in old]
         for name, result in module.results(left) if left else ():
-            unit = f"{tool} {name}"
-            print(unit, "|", result.splitlines()[0], flush=True)
-            row = {"unit": unit, "wrong": [] if result == "as said" else [result]}
-            TABLE.write({**row, "digest": digests()[unit]}, digests())
-    print(SWEEP.told())
+            yield f"{tool} {name}", {"wrong": [] if result == "as said" else [result]}
+
+
+if __name__ == "__main__":
+    go_on(SWEEP, TABLE, found())
     sys.exit(bool(SWEEP.wrong()))

@@ -6,7 +6,8 @@ import functools
 import importlib.metadata
 import pathlib
 
-from tests.lib.sweeps import ROOT, Sweep, Table, of_files
+from tests.lib.sweeps import ROOT, Sweep, Table
+from tilewright.bench import sources
 
 from . import kernels, layout, verify
 
@@ -35,10 +36,12 @@ TOOLS = {
 @functools.cache
 def digests() -> dict[str, str]:
     found = {}
-    for tool, (module, names, sources, packages) in TOOLS.items():
+    for tool, (module, names, patterns, packages) in TOOLS.items():
         paths = [HERE.with_name(f"{module.__name__.rpartition('.')[2]}.py")]
-        paths += [path for pattern in sources for path in ROOT.glob(pattern)]
-        digest = of_files(paths, *(f"{n} {importlib.metadata.version(n)}" for n in packages))
+        paths += [path for pattern in patterns for path in ROOT.glob(pattern)]
+        digest = sources.of_files(
+            paths, *(f"{n} {importlib.metadata.version(n)}" for n in packages)
+        )
         found |= {f"{tool} {name}": digest for name in names}
     return found
 

@@ -44,5 +44,5 @@ def row_of(unit):
 
 
 if __name__ == "__main__":
-    go_on(sweep.SWEEP, sweep.TABLE, sweep.SWEEP.old(), row_of)
+    go_on(sweep.SWEEP, sweep.TABLE, ((unit, row_of(unit)) for unit in sweep.SWEEP.old()))
     sys.exit(bool(sweep.SWEEP.wrong()))

@@ -3,7 +3,7 @@
 import functools
 import pathlib
 
-from tests.lib.sweeps import ROOT, Sweep, Table, of_files
+from tests.lib.sweeps import ROOT, Sweep, Table
 from tests.ptx import compiled
 from tilewright.bench import sources
 from tilewright.selection import operations
@@ -25,14 +25,14 @@ def digests():
     """Of an op's sources, the emulator's, those of the runs, and the compiler's version."""
     folder = ROOT / "lab/tilewright_lab"
     paths = [*(folder / "emulator").glob("*.py"), pathlib.Path(compiled.__file__)]
-    common = of_files(paths, compiled.triton.__version__)
+    common = sources.of_files(paths, compiled.triton.__version__)
     found = {}
     for op in groups():
         own = sources.everything() if op == "several" else sources.digest(operations()[op])
-        found[op] = of_files([], common, own)
+        found[op] = sources.of_files([], common, own)
     for unit, (test, ops) in TESTS.items():
         of_ops = (sources.digest(operations()[op]) for op in ops)
-        found[unit] = of_files([ROOT / test.partition("::")[0]], common, *of_ops)
+        found[unit] = sources.of_files([ROOT / test.partition("::")[0]], common, *of_ops)
     return found
 
 

@@ -203,6 +203,13 @@ def test_faults_are_planted_in_a_copy_and_judged_by_its_tests(tmp_path):
     assert (green["result"], green["ran"], green["first"]) == ("green", 2, "")
     assert (root / "tilewright/nn/thing.py").read_text() == THING
     assert len(run()) == 3, "all have a result"
+    assert len(run("--old")) == 3, "and are of these sources"
+    (root / "tests/nn/test_thing.py").write_text("# Said anew.\n" + textwrap.dedent(TESTS))
+    assert len(run("--old")) == 3
+    source = root / "tilewright/nn/thing.py"
+    source.write_text(THING + "\nx = 1\n")
+    assert [row["id"] for row in run("--old")[3:]] == ["seen", "ends", "green"]
+    source.write_text(THING)
     run("--clean")
 
 

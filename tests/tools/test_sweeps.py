@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.lib import sweeps
+from tilewright.bench import sources
 
 
 @pytest.fixture
@@ -55,27 +56,38 @@ def test_a_digest_is_of_what_python_means_and_of_other_text(tmp_path):
     code, text = tmp_path / "x.py", tmp_path / "x.ptx"
     code.write_text("x = 1\n")
     text.write_text("add\n")
-    before = sweeps.of_files([code, text], "3.9.0")
+    before = sources.of_files([code, text], "3.9.0")
     code.write_text("# a comment\nx  =  1\n")
-    assert sweeps.of_files([text, code], "3.9.0") == before
-    assert sweeps.of_files([code, text], "3.6.0") != before
+    assert sources.of_files([text, code], "3.9.0") == before
+    assert sources.of_files([code, text], "3.6.0") != before
     code.write_text("x = 2\n")
-    changed = sweeps.of_files([code, text], "3.9.0")
+    changed = sources.of_files([code, text], "3.9.0")
     assert changed != before
     text.write_text("sub\n")
-    assert sweeps.of_files([code, text], "3.9.0") not in (before, changed)
+    assert sources.of_files([code, text], "3.9.0") not in (before, changed)
 
 
 def test_rows_are_written_as_they_are_found(sweep, capsys):
     sweep, _, _, file = sweep
     rows = {"a": {"wrong": ["a case"], "runs": 1}, "b": {"wrong": [], "runs": 2}}
-    sweeps.go_on(sweep, sweeps.Table(file), sweep.old(), rows.__getitem__, jobs=2)
+    found = sweeps.beside(sweep.old(), rows.__getitem__, 2)
+    sweeps.go_on(sweep, sweeps.Table(file), found)
     assert not sweep.old() and sweep.wrong() == ["a"]
     assert {unit: row["runs"] for unit, row in sweep.rows().items()} == {"a": 1, "b": 2}
     assert "a: a case\n" in (said := capsys.readouterr().out) and said.endswith("WRONG: a\n")
 
 
+def test_a_package_that_is_missing_is_told(monkeypatch, capsys):
+    def digests():
+        raise ModuleNotFoundError("No module named 'transformers'")
+
+    sweep = sweeps.Sweep("things", "python -m things", digests, dict)
+    monkeypatch.setattr(sweeps, "every", lambda: [sweep])
+    assert sweeps.main([]) == 0 and sweeps.main(["--strict"]) == 1
+    assert "things: what they depend on is not installed: No module" in capsys.readouterr().out
+
+
 def test_no_committed_row_is_wrong():
     """Of today's sources or not: `make whole` says which are old."""
     for sweep in sweeps.every():
-        assert sweep.rows() and not sweep.wrong(), sweep.what
+        assert not sweep.wrong(), sweep.what

@@ -67,6 +67,15 @@ def of_measured(op: Op, device: str) -> str:
     return digest(op, None if device == "cpu" and platform.interpreting() else device)
 
 
+def of_files(paths: Iterable[pathlib.Path], *further: str) -> str:
+    """The digest of files, by their syntax if they are Python, and of what is said beside them."""
+    parts = [*further]
+    for path in sorted(paths):
+        text = path.read_text()
+        parts.append(meaning(text) if path.suffix == ".py" else text)
+    return _hash("\0".join(parts))[:16]
+
+
 def everything() -> str:
     """The digest of all ops together."""
     from tilewright.ops import OPS
