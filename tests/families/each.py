@@ -31,7 +31,7 @@ def versions(name: str) -> dict[str, str]:
 
 
 def sweep(name: str, what: str, *patterns: str) -> Sweep:
-    """name: of a module here.   what: of each family.   patterns: of further files of tilewright."""
+    """name: of a module here.   what: of each family.   patterns: of further sources."""
 
     @functools.cache
     def digests() -> dict[str, str]:
