@@ -1,13 +1,14 @@
 """Measures the tests: plants each fault of faults.json in a copy of the tree, and runs the tests
 that ought to see it.
 
-    python -m tests.mutations OUT.jsonl [--only ID,ID] [--limit 240] [--jobs 1]
+    python -m tests.mutations OUT.jsonl [--only ID,ID] [--limit 600] [--jobs 1]
     python -m tests.mutations OUT.jsonl --old        # those whose rows are not of today's sources
     python -m tests.mutations OUT.jsonl --clean      # the red tests without faults: all are green
     python -m tests.mutations OUT.jsonl --table      # writes README.md's table from OUT
 
 A fault is a line of OUT, and the next call goes on with those that have none; the last line of a
-fault counts. --only runs faults again.
+fault counts. --only runs faults again. Tests that the limit ended before one was red make a fault
+`unfinished`, which is not `green`.
 """
 
 from __future__ import annotations
@@ -105,13 +106,14 @@ def judged(fault: Fault, events: list[dict], last: list[str], seconds: float) ->
             started[-1] if started else "(the start)",
             f"hangs, or ends the process: {last}"[:200],
         )
+    unseen = "unfinished" if "limit" in by_kind else "green"
     row = {k: v for k, v in fault._asdict().items() if k not in ("seen_by", "judgement")}
     return {
         **row,
         "chosen": sum(event["tests"] for event in by_kind.get("chosen", [])),
         "ran": len(started),
         "files": sorted({test.partition("::")[0] for test in started}),
-        "result": "red" if first else "green",
+        "result": "red" if first else unseen,
         "first": first,
         "why": why,
         "seconds": round(seconds, 1),
@@ -165,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="ids, with commas between them")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of each fault")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of each fault")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--old", action="store_true")
     parser.add_argument("--clean", action="store_true")

@@ -60,7 +60,7 @@ def table(faults: list[Fault], rows: dict[str, dict]) -> str:
         where = f"{f.file.removeprefix('tilewright/')} {f.function}".strip()
         lines.append(f"| {f.id} | {where} | {cell(f.old)} | {cell(f.new)} | {seen} |")
     red = sum(row["result"] == "red" for row in rows.values())
-    said = f"{len(faults)} faults: {red} red, {len(faults) - red} green.\n"
+    said = f"{len(faults)} faults: {red} red, {len(faults) - red} judged.\n"
     return "\n".join([said, *lines]) + "\n"
 
 

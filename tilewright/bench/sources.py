@@ -50,6 +50,7 @@ KEPT = {
     "store": "6a00b839950eac4860a28fc95e2ce6f4166c4fd0ec1dd2485e2a6d867f941425",
 }
 OPERATOR = re.compile(r"\w*_cpp\w*")
+NAMED = re.compile("⟨([^⟩]*)⟩")
 ON_GPUS = re.compile(r"^\s*(?:import|from) (?:triton|cutlass)\b", re.M)
 
 
@@ -181,19 +182,21 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _meaning(path: pathlib.Path, device: str | None, named: bool = True) -> str:
-    """The digest of a file.   named: whether a name from another module counts with the digest of
-    that module, which is made with named=False, since modules may import each other.
-    """
-    return _hash(_text(path, path.stat().st_mtime_ns, device, named))
+def _meaning(path: pathlib.Path, device: str | None) -> str:
+    """The digest of a file, in which a name from another module counts with that module's own."""
+    text = _text(path, path.stat().st_mtime_ns, True)
+    return _hash(NAMED.sub(lambda m: _plain(pathlib.Path(m[1]), device), text))
 
 
 @functools.cache
-def _text(path: pathlib.Path, changed: int, device: str | None, named: bool) -> str:
+def _text(path: pathlib.Path, changed: int, named: bool) -> str:
+    """What a file says.   named: with the path of the module that each name comes from, in NAMED's
+    brackets: the text is kept, and those modules may change.
+    """
     text = path.read_text()
     if path.suffix == ".py":
         tree = ast.parse(text)
-        of = functools.partial(_plain, device=device) if named else lambda path: ""
+        of = (lambda path: f"⟨{path.as_posix()}⟩") if named else (lambda path: "")
         return _dump(_Placeless(tree, of).visit(tree))
     # Strings are matched first, so that `//` and `/*` inside them are no comments.
     text = re.sub(
@@ -206,10 +209,17 @@ def _text(path: pathlib.Path, changed: int, device: str | None, named: bool) -> 
 
 
 def _plain(path: pathlib.Path, device: str | None) -> str:
-    if _runs_elsewhere(path, path.stat().st_mtime_ns, device):
+    changed = path.stat().st_mtime_ns
+    if _runs_elsewhere(path, changed, device):
         return ""
     kept = KEPT.get(path.stem) if path.parent == PACKAGE / "bench" else None
-    return kept or _meaning(path, device, named=False)
+    return kept or _bare(path, changed)
+
+
+@functools.cache
+def _bare(path: pathlib.Path, changed: int) -> str:
+    """The digest of a file without that of others: modules may import each other."""
+    return _hash(_text(path, changed, False))
 
 
 def meaning(source: str) -> str:
