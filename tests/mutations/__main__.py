@@ -152,6 +152,14 @@ def run_all(faults: list[Fault], out: pathlib.Path, limit: float, jobs: int) -> 
         thread.join()
 
 
+def there(test: str) -> bool:
+    """Whether a test still is, under its name."""
+    file, _, name = test.partition("::")
+    function = name.partition("[")[0].rpartition("::")[2]
+    path = ROOT / file
+    return bool(function) and path.is_file() and f"def {function}(" in path.read_text()
+
+
 def clean(out: pathlib.Path) -> int:
     """Runs every test that was the first to be red, without a fault."""
     tests = sorted({row["first"] for row in last_rows(out).values() if "::" in row["first"]})
@@ -185,7 +193,7 @@ def main() -> int:
         again = only or given.old
         chosen = [f for f in faults if (f.id in only if again else f.id not in done)]
         # What saw a fault before sees it first.
-        seen = {name: row["first"] for name, row in done.items() if "::" in row["first"]}
+        seen = {name: row["first"] for name, row in done.items() if there(row["first"])}
         chosen = [f._replace(seen_by=seen.get(f.id, f.seen_by)) for f in chosen]
         run_all(chosen, out, given.limit, given.jobs)
     if given.table:
