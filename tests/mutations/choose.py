@@ -96,6 +96,7 @@ OWN = {
     "trainer/data/batches.py": "trainer/test_data",
     "trainer/models/moe.py": "trainer/test_model trainer/test_architectures",
     "trainer/engine.py": "trainer/test_engine trainer/test_trainer",
+    "trainer/bank.py": "trainer/test_served",
     "trainer/memory_plan.py": "trainer/test_memory",
     "trainer/models/families/": "trainer/test_architectures",
     "trainer/checkpoint/": "trainer/test_checkpoint trainer/test_interrupts",

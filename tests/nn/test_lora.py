@@ -496,7 +496,7 @@ def test_a_format_is_named_and_has_a_group_size_by_default(name, size):
 
 REFUSED = (  # by add_lora, of targets
     (["q_proj", "zzz"], "ValueError: targets: 'zzz' match no projection; there are down_proj, exp"),
-    *(([name], f"ValueError: .*'{name}' match no projection") for name in ("lm_head", "gate")),
+    *(([name], f"ValueError: .*'{name}' match no projection") for name in ("score", "gate")),
     (["embed_tokens", "input_layernorm"], "'embed_tokens', 'input_layernorm' match no projection"),
     (["down_proj"], r"ValueError: .*layers\.0\.mlp\.experts has adapters on all of gate_proj, up"),
     (["re:("], r"ValueError: 're:\(' must be a regular expression"),

@@ -712,7 +712,7 @@ def test_a_refusal_of_the_dtype_that_autocast_has_made_says_so():
         pytest.raises(
             ImplementationUnavailable,
             match=r"^linear_cross_entropy\[torch\]: takes float32, not bfloat16 .*; under "
-            r"torch\.autocast, which makes x, weight, bias bfloat16$",
+            r"torch\.autocast, which makes x, weight, bias, lora_A, lora_B bfloat16$",
         ),
     ):
         linear_cross_entropy(X, W, Y, implementation="torch")

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import transformers
 from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ranks, write_run
 
-from tilewright.ops.loss.head import Plan
+from tilewright.ops.loss.head import Head, Plan
 from tilewright.trainer import teacher
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.config.distillation import Distillation
@@ -324,7 +324,7 @@ def test_gradients_are_finite_differences():
     how = How("eager", Plan(False, chunk_size=16), temperature=1.7)
 
     def scalars(x, weight):
-        found = listed(x, weight, ids, labels, how)
+        found = listed(Head(x, weight), ids, labels, how)
         there = found.logprobs.where(ids >= 0, 0.0)
         return there, found.others, found.label.where(labels >= 0, 0.0)
 
@@ -338,7 +338,7 @@ def test_a_small_mass_outside_has_its_digits(implementation):
     weight = torch.tensor([[40.0, 0.0], [0.0, 40.0], [0.0, 1.0], [1.0, 0.0]], requires_grad=True)
     ids = torch.tensor([[0], [1]])
     how = How(implementation, Plan(True))
-    found = listed(x, weight, ids, torch.tensor([0, 1]), how)
+    found = listed(Head(x, weight), ids, torch.tensor([0, 1]), how)
     want = math.log(2 + math.e) - 40
     assert found.others.tolist() == pytest.approx([want, want], rel=1e-6)
     (gradient,) = torch.autograd.grad(found.others.sum(), weight)
@@ -350,7 +350,7 @@ def test_if_all_tokens_are_listed_nothing_is_outside(implementation):
     x, weight, _, labels = (t.detach() for t in operands(torch.float32))
     weight.requires_grad_()
     every = torch.arange(11).expand(40, 11).contiguous()
-    found = listed(x, weight, every, labels, How(implementation, Plan(True)))
+    found = listed(Head(x, weight), every, labels, How(implementation, Plan(True)))
     assert (found.others == -torch.inf).all()
     upstream = torch.randn(40, 11)
     found.logprobs.backward(upstream)

@@ -20,7 +20,7 @@ from tilewright.trainer.models.head import Shaping, TokenLosses
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.matrices import Parts
 from tilewright.trainer.optim.muon import Muon, Settings
-from tilewright.trainer.optim.optim import build_optimizer, decays, set_values
+from tilewright.trainer.optim.optim import build_optimizer, kinds, peaks, set_values
 from tilewright.trainer.optim.schedules import Schedule, schedule
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.tables import SCHEDULES
@@ -151,17 +151,18 @@ def test_moments_in_bfloat16_limit_both_ends():
 def test_set_values_leaves_groups_without_decay_and_names_what_has_no_place():
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": w} for w in (0.5, 0)]
     adamw = torch.optim.AdamW(groups, lr=1.0)
-    set_values(adamw, [0.5, 0], {"weight_decay": 0.25, "adam_beta2": 0.5})
+    known = kinds(adamw), peaks(adamw)
+    set_values(adamw, *known, {"weight_decay": 0.25, "adam_beta2": 0.5})
     found = [(g["weight_decay"], g["betas"]) for g in adamw.param_groups]
     assert found == [(0.25, (0.9, 0.5)), (0, (0.9, 0.5))]
-    set_values(adamw, [0.5, 0], {"weight_decay": 0.0})
-    set_values(adamw, [0.5, 0], {"weight_decay": 0.75})  # from 0 up again
+    set_values(adamw, *known, {"weight_decay": 0.0})
+    set_values(adamw, *known, {"weight_decay": 0.75})  # from 0 up again
     assert [g["weight_decay"] for g in adamw.param_groups] == [0.75, 0]
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(
         ValueError, match=r"train\.adam_beta1: the optimizer's groups have no betas"
     ):
-        set_values(sgd, [0.5], {"adam_beta1": 0.5})
+        set_values(sgd, kinds(sgd), peaks(sgd), {"adam_beta1": 0.5})
 
 
 def test_muon_takes_the_values_of_its_groups():
@@ -174,7 +175,7 @@ def test_muon_takes_the_values_of_its_groups():
         for _ in range(3):
             for p in ps:
                 p.grad = torch.randn(6, 4, generator=draw)
-            set_values(made, [0.0], values)
+            set_values(made, kinds(made), peaks(made), values)
             made.step()
         return ps
 
@@ -246,9 +247,9 @@ def test_a_weight_decay_that_begins_with_0_rises():
     train = load(None, [*LEAST, *decay]).train
     model = torch.nn.ModuleDict({"norm": torch.nn.Linear(2, 2), "proj": torch.nn.Linear(2, 2)})
     made = build_optimizer(model, train)
-    of_groups = decays(made)
+    known = kinds(made), peaks(made)
     for step, value in enumerate((0.0, 0.1, 0.2, 0.3, 0.3)):
-        set_values(made, of_groups, Plan(train, 4).values(step))
+        set_values(made, *known, Plan(train, 4).values(step))
         found = {p: g["weight_decay"] for g in made.param_groups for p in g["params"]}
         for name, p in model.named_parameters():
             assert found[p] == pytest.approx(0.0 if "norm" in name else value), name

@@ -95,7 +95,7 @@ def lr_at(step, total, settings):
 
 def groups_of(model, train):
     no_decay = {name: getattr(train, name) for name in ("no_decay_modules", "no_decay_params")}
-    return optim.parameter_groups(model, [train.lr], train.weight_decay, no_decay)
+    return optim.parameter_groups(model, {"lr": train.lr}, train.weight_decay, no_decay)
 
 
 def test_every_parameter_is_in_one_group_and_decay_follows_the_names():

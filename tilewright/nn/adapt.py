@@ -27,6 +27,7 @@ from tilewright.nn.projections import (
     FUSED,
     OF_EXPERTS,
     PROJECTIONS,
+    adaptable,
     as_names,
     chosen_parts,
     experts,
@@ -39,7 +40,7 @@ from tilewright.nn.projections import (
 from tilewright.nn.quantized_layers import QuantizedExperts, QuantizedLinear
 from tilewright.nn.save_pretrained import guard_save_pretrained, is_guarded
 from tilewright.nn.sharded import is_sharded
-from tilewright.nn.weights import Adapted, adapted, merged_experts
+from tilewright.nn.weights import Adapted, adapted, merged_experts, tied_names
 from tilewright.ops.quant.aqn import AQN
 from tilewright.ops.quant.quantized_linear import dequantize
 
@@ -68,8 +69,9 @@ def add_lora(
     Args:
         model: Modified in place. Must have no adapters yet.
         targets: The projections (see `matches`), by their own names also where several are fused;
-            None: all of PROJECTIONS. In a transformers model a layer that fuses several, as in
-            Phi-3, counts as one and gets one adapter.
+            None: all of PROJECTIONS. The trainer's models also have lm_head, if it is named. In a
+            transformers model a layer that fuses several, as in Phi-3, counts as one and gets one
+            adapter.
         rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`. Each expert
             has its own adapters.
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
@@ -107,7 +109,7 @@ def add_lora(
             f"{paths[0] or 'the model'} has adapters already; name all targets in one call, on a "
             "model without adapters"
         )
-    linear, mixtures = list(projections(model)), list(experts(model))
+    linear, mixtures = list(projections(model, heads=True)), list(experts(model))
     parts_of = {path: list(parts) for path, _, parts in (*linear, *mixtures)}
     targets = _targets(targets, [p for path, parts in parts_of.items() for p in (path, *parts)])
     chosen = {path: chosen_parts(targets, path, parts) for path, parts in parts_of.items()}
@@ -123,6 +125,7 @@ def add_lora(
             f"lora_dropout must be 0 for adapters of experts, got {lora_dropout} and "
             f"{mixtures[0][0]}; name targets without them"
         )
+    _check_heads(model, [path for path, _, _ in linear], lora_dropout, use_dora)
     if use_dora and (parameters := _parameters_to_peft(model, chosen)):
         raise ValueError(
             f"use_dora must be False for {parameters[0]}, got True: in models with experts PEFT "
@@ -174,6 +177,17 @@ def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
             f"{', '.join(names)}"
         )
     return targets
+
+
+def _check_heads(model: nn.Module, paths: list[str], dropout: float, use_dora: bool) -> None:
+    """Raises ValueError for what only a layer that is called can have. A loss computes a head."""
+    heads = [path for path in paths if last_name(path) in adaptable(model)]
+    for name, given, accepted in (("lora_dropout", dropout, 0), ("use_dora", use_dora, False)):
+        if heads and given:
+            raise ValueError(
+                f"{name} must be {accepted} for {heads[0]}, got {given}: losses compute its "
+                "products themselves; name targets without it"
+            )
 
 
 def _parameters_to_peft(model: nn.Module, chosen: dict[str, list[str]]) -> list[str]:
@@ -284,7 +298,7 @@ def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -
 
     Raises:
         ValueError: The sum of a quantized weight and its adapter is not finite (not checked on
-            CUDA). Nothing is merged.
+            CUDA), or an adapted weight is tied to another one. Nothing is merged.
         RuntimeError: The generator is not on the CPU. Nothing is merged.
 
     Example:
@@ -310,10 +324,12 @@ def check_merge(model: nn.Module) -> None:
     """Raises ValueError, naming the first such layer, if `merge_adapters` would, and changes
     nothing. Every rank of a sharded model must call it; one may raise alone.
     """
-    problem = None
+    problem, tied = None, tied_names(model)
     for path, module in adapted(model):  # all: other ranks wait for this one's share of each
         try:
             module.check_merge()
+            if isinstance(module, LoRALinear) and (others := tied.get(f"{path}.base.weight")):
+                raise ValueError(f"its weight is tied to {others}, which would change too")
         except ValueError as error:
             problem = problem or ValueError(f"{path}: nothing is merged: {error}")
     if problem is not None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from tilewright.core import torch_names
 from tilewright.nn.quantized_layers import Quantized, QuantizedLinear, quantize_as
-from tilewright.nn.sharded import assign, local, share, whole
+from tilewright.nn.sharded import assign, is_sharded, local, share, whole
 from tilewright.ops.quant.quantized_linear import dequantize
 
 
@@ -171,7 +171,8 @@ class LoRALinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.rslora, self.parts = rank, alpha, rslora, parts
-        self.scale, self.dropout, self.use_dora = scale, float(dropout), use_dora
+        self.scale = scale
+        self.dropout, self.use_dora = float(dropout), use_dora
         starts = dict(zip(parts, _offsets(parts.values()), strict=False))
         self.slices = {name: (starts[name], starts[name] + parts[name]) for name in targets}
         rows = sum(parts[name] for name in targets)
@@ -183,6 +184,33 @@ class LoRALinear(nn.Module):
         if use_dora:
             self.lora_magnitude_change = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def scale(self) -> float:
+        """Of the adapters; 0 switches them off. Compiled code is not recompiled for another one."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale, self._is_on = float(value), value != 0
+        # On the CPU, where a kernel reads it without a synchronization, and neither a buffer, which
+        # would be cast with the model, nor on meta, where there are no values.
+        self._scale_tensor = torch.tensor(self._scale, dtype=torch.float64, device="cpu")
+
+    def _scaled(self, t: torch.Tensor) -> torch.Tensor:
+        """t times the scale, rounded once."""
+        wide = torch.promote_types(t.dtype, torch.float32)
+        return (t.to(wide) * self._scale_tensor).to(t.dtype)
+
+    def factors(self, *, repeated: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """This rank's A [r, K] and B [rows, r], and the scale, for what computes the products
+        itself.
+
+        repeated: every rank that has A whole computes all of its gradient, not a part of a sum.
+        """
+        A = self.lora_A
+        A = A.to_local() if repeated and is_sharded(A) else local(A)
+        return A, local(self.lora_B), self.scale
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -208,7 +236,7 @@ class LoRALinear(nn.Module):
         wide = torch.promote_types(y.dtype, dtype)
         # Saved for backward: x and low.
         kept = F.dropout(x, self.dropout) if self.dropout and self.training else x
-        low = F.linear(kept.to(dtype), A.to(dtype)) * self.scale
+        low = self._scaled(F.linear(kept.to(dtype), A.to(dtype)))
         low, B, out = low.to(wide), B.to(wide), y.to(wide)
         if len(self.parts) == 1:
             out = torch.addmm(out, low, B.t())
@@ -218,7 +246,7 @@ class LoRALinear(nn.Module):
             ranks = self._ranks(y)
             slices = tuple((a // ranks, b // ranks) for a, b in self.slices.values())
             out = _AddProducts.apply(out, low, B, slices, self.rank)
-        if self.use_dora and self.scale:  # a scale of 0 switches adapters off
+        if self.use_dora and self._is_on:
             factor, bias = self._factor(y.shape[1]), self.base.bias
             out = out * factor
             if bias is not None:
@@ -264,7 +292,7 @@ class LoRALinear(nn.Module):
             A, B = (local(p).to(wide) for p in (self.lora_A, self.lora_B))
             for i, (start, stop) in enumerate(self.slices.values()):
                 rows, a = W[start // ranks : stop // ranks], A[i * self.rank : (i + 1) * self.rank]
-                b = B[at : at + len(rows)] * self.scale
+                b = self._scaled(B[at : at + len(rows)])
                 at += len(rows)
                 squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide).square())
                 product = F.linear(rows, a.to(W.dtype)).to(wide)

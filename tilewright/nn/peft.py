@@ -360,7 +360,7 @@ def _sizes_of_projections(model: nn.Module, file: _File) -> _Sizes:
     """The sizes for a model without adapters."""
     sizes: _Sizes = {
         path: (module.in_features, rows)
-        for _, module, parts in projections(model)
+        for _, module, parts in projections(model, heads=True)
         for path, rows in parts.items()
     }
     if missing := sorted(set(file.pairs) - set(sizes)):

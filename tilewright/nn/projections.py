@@ -60,12 +60,12 @@ def matches(entry: str, path: str) -> bool:
 
 
 def projections(
-    model: nn.Module,
+    model: nn.Module, heads: bool = False
 ) -> Iterator[tuple[str, nn.Linear | QuantizedLinear, dict[str, int | None]]]:
     """Yields the linear projections without adapters: path, module, and the rows of the projections
-    that it fuses, by their paths; None if the split is unknown.
+    that it fuses, by their paths; None if the split is unknown.   heads: `adaptable` ones, too.
     """
-    known = {*PROJECTIONS, *FUSED}
+    known = {*PROJECTIONS, *FUSED, *(adaptable(model) if heads else ())}
     for path, module in model.named_modules():
         stem, _, name = path.rpartition(".")
         if not isinstance(module, (nn.Linear, QuantizedLinear)) or name not in known:
@@ -78,6 +78,11 @@ def projections(
         if len(widths) != len(names) or sum(widths) != rows:
             widths = [None] * len(names)
         yield path, module, {join_path(stem, n): w for n, w in zip(names, widths, strict=True)}
+
+
+def adaptable(model: nn.Module) -> tuple[str, ...]:
+    """Names of the heads whose adapters a model computes itself, where there are any."""
+    return tuple(getattr(model, "adaptable", ()))
 
 
 def fused_projections(model: nn.Module, name: str) -> tuple[str, ...]:

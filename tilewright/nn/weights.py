@@ -26,6 +26,16 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
             yield path, module
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Of each parameter that has another name before it, that name."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (earlier := first.setdefault(id(p), name)) != name:
+            found[name] = earlier
+    return found
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
@@ -164,7 +174,8 @@ def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.d
     """Yields `base_weights`, full and dense, with the adapters added in float32; and the dtype of
     each, which for quantized ones is that of the model's other weights.
 
-    Does not modify the model. Every rank of a sharded model must exhaust it.
+    A head with an adapter is no longer what it is tied to, and comes last. Does not modify the
+    model. Every rank of a sharded model must exhaust it.
     """
     owners = dict(adapted(model))
     other = next(model.parameters()).dtype
@@ -180,6 +191,10 @@ def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.d
         else:
             full = torch.cat([dequantize(q, dtype=torch.float32) for q in quantized(stored)])
         yield name, full, dtype
+    for name in tied_names(model):
+        owner = owners.get(name.removesuffix(".base.weight"))
+        if isinstance(owner, LoRALinear) and isinstance(owner.base, nn.Linear):
+            yield name.replace(".base.", "."), owner.merged_weight(), owner.base.weight.dtype
 
 
 def merged_experts(module: LoRAExperts, name: str) -> torch.Tensor:

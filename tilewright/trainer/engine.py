@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tilewright.core.torch_names import FakeTensor
 from tilewright.nn.peft import save_adapter
+from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.checkpoint.made_of import NOTHING, MadeOf
 from tilewright.trainer.columns import MISMATCHED
 from tilewright.trainer.models.head import LossFunction, OfSequence, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.moe import statistics
-from tilewright.trainer.optim.optim import decays, peaks, set_lr, set_values
+from tilewright.trainer.optim.optim import kinds, peaks, set_lr, set_values
 from tilewright.trainer.parallel.gradients import global_norm, scale
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -130,17 +132,18 @@ class Engine:
     """A prepared model and its optimizer on a mesh. Every rank must make the same calls.
 
     empty_steps: the number of steps so far whose denominator was 0.
+    totals: the loss and the denominator of all calls since the last step, float64; None: of none.
     reference: what losses compare with; None: nothing, or what the data hold.
     """
 
     def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, mesh: Mesh):
         self.parts, self.optimizer, self.mesh = parts, optimizer, mesh
         self.parameters, self.peaks = list(parts.model.parameters()), peaks(optimizer)
-        self.decays = decays(optimizer)
+        self.kinds = kinds(optimizer)
         self.empty_steps = 0
         self.reference: Compared | None = None
         parts.model.everywhere = mesh.loss.group
-        self._totals: torch.Tensor | None = None  # of all calls since the last step
+        self.totals: torch.Tensor | None = None
 
     @property
     def model(self) -> Transformer:
@@ -153,7 +156,7 @@ class Engine:
         """Accumulates the gradients of a loss's sum over the micro-batches."""
         sums = self._sums(self.parts.forward_backward(self._compared(batches, loss), loss), loss)
         own = sums.totals[:2]
-        self._totals = own if self._totals is None else self._totals + own
+        self.totals = own if self.totals is None else self.totals + own
         return sums
 
     def forward(
@@ -242,6 +245,44 @@ class Engine:
             over=getattr(loss, "over", {}),
         )
 
+    def documents(
+        self, batches: Sequence[Batch], values: Sequence[torch.Tensor | None]
+    ) -> list[list[list[torch.Tensor]]]:
+        """Values of tokens, such as `Sums.per_token`, by document. Every rank must call it.
+
+        Args:
+            batches: this rank's micro-batches.
+            values: [1, T, ...] of each, of this rank's tokens.
+
+        Returns:
+            On the main rank [data-parallel ranks, their micro-batches, documents], tensors
+            [tokens, ...] on the CPU, in the order in which `collate` took them, without padding;
+            [] on other ranks.
+
+        Raises:
+            ValueError: a loss has computed no values of tokens; on every rank.
+        """
+        own: list[list[torch.Tensor]] = []
+        for batch, value in zip(batches, values, strict=True):
+            if value is None:  # of a stage of a pipeline that is not the last, too
+                continue
+            real = batch["real"].to(value.device)
+            row, real = (unshard(t, 1, self.mesh.context)[0] for t in (value, real))
+            ends = batch["cu_seqlens"].tolist()
+            own.append([row[a:b] for a, b in itertools.pairwise(ends) if real[a]])
+        sends = self.mesh.first_of_row and len(own) == len(batches)
+        counts = [len(one) for one in own]
+        told = self.mesh.control.gather([self.mesh.batch_rank, counts] if sends else None)
+        if sum(about is not None for about in told) < self.mesh.layout.data:
+            raise ValueError("there are no values of tokens: this loss computes their sum alone")
+        sent = [t for one in own for t in one] if sends else []
+        found = {}
+        for about, parts in zip(told, self.mesh.control.gather_tensors(sent), strict=False):
+            if about is not None:
+                each = iter(parts)
+                found[about[0]] = [[*itertools.islice(each, n)] for n in about[1]]
+        return [found[rank] for rank in sorted(found)]
+
     def _of_routers(self, reports: list[torch.Tensor]) -> torch.Tensor | None:
         """What `Sums` has of these micro-batches of every rank."""
         if not reports:
@@ -279,20 +320,22 @@ class Engine:
     def _divisor(self, denominator: float | torch.Tensor | None) -> torch.Tensor:
         """A step's denominator, float64, on the device."""
         if denominator is None:
-            if self._totals is None:
+            if self.totals is None:
                 raise ValueError("there is no gradient: call forward_backward first")
-            denominator = self._totals[1]
+            denominator = self.totals[1]
         return torch.as_tensor(denominator, dtype=torch.float64, device=self.mesh.device)
 
     def set_values(self, values: Mapping[str, float]) -> None:
-        """Sets what has another value in the next step, by the names of the fields. Call it before
-        `forward_backward`.
+        """Sets what has another value from the next step on, by the names of the fields: of losses,
+        of the optimizer's groups (weight_decay, adam_beta1, adam_beta2, adam_epsilon,
+        muon_momentum), and peak learning rates (lr, and of its own groups the optimizer's other
+        one). Call it before `forward_backward`. Groups that are exempt from weight decay stay so.
 
         Raises ValueError for a field that the optimizer's groups have no place for.
         """
         rest = {name: v for name, v in values.items() if name not in Shaping._fields}
         self.set_shaping(values)
-        set_values(self.optimizer, self.decays, rest)
+        set_values(self.optimizer, self.kinds, self.peaks, rest)
 
     def set_shaping(self, values: Mapping[str, float]) -> None:
         """Of these, sets what losses read."""
@@ -316,23 +359,18 @@ class Engine:
             denominator: default: the sum of those of all calls since the last step.
 
         Raises:
-            NotFinite: the loss, the denominator or the norm is infinite or NaN, on every rank; no
-                weight has changed.
-            ValueError: the denominator is negative; no weight has changed.
+            NotFinite: the loss, the denominator or the norm is infinite or NaN, on every rank. No
+                weight has changed, and nothing is left of the gradients.
+            ValueError: the denominator is negative; as before.
         """
         divisor = self._divisor(denominator)
         norm = self.divide(divisor, max_norm)
-        total = norm.new_zeros(()) if self._totals is None else self._totals[0]
+        total = norm.new_zeros(()) if self.totals is None else self.totals[0]
         # A step's only synchronization.
         norm, total, divisor = torch.stack((norm, total, divisor)).tolist()
-        if not math.isfinite(total):
-            raise NotFinite(f"loss is {total}")
-        if not math.isfinite(divisor):
-            raise NotFinite(f"denominator is {divisor}")
-        if divisor < 0:
-            raise ValueError(f"denominator must be at least 0, got {divisor}")
-        if not math.isfinite(norm):
-            raise NotFinite(f"norm of the gradients is {norm}")
+        if (problem := _problem(total, divisor, norm)) is not None:
+            self.zero()
+            raise problem
         if divisor:
             set_lr(self.optimizer, self.peaks, factor)
             self.optimizer.step()
@@ -344,7 +382,7 @@ class Engine:
     def zero(self) -> None:
         """Drops gradients, and their denominators."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._totals = None
+        self.totals = None
 
     # ---- files
 
@@ -392,6 +430,19 @@ class Engine:
             save_adapter(whole, target, base_model=adapter_of, files=files, task_type=task)
         else:
             hf.save_weights(self.parts, target, tokenizer_path=tokenizer, dtype=dtype)
+
+
+def _problem(total: float, divisor: float, norm: float) -> ValueError | None:
+    """Why a step cannot be taken."""
+    if not math.isfinite(total):
+        return NotFinite(f"loss is {total}")
+    if not math.isfinite(divisor):
+        return NotFinite(f"denominator is {divisor}")
+    if divisor < 0:
+        return ValueError(f"denominator must be at least 0, got {divisor}")
+    if not math.isfinite(norm):
+        return NotFinite(f"norm of the gradients is {norm}")
+    return None
 
 
 @contextlib.contextmanager

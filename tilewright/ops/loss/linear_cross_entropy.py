@@ -1,6 +1,6 @@
 """Cross-entropy of a language model's head, without materializing its logits:
 
-    logits = x weight^T + bias
+    logits = x weight^T + bias + scale * (x A^T) B^T
     loss   = cross_entropy(logits, target, ...)
 
 The eager twin allocates the logits [T, V], rounded to x's dtype, and continues as `cross_entropy`.
@@ -50,9 +50,11 @@ from tilewright.ops.loss.cross_entropy import (
 )
 from tilewright.ops.loss.head import (
     ACCUMULATE,
+    ADAPTER,
     CHUNK,
     HEAD,
     HEAD_OPTIONS,
+    RANKS,
     SIZES,
     Chunks,
     Head,
@@ -60,6 +62,7 @@ from tilewright.ops.loss.head import (
     Plan,
     joined,
     logits_eager,
+    low_rank,
     replicated,
     statistics_of,
     summed_dtype,
@@ -69,16 +72,19 @@ from tilewright.ops.loss.targets import Labels, presence, weight_of
 from tilewright.ops.loss.vocabulary import world_size
 
 
-# Wide: what cross_entropy takes, and the head's options.
-@checks.autocast("products", "x", "weight", "bias")
+# Wide: what cross_entropy takes, the head's options, and its adapter.
+@checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @checks.torch_names(input="x", linear_weight="weight", linear_bias="bias")
-@takes(*SIZES, **HEAD, **HEAD_OPTIONS, **LOSS, accumulate=ACCUMULATE)
+@takes(*SIZES, *RANKS, **HEAD, **HEAD_OPTIONS, **ADAPTER, **LOSS, accumulate=ACCUMULATE)
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    lora_A: torch.Tensor | None = None,
+    lora_B: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -102,14 +108,14 @@ def linear_cross_entropy(
     GEMMs run as torch.mm does in x's dtype (on a CPU with AVX-512, those into float32 by
     tilewright's own, accumulated in float32). Logits are rounded to x's dtype (except with
     fp32_logits), statistics and loss are float32, and the gradient of the logits is rounded to x's
-    dtype. Deterministic for the same chunks: no atomics. Under torch.autocast x, weight and bias
-    are cast to its dtype; the loss is float32.
+    dtype. Deterministic for the same chunks: no atomics. Under torch.autocast x, weight, bias and
+    the adapter are cast to its dtype; the loss is float32.
 
     Memory beside inputs and gradients: one chunk of logits in x's dtype (see fp32_logits), and
     float32 sums for a 16-bit weight.
 
-    Differentiable once in x, weight, bias and token_weight. Gradients that are not required cost
-    nothing: with a frozen weight (LoRA), its GEMM and its sums are skipped.
+    Differentiable once in x, weight, bias, lora_A, lora_B and token_weight. Gradients that are not
+    required cost nothing: with a frozen weight (LoRA), its GEMM and its sums are skipped.
 
     Args:
         x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), any strides.
@@ -120,13 +126,15 @@ def linear_cross_entropy(
             is treated as in `cross_entropy`; on CUDA tensors its NaN is in its row of x's gradient
             (torch: in every row) and in all of weight's.
         bias: [V] in x's dtype, or None.
+        lora_A, lora_B, lora_scale: an adapter on the head, as in `linear_logprob`.
         ignore_index, label_smoothing, z_loss, softcap: as in `cross_entropy`.
         class_weight, token_weight, reduction, num_tokens: as in `cross_entropy`.
         return_lse, return_entropy, return_argmax: as in `cross_entropy`.
-        group: weight and bias are this rank's shard of the vocabulary, [V / world, H] and
-            [V / world], in rank order, all shards of one size; x, target and the rest are
-            replicated. Each chunk costs the all-reduces of `cross_entropy`; backward all-reduces
-            the gradient of x, [T, H], in x's dtype. Unsupported under torch.compile and by torch.
+        group: weight, bias and lora_B are this rank's shard of the vocabulary, [V / world, H],
+            [V / world] and [V / world, r], in rank order, all shards of one size; x, target and the
+            rest are replicated. Each chunk costs the all-reduces of `cross_entropy`; backward
+            all-reduces the gradient of x, [T, H], in x's dtype. Unsupported under torch.compile and
+            by torch.
         accumulate: the dtype in which the gradients of weight and bias are summed over chunks.
             "fp32"; or "bf16", their own dtype (so fp16 for fp16), which saves 4 bytes per element
             of a 16-bit head and loses precision with every chunk. In fp16 it can overflow, because
@@ -165,7 +173,9 @@ def linear_cross_entropy(
     check_class_weight(class_weight, weight.shape[0], group)
     plan = Plan(accumulate == "fp32", fp32_logits, False, chunk_size)
     fn = LINEAR_CROSS_ENTROPY.pick(implementation, x, Request.of(labels))
-    head = Head(replicated(x, group).reshape(-1, x.shape[-1]), weight, bias)
+    rows = replicated(x, group).reshape(-1, x.shape[-1])
+    low = low_rank(x, lora_A, lora_B, lora_scale)
+    head = Head(rows, weight, bias, None if low is None else replicated(low, group), lora_B)
     with checks.no_autocast(x):
         loss, *extra = fn(head, labels, options, plan)
     return output(loss, extra, options, target.shape)
@@ -190,12 +200,12 @@ def _no_torch(device_type: str) -> str | None:
 
 
 def linear_cross_entropy_torch(head, labels, options, plan):
-    x, weight, bias, *_ = head
+    x, weight, bias, low, _ = head
     beyond = options.label_smoothing or options.softcap or options.z_loss
-    beyond = beyond or options.lse or options.entropy or options.argmax
+    beyond = beyond or options.lse or options.entropy or options.argmax or low is not None
     # F.linear_cross_entropy has none of these, and no rule for torch.func's transforms.
     if beyond or (not torch.compiler.is_compiling() and in_transform()):
-        return in_torch(losses_of_torch)(F.linear(x, weight, bias), labels, options)
+        return in_torch(losses_of_torch)(logits_eager(head, False), labels, options)
     refuse_tangents("linear_cross_entropy[torch]", x, weight, bias)
     target, class_weight, token_weight, num_tokens, _ = labels
     reduction = options.reduction
@@ -232,8 +242,8 @@ def linear_cross_entropy_torch(head, labels, options, plan):
 
 class SummedHead(NamedTuple):
     """total, losses, divisor: as `cross_entropy.Summed`, but in float16 the total is not divided
-    (see `divides_later`).   dx, dweight, dbias: the total's gradients, the last two in
-    `summed_dtype`.
+    (see `divides_later`).   dx, dweight, dbias, dlow, dup: the total's gradients, of weight, bias
+    and up in `summed_dtype`.
     """
 
     total: torch.Tensor
@@ -244,6 +254,8 @@ class SummedHead(NamedTuple):
     dx: torch.Tensor | None
     dweight: torch.Tensor | None
     dbias: torch.Tensor | None
+    dlow: torch.Tensor | None
+    dup: torch.Tensor | None
     divisor: torch.Tensor | None
 
 
@@ -251,7 +263,7 @@ class SummedHead(NamedTuple):
 def summed_head(
     head: Head, labels: Labels, options: Options, plan: Plan, needs: Needs
 ) -> SummedHead:
-    x, weight = head.x, head.weight
+    x, weight, _, low, up = head
     one, dtype = x.new_empty((), dtype=torch.float32), summed_dtype(weight.dtype, plan.fp32_sums)
     return SummedHead(
         one,
@@ -262,6 +274,8 @@ def summed_head(
         x.new_empty(x.shape) if needs.need_x else None,
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else None,
         weight.new_empty(weight.shape[:1], dtype=dtype) if needs.need_bias else None,
+        low.new_empty(low.shape) if low is not None and needs.need_low else None,
+        up.new_empty(up.shape, dtype=dtype) if up is not None and needs.need_up else None,
         torch.empty_like(one) if options.reduction == "mean" else None,
     )
 
@@ -278,12 +292,12 @@ def divides_later(x: torch.Tensor) -> bool:
     dtype=lambda head: head.x.dtype,
     by=lambda head, divisor: None if divides_later(head.x) else divisor,
 )
-def _backward(op, g, dtype, losses, by, dx, dweight, dbias, needs):
+def _backward(op, g, dtype, losses, by, dx, dweight, dbias, dlow, dup, needs):
     if g.total is None:
         return {}
     grads = {
         name: times_upstream(t, g.total, dtype, op)
-        for name, t in (("x", dx), ("weight", dweight), ("bias", dbias))
+        for name, t in zip(Head._fields, (dx, dweight, dbias, dlow, dup), strict=True)
         if needs[name]
     }
     if needs["token_weight"]:
@@ -348,7 +362,7 @@ def _launch(kernels, head, labels, options, plan, needs):
     if keeps:
         stats = joined(parts, x, options.wanted)
         extra = options.extra(stats.softmax, stats.argmax)
-    of_head = chunks.gradients(wide=True)[:3]
+    of_head = chunks.gradients(wide=True)
     return SummedHead._make((total, outputs.losses, *extra, *of_head, outputs.divisor))
 
 
@@ -372,7 +386,7 @@ def fused(name: str) -> Callable:
         if options.reduction == "none":
             return _each(statistics, head, labels, options, plan)
         on = torch.is_grad_enabled()
-        need = [on and t is not None and t.requires_grad for t in head[:3]]
+        need = [on and t is not None and t.requires_grad for t in head]
         plan = plan._replace(learns=need[1])
         found = launch(head, labels, options, plan, Needs(*need))
         total = found.total
@@ -430,6 +444,9 @@ def _all_cases():
         case("everything", ((2, 5), 32, 300), **everything),
         case("fp32_logits", (11, 32, 100), chunk_size=4, bias=True, fp32_logits=True),
         case("everything_none", ((2, 5), 32, 300), reduction="none", **everything),
+        case("lora", (11, 32, 100), chunk_size=4, lora=5, frozen=True),
+        case("lora_everything", ((2, 5), 32, 300), lora=3, lora_scale=0.5, **everything),
+        case("lora_none", (11, 32, 100), chunk_size=4, lora=5, frozen=True, reduction="none"),
         *offsets(chunk_size=4, label_smoothing=0.1),
         *timed(),
     )
@@ -474,11 +491,13 @@ LINEAR_CROSS_ENTROPY = Op(
         detects={
             torch.bfloat16: {
                 "out 3": 0.3,  # of the rows: the largest logit, of rounded ones
-                "grad x": 0.055,
+                "grad x": 0.13,
                 "grad weight": 0.91,
                 "grad bias": 0.28,
+                "grad lora_A": 0.058,
+                "grad lora_B": 0.5,
             },
-            torch.float16: {"grad weight": 0.12, "grad bias": 0.041},
+            torch.float16: {"grad weight": 0.12, "grad bias": 0.041, "grad lora_B": 0.14},
         },
     ),
     # The products, 6 T H V flops, take 33 ms at an H200's 790 TFLOP/s. One chunk of logits, 2,004

@@ -20,7 +20,7 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -129,17 +129,17 @@ def adapters_suffice(parts: Parts) -> bool:
     return read and any(True for _ in adapted(parts.whole))
 
 
-def _contents(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, adapters_alone: bool
+def contents(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), adapters_alone: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint stores, or is to fill; and the optimizer's whole state dictionary.
+    """What a checkpoint stores, or is to fill; and the optimizers' whole state dictionary.
 
-    optimizer: None: weights alone.
+    optimizers: of different parameters of the model; none: weights alone.
     """
-    if optimizer is None:  # of one without states, DCP's function would make some, of a step
+    if not optimizers:  # of one without states, DCP's function would make some, of a step
         weights, moments = get_model_state_dict(model), None
     else:
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(model, optimizers)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # Adapters, and what is trained beside them.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -154,6 +154,11 @@ def _contents(
     # Without the groups: their settings are the configuration's, and a pipeline's stages have
     # different parameters in them.
     return {"model": stored, "optimizer": {"state": moments["state"]}}, moments
+
+
+def aside_of(target: pathlib.Path) -> pathlib.Path:
+    """Where a checkpoint is written before it gets its name."""
+    return target.with_name(f".{target.name}.partial")
 
 
 class Saver:
@@ -225,10 +230,8 @@ class Saver:
         """
         again = self._failed()
         self.check(step, parts.model, optimizer, "no checkpoint is written")
-        target, aside = self.folder(step), self._aside(step)
-        self._begin(aside)
         adapters_alone = adapters_suffice(parts) and not self.base
-        tensors, _ = _contents(parts.model, optimizer if self.states else None, adapters_alone)
+        tensors, _ = contents(parts.model, [optimizer] if self.states else [], adapters_alone)
         if reference and self.states:
             tensors["reference"] = reference
         state = {
@@ -240,6 +243,24 @@ class Saver:
             **self._with_best(step, values or {}),
             **state,
         }
+        return self.write(self.folder(step), tensors, state, at_once=again)
+
+    def write(
+        self,
+        target: pathlib.Path,
+        tensors: dict[str, Any],
+        state: dict[str, Any],
+        *,
+        at_once: bool = False,
+    ) -> pathlib.Path:
+        """Writes a checkpoint of any name, which it gets when it is complete. Every rank must call
+        it.
+
+        tensors: as `contents` gives them.   state: JSON.   at_once: wait for it, although it is
+        asynchronous.
+        """
+        aside = aside_of(target)
+        self._begin(aside)
         if self.group is not None:
             written = state_dict_saver.async_save(
                 tensors,
@@ -250,7 +271,7 @@ class Saver:
             )
             assert isinstance(written, Future)  # the stager is not asynchronous
             self.pending = self._published_by_itself(written, aside, target, state), target
-            if again:
+            if at_once:
                 self.finish()
         else:
             with _first_failure(OSError, f"{aside}: cannot be written", self.root):
@@ -258,10 +279,6 @@ class Saver:
             self._publish(self.mesh.control, aside, target, state)
             self.last = target
         return target
-
-    def _aside(self, step: int) -> pathlib.Path:
-        """Where a checkpoint is written."""
-        return self.root / f".global_step_{step}.partial"
 
     def _begin(self, aside: pathlib.Path) -> None:
         """Makes the folder, with every rank's random state. Raises OSError on all of them."""
@@ -310,14 +327,14 @@ class Saver:
         """Waits for a checkpoint in progress; whether it could not be written. What there is of it
         is removed: the next one may need its space.
         """
-        step = -1 if self.pending is None else step_of(self.pending[1])
+        _, target = self.pending or (None, None)
         try:
             self.finish()
         except OSError as error:
             self.best = self._best_before
-            if self.mesh.main:
+            if self.mesh.main and target is not None:
                 log.warning("%s; another one is written now", error)
-                shutil.rmtree(self._aside(step), ignore_errors=True)
+                shutil.rmtree(aside_of(target), ignore_errors=True)
             return True
         return False
 
@@ -338,7 +355,9 @@ class Saver:
             try:
                 written = time_after(target.parent, time.time())
                 write_state(aside, {"written": written, **state, "files": files})
-                publish(aside, target, self.keep, self._spared(state))
+                # Those of other names are no checkpoints of steps, of which old ones go.
+                keep = self.keep if target.parent == self.root else 0
+                publish(aside, target, keep, self._spared(state))
             except OSError as error:
                 problem = OSError(f"{aside}: cannot be written ({error})")
         group.agree(problem)
@@ -511,7 +530,7 @@ def restore(
         )
     for line in made_of.told(state) if mesh.main else ():
         log.warning("%s: %s", folder, line)
-    tensors, moments = _contents(parts.model, optimizer if states else None, adapters_alone)
+    tensors, moments = contents(parts.model, [optimizer] if states else [], adapters_alone)
     if states and state.get("reference"):
         tensors["reference"] = reference  # filled in place
     _load(folder, tensors, metadata, mesh, large)

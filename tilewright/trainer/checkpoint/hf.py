@@ -7,6 +7,7 @@ parameters (FSDP2's DTensors) are filled and gathered in place.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -35,6 +36,7 @@ from tilewright.trainer.checkpoint.hf_names import (
     split,
 )
 from tilewright.trainer.checkpoint.hf_write import Shard
+from tilewright.trainer.models.head import AdaptedHead
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.shared import PLAIN
@@ -80,13 +82,19 @@ def _full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
     gathering is collective.
     """
-    model = parts.model
-    for name, full, own in parts.of_all_ranks(dense_weights(model)):
-        for target, part in zip(
-            sources(name, model.config), split(name, full, model.config), strict=True
-        ):
+    config = _written(parts)
+    for name, full, own in parts.of_all_ranks(dense_weights(parts.model)):
+        for target, part in zip(sources(name, config), split(name, full, config), strict=True):
             wanted = own if name.endswith(PLAIN) else dtype or own
             yield target, part.to("cpu", wanted).contiguous()
+
+
+def _written(parts: Parts) -> ModelConfig:
+    """The shape of dense weights: a head with an adapter is no longer tied to the embedding."""
+    config = parts.whole.config
+    if not config.tied or not isinstance(parts.whole.head_layer, AdaptedHead):
+        return config
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def save_weights(
@@ -140,14 +148,14 @@ def save_weights(
             shard.close()
             there = {p.name for p in target.iterdir()}
             files = _name_shards(aside, shards, there)
-            _write_config(parts.model, aside, stored, tokenizer_path)
+            _write_config(_written(parts), aside, stored, tokenizer_path)
             weights, other = (SINGLE, INDEX) if not files else (INDEX, SINGLE)
             publish(
                 aside,
                 target,
                 weights,
                 "config.json",
-                fits=_fits(target, parts.model.config),
+                fits=_fits(target, _written(parts)),
                 first=files,
                 superseded=other,
                 stale=sorted(filter(SHARD.fullmatch, there - set(files))),
@@ -190,13 +198,13 @@ def _name_shards(folder: pathlib.Path, shards: list[dict[str, int]], taken: set[
 
 
 def _write_config(
-    model: Transformer,
+    shape: ModelConfig,
     folder: pathlib.Path,
     dtype: torch.dtype,
     tokenizer_path: str | pathlib.Path | None,
 ) -> None:
     """Writes config.json and the tokenizer's files."""
-    config = {**model.config.to_hf(), "dtype": short(dtype)}
+    config = {**shape.to_hf(), "dtype": short(dtype)}
     source = pathlib.Path(tokenizer_path) if tokenizer_path is not None else None
     if source is not None and source.is_dir():
         for file in tokenizer_files(source):

@@ -57,7 +57,9 @@ class Lora(Section):
     directions.
     """
     lora_target_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, LORA, min_length=1)
-    """Projections with adapters: names in their paths, or with * patterns of them; null: all."""
+    """Projections with adapters: names in their paths, or with * patterns of them; null: all, and
+    not lm_head, which must be named.
+    """
     lora_plus_scale: float = field(
         1.0,
         Resume.OTHER_STATES,

@@ -275,22 +275,27 @@ def collate(
     *,
     ends: bool = False,
     mismatched: bool = False,
+    aligned: bool = False,
 ) -> dict[str, Any]:
     """Concatenates bins into one packed row, or a rank's shard of it. Padding is a document of its
-    own, with every label ignored.
+    own, with every label ignored; without a document the row is padding, so that every rank has a
+    batch.
 
     columns: the documents' further ones.
+    aligned: labels, and columns of targets, are those that a token predicts, as a batch has them,
+        and not its own.
     ends: with those of the bins, of which the last may be before padding.
     mismatched: with a batch of the mismatched documents, which all have; see `Bins`.
     """
     of_bins = np.cumsum([sum(len(d[0]) for d in b) for b in bins])
     documents = [d for b in bins for d in b]
     lengths = [len(d[0]) for d in documents]
-    if pad := -sum(lengths) % multiple:
+    if pad := -sum(lengths) % multiple or (0 if documents else multiple):
         documents.append(_filler(pad, columns))
         lengths.append(pad)
     ids = np.concatenate([d[0] for d in documents])
-    shifted = np.concatenate([np.append(d[1][1:], IGNORE) for d in documents])
+    labels = (d[1] if aligned else np.append(d[1][1:], IGNORE) for d in documents)
+    shifted = np.concatenate([*labels])
     begins = [d[2][PREFIX] if PREFIX in columns else 0 for d in documents]
     positions = np.concatenate([np.arange(n) + a for n, a in zip(lengths, begins, strict=True)])
     row = {"input_ids": ids, "labels": shifted, "position_ids": positions}
@@ -301,7 +306,7 @@ def collate(
     for name, column in columns.items():
         values = [d[2][name] for d in documents]
         if column.each == "token":
-            row = np.concatenate([column.shifted(v) for v in values])
+            row = np.concatenate(values if aligned else [column.shifted(v) for v in values])
             tensors[name] = torch.from_numpy(row.astype(column.dtype, copy=False))
         else:
             of_documents[name] = torch.from_numpy(np.array(values, column.dtype))

@@ -1,4 +1,6 @@
-"""Cross-entropy in which tokens have weights of their own: the column `weight`."""
+"""Cross-entropy in which tokens have weights of their own: the column `weight`; and several targets
+with a weight each, of either sign.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.tables import LOSSES
@@ -19,6 +22,31 @@ def weighted_language_modeling(
     """The weighted sum over the labels that are not ignored, and the sum of their weights."""
     weight = batch["weight"].masked_fill(batch["labels"] == IGNORE, 0.0)
     return (weight * per_token.values()).sum(), weight.double().sum()
+
+
+TARGETS, TARGET_WEIGHTS = "targets", "target_weights"
+
+
+def target_columns(k: int) -> dict[str, Column]:
+    """The columns of `weighted_targets`, of k targets per token."""
+    return {
+        TARGETS: Column("token", "int64", fill=-1, target=True, width=k),
+        TARGET_WEIGHTS: Column("token", "float32", target=True, width=k),
+    }
+
+
+def weighted_targets(
+    per_token: TokenLosses, batch: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """- sum w log p(target) over the targets [1, T, k] of every token, -1 for none, and the number
+    of tokens with a weight that is not 0. Labels are not read. Targets of a token must differ.
+    """
+    ids = batch[TARGETS]
+    weight = batch[TARGET_WEIGHTS].masked_fill(ids < 0, 0.0)
+    # 0 times what may not be finite is NaN.
+    values = -per_token.listed(ids).logprobs.where(weight != 0, 0.0)
+    per_token.computed = values
+    return (weight * values).sum(), (weight != 0).any(-1).sum()
 
 
 LOSSES.add(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from tilewright import ops as tw
 from tilewright.nn import ROWS, linear_in_row_blocks
-from tilewright.ops.loss.head import Plan
+from tilewright.ops.loss.head import Head as Products
+from tilewright.ops.loss.head import Plan, low_rank
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.listed import How, Listed, listed, most_probable
 from tilewright.trainer.models.model_config import ModelConfig
@@ -51,9 +53,34 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
+@runtime_checkable
+class AdaptedHead(Protocol):
+    """A head's layer with an adapter."""
+
+    base: nn.Linear
+
+    def factors(self, *, repeated: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """As `LoRALinear.factors`."""
+        ...
+
+
+class Adapter(NamedTuple):
+    """Adds scale * (x A^T) B^T to the logits.   A: [r, H].   B: [V, r], or this rank's rows."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scale: float
+
+    def arguments(self, like: torch.Tensor) -> dict[str, Any]:
+        """Of an op, in the dtype of the head's operands."""
+        A, B = (t.to(like.dtype) for t in self[:2])
+        return {"lora_A": A, "lora_B": B, "lora_scale": self.scale}
+
+
 class Around(NamedTuple):
     """What a head computes with, beside its weight.
 
+    adapted: the head's layer, if it has an adapter.
     sequence: the groups over whose ranks the tokens of a sequence are sharded.
     everywhere: the ranks whose losses are added.
     """
@@ -64,6 +91,11 @@ class Around(NamedTuple):
     sequence: tuple[dist.ProcessGroup, ...] = ()
     shaping: Shaping = Shaping()
     everywhere: dist.ProcessGroup | None = None
+    adapted: AdaptedHead | None = None
+
+    def adapter(self, *, repeated: bool) -> Adapter | None:
+        """repeated: as in `LoRALinear.factors`."""
+        return None if self.adapted is None else Adapter(*self.adapted.factors(repeated=repeated))
 
 
 class OfSequence:
@@ -116,6 +148,7 @@ class TokenLosses(OfSequence):
         shaping: Shaping = Shaping(),  # noqa: B008
         sequence: tuple[dist.ProcessGroup, ...] = (),
         everywhere: dist.ProcessGroup | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """group: of the ranks that have the weight's rows, if it is this rank's shard of them.
         sequence: the groups over whose ranks the tokens of a sequence are sharded.
@@ -126,7 +159,7 @@ class TokenLosses(OfSequence):
             hidden = hidden / shaping.loss_temperature
         super().__init__(sequence, everywhere)
         self._operands, self._labels, self._ops = (hidden, weight), labels, ops
-        self._group, self._z_loss = group, shaping.z_loss
+        self._group, self._z_loss, self._adapter = group, shaping.z_loss, adapter
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
 
     def sum(self) -> torch.Tensor:
@@ -148,16 +181,19 @@ class TokenLosses(OfSequence):
         if numerics.batch_invariant:
             # Whole blocks of rows, in which a row's bits do not depend on the others.
             found = [
-                tw.logprob_entropy(logits(x, self._operands[1], self._ops), y, return_argmax=True)
+                tw.logprob_entropy(self._logits(x), y, return_argmax=True)
                 for x, y in zip(
                     self._operands[0].split(SCORED, 1), labels.split(SCORED, 1), strict=True
                 )
             ]
             logprob, entropy, best = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         else:
+            x, weight = in_autocast(*self._operands)
             logprob, entropy, best = tw.linear_logprob(
-                *in_autocast(*self._operands),
+                x,
+                weight,
                 labels,
+                **self._adapted(x),
                 return_argmax=True,
                 fp32_logits=numerics.lm_head_fp32,
                 group=self._group,
@@ -171,10 +207,10 @@ class TokenLosses(OfSequence):
         at a time.
         """
         tokens = ids.shape[:2]
-        x, weight, how, pad = self._in_rows(temperature)
+        head, how, pad = self._in_rows(temperature)
         given = (t.flatten(0, 1) for t in (ids, self._labels[..., None]))
         ids, labels = (F.pad(t, (0, 0, 0, pad), value=-1) for t in given)
-        found = listed(x, weight, ids, labels[:, 0], how)
+        found = listed(head, ids, labels[:, 0], how)
         return Listed(*(t[: tokens.numel()].unflatten(0, tokens) for t in found))
 
     def most_probable(self, k: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,14 +218,21 @@ class TokenLosses(OfSequence):
         log-probabilities, in order; without gradients.
         """
         tokens = self._labels.shape
-        x, weight, how, _ = self._in_rows(temperature)
-        found = most_probable(x, weight, k, how)
+        head, how, _ = self._in_rows(temperature)
+        found = most_probable(head, k, how)
         ids, logprobs = (t[: tokens.numel()].unflatten(0, tokens) for t in found)
         return ids, logprobs
 
-    def _in_rows(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor, How, int]:
-        """Hidden states [T, H], the weight, how logits are computed, and the number of rows that
-        are padding: with `batch_invariant` all products have as many rows as those of
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits(hidden, self._operands[1], self._ops, self._adapter)
+
+    def _adapted(self, like: torch.Tensor) -> dict[str, Any]:
+        """The adapter as arguments of ops."""
+        return {} if self._adapter is None else self._adapter.arguments(like)
+
+    def _in_rows(self, temperature: float) -> tuple[Products, How, int]:
+        """The head of hidden states [T, H], how its logits are computed, and the number of rows
+        that are padding: with `batch_invariant` all products have as many rows as those of
         `linear_in_row_blocks`.
         """
         numerics = self._ops.numerics
@@ -203,7 +246,9 @@ class TokenLosses(OfSequence):
             temperature,
             self._group,
         )
-        return F.pad(x, (0, 0, 0, pad)) if pad else x, weight, how, pad
+        x = F.pad(x, (0, 0, 0, pad)) if pad else x
+        A, B, scale = self._adapted(x).values() if self._adapter is not None else (None, None, 1.0)
+        return Products(x, weight, None, low_rank(x, A, B, scale), B), how, pad
 
     def reduced(self, reduction: str) -> torch.Tensor:
         """reduction: as in `ops.cross_entropy`; "mean" is not made of `statistics`."""
@@ -213,15 +258,18 @@ class TokenLosses(OfSequence):
         if numerics.batch_invariant:
             name = self._ops.cross_entropy
             return tw.cross_entropy(
-                logits(*self._operands, self._ops),
+                self._logits(self._operands[0]),
                 self._labels,
                 z_loss=self._z_loss,
                 reduction=reduction,
                 implementation=name,
             )
+        x, weight = in_autocast(*self._operands)
         return tw.linear_cross_entropy(
-            *in_autocast(*self._operands),
+            x,
+            weight,
             self._labels,
+            **self._adapted(x),
             z_loss=self._z_loss,
             reduction=reduction,
             fp32_logits=numerics.lm_head_fp32,
@@ -234,14 +282,20 @@ class TokenLosses(OfSequence):
 LossFunction = Callable[[Any, Mapping[str, Any]], tuple[torch.Tensor, ...]]
 
 
-def logits(hidden: torch.Tensor, weight: torch.Tensor, ops: Ops) -> torch.Tensor:
+def logits(
+    hidden: torch.Tensor, weight: torch.Tensor, ops: Ops, adapter: Adapter | None = None
+) -> torch.Tensor:
     """[B, S, V], float32 with `Numerics.lm_head_fp32`."""
     hidden, weight = in_autocast(hidden, weight)
     if ops.numerics.lm_head_fp32:
         hidden, weight = hidden.float(), weight.float()
     product = linear_in_row_blocks if ops.numerics.batch_invariant else F.linear
     with torch.autocast(hidden.device.type, enabled=False):
-        return product(hidden, weight)
+        found = product(hidden, weight)
+        if adapter is None:
+            return found
+        A, B, scale = adapter.arguments(hidden).values()
+        return found + product(product(hidden, A) * scale, B)
 
 
 def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -270,7 +324,7 @@ class Head(NamedTuple):
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
     tp = around.tp
-    own = logits(tp.gather(hidden), weight, around.ops)
+    own = logits(tp.gather(hidden), weight, around.ops, around.adapter(repeated=False))
     return tp.gather_for_all(own.transpose(1, 2)).transpose(1, 2)
 
 
@@ -279,9 +333,8 @@ def _token_losses(
 ) -> TokenLosses:
     whole, ops = around.tp.gather_for_all(hidden), around.ops
     shards, shaping = around.tp.group, around.shaping
-    return TokenLosses(
-        whole, weight, labels, ops, shards, shaping, around.sequence, around.everywhere
-    )
+    ranks, adapter = (around.sequence, around.everywhere), around.adapter(repeated=True)
+    return TokenLosses(whole, weight, labels, ops, shards, shaping, *ranks, adapter)
 
 
 LANGUAGE_MODEL = Head("lm_head", lambda config: config.vocab_size, _logits, _token_losses)

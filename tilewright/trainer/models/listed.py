@@ -78,40 +78,37 @@ class How(NamedTuple):
         return logits.copy_(p.mul_(g[:, None]))
 
 
-def listed(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, how: How
-) -> Listed:
+def listed(head: Head, ids: torch.Tensor, labels: torch.Tensor, how: How) -> Listed:
     """Of each row.
 
     Args:
-        x: [T, H].
-        weight: [V, H], in x's dtype.
+        head: with T rows, and without a bias.
         ids: [T, k] int64, the tokens of the whole vocabulary that are listed; -1 for none. None may
             be twice in a row.
         labels: [T] int64; negative for none.
 
     Returns:
-        A `Listed`, differentiable once in x and weight, but `best`. Statistics are float32 (float64
-        for float64), gradients are summed in float32.
+        A `Listed`, differentiable once in the head, but `best`. Statistics are float32 (float64 for
+        float64), gradients are summed in float32.
     """
+    x, weight, _, low, up = head
     how = how._replace(
         plan=how.plan._replace(learns=torch.is_grad_enabled() and weight.requires_grad)
     )
     with checks.no_autocast(x):
         rows = replicated(x, how.group).contiguous()
-        return Listed(*_Listed.apply(rows, weight, ids, labels, how))
+        low = None if low is None else replicated(low, how.group)
+        return Listed(*_Listed.apply(rows, weight, low, up, ids, labels, how))
 
 
 @torch.no_grad()
-def most_probable(
-    x: torch.Tensor, weight: torch.Tensor, k: int, how: How
-) -> tuple[torch.Tensor, torch.Tensor]:
+def most_probable(head: Head, k: int, how: How) -> tuple[torch.Tensor, torch.Tensor]:
     """The k tokens of each row that are most probable, int64 [T, k], and their log-probabilities,
     as `Listed` has them. The first is the most probable. Not differentiable.
     """
-    V, parts = weight.shape[0], []
-    none = x.new_full((len(x),), -1, dtype=torch.int64)
-    for rows, logits in Chunks(Head(x, weight), how.plan, 1 / how.temperature):
+    V, parts = head.weight.shape[0], []
+    none = head.x.new_full((len(head.x),), -1, dtype=torch.int64)
+    for rows, logits in Chunks(head, how.plan, 1 / how.temperature):
         stats = how.statistics(logits, none[rows])
         values, ids = logits.topk(min(k, V))
         if how.group is not None:
@@ -135,9 +132,10 @@ def _joined(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 class _Listed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, ids, labels, how):
+    def forward(ctx: Any, x, weight, low, up, ids, labels, how):
         V, parts = weight.shape[0], []
-        for rows, logits in Chunks(Head(x, weight), how.plan, 1 / how.temperature):
+        head = Head(x, weight, None, low, up)
+        for rows, logits in Chunks(head, how.plan, 1 / how.temperature):
             at, here = how.places(ids[rows], V)
             stats = how.statistics(logits, labels[rows], best=True)
             chosen = (logits.gather(1, at).to(stats.peak.dtype) - stats.peak[:, None]).where(
@@ -160,7 +158,7 @@ class _Listed(torch.autograd.Function):
                 )
             )
         logprobs, others, label, best, *softmax = (torch.cat(p) for p in zip(*parts, strict=True))
-        ctx.save_for_backward(x, weight, ids, labels, logprobs, others, *softmax)
+        ctx.save_for_backward(x, weight, low, up, ids, labels, logprobs, others, *softmax)
         ctx.how = how
         ctx.mark_non_differentiable(best)
         return logprobs, others, label, best
@@ -168,13 +166,14 @@ class _Listed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_logprobs, g_others, g_label, _):
-        x, weight, ids, labels, logprobs, others, peak, log_sum = ctx.saved_tensors
+        x, weight, low, up, ids, labels, logprobs, others, peak, log_sum = ctx.saved_tensors
         how, V = ctx.how, weight.shape[0]
         total = g_logprobs.sum(-1) + g_others + g_label
         g_rest = g_others - others.exp() * total
         g_listed = g_logprobs - logprobs.exp() * total[:, None]
-        needs = Needs(*ctx.needs_input_grad[:2])
-        chunks = Chunks(Head(x, weight), how.plan, 1 / how.temperature, needs)
+        need_x, need_weight, *of_adapter = ctx.needs_input_grad[:4]
+        needs, head = Needs(need_x, need_weight, False, *of_adapter), Head(x, weight, None, low, up)
+        chunks = Chunks(head, how.plan, 1 / how.temperature, needs)
         for rows, logits in chunks:
             at, here = how.places(ids[rows], V)
             _leave_out(logits, at, here)
@@ -185,7 +184,7 @@ class _Listed(torch.autograd.Function):
             dlogits.scatter_add_(1, own, g_label[rows, None].where(mine, 0.0).to(dlogits.dtype))
             chunks.add(rows, dlogits)
         found = chunks.gradients()
-        return found.dx, found.dweight, None, None, None
+        return found.dx, found.dweight, found.dlow, found.dup, None, None, None
 
 
 def _leave_out(logits: torch.Tensor, at: torch.Tensor, here: torch.Tensor) -> None:

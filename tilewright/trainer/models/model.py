@@ -22,6 +22,7 @@ from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.ops.attention.prefixes import Prefix
 from tilewright.trainer.models.head import (
     LANGUAGE_MODEL,
+    AdaptedHead,
     Around,
     Head,
     LossFunction,
@@ -169,6 +170,8 @@ class Transformer(nn.Module):
         self.config, self.ops, self.merge_qkv = config, ops, merge_qkv
         self.model = Decoder(config, ops, merge_qkv)
         self.head = HEADS[config.head]
+        # Beside layers' projections: the fused losses compute its adapter.
+        self.adaptable = (self.head.module,) if config.head == "language_model" else ()
         layer = nn.Linear(config.hidden_size, self.head.rows(config), bias=False)
         self.add_module(self.head.module, layer)
         self.cp, self.tp = ContextParallel(), TensorParallel()
@@ -179,16 +182,17 @@ class Transformer(nn.Module):
         self.tie()
 
     @property
-    def head_layer(self) -> nn.Linear | None:
+    def head_layer(self) -> nn.Linear | AdaptedHead | None:
         """None on a stage of a pipeline that is not the last."""
-        return cast(nn.Linear | None, getattr(self, self.head.module))
+        return cast(nn.Linear | AdaptedHead | None, getattr(self, self.head.module))
 
     def tie(self) -> None:
         """Shares the embedding with the head again; call it after `to_empty`, which separates
         them.
         """
-        if self.config.tied and self.head_layer is not None:
-            self.head_layer.weight = self.model.embed_tokens.weight
+        if self.config.tied and (layer := self.head_layer) is not None:
+            plain = layer.base if isinstance(layer, AdaptedHead) else layer
+            plain.weight = self.model.embed_tokens.weight
 
     def forward(
         self,
@@ -277,7 +281,9 @@ class Transformer(nn.Module):
 
     def _around(self) -> tuple[torch.Tensor, Around]:
         """The head's weight, and what it computes with."""
-        assert self.head_layer is not None  # a pipeline's last stage computes it
-        shaping, everywhere = self.shaping, self.everywhere
-        around = Around(self.ops, self.config, self.tp, self.cp.groups, shaping, everywhere)
-        return local(self.head_layer.weight), around
+        layer, adapted = self.head_layer, None
+        assert layer is not None  # a pipeline's last stage computes it
+        if isinstance(layer, AdaptedHead):
+            layer, adapted = layer.base, layer
+        given = self.shaping, self.everywhere, adapted
+        return local(layer.weight), Around(self.ops, self.config, self.tp, self.cp.groups, *given)

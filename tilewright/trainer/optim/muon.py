@@ -23,7 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of all parameter groups; betas and momentum of those that have none of their own.
+    """Settings of all parameter groups; betas, eps and momentum of those that have none of their
+    own.
 
     states: dtype of moments and momentum.   products: dtype of the products of orthogonalization.
     adjust: "original" scales the learning rate of an A x B matrix by sqrt(max(1, A / B)),
@@ -59,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         matrices: Mapping[nn.Parameter, Parts] | None = None,
     ):
         self.settings, self.matrices = settings, dict(matrices or {})
-        defaults = {"betas": settings.betas, "momentum": settings.momentum}
+        defaults = {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
         super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0, **defaults})
 
     @torch.no_grad()
@@ -91,16 +92,16 @@ class Muon(torch.optim.Optimizer):
                     state["compensation"] = torch.zeros_like(p)
             state["step"] += 1
             tensors = [p, p.grad, *(v for name, v in state.items() if name != "step")]
-            numbers = int(state["step"]), group["lr"], group["weight_decay"], group["betas"]
-            key = *numbers, p.dtype, p.grad.dtype
+            numbers = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
+            key = int(state["step"]), *numbers, p.dtype, p.grad.dtype
             together.setdefault(key, []).append([shard(t) for t in tensors])
-        for (step, lr, weight_decay, betas, *_), rows in together.items():
+        for (step, lr, weight_decay, betas, eps, *_), rows in together.items():
             tw.adamw_(
                 *map(list, zip(*rows, strict=True)),
                 step=step,
                 lr=lr,
                 betas=betas,
-                eps=self.settings.eps,
+                eps=eps,
                 weight_decay=weight_decay,
             )
 

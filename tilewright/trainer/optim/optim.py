@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -65,6 +65,18 @@ def betas_and_eps(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"betas": (beta1, beta2), "eps": eps, **rest}
 
 
+class Kind(NamedTuple):
+    """What a group of parameters is.
+
+    rate: the field of its peak learning rate, which `factor` multiplies.   exempt: from weight
+    decay.
+    """
+
+    rate: str = "lr"
+    factor: float = 1.0
+    exempt: bool = False
+
+
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, or of an expert
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -92,7 +104,7 @@ def rate_factors(model: nn.Module, bound: float, plus: float) -> Callable[[str],
 
 def parameter_groups(
     model: nn.Module,
-    rates: Collection[float],
+    rates: Mapping[str, float],
     weight_decay: float,
     no_decay: Mapping[str, Collection[str]],
     apart: Collection[nn.Parameter] = (),
@@ -101,8 +113,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """For each rate two groups, with weight decay and without, and two more for each other factor.
     Every trainable parameter is in one: those of `apart` at the second rate, all others at the
-    first.
+    first. Each has its `kind`.
 
+    rates: by the name of the field.
     no_decay: no_decay_modules, substrings of the path of a parameter's module, and no_decay_params,
         of its full name.
     whole: the model with the names of all ranks' parameters: a name that is another's is no mistake
@@ -122,22 +135,25 @@ def parameter_groups(
                     f"train.{field}: no name in the model contains {text!r}; names are "
                     f"{', '.join(dict.fromkeys(NUMBER.sub('.N.', name) for name in what))}"
                 )
-    kinds = [(lr, decay) for lr in rates for decay in (weight_decay, 0.0)]
-    groups: dict[tuple[int, float], dict[str, Any]] = {
-        (i, 1.0): {"params": [], "lr": lr, "weight_decay": decay}
-        for i, (lr, decay) in enumerate(kinds)
-    }
+    groups: dict[Kind, dict[str, Any]] = {}
+
+    def group_of(kind: Kind) -> dict[str, Any]:
+        decay = 0.0 if kind.exempt else weight_decay
+        made = {"params": [], "lr": rates[kind.rate] * kind.factor, "weight_decay": decay}
+        return groups.setdefault(kind, {**made, "kind": kind})
+
+    of_all, of_apart = ([*rates] * 2)[:2]
+    for rate in rates:
+        for exempt in (False, True):
+            group_of(Kind(rate, 1.0, exempt))
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         path = name.rpartition(".")[0]
         exempt = any(text in path for text in no_decay["no_decay_modules"])
         exempt |= any(text in name for text in no_decay["no_decay_params"])
-        key = 2 * (p in apart) + exempt, factor(name)
-        if key not in groups:
-            lr, decay = kinds[key[0]]
-            groups[key] = {"params": [], "lr": lr * key[1], "weight_decay": decay}
-        groups[key]["params"].append(p)
+        rate = of_apart if p in apart else of_all
+        group_of(Kind(rate, factor(name), exempt))["params"].append(p)
     return [*groups.values()]
 
 
@@ -152,7 +168,8 @@ def build_optimizer(
     apart = row.apart(model)
     if row.apart_lr is not None and not apart:
         raise ValueError(f"train.optimizer = {train.optimizer}: the model has no trainable matrix")
-    rates = [train.lr] if row.apart_lr is None else [train.lr, getattr(train, row.apart_lr)]
+    fields = ["lr"] if row.apart_lr is None else ["lr", row.apart_lr]
+    rates = {name: getattr(train, name) for name in fields}
     no_decay = {
         "no_decay_modules": train.no_decay_modules,
         "no_decay_params": train.no_decay_params,
@@ -189,9 +206,14 @@ def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-def decays(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The weight decay of a new optimizer's groups: those without any stay without."""
-    return [group["weight_decay"] for group in optimizer.param_groups]
+def kinds(optimizer: torch.optim.Optimizer) -> list[Kind]:
+    """Of a new optimizer's groups. One that `parameter_groups` has not made, and that decays
+    nothing, is exempt.
+    """
+    return [
+        group.get("kind") or Kind(exempt=not group.get("weight_decay"))
+        for group in optimizer.param_groups
+    ]
 
 
 # Where a group has the value of a field: its key, and the place in a tuple there.
@@ -199,28 +221,39 @@ IN_GROUPS = {
     "weight_decay": ("weight_decay", None),
     "adam_beta1": ("betas", 0),
     "adam_beta2": ("betas", 1),
+    "adam_epsilon": ("eps", None),
     "muon_momentum": ("momentum", None),
 }
 
 
 def set_values(
-    optimizer: torch.optim.Optimizer, decays: list[float], values: Mapping[str, float]
+    optimizer: torch.optim.Optimizer,
+    kinds: list[Kind],
+    peaks: list[float],
+    values: Mapping[str, float],
 ) -> None:
-    """Sets the values of fields that change from step to step.
+    """Sets the values of fields that change from step to step: in the groups, and of learning rates
+    in their peaks.
 
-    Raises ValueError for a field that the groups have no place for.
+    Raises ValueError, and sets nothing, for a field that the groups have no place for.
     """
+    of_rates = {kind.rate for kind in kinds}
+    for name in values:
+        key, _ = IN_GROUPS.get(name, (name, None))
+        if name not in of_rates and any(key not in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"train.{name}: the optimizer's groups have no {key}, so it cannot change from "
+                "step to step"
+            )
     for name, value in values.items():
-        key, at = IN_GROUPS[name]
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
-            if key not in group:
-                raise ValueError(
-                    f"train.{name}: the optimizer's groups have no {key}, so it cannot change from "
-                    "step to step"
-                )
+        for i, (group, kind) in enumerate(zip(optimizer.param_groups, kinds, strict=True)):
+            if name in of_rates:
+                peaks[i] = value * kind.factor if kind.rate == name else peaks[i]
+                continue
+            key, at = IN_GROUPS[name]
             if at is not None:
                 group[key] = tuple(value if i == at else v for i, v in enumerate(group[key]))
-            elif key != "weight_decay" or decay:
+            elif key != "weight_decay" or not kind.exempt:
                 group[key] = value
 
 

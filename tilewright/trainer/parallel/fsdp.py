@@ -142,7 +142,7 @@ def _shard_basic_modules(
         if hits and (
             last in ("lm_head", "score")
             or (last in ("q_norm", "k_norm") and names.merge_qkv)
-            or (last == "base" and _reads_base(parts.whole.get_submodule(path[: -len(".base")])))
+            or (last == "base" and _reads_base(parts.whole, path[: -len(".base")]))
         ):
             raise ValueError(
                 f"model.basic_modules: {path} ({', '.join(sorted(hits))}) cannot be a unit of its "
@@ -158,9 +158,12 @@ def _shard_basic_modules(
         raise ValueError(f"model.basic_modules: no module is called {sorted(extra - matched)}")
 
 
-def _reads_base(module: nn.Module) -> bool:
-    """Whether a module with an adapter reads the weight of the layer under it: DoRA's norms."""
-    return isinstance(module, LoRALinear) and module.use_dora
+def _reads_base(model: nn.Module, path: str) -> bool:
+    """Whether the weight of the layer under a module with an adapter is read elsewhere: by DoRA's
+    norms, or by losses.
+    """
+    module = model.get_submodule(path)
+    return isinstance(module, LoRALinear) and (module.use_dora or path == "lm_head")
 
 
 LAYOUTS.add(

@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewright.core import platform
+from tilewright.core.registry import short
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.config import ConfigError, Train
 from tilewright.trainer.parallel import exchange
@@ -260,6 +261,27 @@ class Group:
             return [json.loads(json.dumps(value))]
         return exchange.gather(value, self.group)
 
+    def gather_tensors(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Each rank's tensors, on the CPU, in order, on the first rank of the group; [] on others.
+        They travel as bytes.
+        """
+        own = [t.detach().cpu().contiguous() for t in tensors]
+        if self.group is None:
+            return [own]
+        told = self.gather([(list(t.shape), short(t.dtype)) for t in own])
+        sizes = [
+            sum(math.prod(shape) * getattr(torch, name).itemsize for shape, name in about)
+            for about in told
+        ]
+        sent = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if own:
+            flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in own])
+            sent[: len(flat)] = flat
+        first = dist.get_rank(self.group) == 0
+        parts = [torch.empty_like(sent) for _ in told] if first else None
+        dist.gather(sent, parts, group=self.group, group_dst=0)
+        return [_tensors(*of_rank) for of_rank in zip(parts or (), told, strict=first)]
+
     def agree(self, problem: BaseException | None) -> None:
         """Raises, on every rank, the first exception that any of them has; otherwise the others
         would wait for it forever. A rank raises its own as it is, another one's with its message.
@@ -270,6 +292,17 @@ class Group:
             return
         own = self.group is None or dist.get_rank(self.group) == first
         raise problem if own and problem is not None else exchange.raised(found[first])
+
+
+def _tensors(flat: torch.Tensor, about: list[tuple[list[int], str]]) -> list[torch.Tensor]:
+    """Tensors from their bytes, by their shapes and dtypes."""
+    found, at = [], 0
+    for shape, name in about:
+        dtype = getattr(torch, name)
+        end = at + math.prod(shape) * dtype.itemsize
+        found.append(flat[at:end].clone().view(dtype).reshape(shape))
+        at = end
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Lora, Model
 from tilewright.trainer.config.section import Resume, kept
+from tilewright.trainer.models.head import AdaptedHead
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
@@ -51,6 +52,16 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         add_lora(model, wanted.lora_target_modules, **kind, modules_to_save=whole)
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
+    if (
+        wanted.merge_lora_interval
+        and isinstance(model.head_layer, AdaptedHead)
+        and model.config.tied
+    ):
+        raise ValueError(
+            f"lora.merge_lora_interval = {wanted.merge_lora_interval}: lm_head is tied to the "
+            "embedding, which would change with it; train without merging (an export merges), or "
+            "without an adapter on lm_head"
+        )
     for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
         module.implementation = names.moe_implementation or "auto"
         MOE_LORA.resolve(module.implementation)
