@@ -33,7 +33,8 @@ from tilewright.trainer.config.preference import Preference, kind_of_reference
 from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused
 from tilewright.trainer.data.types.preference import implicit_prompt, with_shorter_prompt
 from tilewright.trainer.losses import preferences
-from tilewright.trainer.losses.loss import loss_of
+from tilewright.trainer.losses.before import Compared
+from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.reference import adapters_off
 from tilewright.trainer.tables import DATASETS, PREFERENCES
 
@@ -474,7 +475,7 @@ def test_mean_log_ratios_are_those_of_a_micro_batch_or_of_a_step(settings):
         sums.append([t[there].detach() for t in (p.up, p.down)])
         return per_token.values().sum(), torch.ones(())
 
-    made.engine.forward(next(made.batches.steps()), look, training=True)
+    made.engine.forward(next(made.batches.steps()), Loss(look, before=Compared()), training=True)
 
     def expected(groups):
         total = count = 0

@@ -10,6 +10,7 @@ import json
 import pathlib
 import random
 import shutil
+import threading
 import typing
 
 import pytest
@@ -519,6 +520,9 @@ def test_a_run_that_was_stopped_leaves_what_one_that_was_not_leaves(
         shutil.rmtree(tmp_path / "out")
         with within, pytest.raises((Killed, Stopped)):
             trained(path)
+        for thread in threading.enumerate():  # which would be gone with its process
+            if "wait_and_publish" in thread.name:
+                thread.join()
         folders = checkpoint.complete(str(tmp_path / "out"))
         rows, kept, lines, there = left_by(tmp_path, trained(path, AUTO))
         assert (rows, kept, lines) == whole[:3], named

@@ -25,7 +25,8 @@ from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.data.batches import keyed, mismatch
 from tilewright.trainer.data.types.dataset_type import Asked, Refused
 from tilewright.trainer.losses import preferences
-from tilewright.trainer.losses.loss import loss_of
+from tilewright.trainer.losses.before import Compared
+from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.memory_plan import plan
 from tilewright.trainer.tables import DATASETS, PREFERENCES
 
@@ -326,7 +327,7 @@ def test_rewards_are_means_over_their_kind(settings, alone):
             found[bool(good)].append(0.1 * float(ratio))
         return per_token.values().sum(), torch.ones(())
 
-    made.engine.forward(next(made.batches.steps()), look, training=True)
+    made.engine.forward(next(made.batches.steps()), Loss(look, before=Compared()), training=True)
     counts = {good: len(v) for good, v in found.items()}
     assert alone[0]["desirable"] == pytest.approx(counts[True] / sum(counts.values()))
     for good, name in ((True, "desirable"), (False, "undesirable")):

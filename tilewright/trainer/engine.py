@@ -25,7 +25,8 @@ from tilewright.nn.peft import save_adapter
 from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.checkpoint.made_of import NOTHING, MadeOf
-from tilewright.trainer.columns import MISMATCHED
+from tilewright.trainer.losses.before import Counted
+from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.models.head import LossFunction, OfSequence, Shaping
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.moe import statistics
@@ -153,8 +154,12 @@ class Engine:
     # ---- forward and backward
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Sums:
-        """Accumulates the gradients of a loss's sum over the micro-batches."""
-        sums = self._sums(self.parts.forward_backward(self._compared(batches, loss), loss), loss)
+        """Accumulates the gradients of a loss's sum over the micro-batches.
+
+        loss: a `Loss`, or a function that reports no further sums.
+        """
+        loss = Loss.of(loss)
+        sums = self._sums(self.parts.forward_backward(self._before(batches, loss), loss), loss)
         own = sums.totals[:2]
         self.totals = own if self.totals is None else self.totals + own
         return sums
@@ -163,59 +168,46 @@ class Engine:
         self, batches: Iterable[Batch], loss: LossFunction, *, training: bool = False
     ) -> Sums:
         """The same without gradients and, unless `training`, without noise and dropout."""
+        loss = Loss.of(loss)
         if training:
-            batches = self._compared(batches, loss)
+            batches = self._before(batches, loss)
             with torch.no_grad():
                 return self._sums(self.parts.forward(batches, loss), loss)
         with self.evaluating(loss):  # one micro-batch at a time
-            return self._sums(self.parts.forward(self._added(batches, loss), loss), loss)
+            batches = batches if loss.before is None else loss.before(self, batches)
+            return self._sums(self.parts.forward(batches, loss), loss)
 
-    def _compared(self, batches: Iterable[Batch], loss: LossFunction) -> list[Batch]:
-        """The micro-batches of a step, with what they are compared with."""
-        before = getattr(loss, "first", None), getattr(loss, "counted", None)
-        if self.reference is None and before == (None, None):
+    def _before(self, batches: Iterable[Batch], loss: Loss) -> list[Batch]:
+        """The micro-batches of a step, as the loss gets them."""
+        if loss.before is None:
             return list(batches)
         with self.evaluating(loss):
-            return list(self._added(batches, loss))
+            return list(loss.before(self, batches))
 
-    def _added(self, batches: Iterable[Batch], loss: LossFunction) -> Iterable[Batch]:
-        first, counted = getattr(loss, "first", None), getattr(loss, "counted", None)
-        if counted is not None:
-            batches = self._with_counts(list(batches), counted)
-        found = map(self._with_reference, batches)
-        if first is None:
-            return found
-        summed = (self._with_first(batch, first) for batch in found)
-        if not getattr(loss, "whole", False):
-            return summed
-        summed = list(summed)
-        total = torch.stack([batch["first"] for batch in summed]).sum(0)
-        return [{**batch, "first": total} for batch in summed]
+    # What `Loss.before` asks for (`losses.before.Passes`).
 
-    def _with_counts(self, batches: list[Batch], counted: LossFunction) -> list[Batch]:
-        """See `Loss.counted`."""
-        of = OfSequence(self.mesh.context.groups, self.mesh.loss.group)
-        sums = [torch.stack(counted(of, self.parts.moved(batch))) for batch in batches]
-        total = of.over_all(torch.stack(sums).sum(0))
-        return [{**batch, "counts": total} for batch in batches]
-
-    def _with_reference(self, batch: Batch) -> Batch:
+    def compared(self, batch: Batch) -> Batch:
+        """A micro-batch with the column reference_logprob, if there is a reference."""
         return batch if self.reference is None else self.reference.added(self.parts, batch)
 
-    def _with_first(self, batch: Batch, first: LossFunction) -> Batch:
-        """See `Loss.first`."""
-        rest: dict[str, Any] = dict(batch)
-        of = rest.pop(MISMATCHED, None)
-        [outcome] = self.parts.forward([rest if of is None else self._with_reference(of)], first)
+    def sums(self, batch: Batch, function: LossFunction) -> torch.Tensor:
+        """What a function of a micro-batch returns, float64, of this rank."""
+        [outcome] = self.parts.forward([batch], function)
         sums = (outcome.total, outcome.denominator, *outcome.more)
-        return {**rest, "first": torch.stack([t.double() for t in sums])}
+        return torch.stack([t.double() for t in sums])
+
+    def count(self, batches: list[Batch], function: Counted) -> torch.Tensor:
+        """The sums of a function over micro-batches and all ranks; without a forward pass."""
+        of = OfSequence(self.mesh.context.groups, self.mesh.loss.group)
+        sums = [torch.stack(function(of, self.parts.moved(batch))) for batch in batches]
+        return of.over_all(torch.stack(sums).sum(0))
 
     @contextlib.contextmanager
-    def evaluating(self, loss: LossFunction | None = None) -> Iterator[None]:
+    def evaluating(self, loss: Loss | None = None) -> Iterator[None]:
         """Forward passes within are without gradients and without noise. Losses of tokens are
         cross-entropies, and those of a loss that is `tempered` have the temperature of training.
         """
-        shaping, tempered = self.model.shaping, getattr(loss, "tempered", False)
+        shaping, tempered = self.model.shaping, loss is not None and loss.tempered
         self.model.shaping = Shaping(shaping.loss_temperature) if tempered else Shaping()
         self.parts.wrapped.eval()
         try:
@@ -231,9 +223,8 @@ class Engine:
         """The mean of a loss; NaN if no batch has a target."""
         return self.forward(batches, loss).mean
 
-    def _sums(self, outcomes: list[Outcome], loss: LossFunction) -> Sums:
-        names = getattr(loss, "reports", ())
-        totals = torch.zeros(2 + len(names), dtype=torch.float64, device=self.mesh.device)
+    def _sums(self, outcomes: list[Outcome], loss: Loss) -> Sums:
+        totals = torch.zeros(2 + len(loss.reports), dtype=torch.float64, device=self.mesh.device)
         for outcome in outcomes:
             own = (outcome.total, outcome.denominator, *outcome.more)
             totals[: len(own)] += torch.stack([t.detach().double() for t in own])
@@ -241,8 +232,8 @@ class Engine:
             self.mesh.loss.total(totals),
             [outcome.per_token for outcome in outcomes],
             self._of_routers([o.reports for o in outcomes if o.reports is not None]),
-            names=names,
-            over=getattr(loss, "over", {}),
+            names=loss.reports,
+            over=loss.over,
         )
 
     def documents(

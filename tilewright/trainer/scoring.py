@@ -4,6 +4,7 @@ and the layout.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data.batches import Bins, evaluation_batches
 from tilewright.trainer.engine import Batch, Engine, Sums
-from tilewright.trainer.losses.loss import count_labels
+from tilewright.trainer.losses.loss import Loss, count_labels
 from tilewright.trainer.models.head import LossFunction, TokenLosses
 from tilewright.trainer.models.reward_head import Scores
 from tilewright.trainer.parallel.mesh import Mesh
@@ -72,21 +73,25 @@ def batches_of(
     )
 
 
-class WithHits:
+@dataclasses.dataclass(frozen=True)
+class WithHits(Loss):
     """A loss that also reports how many of the labels are the most probable token, and how many
-    labels there are. The head's products are computed once.
+    labels there are: names that no other loss may have.
     """
 
-    def __init__(self, loss: LossFunction):
-        self.loss = loss
-        self.reports = (*getattr(loss, "reports", ()), "hits", "labels")
-        self.first, self.whole = getattr(loss, "first", None), getattr(loss, "whole", False)
-        self.counted, self.over = getattr(loss, "counted", None), getattr(loss, "over", {})
-        self.tempered = getattr(loss, "tempered", False)
+    def __post_init__(self) -> None:
+        pass
 
-    def __call__(self, per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        *_, hits = per_token.statistics()
-        return *self.loss(per_token, batch), hits.sum(), count_labels(batch)
+    @classmethod
+    def beside(cls, loss: Loss) -> WithHits:
+        """The head's products are computed once."""
+
+        def function(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+            *_, hits = per_token.statistics()
+            return *loss(per_token, batch), hits.sum(), count_labels(batch)
+
+        given = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
+        return cls(**given | {"function": function, "reports": (*loss.reports, "hits", "labels")})
 
 
 def evaluation(
@@ -100,7 +105,8 @@ def evaluation(
     """
     if not sets:
         return {}
-    own, device = WithHits(loss) if accuracy else loss, engine.mesh.device
+    loss = Loss.of(loss)
+    own, device = WithHits.beside(loss) if accuracy else loss, engine.mesh.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = {name: engine.forward(batches, own) for name, batches in sets.items()}
     values = _reported(Sums.joined(list(found.values())), loss)
@@ -114,19 +120,20 @@ def reported_names(sets: Collection[str], loss: LossFunction, *, accuracy: bool)
     """The names of what `evaluation` reports, of sets with labels."""
     if not sets:
         return []
-    names = ["eval_loss", *(f"eval_{name}" for name in getattr(loss, "reports", ()))]
-    names += ["eval_perplexity"] * getattr(loss, "nats", False) + ["eval_accuracy"] * accuracy
+    loss = Loss.of(loss)
+    names = ["eval_loss", *(f"eval_{name}" for name in loss.reports)]
+    names += ["eval_perplexity"] * loss.nats + ["eval_accuracy"] * accuracy
     return names + [f"{n}/{one}" for one in sets for n in names if len(sets) > 1]
 
 
-def _reported(sums: Sums, loss: LossFunction) -> dict[str, float]:
+def _reported(sums: Sums, loss: Loss) -> dict[str, float]:
     """{} if no batch had a label."""
     if not sums.denominator:
         return {}
     more = sums.reported()
     hits, labels = more.pop("hits", 0.0), more.pop("labels", 0.0)
     values = {"eval_loss": sums.mean} | {f"eval_{name}": v for name, v in more.items()}
-    if getattr(loss, "nats", False):
+    if loss.nats:
         # Above 709 a float64 does not hold it.
         values["eval_perplexity"] = math.exp(min(sums.mean, 709.0))
     if labels:
@@ -139,7 +146,7 @@ def scores(
     batches: Iterable[Batch],
     *,
     each_token: bool = False,
-    loss: LossFunction | None = None,
+    loss: Loss | None = None,
 ) -> Iterator[list[Score]]:
     """The scores of one micro-batch of every rank at a time, on every rank.
 

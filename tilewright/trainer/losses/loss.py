@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.losses.before import Before
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model_config import HEADS
 from tilewright.trainer.tables import LOSSES
@@ -55,11 +56,8 @@ class Loss:
     pairs: whether documents must be a chosen and a rejected answer in turn.
     mismatched: whether batches have, beside themselves, documents' prompts with the answers of
         others: see `data.batches`.
-    first: what is summed without gradients before, of a micro-batch, or of its mismatched
-        documents: the batch that the loss gets has these sums of this rank, as `first` [sums].
-    whole: they are added over the micro-batches of a step, or of an evaluation.
-    counted: what is counted before in a micro-batch, (`OfSequence`, batch) -> sums: the batch that
-        the loss gets has those of all ranks and of a whole step or evaluation, as `counts` [sums].
+    before: adds to a step's or an evaluation's micro-batches what the loss reads of all of them, or
+        of a reference: see `losses.before`.
     over: names of reports that are means over another report, by name.
     widths: of columns with several numbers per token, as many as the loss reads.
     asked: what makes the loss read a column, in errors, where it is not its name.
@@ -75,9 +73,7 @@ class Loss:
     tempered: bool = False
     pairs: bool = False
     mismatched: bool = False
-    first: LossFunction | None = None
-    whole: bool = False
-    counted: LossFunction | None = None
+    before: Before | None = None
     over: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, int] = field(default_factory=dict)
     asked: Mapping[str, str] = field(default_factory=dict)
@@ -91,6 +87,11 @@ class Loss:
             raise ValueError(f"reports: {taken[0]} is a number of every step")
         if self.head not in HEADS:
             raise ValueError(f"head must be one of {', '.join(HEADS)}, got {self.head!r}")
+
+    @classmethod
+    def of(cls, function: LossFunction) -> Loss:
+        """A function that reports no further sums as a loss; a loss as it is."""
+        return function if isinstance(function, Loss) else cls(function)
 
     def __call__(self, per_token: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Raises ValueError if the function does not return what is declared."""

@@ -12,6 +12,7 @@ import torch
 from tilewright.ops.loss.preference import Answers, Formula, Options, Pairs
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.preference import Preference
+from tilewright.trainer.losses.before import Compared
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.models.head import OfSequence, TokenLosses
 from tilewright.trainer.tables import LOSSES, PREFERENCES
@@ -255,9 +256,11 @@ def settled(section: Preference) -> Loss:
             ("labels", "desirable", *more),
             (*ALONE, *drift, *KL * formula.kl, *parts),
             mismatched=formula.kl,
-            first=mismatched_ratios if formula.kl else None,
-            whole=whole,
-            counted=desirable_tokens if section.sft_ratio else None,
+            before=Compared(
+                mismatched_ratios if formula.kl else None,
+                whole,
+                desirable_tokens if section.sft_ratio else None,
+            ),
             over=OVER,
             asked={"desirable": f"preference.loss = {section.loss}"},
         )
@@ -269,9 +272,11 @@ def settled(section: Preference) -> Loss:
         (*COLUMNS, *more, *asked),
         (*REPORTS, *drift, *parts),
         pairs=True,
-        first=pair_ratios if formula.kl and whole else None,
-        whole=whole,
-        counted=chosen_tokens if section.sft_ratio else None,
+        before=Compared(
+            pair_ratios if formula.kl and whole else None,
+            whole,
+            chosen_tokens if section.sft_ratio else None,
+        ),
         asked=asked,
     )
 

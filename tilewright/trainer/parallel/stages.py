@@ -122,7 +122,7 @@ class Stage(nn.Module):
             self.embed_tokens = model.model.embed_tokens
         if self.last:
             self.norm = model.model.norm
-            self.add_module(model.head.module, model.head_layer)
+            self.add_module(model.head.module, model.get_submodule(model.head.module))
         self.queue: Iterator[Mapping[str, Any]] = iter(())
         self.loss: LossFunction | None = None
         self.length: int | None = None  # on this rank; None: as long as the micro-batch
