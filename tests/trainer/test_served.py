@@ -20,7 +20,7 @@ from helpers import processes
 from training import MOE, QWEN3, engine_of, make_bins, write_config
 
 from tilewright.nn.lora import LoRALinear
-from tilewright.nn.sharded import whole
+from tilewright.nn.sharded import assign, whole
 from tilewright.nn.weights import adapted
 from tilewright.trainer.bank import Bank
 from tilewright.trainer.checkpoint import checkpoint
@@ -194,16 +194,20 @@ def test_every_setting_of_a_step_can_be_set(optimizer, tmp_path):
 # ---- an adapter on the head
 
 
+@torch.no_grad()
+def with_B(engine):
+    """Adapters that have learned: else A has no gradient."""
+    for name, p in engine.model.named_parameters():
+        if name.endswith("lora_B"):
+            draw = torch.Generator().manual_seed(sum(map(ord, name)))
+            assign(p, 0.1 * torch.randn(p.shape, generator=draw))
+    return engine
+
+
 def of_head(tmp_path, shape=QWEN3, **changes):
     changes = LORA | {"lora__lora_target_modules": ["lm_head", "o_proj"]} | changes
     config = load(write_config(tmp_path, shape=shape, **changes))
-    engine = engine_of(config)
-    with torch.no_grad():
-        draw = torch.Generator().manual_seed(3)
-        for name, p in engine.model.named_parameters():
-            if name.endswith("lora_B"):
-                p.copy_(torch.randn(p.shape, generator=draw) * 0.1)
-    return engine
+    return with_B(engine_of(config))
 
 
 @pytest.mark.parametrize("settings", ["", "lm_head_fp32"])
@@ -482,7 +486,7 @@ def one_step(config, ranks):
     """Values of tokens by document, and gradients, of all bins on the first rank of data
     parallelism: the others have no document.
     """
-    engine = engine_of(config, ranks)
+    engine = with_B(engine_of(config, ranks))
     multiple = padding(8, ranks.context, ranks.layout.tp)
     bins = make_bins() if ranks.batch_rank == 0 else []
     halves = bins[:4], bins[4:]

@@ -58,6 +58,7 @@ from tilewright.ops.loss.head import (
     SIZES,
     Chunks,
     Head,
+    HeadGradients,
     Needs,
     Plan,
     joined,
@@ -291,13 +292,14 @@ def divides_later(x: torch.Tensor) -> bool:
     constants=SummedHead._fields[1:],
     dtype=lambda head: head.x.dtype,
     by=lambda head, divisor: None if divides_later(head.x) else divisor,
+    of_head=HeadGradients,
 )
-def _backward(op, g, dtype, losses, by, dx, dweight, dbias, dlow, dup, needs):
+def _backward(op, g, dtype, losses, by, of_head, needs):
     if g.total is None:
         return {}
     grads = {
         name: times_upstream(t, g.total, dtype, op)
-        for name, t in zip(Head._fields, (dx, dweight, dbias, dlow, dup), strict=True)
+        for name, t in zip(Head._fields, of_head, strict=True)
         if needs[name]
     }
     if needs["token_weight"]:
