@@ -3,7 +3,6 @@ must equal.
 """
 
 import importlib
-import pathlib
 from typing import TYPE_CHECKING
 
 from tilewright import lab
@@ -25,9 +24,6 @@ __all__ = [
     "use",
 ]
 
-_MOVED = pathlib.Path(__file__).with_name("_moved")
-__path__.append(str(_MOVED))
-
 # What imports the ops, which the rest does not need.
 _LATER = {"quantize_": "tilewright.nn", "verify": "tilewright_lab.verify.verify"}
 
@@ -39,6 +35,4 @@ def __getattr__(name: str):
                 return getattr(importlib.import_module(_LATER[name]), name)
         except lab.LabMissing as error:  # so that hasattr() is False
             raise AttributeError(str(error)) from error
-    if (_MOVED / f"{name}.py").exists():  # `import tilewright` has given some of these
-        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -101,7 +101,10 @@ def test_swiglu_resets_both_projections():
 
 LOSSES = {
     nn.CrossEntropyLoss: (ops.cross_entropy, {"logits", "inplace"}),
-    nn.LinearCrossEntropyLoss: (ops.linear_cross_entropy, {"x", "weight", "bias"}),
+    nn.LinearCrossEntropyLoss: (
+        ops.linear_cross_entropy,
+        {"x", "weight", "bias", "lora_A", "lora_B", "lora_scale"},
+    ),
 }
 EVERYTHING = {
     "ignore_index": 3,

@@ -17,8 +17,8 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 [ARROWS] = [c for c in CONTRACTS["contracts"] if c["name"] == "arrows point one way"]
 # Rooms from the lowest; those of one layer do not import each other.
 LAYERS = [re.split(r" [|:] ", layer) for layer in reversed(ARROWS["layers"])]
-# The package's face and its old names stand above every room.
-FACES = ("tilewright/__init__.py", "tilewright/__main__.py", "tilewright/_moved/")
+# The package's face stands above every room.
+FACES = ("tilewright/__init__.py", "tilewright/__main__.py")
 
 
 def is_module(name: str) -> bool:

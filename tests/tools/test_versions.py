@@ -211,6 +211,7 @@ LONG = (
     "trainer/test_pipeline",
     "trainer/test_real_input",
     "trainer/test_replay",
+    "trainer/test_served",
     "trainer/test_tensor_parallel",
     "trainer/test_trainer",
     "trainer/test_trainer_cp",

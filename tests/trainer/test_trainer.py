@@ -1886,7 +1886,7 @@ def test_each_field_of_lora_shapes_the_model(tmp_path):
         for n in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj")
     ]
     for changes, message in (
-        ({"lora__lora_target_modules": ["lm_head"]}, "lora.lora_target_modules: .*'lm_head'"),
+        ({"lora__lora_target_modules": ["score"]}, "lora.lora_target_modules: .*'score'"),
         ({**NF4, "lora__exclude_modules": ["nosuch"]}, "exclude_modules = .*'nosuch' match no"),
         ({**NF4, "lora__exclude_modules": ["layers"]}, "leaves nothing to quantize"),
     ):

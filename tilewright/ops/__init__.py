@@ -105,8 +105,6 @@ def _found() -> dict[str, Op]:
 OPS = _found()
 globals().update({op.public.__name__: op.public for op in OPS.values()})
 
-__path__.append(str(pathlib.Path(__file__).parents[1] / "_moved/ops"))
-
 __all__ = [
     "AQN",
     "MXFP8",

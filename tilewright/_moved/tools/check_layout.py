@@ -1,3 +1,0 @@
-from tilewright._moved import moved
-
-moved(__name__, "tilewright_lab.check_layout.command")
