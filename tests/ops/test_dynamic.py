@@ -22,8 +22,12 @@ REFUSED = ("cross_entropy", "logprob_entropy")
 
 
 def options(value, name=""):
-    """(name, value) of the Python constants in an argument, those of a value's fields included."""
-    if isinstance(value, BASIC):
+    """(name, value) of the Python constants in an argument, those of a value's fields included. A
+    number is its type and sign: others are told apart by branches alone, which read 0 and 1.
+    """
+    if type(value) in (int, float) and value not in (0, 1):
+        yield name, (type(value), value > 0)
+    elif isinstance(value, BASIC):
         yield name, value
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
