@@ -168,8 +168,9 @@ def build_optimizer(
     apart = row.apart(model)
     if row.apart_lr is not None and not apart:
         raise ValueError(f"train.optimizer = {train.optimizer}: the model has no trainable matrix")
-    fields = ["lr"] if row.apart_lr is None else ["lr", row.apart_lr]
-    rates = {name: getattr(train, name) for name in fields}
+    rates = {"lr": train.lr}
+    if row.apart_lr is not None:
+        rates[row.apart_lr] = getattr(train, row.apart_lr)
     no_decay = {
         "no_decay_modules": train.no_decay_modules,
         "no_decay_params": train.no_decay_params,
