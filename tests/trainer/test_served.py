@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from helpers import processes
-from training import MOE, QWEN3, engine_of, make_bins, write_config
+from training import MOE, QWEN3, engine_of, make_bins, run, tensors, write_config
 
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import assign, whole
@@ -305,6 +306,25 @@ def test_a_head_with_an_adapter_is_exported(shape, tmp_path):
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_run_trains_saves_and_goes_on_with_a_heads_adapter(mixed, tmp_path):
+    """By the command, also under autocast: a resumed run has the bits of a whole one, and its
+    export a head that is not the embedding.
+    """
+    given = {"train__enable_mixed_precision": mixed, "train__max_steps": 4, "train__save_steps": 2}
+    targets = {"lora__lora_target_modules": ["lm_head"]}
+    path = write_config(tmp_path, **LORA, **targets, **given)
+    run(path)
+    whole_run = tensors(tmp_path, 4)
+    head, embedding = (whole_run[n] for n in ("lm_head.weight", "model.embed_tokens.weight"))
+    assert head.isfinite().all() and not torch.equal(head, embedding)
+    shutil.rmtree(tmp_path / "out/checkpoints/global_step_4")
+    run(path, "--train.load_checkpoint_path=auto")
+    again = tensors(tmp_path, 4)
+    assert again.keys() == whole_run.keys()
+    assert all(torch.equal(again[name], t) for name, t in whole_run.items())
 
 
 def test_what_a_heads_adapter_cannot_do_is_refused(tmp_path):
