@@ -15,7 +15,7 @@ from small import trained as trained  # of preferences too
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data.types.dataset_type import Asked
 from tilewright.trainer.models.head import OfSequence
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 VOCAB = 64
 
@@ -161,3 +161,9 @@ def same(found, expected):
         for name in NAMES:
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
         assert a["reward_accuracy"] == pytest.approx(b["reward_accuracy"])
+
+
+def formula(name: str, **options: float) -> Any:
+    """A preference loss with those of these options that it reads."""
+    row = PREFERENCES[name]
+    return row(**{n: value for n, value in options.items() if n in row.reads})

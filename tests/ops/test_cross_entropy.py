@@ -31,7 +31,7 @@ from tilewright.kernels.loss.operators import (
     StatsGradients,
     Wanted,
 )
-from tilewright.ops import OPS, checked_targets, cross_entropy
+from tilewright.ops import GSPO, OPS, checked_targets, cross_entropy
 from tilewright.ops.loss import softmax_stats, targets
 from tilewright.ops.loss.cross_entropy import CROSS_ENTROPY, Request
 
@@ -763,7 +763,7 @@ def sharded_calls():
         ("linear_logprob", head),
         ("linear_logprob", {**head, **adapter, "bias": randn(62), **warm}),
         ("linear_policy_loss", given),
-        ("linear_policy_loss", {**given, "loss": "gspo", "cu_seqlens": torch.tensor([0, 3, 3, 8])}),
+        ("linear_policy_loss", {**given, "loss": GSPO(), "cu_seqlens": torch.tensor([0, 3, 3, 8])}),
         ("linear_preference_loss", {**head, **pairs}),
     ]
 

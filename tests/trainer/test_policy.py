@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ranks, write_run
 
-from tilewright.ops.loss import policy
+from tilewright.ops.loss import head, policy
 from tilewright.trainer import evaluate, loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses import policies
@@ -78,11 +78,11 @@ class Alone:
         return values.expand(self.count)
 
 
-def plain(settings, name, options, average):
+def plain(settings, policy_of, average):
     """The loss of all documents, one at a time, and its gradient's norm."""
     folder, _, rows = settings
     model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
-    needed, total, count = policy.needed(name, options), [], 0
+    needed, total, count = policy_of.needed, [], 0
     for row in rows:
         kept = [t != -100 for t in row["labels"]][1:]
         given = {
@@ -93,7 +93,7 @@ def plain(settings, name, options, average):
         of = Alone(sum(kept)) if "documents" in needed else None
         logprob = logprobs(model, row)[kept].double()
         tokens = policy.Tokens(logprob, torch.ones(sum(kept)).double(), documents=of, **given)
-        losses = policy.losses(name, tokens, options)
+        losses = policy.losses(policy_of, tokens)
         total.append(losses.mean() if average == "documents" else losses.sum())
         count += 1 if average == "documents" else sum(kept)
     loss = torch.stack(total).sum() / count
@@ -133,7 +133,7 @@ def test_a_step_is_that_of_a_plain_loop(case, settings, bins):
     given = {n: v for n, v in options.items() if n != "loss"}
     size = [f"--train.micro_batch_size={bins}", AT_ONCE, ONE]
     [first] = trained(settings, case, *arguments(case), *size)
-    loss, norm = plain(settings, name, policy.settled(name, given), average)
+    loss, norm = plain(settings, policy.FORMULAS[name](**given), average)
     assert first["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
     if case == "documents":
@@ -148,6 +148,17 @@ def test_the_ratios_of_documents_are_computed_once(settings, monkeypatch):
     monkeypatch.setattr(policies.Documents, "sums", lambda *a: calls.append(0) or sums(*a))
     trained(settings, "counted", ONE, AT_ONCE, *arguments("gspo"))
     assert len(calls) == 2  # of log-ratios, and of tokens
+
+
+@pytest.mark.parametrize(
+    ("case", "passes"), [("ppo", 1), ("documents", 1), ("everything", 1), ("gspo", 2)]
+)
+def test_a_step_computes_the_logits_of_a_policy_of_tokens_once(case, passes, settings, monkeypatch):
+    """6 T H V flops: the head's forward computes the gradients; 8 where documents have a ratio."""
+    made, chunks = [], head.Chunks.__iter__
+    monkeypatch.setattr(head.Chunks, "__iter__", lambda self: (made.append(self), chunks(self))[1])
+    trained(settings, f"once {case}", ONE, AT_ONCE, *arguments(case))
+    assert len(made) == passes
 
 
 # ---- evaluations
@@ -236,11 +247,11 @@ def test_the_command_scores_at_the_temperature_of_the_policy(settings, sampled):
 
 
 LAYOUTS = layouts(1)
-COMPARED = "ppo", "sequences"
+COMPARED = "ppo", "documents", "sequences"
 # Log-ratios of sequences are exchanged where ranks share one.
 MODES = {
     "run_ddp": (LAYOUTS["ddp"], "ppo"),
-    "run_ring": (LAYOUTS["ring"], "ppo"),
+    **{f"run_{n}_documents": (LAYOUTS[n], "documents") for n in ("ring", "tp", "pp")},
     **{f"run_{n}_sequences": (LAYOUTS[n], "sequences") for n in ("fsdp2", "ring", "ulysses")},
 }
 

@@ -18,13 +18,25 @@ pytest.importorskip("transformers")
 
 
 import pairs
-from pairs import VOCAB, Given, Words, answers, plain, rows, same, samples, trained, trls_trainer
+from pairs import (
+    VOCAB,
+    Given,
+    Words,
+    answers,
+    formula,
+    plain,
+    rows,
+    same,
+    samples,
+    trained,
+    trls_trainer,
+)
 from preparing import prepare_of
 from small import built, data_set, evaluations, layouts, two_ranks
 
 from tilewright import ops
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.ops.loss.preference import Formula, Options, Pairs, log1mexp
+from tilewright.ops.loss.preference import OPTIONS, Pairs, log1mexp
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
@@ -56,7 +68,7 @@ def pairs(*shape, seed=0, scale=3.0):
 # ---- formulas
 
 
-def trls_dpo(name, p, o):
+def trls_dpo(name, p, *, beta, label_smoothing):
     """TRL's trainer on log-probabilities that a model would give, one token of them an answer."""
     trainer = pytest.importorskip("trl").DPOTrainer
     # Answers of as many tokens; their log-probability is on the first.
@@ -76,8 +88,8 @@ def trls_dpo(name, p, o):
         loss_types=[name],
         loss_weights=[1.0],
         use_weighting=False,
-        beta=o.beta,
-        label_smoothing=o.label_smoothing,
+        beta=beta,
+        label_smoothing=label_smoothing,
     )
     completion = torch.cat((torch.zeros(len(mask), 1, dtype=torch.bool), mask), 1).long()
     inputs = dict.fromkeys(("input_ids", "attention_mask", "completion_mask"), completion)
@@ -93,9 +105,9 @@ def test_a_formula_is_trls(name):
     """Where exo_pair's smoothing is 0, which TRL refuses, it is that which the paper recommends."""
     least = 1e-3 if name == "exo_pair" else 0.0
     for seed, smoothing in enumerate((0.0, 0.1) if name in ("exo_pair", "robust") else (0.0,) * 3):
-        p, o = pairs(5, seed=seed), Options(beta=0.3, label_smoothing=smoothing)
-        expected = trls_dpo(name, p, o._replace(label_smoothing=smoothing or least))
-        found = PREFERENCES[name].function(p, o).mean()
+        p = pairs(5, seed=seed)
+        expected = trls_dpo(name, p, beta=0.3, label_smoothing=smoothing or least)
+        found = formula(name, beta=0.3, label_smoothing=smoothing)(p).mean()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -127,7 +139,7 @@ def test_reports_of_pairs_are_those_of_a_plain_loop(name):
     found = {n: float(t / count) for n, t in zip(loss.reports, found, strict=True)}
     row = PREFERENCES[name]
     if not row.kl:  # whose mean log-ratios are those of the micro-batch
-        each = row.function(p._replace(gap=None), Options(beta=beta))
+        each = row(beta=beta)(p._replace(gap=None))
         torch.testing.assert_close(total, each.sum(), rtol=1e-12, atol=0)
     want = collections.defaultdict(float)
     for a, b, ref_a, ref_b, of_a, of_b in zip(*(t.tolist() for t in p[:6]), strict=True):
@@ -152,25 +164,25 @@ def test_reports_of_pairs_are_those_of_a_plain_loop(name):
 
 def test_simpo_and_orpo_are_trls():
     pytest.importorskip("trl")
-    p, o = pairs(5), Options(beta=2.0, simpo_gamma=0.7)
+    p, beta, gamma = pairs(5), 2.0, 0.7
     means = p.means.chosen, p.means.rejected
     cpo = importlib.import_module("trl.experimental.cpo.cpo_trainer").CPOTrainer
     this = trls_trainer(
-        beta=o.beta, alpha=0.0, loss_type="simpo", simpo_gamma=o.simpo_gamma, label_smoothing=0.0
+        beta=beta, alpha=0.0, loss_type="simpo", simpo_gamma=gamma, label_smoothing=0.0
     )
-    found = PREFERENCES["simpo"].function(p, o)
+    found = ops.SimPO(beta=beta, simpo_gamma=gamma)(p)
     torch.testing.assert_close(found, cpo.cpo_loss(this, *means)[0])
     orpo = importlib.import_module("trl.experimental.orpo.orpo_trainer").ORPOTrainer
     # It adds beta times the log-sigmoid to the log-likelihood, and computes it in float32.
-    found = -PREFERENCES["orpo"].function(p, o)
+    found = -ops.ORPO(beta=beta)(p)
     expected = orpo.odds_ratio_loss(this, *means)[0].double()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_formulas_that_trl_has_not_are_as_published():
     p = pairs(4)
-    smoothed = Options(beta=0.2, label_smoothing=0.2, dpop_lambda=5.0)
-    shifted = Options(beta=0.2, offset_alpha=0.7)
+    smoothed = {"beta": 0.2, "label_smoothing": 0.2, "dpop_lambda": 5.0}
+    shifted = {"beta": 0.2, "offset_alpha": 0.7}
 
     def loss(z):
         return math.log1p(math.exp(-z))
@@ -186,29 +198,29 @@ def test_formulas_that_trl_has_not_are_as_published():
             ("kto_pair", shifted, 2 - sum(1 / (1 + math.exp(-v)) for v in (up, down))),
         ):
             given = p if options is shifted else p._replace(gap=None)
-            found = PREFERENCES[name].function(given, options)[i].item()
+            found = formula(name, **options)(given)[i].item()
             assert found == pytest.approx(expected, rel=1e-12), name
 
 
 @EVERY
 def test_gradients_are_finite_differences(name):
-    row, o = PREFERENCES[name], Options(beta=0.7, label_smoothing=0.1)
-    p = pairs(6, seed=3)
+    row, p = formula(name, beta=0.7, label_smoothing=0.1), pairs(6, seed=3)
 
     def loss(chosen, rejected):
-        return row.function(p._replace(chosen=chosen, rejected=rejected), o)
+        return row(p._replace(chosen=chosen, rejected=rejected))
 
     assert torch.autograd.gradcheck(loss, [t.requires_grad_() for t in p[:2]])
 
 
 def test_a_pair_without_a_gradient_is_saturated():
     """hinge beyond its margin; log sigmoid where float32 has 0; ipo at its minimum."""
-    p, o = pairs(4), Options(beta=1.0)
+    p = pairs(4)
     margins = torch.tensor([0.5, 1.5, 120.0, -120.0], dtype=torch.float64)
     p = p._replace(chosen=p.rejected - p.ref_rejected + p.ref_chosen + margins)
 
     def found(name, given=p):
-        return preferences.saturated(given, ("chosen", "rejected"), PREFERENCES[name], o).tolist()
+        row = formula(name, beta=1.0)
+        return preferences.saturated(given, ("chosen", "rejected"), row).tolist()
 
     assert found("hinge") == [0, 1, 1, 0]
     assert found("sigmoid") == [0, 0, 1, 0] and found("robust") == found("sigmoid")
@@ -227,7 +239,7 @@ def test_extremes_are_finite(name, margin):
         r = torch.tensor([other, other], dtype=torch.float64).requires_grad_()
         ones = torch.ones(2, dtype=torch.float64)
         p = Pairs(c, r, torch.full_like(ones, -3.0), torch.full_like(ones, -2.0), ones, ones)
-        loss = PREFERENCES[name].function(p, Options())
+        loss = PREFERENCES[name]()(p)
         assert loss.isfinite().all()
         assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), (c, r)))
 
@@ -244,17 +256,20 @@ def test_log1mexp_is_exact_on_both_sides():
 @EVERY
 def test_a_formula_reads_what_it_says(name):
     row, p = PREFERENCES[name], pairs(5, seed=1)
-    base = Options(0.3, 0.1, 0.5, 2.0, 0.1)
-    for option in Options._fields:
-        other = row.function(p, base._replace(**{option: 0.23}))
-        assert (not torch.equal(other, row.function(p, base))) == (option in row.reads), option
-    moved = row.function(p._replace(ref_chosen=p.ref_chosen + 1), base)
-    assert (not torch.equal(moved, row.function(p, base))) == row.reference
+    options = {"beta": 0.3, "label_smoothing": 0.1, "dpop_lambda": 2.0, "offset_alpha": 0.1}
+    base = formula(name, **options)(p)
+    for option in OPTIONS:
+        if option not in row.reads:
+            with pytest.raises(TypeError, match=option):
+                row(**{option: 0.23})
+            continue
+        other = formula(name, **options | {option: 0.23})(p)
+        assert not torch.equal(other, base), option
+    moved = formula(name, **options)(p._replace(ref_chosen=p.ref_chosen + 1))
+    assert (not torch.equal(moved, base)) == row.reference
     for kl in ("kl_chosen", "kl_rejected"):
-        moved = row.function(p._replace(**{kl: 2.0}), base)
-        assert (not torch.equal(moved, row.function(p, base))) == row.kl
-    with pytest.raises(ValueError, match="'gamma' is none of"):
-        Formula(row.function, ("gamma",))
+        moved = formula(name, **options)(p._replace(**{kl: 2.0}))
+        assert (not torch.equal(moved, base)) == row.kl
 
 
 # ---- data

@@ -17,7 +17,7 @@ import transformers
 from pairs import SMALL, VOCAB, Given, Words, trained, trls_trainer
 from small import built, by_hand, data_set, evaluations, layouts, two_ranks, write_run
 
-from tilewright.ops.loss.preference import Answers, Options
+from tilewright.ops.loss.preference import Answers
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.packages
 
 WITHOUT_PAIRS = [name for name, row in PREFERENCES.items() if not row.paired]
 EVERY = pytest.mark.parametrize("name", WITHOUT_PAIRS)
-WEIGHED = Options(beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.4)
+WEIGHED = {"beta": 0.3, "kto_desirable_weight": 1.5, "kto_undesirable_weight": 0.4}
 
 
 def some(count=6, seed=0, scale=6.0):
@@ -70,9 +70,9 @@ def trls_kto(answers, mismatched, o, name):
     this = trls_trainer(
         calculate_KL=with_kl,
         loss_type=name,
-        beta=o.beta,
-        desirable_weight=o.kto_desirable_weight,
-        undesirable_weight=o.kto_undesirable_weight,
+        beta=o["beta"],
+        desirable_weight=o["kto_desirable_weight"],
+        undesirable_weight=o["kto_undesirable_weight"],
     )
     this._compute_kl_logps = types.MethodType(trainer._compute_kl_logps, this)
     return trainer._compute_loss(this, model, inputs, False)
@@ -83,7 +83,7 @@ def test_a_formula_is_trls(name):
     kls = []
     for seed in range(6):
         answers, mismatched = some(seed=seed)
-        found = PREFERENCES[name].function(answers, WEIGHED).mean()
+        found = PREFERENCES[name](**WEIGHED)(answers).mean()
         expected = trls_kto(answers, mismatched, WEIGHED, name)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
         kls.append(float(answers.kl))
@@ -95,7 +95,7 @@ def test_gradients_are_finite_differences_and_extremes_finite(name):
     answers, _ = some()
 
     def loss(sums, answers=answers):
-        return PREFERENCES[name].function(answers._replace(answer=sums), WEIGHED)
+        return PREFERENCES[name](**WEIGHED)(answers._replace(answer=sums))
 
     assert torch.autograd.gradcheck(loss, [answers.answer.requires_grad_()])
     for reference in (-1e4, -1e-12, 0.0):
@@ -109,11 +109,11 @@ def test_gradients_are_finite_differences_and_extremes_finite(name):
 def test_a_formula_reads_what_it_says(name):
     row, (answers, _) = PREFERENCES[name], some(seed=1)
     answers = answers._replace(kl=0.7)
-    base = row.function(answers, WEIGHED)
-    for option in Options._fields:
-        other = row.function(answers, WEIGHED._replace(**{option: 0.23}))
-        assert (not torch.equal(other, base)) == (option in row.reads), option
-    assert torch.equal(row.function(answers._replace(kl=0.0), WEIGHED), base) == (not row.kl)
+    base = row(**WEIGHED)(answers)
+    assert {*row.reads} == {*WEIGHED}
+    for option in row.reads:
+        assert not torch.equal(row(**WEIGHED | {option: 0.23})(answers), base), option
+    assert torch.equal(row(**WEIGHED)(answers._replace(kl=0.0)), base) == (not row.kl)
 
 
 # ---- data

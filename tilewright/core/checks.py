@@ -119,7 +119,8 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
 
     As in PyTorch, each is cast separately, if it is float32, bfloat16 or float16 (float64 is not
     cast) and on that device type; gradients return in its own dtype. Within "products" autocast is
-    off. Casts come before checks of dtypes. Where autocast is off, a call costs one query.
+    off. Casts come before checks of dtypes. Where autocast is off, a call costs one query. An
+    argument may be a field of a NamedTuple that is a parameter.
     """
 
     def decorate(fn):
@@ -127,8 +128,11 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
         if not arguments:
             return fn
         names = tuple(inspect.signature(fn).parameters)
-        assert names[0] == arguments[0] and set(arguments) <= set(names)
-        cast_names = frozenset(arguments)
+        groups = getattr(fn, "groups", {})
+        fields = {n: kind for kind in groups.values() for n in kind._fields if n in arguments}
+        assert names[0] == arguments[0] and set(arguments) <= {*names, *fields}
+        kinds = tuple({*fields.values()})
+        cast_names = frozenset((*arguments, *(n for n, kind in groups.items() if kind in kinds)))
         places = frozenset(i for i, name in enumerate(names) if name in cast_names)
 
         @functools.wraps(fn)
@@ -146,6 +150,8 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
             dtype = torch.get_autocast_dtype(device) if products else torch.float32
 
             def cast(t):
+                if isinstance(t, kinds):
+                    return t._replace(**{n: cast(getattr(t, n)) for n in t._fields if n in fields})
                 fits = isinstance(t, torch.Tensor) and t.dtype in FLOATS and t.device.type == device
                 return t.to(dtype) if fits else t
 

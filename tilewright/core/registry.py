@@ -158,7 +158,9 @@ WATCHERS: list[Callable[[str, str], None]] = []  # see selection.watching
 
 @dataclass(eq=False)
 class Op:
-    """An operation (see the module's docstring). `public` is the function that users call."""
+    """An operation (see the module's docstring). `public` is the function that users call;
+    where it takes groups of arguments, `takes.spread` of it, which takes each.
+    """
 
     name: str
     public: Callable

@@ -41,9 +41,11 @@ device too):
     an NF4 or BlockFP8 [N, K]
 
 Its class is in the function's annotation, as is whether None is accepted, or an object in a
-tensor's place. Tensors must be on one device. Conditions are Python expressions over sizes, numbers
-and arguments, checked after the last one that they name, of which the error speaks; "x: condition"
-speaks of x. Other names are constants of fn's module.
+tensor's place. Arguments that travel together are the fields of a NamedTuple, which is a parameter:
+they are declared, and called by errors, as if each were a parameter. Tensors must be on one device.
+Conditions are Python expressions over sizes, numbers and arguments, checked after the last one that
+they name, of which the error speaks; "x: condition" speaks of x. Other names are constants of fn's
+module.
 
 The checks run at every call, so they are generated as code: one comparison each.
 """
@@ -605,18 +607,36 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
                 text = re.sub(rf"\b{name}\b", str(numbers[name]), text)
             return text
 
-        def hint(name: str) -> Any:  # typing.get_type_hints evaluates all, in many more calls
-            found = annotations[name]
-            return eval(found, around) if isinstance(found, str) else found
+        groups, fields = dict[str, Any](), dict[str, Any]()
+        for name, kind in annotations.items():
+            kind = around.get(kind) if isinstance(kind, str) else kind
+            if (
+                name != "return"
+                and isinstance(kind, type)
+                and issubclass(kind, tuple)
+                and hasattr(kind, "_fields")
+            ):
+                groups[name] = kind
+                fields |= typing.get_type_hints(kind)
 
-        if unknown := set(declared) - set(annotations):
+        def hint(name: str) -> Any:
+            return fields[name] if name in fields else _evaluated(annotations[name], around)
+
+        if unknown := set(declared) - set(annotations) - set(fields):
             raise TypeError(f"{fn.__name__}() has no annotated arguments {sorted(unknown)}")
         arguments = [_parse(name, fixed(text), hint(name)) for name, text in declared.items()]
         by_name = {a.name: a for a in arguments}
         declaration = Takes(
             tuple(arguments), tuple(_condition(fixed(text), by_name) for text in conditions)
         )
-        code = _checks(declaration.arguments, declaration.conditions)
+        code = _Code()
+        for name, kind in groups.items():
+            wrong = f"raise _wrong_class({name!r}, {name}, 'a {kind.__name__}')"
+            code.add(0, f"if not isinstance({name}, {code.object(kind)}):", f"    {wrong}")
+            code.add(
+                0, *(f"{field} = {name}.{field}" for field in kind._fields if field in declared)
+            )
+        code = _checks(declaration.arguments, declaration.conditions, code)
         own = {a.name for a in arguments if not isinstance(a, TensorArgument)}
         if taken := (code.sizes - own) & set(annotations):
             raise ValueError(f"{sorted(taken)} are arguments, and cannot be sizes too")
@@ -628,10 +648,45 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
             fn.__name__, parameters, {"_checked": fn, **defaults}, fn.__module__, fn.__globals__
         )
         functools.update_wrapper(checked, fn)
-        checked.takes = declaration
+        checked.takes, checked.groups = declaration, groups
         return checked
 
     return decorate
+
+
+def spread(function: Any) -> Callable:
+    """The function with the fields of each NamedTuple that it takes in its place, as keywords; a
+    function that takes none as it is. `grouped` is the function.
+    """
+    groups = getattr(function, "groups", None)
+    if not groups:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        values = {
+            name: kind(**{n: given.pop(n) for n in kind._fields if n in given})
+            for name, kind in groups.items()
+        }
+        return function(*args, **values, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for p in inspect.signature(function).parameters.values():
+        kind = groups.get(p.name)
+        names = (p.name,) if kind is None else kind._fields
+        defaults = {p.name: p.default} if kind is None else kind._field_defaults
+        parameters += (
+            inspect.Parameter(n, p.KEYWORD_ONLY, default=defaults.get(n, p.empty)) for n in names
+        )
+    of: Any = call
+    of.__signature__, of.grouped = inspect.Signature(parameters), function
+    return call
+
+
+def _evaluated(annotation: Any, around: dict[str, Any]) -> Any:
+    """typing.get_type_hints evaluates all of a function's, in many more calls."""
+    value = eval(annotation, around) if isinstance(annotation, str) else annotation
+    return value.type if isinstance(value, dataclasses.InitVar) else value
 
 
 def _condition(text: str, arguments: Mapping[str, Argument]) -> Condition:
@@ -639,8 +694,11 @@ def _condition(text: str, arguments: Mapping[str, Argument]) -> Condition:
     return Condition(rest, arguments[of]) if colon else Condition(text)
 
 
-def _checks(arguments: Sequence[Argument], conditions: Sequence[Condition]) -> _Code:
-    code, waiting = _Code(), list(conditions)
+def _checks(
+    arguments: Sequence[Argument], conditions: Sequence[Condition], code: _Code | None = None
+) -> _Code:
+    """code: what comes before."""
+    code, waiting = code or _Code(), list(conditions)
     for a in arguments:
         known = code.sizes | code.tensors | a.names() | {a.name}
         completed = [c for c in waiting if _names(c.text) <= known]

@@ -24,10 +24,39 @@ from tilewright.ops.fused_quantize.fused_quantize import (
 from tilewright.ops.linear_attention.causal_conv1d import causal_conv1d
 from tilewright.ops.linear_attention.gated_delta_rule import gated_delta_rule
 from tilewright.ops.loss.cross_entropy import cross_entropy
+from tilewright.ops.loss.head import HeadOptions
 from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
-from tilewright.ops.loss.linear_policy_loss import linear_policy_loss
-from tilewright.ops.loss.linear_preference_loss import linear_preference_loss
+from tilewright.ops.loss.linear_policy_loss import SampledTokens, linear_policy_loss
+from tilewright.ops.loss.linear_preference_loss import PairedAnswers, linear_preference_loss
 from tilewright.ops.loss.logprob import linear_logprob, logprob_entropy
+from tilewright.ops.loss.policy import (
+    CISPO,
+    DRO,
+    GSPO,
+    OPD,
+    PPO,
+    DrGRPO,
+    GuardedPPO,
+    ImportanceSampling,
+    Reinforce,
+)
+from tilewright.ops.loss.preference import (
+    BCO,
+    DPO,
+    DPOP,
+    EXO,
+    IPO,
+    NCA,
+    ORPO,
+    SPPO,
+    APODown,
+    APOZero,
+    Hinge,
+    KTOPair,
+    NormalizedDPO,
+    RobustDPO,
+    SimPO,
+)
 from tilewright.ops.loss.targets import checked_targets
 from tilewright.ops.moe.grouped_gemm import grouped_gemm
 from tilewright.ops.moe.low_precision_grouped_gemm import low_precision_grouped_gemm
@@ -93,7 +122,7 @@ def _found() -> dict[str, Op]:
     table: dict[str, Op] = {}
     for *_, op in sorted(ops):
         name = op.public.__name__
-        if op.name in table or globals().get(name, op.public) is not op.public:
+        if op.name in table or globals().get(name, _public(op)) is not _public(op):
             raise ImportError(
                 f"{op.public.__module__}: the name {op.name!r} of an op, or {name!r} of its "
                 "function, is taken"
@@ -102,17 +131,48 @@ def _found() -> dict[str, Op]:
     return table
 
 
+def _public(op: Op) -> Any:
+    return getattr(op.public, "grouped", op.public)
+
+
 OPS = _found()
-globals().update({op.public.__name__: op.public for op in OPS.values()})
+globals().update({op.public.__name__: _public(op) for op in OPS.values()})
 
 __all__ = [
     "AQN",
+    "BCO",
+    "CISPO",
+    "DPO",
+    "DPOP",
+    "DRO",
+    "EXO",
+    "GSPO",
+    "IPO",
     "MXFP8",
+    "NCA",
     "NF4",
     "NVFP4",
+    "OPD",
     "OPS",
+    "ORPO",
+    "PPO",
+    "SPPO",
+    "APODown",
+    "APOZero",
     "BlockFP8",
+    "DrGRPO",
     "Gate",
+    "GuardedPPO",
+    "HeadOptions",
+    "Hinge",
+    "ImportanceSampling",
+    "KTOPair",
+    "NormalizedDPO",
+    "PairedAnswers",
+    "Reinforce",
+    "RobustDPO",
+    "SampledTokens",
+    "SimPO",
     "adamw_",
     "add_layernorm",
     "add_rmsnorm",

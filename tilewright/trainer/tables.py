@@ -51,9 +51,12 @@ class Table(Generic[Row]):
         self._lock, self._read = threading.RLock(), False
 
     def add(self, name: str, row: Row) -> None:
-        """Raises ValueError for a name that is taken, TypeError for a row of another class."""
-        module, _, kind = self.row.partition(":")
-        if not isinstance(row, getattr(importlib.import_module(module), kind)):
+        """Raises ValueError for a name that is taken, TypeError for a row of another class; a
+        class is a row where it is derived from that.
+        """
+        module, _, name_of = self.row.partition(":")
+        kind = getattr(importlib.import_module(module), name_of)
+        if not (issubclass(row, kind) if isinstance(row, type) else isinstance(row, kind)):
             raise TypeError(f"{self.name}: {name} must be a {self.row}, got {row!r}")
         if name in self._rows:
             raise ValueError(f"{self.name}: the name {name!r} is taken")
@@ -119,7 +122,7 @@ class Table(Generic[Row]):
 
 HERE = "tilewright.trainer"
 LOSSES: Table[Loss] = Table("losses", f"{HERE}.losses", f"{HERE}.losses.loss:Loss")
-PREFERENCES: Table[Formula] = Table(
+PREFERENCES: Table[type[Formula]] = Table(
     "preferences", f"{HERE}.losses.preference", "tilewright.ops.loss.preference:Formula"
 )
 OPTIMIZERS: Table[Optimizer] = Table("optimizers", f"{HERE}.optim", f"{HERE}.optim.optim:Optimizer")

@@ -90,6 +90,21 @@ ADAPTER = {"lora_A": "x [rank, H]", "lora_B": "x [V, r]", "lora_scale": "number"
 RANKS = "rank >= 1", "r == rank"
 
 
+class HeadOptions(NamedTuple):
+    """Options of a language model's head, as in `linear_logprob`."""
+
+    bias: torch.Tensor | None = None
+    lora_A: torch.Tensor | None = None
+    lora_B: torch.Tensor | None = None
+    lora_scale: float = 1.0
+    temperature: float = 1.0
+    softcap: float | None = None
+    ignore_index: int = -100
+    fp32_logits: bool = False
+    chunk_size: int | None = None
+    group: ProcessGroup | None = None
+
+
 class Head(NamedTuple):
     """x: [T, H].   weight: [V, H], or this rank's shard of the vocabulary, as bias [V] and up are.
     low, up: [T, r] and [V, r], whose product is added to the logits.
@@ -518,6 +533,22 @@ class HeadRows(NamedTuple):
         plan = Plan(True, fp32_logits, False, chunk_size)
         head = Head(rows, weight, bias, low, adapter[1])
         return cls(head, target.reshape(-1), valid, plan, group, x.shape[:-1])
+
+    @classmethod
+    def with_options(
+        cls, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, o: HeadOptions
+    ) -> HeadRows:
+        return cls.of(
+            x,
+            weight,
+            target,
+            bias=o.bias,
+            adapter=(o.lora_A, o.lora_B, o.lora_scale),
+            ignore_index=o.ignore_index,
+            fp32_logits=o.fp32_logits,
+            chunk_size=o.chunk_size,
+            group=o.group,
+        )
 
 
 # The default of an op on the head.

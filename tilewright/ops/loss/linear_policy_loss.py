@@ -18,7 +18,7 @@ import torch
 from tilewright.core import checks
 from tilewright.core.library import Operator, declare
 from tilewright.core.registry import Judged, Op, in_cpp, in_triton
-from tilewright.core.takes import takes
+from tilewright.core.takes import spread, takes
 from tilewright.core.torch_names import ProcessGroup
 from tilewright.kernels.loss.operators import (
     Scaling,
@@ -38,6 +38,7 @@ from tilewright.ops.loss.head import (
     SIZES,
     Chunks,
     Head,
+    HeadOptions,
     HeadRows,
     Needs,
     Plan,
@@ -47,11 +48,25 @@ from tilewright.ops.loss.head import (
 from tilewright.ops.loss.head_cases import atol, case
 from tilewright.ops.loss.linear_cross_entropy import scale_in_torch_, times_upstream
 from tilewright.ops.loss.logprob import SHARED, linear_logprob, results, scaling_of
-from tilewright.ops.loss.policy import FORMULAS, KL_TYPES, RATIO_TYPES, Options, Tokens
+from tilewright.ops.loss.policy import (
+    CISPO,
+    DRO,
+    FORMULAS,
+    GSPO,
+    OPD,
+    PPO,
+    DrGRPO,
+    Formula,
+    GuardedPPO,
+    ImportanceSampling,
+    Options,
+    Reinforce,
+    Tokens,
+)
 from tilewright.ops.loss.softmax_stats import reshaped
 from tilewright.ops.loss.targets import divisor
 
-# Declarations (core.takes) of what tokens have, and of the options.
+# Declaration (core.takes) of what tokens have.
 PER_TOKEN = dict.fromkeys(
     (
         "advantage",
@@ -59,20 +74,38 @@ PER_TOKEN = dict.fromkeys(
         "rollout_logprob",
         "ref_logprob",
         "teacher_logprob",
+        "clip_low_threshold",
+        "clip_high_threshold",
+        "token_weight",
     ),
     "constant float [*T]",
 )
-OPTIONS = {
-    **dict.fromkeys(policy.THRESHOLDS, "constant float [*T] or number [0, inf)"),
-    "dual_clip": "number (1, inf)",
-    "use_tis": "bool",
-    "tis_clip_low": "number [0, inf)",
-    "tis_clip_high": "number [0, inf)",
-    "icepop_beta": "number [1, inf)",
-    "beta": "number [0, inf)",
-    "kl_type": KL_TYPES,
-    "ratio_type": RATIO_TYPES,
-}
+
+
+class SampledTokens(NamedTuple):
+    """target: [...] int64, each in [0, V) or the head's ignore_index.
+
+    advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob: [...] float: advantages,
+    and log-probabilities under the policy before the update, the sampler, the reference and the
+    teacher. A formula refuses to run without what it reads.
+    clip_low_threshold, clip_high_threshold: [...] float, in place of the loss's.
+    token_weight: [...] float, what a token's loss is multiplied by; None: 1.
+    cu_seqlens: int32 or int64 [documents + 1], 0 .. T: documents of the tokens in order,
+    flattened; for losses of documents.
+
+    Nothing of it is differentiated: a tensor that requires a gradient is refused.
+    """
+
+    target: torch.Tensor
+    advantage: torch.Tensor | None = None
+    old_logprob: torch.Tensor | None = None
+    rollout_logprob: torch.Tensor | None = None
+    ref_logprob: torch.Tensor | None = None
+    teacher_logprob: torch.Tensor | None = None
+    clip_low_threshold: torch.Tensor | None = None
+    clip_high_threshold: torch.Tensor | None = None
+    token_weight: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -86,57 +119,27 @@ class PolicyLoss(NamedTuple):
     statistics: dict[str, torch.Tensor] | None = None
 
 
-# Long: 35 arguments, in the signature and again in the group that checks or computes them.
-# Wide: what nine formulas read of a token, and what the head's other losses take.
 @checks.autocast("products", "x", "weight", "bias", "lora_A", "lora_B")
 @takes(
     *SIZES,
     *RANKS,
     **HEAD,
-    loss=tuple(FORMULAS),
     **PER_TOKEN,
     cu_seqlens="int32 | int64 [n]",
-    **OPTIONS,
+    loss="a loss of tilewright.ops.loss.policy",
     **SHARED,
     reduction=REDUCTIONS,
-    num_tokens="constant float | int64 | int32 | int16 | int8 | uint8 [] or number [0, inf)",
     return_statistics="bool",
 )
 def linear_policy_loss(
     x: torch.Tensor,
     weight: torch.Tensor,
-    target: torch.Tensor,
+    tokens: SampledTokens,
+    loss: Formula = PPO(),  # noqa: B008
+    head: HeadOptions = HeadOptions(),  # noqa: B008
     *,
-    loss: str = "ppo",
-    advantage: torch.Tensor | None = None,
-    old_logprob: torch.Tensor | None = None,
-    rollout_logprob: torch.Tensor | None = None,
-    ref_logprob: torch.Tensor | None = None,
-    teacher_logprob: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    clip_low_threshold: torch.Tensor | float | None = None,
-    clip_high_threshold: torch.Tensor | float | None = None,
-    dual_clip: float | None = None,
-    use_tis: bool | None = None,
-    tis_clip_low: float | None = None,
-    tis_clip_high: float | None = None,
-    icepop_beta: float | None = None,
-    beta: float | None = None,
-    kl_type: str | None = None,
-    ratio_type: str | None = None,
-    bias: torch.Tensor | None = None,
-    lora_A: torch.Tensor | None = None,
-    lora_B: torch.Tensor | None = None,
-    lora_scale: float = 1.0,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
     reduction: str = "sum",
-    num_tokens: int | torch.Tensor | None = None,
     return_statistics: bool = False,
-    group: ProcessGroup | None = None,
-    fp32_logits: bool = False,
-    chunk_size: int | None = None,
     implementation: str = "auto",
 ) -> PolicyLoss:
     """Policy-gradient and on-policy distillation losses of sampled tokens, of single ones or of
@@ -145,50 +148,35 @@ def linear_policy_loss(
     With lp a target's log-probability, r = exp(lp - old_logprob), A the advantage, sg() a constant,
     and clip(r) between the two thresholds, the loss of a token is
 
-        reinforce              -lp A
-        importance_sampling    -r A
-        ppo                    -min(r A, clip(r) A)
-        cispo                  -sg(clip(r)) lp A; thresholds 0 and 4
-        dro                    -(lp A - beta / 2 (lp - old)^2); beta 0.05
-        gspo                   ppo with the ratio of a document, exp(mean(lp - old))
-        dr_grpo                ppo, thresholds 0.8 and 1.28, + beta KL to ref_logprob
-        policy_loss            ppo with dual_clip, use_tis and icepop_beta
-        opd                    r sg(lp - teacher_logprob); without old_logprob r = exp(lp - sg(lp))
+        Reinforce           -lp A
+        ImportanceSampling  -r A
+        PPO                 -min(r A, clip(r) A); thresholds 0.8 and 1.2
+        CISPO               -sg(clip(r)) lp A; thresholds 0 and 4
+        DRO                 -(lp A - beta / 2 (lp - old)^2); beta 0.05
+        GSPO                PPO with the ratio of a document, exp(mean(lp - old))
+        DrGRPO              PPO, thresholds 0.8 and 1.28, + beta KL to ref_logprob
+        GuardedPPO          PPO with dual_clip, use_tis and icepop_beta
+        OPD                 r sg(lp - teacher_logprob); without old_logprob r = exp(lp - sg(lp))
 
     Arithmetic on tokens is float32 (float64 for fp64), means over documents are float64. Nothing is
     rewritten: an infinite or NaN log-probability gives such a loss. Differentiable once in x,
     weight, bias, lora_A and lora_B. With reduction "sum" and "mean" forward computes the gradients
-    of a loss of single tokens, and backward scales them; in gspo, with ratio_type "sequence" and
-    with "none" backward recomputes the logits. A frozen head costs nothing.
+    of a loss of single tokens, and backward scales them: 6 T H V flops. With GSPO, ratio_type
+    "sequence" and "none" backward recomputes the logits: 8 T H V. A frozen head costs nothing.
 
     Args:
-        x, weight, target, bias, ignore_index: as in `linear_cross_entropy`.
-        loss: the name of a formula.
-        advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob: [...] float:
-            log-probabilities under the policy before the update, the sampler, the reference and the
-            teacher. Not differentiated: refused if they require a gradient (pass x.detach()). A
-            formula refuses to run without what it reads.
-        cu_seqlens: int32 or int64 [documents + 1], 0 .. T: documents of the tokens in order,
-            flattened; for losses of documents.
-        clip_low_threshold, clip_high_threshold: absolute ratios, [...] float or numbers; default
-            0.8 and 1.2. Not differentiated either.
-        dual_clip: > 1, of policy_loss: where A < 0 the loss is at most -dual_clip A.
-        use_tis: of policy_loss: times sg(exp(old - rollout)), clipped.
-        tis_clip_low, tis_clip_high: its limits, by default 0.1 and 2.
-        icepop_beta: >= 1, of policy_loss: the loss is 0 where r is outside [1 / icepop_beta,
-            icepop_beta].
-        beta: of dro and dr_grpo (0).
-        kl_type: k1, k2 or k3 (default), the estimator of dr_grpo's KL.
-        ratio_type: "token" or "sequence", of dr_grpo.
-        lora_A, lora_B, lora_scale, temperature, softcap: as in `linear_logprob`.
-        reduction: "sum", "mean" or "none".
-        num_tokens: the divisor of "mean"; default: the number of targets that are not ignored.
+        x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), hidden states.
+        weight: [V, H] in x's dtype, the head's.
+        tokens: SampledTokens(target, advantage, old_logprob, ...).
+        loss: a formula and its options, such as PPO(clip=0.2) or DrGRPO(beta=0.1). All are in
+            `tilewright.ops`.
+        head: HeadOptions(bias, lora_A, lora_B, lora_scale, temperature, softcap, ignore_index,
+            fp32_logits, chunk_size, group), each as in `linear_logprob`.
+        reduction: "sum", "mean" over the targets that are not ignored, or "none".
         return_statistics: also return means over the tokens that are not ignored, without gradient:
             ratio_mean, ratio_max, clipped_low and clipped_high (shares of ratios beyond a
             threshold), tis_weight, entropy, and k1_OTHER, k2_OTHER and k3_OTHER, estimates of the
             KL to old, ref and rollout; those of which the inputs are given.
-        group: as in `linear_logprob`.
-        fp32_logits, chunk_size: as in `linear_cross_entropy`.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
@@ -196,72 +184,39 @@ def linear_policy_loss(
 
     Raises:
         TypeError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
-        ValueError: so; and an option that the formula does not read, or a tensor that is missing.
+        ValueError: so; and a tensor that the loss reads and that is missing, or one of advantage,
+            teacher_logprob and cu_seqlens that it does not read.
 
     Example:
         >>> x, weight, target = torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([0, 3])
-        >>> old = torch.full((2,), 0.25).log()
-        >>> found = tilewright.ops.linear_policy_loss(
-        ...     x, weight, target, advantage=torch.tensor([1.0, 3.0]), old_logprob=old
+        >>> tokens = tilewright.ops.SampledTokens(
+        ...     target, torch.tensor([1.0, 3.0]), torch.full((2,), 0.25).log()
         ... )
-        >>> f"{found.loss.item():.4f}"  # all ratios are 1
+        >>> result = tilewright.ops.linear_policy_loss(
+        ...     x, weight, tokens, tilewright.ops.PPO(clip=0.2)
+        ... )
+        >>> f"{result.loss.item():.4f}"  # all ratios are 1
         '-4.0000'
 
     Source: `policy.py` has each formula's.
     """
-    given = {
-        "clip_low_threshold": clip_low_threshold,
-        "clip_high_threshold": clip_high_threshold,
-        "dual_clip": dual_clip,
-        "use_tis": use_tis,
-        "tis_clip_low": tis_clip_low,
-        "tis_clip_high": tis_clip_high,
-        "icepop_beta": icepop_beta,
-        "beta": beta,
-        "kl_type": kl_type,
-        "ratio_type": ratio_type,
-    }
-    options = policy.settled(loss, given)
-    of = HeadRows.of(
-        x,
-        weight,
-        target,
-        bias=bias,
-        adapter=(lora_A, lora_B, lora_scale),
-        ignore_index=ignore_index,
-        fp32_logits=fp32_logits,
-        chunk_size=chunk_size,
-        group=group,
-    )
-    own = _own(
-        of.valid.to(torch.promote_types(x.dtype, torch.float32)),
-        (advantage, old_logprob, rollout_logprob, ref_logprob, teacher_logprob),
-        (clip_low_threshold, clip_high_threshold),
-    )
-    documents = _documents(cu_seqlens, of.target.shape[0])
-    policy.check(loss, own.tokens(own.valid, documents), options)
-    by = divisor(of.valid, None, num_tokens) if reduction == "mean" else 1.0
+    of = HeadRows.with_options(x, weight, tokens.target, head)
+    own = Own.of(of.valid.to(torch.promote_types(x.dtype, torch.float32)), tokens)
+    documents = _documents(tokens.cu_seqlens, of.target.shape[0])
+    policy.check(loss, own.tokens(own.valid, documents))
+    by = divisor(of.valid, None, None) if reduction == "mean" else 1.0
     fn = LINEAR_POLICY_LOSS.pick(implementation, x)
-    scaling = scaling_of(temperature, softcap)
+    scaling = scaling_of(head.temperature, head.softcap)
     with checks.no_autocast(x):
-        found, *parts = fn(of, scaling, loss, own, documents, options, reduction, by)
+        total, *parts = fn(of, scaling, loss, own, documents, reduction, by)
     logprob, entropy = (t.detach() for t in parts)
     numbers = None
     if return_statistics:
-        numbers = policy.statistics(loss, own.tokens(logprob, documents), options)
+        numbers = policy.statistics(loss, own.tokens(logprob, documents))
         numbers["entropy"] = entropy.sum() / (own.valid != 0).sum().clamp_min(1)
     if reduction == "none":
-        found = reshaped(found, of.shape)
-    return PolicyLoss(found, reshaped(logprob, of.shape), reshaped(entropy, of.shape), numbers)
-
-
-def _own(valid: torch.Tensor, given: tuple, thresholds: tuple) -> Own:
-    """Constants [T] in valid's dtype; a threshold that is a number is an option."""
-    of_tokens = [t if isinstance(t, torch.Tensor) else None for t in thresholds]
-    flat = [
-        None if t is None else t.detach().to(valid.dtype).reshape(-1) for t in (*given, *of_tokens)
-    ]
-    return Own(valid, *flat)
+        total = reshaped(total, of.shape)
+    return PolicyLoss(total, reshaped(logprob, of.shape), reshaped(entropy, of.shape), numbers)
 
 
 def _documents(cu_seqlens: torch.Tensor | None, T: int) -> Documents | None:
@@ -281,6 +236,15 @@ class Own(NamedTuple):
     teacher_logprob: torch.Tensor | None
     ratio_low: torch.Tensor | None
     ratio_high: torch.Tensor | None
+    token_weight: torch.Tensor | None
+
+    @classmethod
+    def of(cls, valid: torch.Tensor, given: SampledTokens) -> Own:
+        """Constants [T] in valid's dtype."""
+        _, *tensors, _ = given
+        return cls(
+            valid, *(t if t is None else t.detach().to(valid.dtype).reshape(-1) for t in tensors)
+        )
 
     def tokens(self, logprob: torch.Tensor, documents: Documents | None = None) -> Tokens:
         return Tokens(logprob, *self, documents)
@@ -290,16 +254,16 @@ class Own(NamedTuple):
 
 
 def from_statistics(statistics: Callable) -> Callable:
-    """(HeadRows, Scaling, name, Own, Documents | None, Options, reduction, divisor) -> loss [] or
-    [T], log-probability and entropy [T].
+    """(HeadRows, Scaling, Formula, Own, Documents | None, reduction, divisor) -> loss [] or [T],
+    log-probability and entropy [T].
     """
 
-    def computed(of, scaling, name, own, documents, options, reduction, by):
+    def computed(of, scaling, formula, own, documents, reduction, by):
         wanted = Wanted(mean=True)
         stats = statistics(of.head, of.target, of.valid, None, scaling, wanted, of.plan, of.group)
         logprob, entropy, _ = results(stats, of.valid)
-        found = policy.losses(name, own.tokens(logprob, documents), options)
-        return found if reduction == "none" else found.sum() / by, logprob, entropy
+        losses = policy.losses(formula, own.tokens(logprob, documents))
+        return losses if reduction == "none" else losses.sum() / by, logprob, entropy
 
     return computed
 
@@ -334,7 +298,7 @@ def policy_head(
     needs: Needs,
     group: ProcessGroup | None,
 ) -> PolicyHead:
-    """The formula of this name, which is `policy.by_token`."""
+    """The formula of this name and these options, which is `by_token`."""
     x = head.x
     return PolicyHead(
         x.new_empty((), dtype=torch.float32),
@@ -371,16 +335,17 @@ def _launch(kernels, head, target, own, scaling, name, options, plan, needs, gro
     x, capped = head.x, Scaling(scaling.cap)  # the GEMM divides by the temperature
     losses, logprob, entropy = (empty_rows(x) for _ in range(3))
     chunks = Chunks(head, plan, 1 / scaling.temperature, needs)
+    formula = FORMULAS[name].of(options)
     for rows, logits in chunks:
         where = logits, target[rows], None, capped
         stats = kernels.of_rows(*where, Wanted(mean=True), group)
         logprob[rows], entropy[rows], _ = results(stats, own.valid[rows])
         here = Own._make(None if t is None else t[rows] for t in own)
         tokens = here.tokens(logprob[rows])
-        losses[rows] = policy.losses(name, tokens, options)
+        losses[rows] = policy.losses(formula, tokens)
         if chunks.needed:
             # Where rounding put the log-probability above 0, p = 1 and the gradient is 0.
-            slope = policy.slopes(name, tokens, options)
+            slope = policy.slopes(formula, tokens)
             slope = slope.masked_fill(stats.picked > stats.log_sum, 0.0)
             softmax = Softmax(stats.peak, stats.log_sum)
             gradients = StatsGradients(-slope, slope)
@@ -402,9 +367,9 @@ def fused(name: str) -> Callable:
     """The implementation on the kernels of this name."""
     launch, recomputed = operator(name), from_statistics(statistics_of(name))
 
-    def linear_policy_loss_fused(of, scaling, loss, own, documents, options, reduction, by):
-        if reduction == "none" or not policy.by_token(loss, options):
-            return recomputed(of, scaling, loss, own, documents, options, reduction, by)
+    def linear_policy_loss_fused(of, scaling, loss, own, documents, reduction, by):
+        if reduction == "none" or not loss.by_token:
+            return recomputed(of, scaling, loss, own, documents, reduction, by)
         head, on = of.head._replace(x=of.head.x.contiguous()), torch.is_grad_enabled()
         needs = Needs(*(on and t is not None and t.requires_grad for t in head))
         plan = of.plan._replace(learns=needs.need_weight)
@@ -413,8 +378,8 @@ def fused(name: str) -> Callable:
             of.target.contiguous(),
             own,
             scaling,
-            loss,
-            options,
+            loss.name,
+            loss.options,
             plan,
             needs,
             of.group,
@@ -446,13 +411,13 @@ def _atol(dtype, kwargs, name):
     return max(atol(dtype, kwargs, name), torch.finfo(dtype).eps)
 
 
-def _case(name, sizes, *, loss="ppo", tokens=(), documents=(), edges=(), **options):
-    """tokens: which other log-probabilities there are.   edges: advantages of the first tokens, in
+def _case(name, sizes, *, loss=PPO(), tokens=(), documents=(), edges=(), **options):  # noqa: B008
+    """tokens: which other tensors of tokens there are.   edges: advantages of the first tokens, in
     place of random ones.
     """
     timed = "tags" in options
     made = case(name, sizes, **options)
-    needs = (*policy.FORMULAS[loss].needs, *tokens)
+    needs = (*loss.needs, *tokens)
 
     def make(device, dtype, seed):
         kw = made.make(device, dtype, seed)
@@ -460,10 +425,14 @@ def _case(name, sizes, *, loss="ppo", tokens=(), documents=(), edges=(), **optio
         g = cases.generator(device, seed + 1)
         near = _logprob(kw) if not timed else -11.0
         kw["loss"] = loss
+        if "token_weight" in kw:
+            kw["token_weight"] = kw["token_weight"].detach()
         for n in needs:
             if n == "advantage":
-                kw[n] = torch.randn(shape, device=device, generator=g) + SIGN.get(loss, -1)
+                kw[n] = torch.randn(shape, device=device, generator=g) + SIGN.get(loss.name, -1)
                 kw[n].view(-1)[: len(edges)] = kw[n].new_tensor(edges)
+            elif n in policy.THRESHOLDS:
+                kw[n] = torch.full(shape, getattr(loss, n), device=device)
             elif n != "documents":
                 which = torch.randint(4, shape, device=device, generator=g)
                 kw[n] = near - torch.tensor(STEPS[n == "teacher_logprob"], device=device)[which]
@@ -486,34 +455,37 @@ def _logprob(kw):
 LLAMA = cases.MODELS["llama-3-8b"]
 CASES = (
     _case("ppo", ((3, 7), 33, 203), edges=(0.0, 0.0, 1.0)),
-    _case("chunks", (11, 32, 100), chunk_size=4, reduction="mean", bias=True),
-    _case("tiny", (5, 3, 7), loss="reinforce", chunk_size=2),
+    _case(
+        "chunks",
+        (11, 32, 100),
+        tokens=policy.THRESHOLDS,
+        chunk_size=4,
+        reduction="mean",
+        bias=True,
+    ),
+    _case("tiny", (5, 3, 7), loss=Reinforce(), chunk_size=2),
     _case("all_ignored", (6, 32, 100), ignored="all", chunk_size=4),
-    _case("no_rows", (0, 16, 64), loss="importance_sampling"),
-    _case("none", (11, 32, 100), loss="importance_sampling", chunk_size=4, reduction="none"),
+    _case("no_rows", (0, 16, 64), loss=ImportanceSampling()),
+    _case("none", (11, 32, 100), loss=ImportanceSampling(), chunk_size=4, reduction="none"),
     _case("frozen", (11, 32, 100), chunk_size=4, bias=True, frozen=True),
     _case("lora", (11, 32, 100), chunk_size=4, lora=5, frozen=True),
     # Constants in a formula are none to finite differences: more elements than those take.
-    _case("cispo", (11, 32, 100), loss="cispo", chunk_size=4),
-    _case("dro", (11, 32, 100), loss="dro", chunk_size=4, num_tokens=17, reduction="mean"),
-    _case("gspo", (11, 32, 100), loss="gspo", chunk_size=4, documents=(0, 3, 3, 4, 11)),
+    _case("cispo", (11, 32, 100), loss=CISPO(), chunk_size=4),
+    _case("dro", (11, 32, 100), loss=DRO(), chunk_size=4, token_weight=True, reduction="mean"),
+    _case("gspo", (11, 32, 100), loss=GSPO(), chunk_size=4, documents=(0, 3, 3, 4, 11)),
     _case(
         "dr_grpo",
         (11, 32, 100),
-        loss="dr_grpo",
+        loss=DrGRPO(beta=0.1),
         tokens=("ref_logprob",),
-        beta=0.1,
         chunk_size=4,
     ),
-    _case("opd", (11, 32, 100), loss="opd", chunk_size=4),
+    _case("opd", (11, 32, 100), loss=OPD(), chunk_size=4),
     _case(
         "everything",
         ((4, 5), 32, 100),
-        loss="policy_loss",
+        loss=GuardedPPO(dual_clip=1.5, use_tis=True, icepop_beta=3.0),
         tokens=("rollout_logprob",),
-        dual_clip=1.5,
-        use_tis=True,
-        icepop_beta=3.0,
         edges=(-1.0, -2.0, 0.0),
         chunk_size=4,
         bias=True,
@@ -534,7 +506,7 @@ CASES = (
 
 LINEAR_POLICY_LOSS = Op(
     "linear_policy_loss",
-    linear_policy_loss,
+    spread(linear_policy_loss),
     from_statistics(statistics_of("eager")),
     (
         in_triton(lambda: fused("triton"), tunables=lambda: (CHUNK,)),

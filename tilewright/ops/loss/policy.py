@@ -1,4 +1,4 @@
-"""Policy losses, a line each. t: tokens, see `Tokens`; o: the options.
+"""Policy losses. A formula is a class, whose fields are its options. t: tokens, see `Tokens`.
 
 With lp the log-probability of a sampled token, r = exp(lp - old) and A its advantage. Sources:
 reinforce, Williams (1992); importance_sampling and ppo, Schulman et al. (arXiv:1707.06347); cispo,
@@ -11,18 +11,20 @@ that of lp - teacher, which is 0 on average. The estimators k1, k2 and k3 of a K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import InitVar, dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+
+from tilewright.core.takes import takes
 
 KL_TYPES = ("k1", "k2", "k3")
 RATIO_TYPES = ("token", "sequence")
 
 
 class Options(NamedTuple):
-    """The options of formulas. `Formula.defaults` has those that differ.
+    """The options of all formulas, as an operator takes them; 0 for None.
 
     clip_low_threshold, clip_high_threshold: the ratios between which it is not clipped, where the
         tokens have none of their own.   dual_clip: where A < 0 the loss is at most -dual_clip * A;
@@ -53,6 +55,7 @@ class Tokens(NamedTuple):
     logprob: under the policy, differentiable.   old_logprob: under the policy that the update
     began with, or that sampled.   rollout_logprob: under the sampler, where that is another.
     ratio_low, ratio_high: thresholds of each token; None for those of the options.
+    token_weight: what a token's loss is multiplied by; None: 1.
     known: `log_of_document`, where it is computed (`with_ratio`).
     """
 
@@ -65,6 +68,7 @@ class Tokens(NamedTuple):
     teacher_logprob: Any = None
     ratio_low: torch.Tensor | None = None
     ratio_high: torch.Tensor | None = None
+    token_weight: torch.Tensor | None = None
     documents: Any = None
     known: torch.Tensor | None = None
 
@@ -101,38 +105,107 @@ class Tokens(NamedTuple):
         """The ratio of each token's document."""
         return torch.exp(self.log_of_document).to(self.logprob.dtype)
 
-    def clipped(self, ratio: torch.Tensor, o: Options) -> torch.Tensor:
+    def clipped(self, ratio: torch.Tensor, o: Any) -> torch.Tensor:
         low = o.clip_low_threshold if self.ratio_low is None else self.ratio_low
         high = o.clip_high_threshold if self.ratio_high is None else self.ratio_high
         # Not clamp, which refuses a number beside a tensor; NaN stays NaN.
         ratio = torch.where(ratio < low, low, ratio)
         return torch.where(ratio > high, high, ratio)
 
-    def tis(self, o: Options) -> torch.Tensor:
+    def tis(self, o: Any) -> torch.Tensor:
         weight = torch.exp(self.old_logprob - self.rollout_logprob)
         return weight.clamp(o.tis_clip_low, o.tis_clip_high)
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A row of FORMULAS.
+    """A policy loss, whose options are its fields. `loss` is [T], differentiable in logprob.
 
-    function: (tokens, options) -> the loss of each token, differentiable in logprob.
-    slope: (tokens, options) -> its derivative in the token's logprob; None where it depends on
-        others.
-    reads: the options that it depends on.   needs: the tensors of tokens that it
-    reads (opd does without old_logprob).   defaults: of its options.
+    reads: the options.   defaults: theirs.   needs: the tensors of tokens that it reads whatever
+    the options are.
     """
 
-    function: Callable[[Tokens, Options], torch.Tensor]
-    slope: Callable[[Tokens, Options], torch.Tensor] | None = None
-    reads: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ("advantage", "old_logprob")
-    defaults: Mapping[str, float] = field(default_factory=dict)
+    name: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]]
+    defaults: ClassVar[Mapping[str, Any]]
+    needs: ClassVar[tuple[str, ...]] = ("advantage", "old_logprob")
+    # Whether a token's loss depends on no other token, so that `slope` is known at once.
+    by_token: ClassVar[bool] = True
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        raise NotImplementedError
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        """[T], the derivative of a token's loss in its log-probability."""
+        raise NotImplementedError
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The tensors of tokens that are read with these options."""
+        return self.needs
+
+    @property
+    def options(self) -> Options:
+        given = {name: getattr(self, name) for name in self.reads}
+        return Options(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def of(cls, options: Options) -> Formula:
+        """That of `options`, in which 0 stands for None."""
+        given = {name: getattr(options, name) for name in cls.reads}
+        return cls(**{n: v for n, v in given.items() if v or cls.defaults[n] is not None})
 
     def __post_init__(self) -> None:
-        if unknown := {*self.reads, *self.defaults} - {*Options._fields}:
-            raise ValueError(f"reads: {min(unknown)!r} is none of {', '.join(Options._fields)}")
+        given = {n for n in self.reads if getattr(self, n) != self.defaults[n]}
+        if wrong := contradiction(self.name, given, self):
+            option, _, why = wrong
+            raise ValueError(f"{option} {why}, got {getattr(self, option)!r}")
+
+
+THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+OF_TIS = ("use_tis", "tis_clip_low", "tis_clip_high")
+# The lower and the upper limit of an interval, and the option without which neither is read.
+INTERVALS = ((*THRESHOLDS, None), (*OF_TIS[1:], "use_tis"))
+# Options that are read only where another one is on, and that other one, in words too.
+READ_WITH = {
+    "kl_type": ("beta", "beta above 0"),
+    **dict.fromkeys(OF_TIS[1:], ("use_tis", "use_tis")),
+}
+
+# Declarations (core.takes) of the options.
+OPTIONS = {
+    **dict.fromkeys(("clip_low_threshold", "clip_high_threshold"), "number [0, inf)"),
+    "clip": "number (0, 1]",
+    "dual_clip": "number (1, inf)",
+    "use_tis": "bool",
+    "tis_clip_low": "number [0, inf)",
+    "tis_clip_high": "number [0, inf)",
+    "icepop_beta": "number [1, inf)",
+    "beta": "number [0, inf)",
+    "kl_type": KL_TYPES,
+    "ratio_type": RATIO_TYPES,
+}
+FORMULAS: dict[str, type[Formula]] = {}
+Class = TypeVar("Class", bound=type[Formula])
+
+
+def formula(name: str) -> Callable[[Class], Class]:
+    """A decorator that makes a class a formula with checked options, and a row of FORMULAS."""
+
+    def decorate(cls: Class) -> Class:
+        own = fields(dataclass(frozen=True)(cls))
+        cls.name, cls.reads = name, tuple(f.name for f in own)
+        cls.defaults = {f.name: f.default for f in own}
+        init: Any = cls.__init__
+        declared = {n: text for n, text in OPTIONS.items() if n in init.__annotations__}
+        cls.__init__ = takes(**declared)(init)  # type: ignore[method-assign]
+        FORMULAS[name] = cls
+        return cls
+
+    return decorate
+
+
+# ---- what formulas have in common
 
 
 def kl(of: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -152,179 +225,221 @@ def times(log_ratio: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.masked_fill(nothing, 0.0)).to(factor.dtype) * factor
 
 
-def beyond(t: Tokens, o: Options, log_ratio: torch.Tensor) -> torch.Tensor:
-    """Where the clipped ratio is taken, of which there is no gradient."""
-    log_ratio = log_ratio.detach()
-    limit = t.clipped(torch.exp(log_ratio).to(t.advantage.dtype), o) * t.advantage
-    return times(log_ratio, t.advantage) > limit
+@dataclass(frozen=True)
+class Clipped(Formula):
+    """clip: a threshold on each side of 1, in place of both."""
+
+    clip: InitVar[float | None] = None
+    clip_low_threshold: float = 0.8
+    clip_high_threshold: float = 1.2
+
+    def __post_init__(self, clip: float | None) -> None:
+        if clip is not None:
+            if given := [n for n in THRESHOLDS if getattr(self, n) != self.defaults[n]]:
+                raise ValueError(f"{given[0]} must not be given beside clip, got {clip!r} for that")
+            object.__setattr__(self, THRESHOLDS[0], 1.0 - clip)
+            object.__setattr__(self, THRESHOLDS[1], 1.0 + clip)
+        super().__post_init__()
+
+    def beyond(self, t: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
+        """Where the clipped ratio is taken, of which there is no gradient."""
+        log_ratio = log_ratio.detach()
+        limit = t.clipped(torch.exp(log_ratio).to(t.advantage.dtype), self) * t.advantage
+        return times(log_ratio, t.advantage) > limit
+
+    def surrogate(
+        self, t: Tokens, log_ratio: torch.Tensor, still: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """still: where the caller has no gradient either."""
+        outside = self.beyond(t, log_ratio)
+        # Ahead of exp, whose slope overflows with it: 0 times infinity would be NaN.
+        constant = outside if still is None else outside | still
+        log_ratio = torch.where(constant, log_ratio.detach(), log_ratio)
+        limit = t.clipped(torch.exp(log_ratio.detach()).to(t.advantage.dtype), self) * t.advantage
+        return -torch.where(outside, limit, times(log_ratio, t.advantage))
+
+    def surrogate_slope(self, t: Tokens) -> torch.Tensor:
+        return -times(t.log_ratio, t.advantage).masked_fill(self.beyond(t, t.log_ratio), 0.0)
 
 
-def surrogate(
-    t: Tokens, o: Options, log_ratio: torch.Tensor, still: torch.Tensor | None = None
-) -> torch.Tensor:
-    """still: where the caller has no gradient either."""
-    outside = beyond(t, o, log_ratio)
-    # Ahead of exp, whose slope overflows with it: 0 times infinity would be NaN.
-    constant = outside if still is None else outside | still
-    log_ratio = torch.where(constant, log_ratio.detach(), log_ratio)
-    limit = t.clipped(torch.exp(log_ratio.detach()).to(t.advantage.dtype), o) * t.advantage
-    return -torch.where(outside, limit, times(log_ratio, t.advantage))
+# ---- the formulas
 
 
-def surrogate_slope(t: Tokens, o: Options) -> torch.Tensor:
-    return -times(t.log_ratio, t.advantage).masked_fill(beyond(t, o, t.log_ratio), 0.0)
+@formula("reinforce")
+class Reinforce(Formula):
+    """-lp A"""
+
+    needs = ("advantage",)
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        return -t.logprob * t.advantage
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        return -t.advantage
 
 
-def reinforce(t: Tokens, o: Options) -> torch.Tensor:
-    return -t.logprob * t.advantage
+@formula("importance_sampling")
+class ImportanceSampling(Formula):
+    """-r A"""
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        return -times(t.log_ratio, t.advantage)
+
+    slope = loss
 
 
-def reinforce_slope(t: Tokens, o: Options) -> torch.Tensor:
-    return -t.advantage
+@formula("ppo")
+class PPO(Clipped):
+    """-min(r A, clip(r) A)"""
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        return self.surrogate(t, t.log_ratio)
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        return self.surrogate_slope(t)
 
 
-def importance_sampling(t: Tokens, o: Options) -> torch.Tensor:
-    return -times(t.log_ratio, t.advantage)
+@formula("cispo")
+class CISPO(Clipped):
+    """-sg(clip(r)) lp A"""
+
+    clip_low_threshold: float = 0.0
+    clip_high_threshold: float = 4.0
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        return -t.clipped(t.ratio, self).detach() * t.logprob * t.advantage
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        return -t.clipped(t.ratio, self) * t.advantage
 
 
-def ppo(t: Tokens, o: Options) -> torch.Tensor:
-    return surrogate(t, o, t.log_ratio)
+@formula("dro")
+class DRO(Formula):
+    """-(lp A - beta / 2 (lp - old)^2)"""
+
+    beta: float = 0.05
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        return self.beta / 2 * (t.logprob - t.old_logprob).square() - t.logprob * t.advantage
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        return self.beta * (t.logprob - t.old_logprob) - t.advantage
 
 
-def cispo(t: Tokens, o: Options) -> torch.Tensor:
-    return -t.clipped(t.ratio, o).detach() * t.logprob * t.advantage
+@formula("gspo")
+class GSPO(Clipped):
+    """PPO with the ratio of a document, exp(mean(lp - old))."""
+
+    needs = ("advantage", "old_logprob", "documents")
+    by_token = False
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        return self.surrogate(t, t.log_of_document)
 
 
-def cispo_slope(t: Tokens, o: Options) -> torch.Tensor:
-    return -t.clipped(t.ratio, o) * t.advantage
+@formula("dr_grpo")
+class DrGRPO(Clipped):
+    """PPO, + beta KL to the reference, by the estimator kl_type.
 
-
-def dro(t: Tokens, o: Options) -> torch.Tensor:
-    return o.beta / 2 * (t.logprob - t.old_logprob).square() - t.logprob * t.advantage
-
-
-def dro_slope(t: Tokens, o: Options) -> torch.Tensor:
-    return o.beta * (t.logprob - t.old_logprob) - t.advantage
-
-
-def gspo(t: Tokens, o: Options) -> torch.Tensor:
-    return surrogate(t, o, t.log_of_document)
-
-
-def dr_grpo(t: Tokens, o: Options) -> torch.Tensor:
-    loss = surrogate(t, o, t.log_of_document if o.ratio_type == "sequence" else t.log_ratio)
-    return loss + o.beta * kl(o.kl_type, t.logprob, t.ref_logprob) if o.beta else loss
-
-
-def dr_grpo_slope(t: Tokens, o: Options) -> torch.Tensor:
-    slope = surrogate_slope(t, o)
-    return slope + o.beta * kl_slope(o.kl_type, t.logprob, t.ref_logprob) if o.beta else slope
-
-
-def policy_loss(t: Tokens, o: Options) -> torch.Tensor:
-    loss = surrogate(t, o, t.log_ratio, _still(t, o))
-    if o.dual_clip:
-        loss = torch.where(t.advantage < 0, torch.minimum(loss, -o.dual_clip * t.advantage), loss)
-    if o.icepop_beta:
-        loss = loss.masked_fill(_outside(t, o), 0.0)
-    return loss * t.tis(o) if o.use_tis else loss
-
-
-def policy_slope(t: Tokens, o: Options) -> torch.Tensor:
-    slope = surrogate_slope(t, o).masked_fill(_still(t, o), 0.0)
-    return slope * t.tis(o) if o.use_tis else slope
-
-
-def _still(t: Tokens, o: Options) -> torch.Tensor:
-    """Where dual_clip or icepop_beta leave no gradient."""
-    still = torch.zeros_like(t.ratio, dtype=torch.bool)
-    if o.dual_clip:
-        still |= (t.advantage < 0) & (t.ratio.detach() > o.dual_clip)
-    return still | _outside(t, o) if o.icepop_beta else still
-
-
-def _outside(t: Tokens, o: Options) -> torch.Tensor:
-    """Where icepop_beta leaves nothing of a token."""
-    r = t.ratio.detach()
-    return (r < 1 / o.icepop_beta) | (r > o.icepop_beta)
-
-
-def opd(t: Tokens, o: Options) -> torch.Tensor:
-    before = t.logprob.detach() if t.old_logprob is None else t.old_logprob
-    return times(t.logprob - before, (t.logprob - t.teacher_logprob).detach())
-
-
-THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
-OF_TIS = ("use_tis", "tis_clip_low", "tis_clip_high")
-# The lower and the upper limit of an interval, and the option without which neither is read.
-INTERVALS = ((*THRESHOLDS, None), (*OF_TIS[1:], "use_tis"))
-# Options that are read only where another one is on, and that other one, in words too.
-READ_WITH = {
-    "kl_type": ("beta", "beta above 0"),
-    **dict.fromkeys(OF_TIS[1:], ("use_tis", "use_tis")),
-}
-FORMULAS = {
-    "reinforce": Formula(reinforce, reinforce_slope, needs=("advantage",)),
-    "importance_sampling": Formula(importance_sampling, importance_sampling),
-    "ppo": Formula(ppo, surrogate_slope, THRESHOLDS),
-    "cispo": Formula(
-        cispo,
-        cispo_slope,
-        THRESHOLDS,
-        defaults={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    ),
-    "dro": Formula(dro, dro_slope, ("beta",), defaults={"beta": 0.05}),
-    "gspo": Formula(gspo, None, THRESHOLDS, ("advantage", "old_logprob", "documents")),
-    "dr_grpo": Formula(
-        dr_grpo,
-        dr_grpo_slope,
-        (*THRESHOLDS, "beta", "kl_type", "ratio_type"),
-        defaults={"clip_high_threshold": 1.28},
-    ),
-    "policy_loss": Formula(
-        policy_loss, policy_slope, (*THRESHOLDS, "dual_clip", "icepop_beta", *OF_TIS)
-    ),
-    "opd": Formula(opd, opd, needs=("teacher_logprob",)),
-}
-
-
-def settled(name: str, given: Mapping[str, torch.Tensor | float | str | None]) -> Options:
-    """The options of a formula: those given that are not None, and else its defaults. Raises
-    ValueError for one that it does not read, and as `contradiction`.
-
-    given: a threshold may be a tensor, which is of the tokens.
+    ratio_type: the ratio of a "token", or of its document: "sequence".
     """
-    row = FORMULAS[name]
-    for option, value in given.items():
-        if value is not None and option not in row.reads:
-            accepted = ", ".join(row.reads) or "no option"
-            raise ValueError(
-                f"{option} must be None for loss={name!r}, which reads {accepted}; got {value!r}"
-            )
-    numbers = {n: v for n, v in given.items() if v is not None and not isinstance(v, torch.Tensor)}
-    options = Options(**{**row.defaults, **numbers})
-    of_tokens = {n for n, v in given.items() if isinstance(v, torch.Tensor)}
-    if wrong := contradiction(name, numbers, options, of_tokens):
-        option, _, why = wrong
-        raise ValueError(f"{option} {why}, got {getattr(options, option)!r}")
-    return options
+
+    clip_high_threshold: float = 1.28
+    beta: float = 0.0
+    kl_type: str = "k3"
+    ratio_type: str = "token"
+
+    @property
+    def by_token(self) -> bool:  # type: ignore[override]
+        return self.ratio_type == "token"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        by_option = {"ref_logprob": self.beta, "documents": not self.by_token}
+        return (*self.needs, *(n for n, reads in by_option.items() if reads))
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        loss = self.surrogate(t, t.log_ratio if self.by_token else t.log_of_document)
+        return loss + self.beta * kl(self.kl_type, t.logprob, t.ref_logprob) if self.beta else loss
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        slope = self.surrogate_slope(t)
+        if not self.beta:
+            return slope
+        return slope + self.beta * kl_slope(self.kl_type, t.logprob, t.ref_logprob)
 
 
-def contradiction(
-    name: str, given: Mapping[str, Any], o: Options, of_tokens: Set[str] = frozenset()
-) -> tuple[str, str, str] | None:
+@formula("policy_loss")
+class GuardedPPO(Clipped):
+    """PPO with a dual clip, truncated importance sampling, and IcePop's mask.
+
+    dual_clip: where A < 0 the loss is at most -dual_clip A; None: no limit.
+    use_tis: times sg(exp(old - rollout)), clipped to [tis_clip_low, tis_clip_high].
+    icepop_beta: the loss is 0 where r is outside [1 / icepop_beta, icepop_beta]; None: nowhere.
+    """
+
+    dual_clip: float | None = None
+    icepop_beta: float | None = None
+    use_tis: bool = False
+    tis_clip_low: float = 0.1
+    tis_clip_high: float = 2.0
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        return (*self.needs, "rollout_logprob") if self.use_tis else self.needs
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        loss = self.surrogate(t, t.log_ratio, self._still(t))
+        if self.dual_clip:
+            limit = -self.dual_clip * t.advantage
+            loss = torch.where(t.advantage < 0, torch.minimum(loss, limit), loss)
+        if self.icepop_beta:
+            loss = loss.masked_fill(self._outside(t), 0.0)
+        return loss * t.tis(self) if self.use_tis else loss
+
+    def slope(self, t: Tokens) -> torch.Tensor:
+        slope = self.surrogate_slope(t).masked_fill(self._still(t), 0.0)
+        return slope * t.tis(self) if self.use_tis else slope
+
+    def _still(self, t: Tokens) -> torch.Tensor:
+        """Where dual_clip or icepop_beta leave no gradient."""
+        still = torch.zeros_like(t.ratio, dtype=torch.bool)
+        if self.dual_clip:
+            still |= (t.advantage < 0) & (t.ratio.detach() > self.dual_clip)
+        return still | self._outside(t) if self.icepop_beta else still
+
+    def _outside(self, t: Tokens) -> torch.Tensor:
+        """Where icepop_beta leaves nothing of a token."""
+        assert self.icepop_beta
+        r = t.ratio.detach()
+        return (r < 1 / self.icepop_beta) | (r > self.icepop_beta)
+
+
+@formula("opd")
+class OPD(Formula):
+    """r sg(lp - teacher); without old_logprob r = exp(lp - sg(lp))."""
+
+    needs = ("teacher_logprob",)
+
+    def loss(self, t: Tokens) -> torch.Tensor:
+        before = t.logprob.detach() if t.old_logprob is None else t.old_logprob
+        return times(t.logprob - before, (t.logprob - t.teacher_logprob).detach())
+
+    slope = loss
+
+
+def contradiction(name: str, given: Collection[str], o: Any) -> tuple[str, str, str] | None:
     """What is wrong with a formula's options together: the option at fault, the other one, and why;
     or None.
 
-    given: those that are.   o: with the others' defaults.   of_tokens: thresholds that tokens have
-    of their own, whose values are not looked at.
+    given: those that are.   o: with the others' defaults.
     """
     for option, (other, needed_value) in READ_WITH.items():
         if option in given and not getattr(o, other):
             return option, other, f"needs {needed_value}"
     for low, high, switch in INTERVALS:
         read = low in FORMULAS[name].reads and (switch is None or getattr(o, switch))
-        if not read or {low, high} & of_tokens:
+        if not read:
             continue
         least, most = getattr(o, low), getattr(o, high)
         if least > most and low in given:
@@ -341,51 +456,37 @@ def contradiction(
 READ = ("advantage", "teacher_logprob", "documents")
 
 
-def needed(name: str, o: Options) -> tuple[str, ...]:
-    """The tensors of tokens that a formula reads with these options."""
-    by_option = {
-        "rollout_logprob": o.use_tis,
-        "ref_logprob": name == "dr_grpo" and o.beta,
-        "documents": o.ratio_type == "sequence",
-    }
-    return (*FORMULAS[name].needs, *(n for n, reads in by_option.items() if reads))
-
-
-def check(name: str, tokens: Tokens, o: Options) -> None:
+def check(formula: Formula, tokens: Tokens) -> None:
     """Raises ValueError for a tensor that the formula reads and the tokens have not, and for one of
     READ that they have and it does not read.
     """
-    reads = needed(name, o)
+    reads, name = formula.needed, type(formula).__name__
     for part in dict.fromkeys((*reads, *READ)):
         there, called = getattr(tokens, part) is not None, "cu_seqlens"
         called = part if part != "documents" else called
         if there != (part in reads):
             accepted = "None" if there else "a torch.Tensor"
             got = "a torch.Tensor" if there else "None"
-            raise ValueError(f"{called} must be {accepted} for loss={name!r}, got {got}")
+            raise ValueError(f"{called} must be {accepted} for {name}, got {got}")
 
 
-def by_token(name: str, o: Options) -> bool:
-    """Whether a token's loss depends on no other token, so that its slope is known at once."""
-    return FORMULAS[name].slope is not None and o.ratio_type == "token"
-
-
-def losses(name: str, tokens: Tokens, o: Options) -> torch.Tensor:
+def losses(formula: Formula, tokens: Tokens) -> torch.Tensor:
     """[T], 0 for ignored tokens, whose gradient is 0 whatever they have."""
-    found = FORMULAS[name].function(tokens.masked(), o)
-    return torch.where(tokens.valid == 0, 0.0, found * tokens.valid)
+    return _weighted(tokens, formula.loss(tokens.masked()))
 
 
-def slopes(name: str, tokens: Tokens, o: Options) -> torch.Tensor:
+def slopes(formula: Formula, tokens: Tokens) -> torch.Tensor:
     """[T], the derivatives of `losses`, of a formula that is `by_token`."""
-    slope = FORMULAS[name].slope
-    assert slope is not None
-    found = slope(tokens.masked(), o)
-    return torch.where(tokens.valid == 0, 0.0, found * tokens.valid)
+    return _weighted(tokens, formula.slope(tokens.masked()))
+
+
+def _weighted(tokens: Tokens, values: torch.Tensor) -> torch.Tensor:
+    weight = tokens.valid if tokens.token_weight is None else tokens.valid * tokens.token_weight
+    return torch.where(tokens.valid == 0, 0.0, values * weight)
 
 
 @torch.no_grad()
-def statistics(name: str, tokens: Tokens, o: Options) -> dict[str, torch.Tensor]:
+def statistics(formula: Formula, tokens: Tokens) -> dict[str, torch.Tensor]:
     """Means over the tokens that are not ignored, [] in their dtype; 0 without one.
 
     ratio_mean, ratio_max, clipped_low and clipped_high (the shares of ratios beyond a threshold)
@@ -402,15 +503,15 @@ def statistics(name: str, tokens: Tokens, o: Options) -> dict[str, torch.Tensor]
 
     found = {}
     if t.old_logprob is not None:
-        r = t.of_document if "documents" in needed(name, o) else t.ratio
+        r = t.of_document if "documents" in formula.needed else t.ratio
         found["ratio_mean"] = mean(r)
         most = torch.where(learned == 0, 0.0, r)
         found["ratio_max"] = most.amax() if most.numel() else most.sum()
-        if THRESHOLDS[0] in FORMULAS[name].reads:
-            clipped = t.clipped(r, o)
+        if isinstance(formula, Clipped):
+            clipped = t.clipped(r, formula)
             found["clipped_low"], found["clipped_high"] = mean(r < clipped), mean(r > clipped)
-    if o.use_tis:
-        found["tis_weight"] = mean(t.tis(o))
+    if getattr(formula, "use_tis", False):
+        found["tis_weight"] = mean(t.tis(formula))
     others = {"old": t.old_logprob, "ref": t.ref_logprob, "rollout": t.rollout_logprob}
     for name_of, other in others.items():
         if other is not None:

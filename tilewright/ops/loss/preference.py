@@ -1,5 +1,5 @@
-"""Preference losses, a line each. p: a pair's log-probabilities, see `Pairs`, or those of answers
-that are not paired, see `Answers`; o: the options.
+"""Preference losses. A formula is a class, whose fields are its options. p: a pair's
+log-probabilities, see `Pairs`, or those of answers that are not paired, see `Answers`.
 
 Sources: sigmoid, Rafailov et al. (arXiv:2305.18290), with label smoothing Mitchell's note of 2023;
 robust, arXiv:2403.00409; hinge, arXiv:2305.10425; ipo, arXiv:2310.12036; exo_pair,
@@ -15,26 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import logsigmoid
 
-SMOOTHED = ("beta", "label_smoothing")
+from tilewright.core.takes import takes
+
 LEAST = 1e-3  # exo's label smoothing where it is 0: the logarithm of 0 is infinite
-
-
-class Options(NamedTuple):
-    """The options of formulas, as in the section preference."""
-
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.5
-    dpop_lambda: float = 50.0
-    offset_alpha: float = 0.0
-    kto_desirable_weight: float = 1.0
-    kto_undesirable_weight: float = 1.0
 
 
 class Pairs(NamedTuple):
@@ -101,27 +90,68 @@ class Answers(NamedTuple):
         return self.answer - self.reference
 
 
+# Declarations (core.takes) of options.
+OPTIONS = {
+    "beta": "number (0, inf)",
+    "label_smoothing": "number [0, 0.5)",
+    **dict.fromkeys(
+        (
+            "simpo_gamma",
+            "dpop_lambda",
+            "offset_alpha",
+            "kto_desirable_weight",
+            "kto_undesirable_weight",
+        ),
+        "number [0, inf)",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Formula:
-    """A row of FORMULAS.
+    """A preference loss, whose options are its fields. Called with `Pairs`, or with `Answers` where
+    not `paired`, it gives the loss of each, differentiable in the policy's log-probabilities.
 
-    function: (pairs, options) -> the loss of each, differentiable in chosen and rejected; or
-        (answers, options), differentiable in answer.
-    reads: the options that it depends on.
+    name: of the row of FORMULAS.   reads: the options.
     reference: whether it depends on the reference.
     kl: whether it depends on mean log-ratios: kl_chosen and kl_rejected, or kl.
-    paired: whether it is of `Pairs`, and not of `Answers`.
     """
 
-    function: Callable[[Any, Options], torch.Tensor]
-    reads: tuple[str, ...] = ("beta",)
-    reference: bool = True
-    kl: bool = False
-    paired: bool = True
+    name: ClassVar[str] = ""
+    reads: ClassVar[tuple[str, ...]] = ()
+    reference: ClassVar[bool] = True
+    kl: ClassVar[bool] = False
+    paired: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if unknown := {*self.reads} - {*Options._fields}:
-            raise ValueError(f"reads: {min(unknown)!r} is none of {', '.join(Options._fields)}")
+    beta: float = 0.1
+
+    def __call__(self, p: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+Class = TypeVar("Class", bound=type[Formula])
+FORMULAS: dict[str, type[Formula]] = {}
+
+
+def checked(cls: Class) -> Class:
+    """A decorator of a formula, a dataclass: `reads` are its fields, and OPTIONS are checked."""
+    cls.reads = tuple(f.name for f in fields(cls))
+    declared = {n: text for n, text in OPTIONS.items() if n in cls.reads}
+    init: Any = cls.__init__
+    cls.__init__ = takes(**declared)(init)  # type: ignore[method-assign]
+    return cls
+
+
+def formula(name: str) -> Callable[[Class], Class]:
+    """A decorator that makes a class a formula, and a row of FORMULAS."""
+
+    def decorate(cls: Class) -> Class:
+        made = checked(dataclass(frozen=True)(cls))
+        made.name = name
+        FORMULAS[name] = made
+        return made
+
+    return decorate
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -133,99 +163,146 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     return torch.where(near, close, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
-def offset(p: Pairs, o: Options) -> torch.Tensor | float:
-    return o.offset_alpha * torch.log(p.gap + 1e-6) if p.gap is not None else 0.0
+@dataclass(frozen=True)
+class Smoothed(Formula):
+    label_smoothing: float = 0.0
+
+    def both(self, z: torch.Tensor) -> torch.Tensor:
+        e = self.label_smoothing
+        return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
 
 
-def sigmoid(p: Pairs, o: Options) -> torch.Tensor:
-    z, e = o.beta * p.margin - offset(p, o), o.label_smoothing
-    return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
+@formula("sigmoid")
+class DPO(Smoothed):
+    offset_alpha: float = 0.0
+
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        offset = self.offset_alpha * torch.log(p.gap + 1e-6) if p.gap is not None else 0.0
+        return self.both(self.beta * p.margin - offset)
 
 
-def robust(p: Pairs, o: Options) -> torch.Tensor:
-    z, e = o.beta * p.margin, o.label_smoothing
-    return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
+@formula("robust")
+class RobustDPO(Smoothed):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        z, e = self.beta * p.margin, self.label_smoothing
+        return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
 
 
-def sigmoid_norm(p: Pairs, o: Options) -> torch.Tensor:
-    return sigmoid(p.means._replace(gap=None), o)
+@formula("sigmoid_norm")
+class NormalizedDPO(Smoothed):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return self.both(self.beta * p.means.margin)
 
 
-def hinge(p: Pairs, o: Options) -> torch.Tensor:
-    return torch.relu(1 - o.beta * p.margin)
+@formula("hinge")
+class Hinge(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return torch.relu(1 - self.beta * p.margin)
 
 
-def ipo(p: Pairs, o: Options) -> torch.Tensor:
-    return (p.means.margin - 1 / (2 * o.beta)).square()
+@formula("ipo")
+class IPO(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return (p.means.margin - 1 / (2 * self.beta)).square()
 
 
-def exo_pair(p: Pairs, o: Options) -> torch.Tensor:
-    z, e = o.beta * p.margin, o.label_smoothing or LEAST
-    right = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-e))
-    return right + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(e))
+@formula("exo_pair")
+class EXO(Smoothed):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        z, e = self.beta * p.margin, self.label_smoothing or LEAST
+        right = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-e))
+        return right + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(e))
 
 
-def nca_pair(p: Pairs, o: Options) -> torch.Tensor:
-    up, down = o.beta * p.up, o.beta * p.down
-    return -logsigmoid(up) - 0.5 * logsigmoid(-up) - 0.5 * logsigmoid(-down)
+@formula("nca_pair")
+class NCA(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        up, down = self.beta * p.up, self.beta * p.down
+        return -logsigmoid(up) - 0.5 * logsigmoid(-up) - 0.5 * logsigmoid(-down)
 
 
-def bco_pair(p: Pairs, o: Options) -> torch.Tensor:
-    return -logsigmoid(o.beta * p.up) - logsigmoid(-o.beta * p.down)
+@formula("bco_pair")
+class BCO(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return -logsigmoid(self.beta * p.up) - logsigmoid(-self.beta * p.down)
 
 
-def sppo_hard(p: Pairs, o: Options) -> torch.Tensor:
-    half = 1 / (2 * o.beta)
-    return (p.up - half).square() + (p.down + half).square()
+@formula("sppo_hard")
+class SPPO(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        half = 1 / (2 * self.beta)
+        return (p.up - half).square() + (p.down + half).square()
 
 
-def apo_zero(p: Pairs, o: Options) -> torch.Tensor:
-    return torch.sigmoid(-o.beta * p.up) + torch.sigmoid(o.beta * p.down)
+@formula("apo_zero")
+class APOZero(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return torch.sigmoid(-self.beta * p.up) + torch.sigmoid(self.beta * p.down)
 
 
-def apo_down(p: Pairs, o: Options) -> torch.Tensor:
-    return torch.sigmoid(o.beta * p.up) + torch.sigmoid(-o.beta * p.margin)
+@formula("apo_down")
+class APODown(Formula):
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return torch.sigmoid(self.beta * p.up) + torch.sigmoid(-self.beta * p.margin)
 
 
-def dpop(p: Pairs, o: Options) -> torch.Tensor:
-    return -logsigmoid(o.beta * (p.margin - o.dpop_lambda * torch.relu(-p.up)))
+@formula("dpop")
+class DPOP(Formula):
+    dpop_lambda: float = 50.0
+
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        return -logsigmoid(self.beta * (p.margin - self.dpop_lambda * torch.relu(-p.up)))
 
 
-def simpo(p: Pairs, o: Options) -> torch.Tensor:
-    mean = p.means
-    return -logsigmoid(o.beta * (mean.chosen - mean.rejected) - o.simpo_gamma)
+@formula("simpo")
+class SimPO(Formula):
+    reference = False
+    simpo_gamma: float = 0.5
+
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        mean = p.means
+        return -logsigmoid(self.beta * (mean.chosen - mean.rejected) - self.simpo_gamma)
 
 
-def orpo(p: Pairs, o: Options) -> torch.Tensor:
-    c, r = p.means.chosen, p.means.rejected
-    return -o.beta * logsigmoid(c - r - (log1mexp(c) - log1mexp(r)))
+@formula("orpo")
+class ORPO(Formula):
+    reference = False
+
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        c, r = p.means.chosen, p.means.rejected
+        return -self.beta * logsigmoid(c - r - (log1mexp(c) - log1mexp(r)))
 
 
-def kto_pair(p: Pairs, o: Options) -> torch.Tensor:
-    up, down = p.up - p.kl_rejected, p.kl_chosen - p.down
-    return torch.sigmoid(-o.beta * up) + torch.sigmoid(-o.beta * down)
+@formula("kto_pair")
+class KTOPair(Formula):
+    kl = True
+
+    def __call__(self, p: Pairs) -> torch.Tensor:
+        up, down = p.up - p.kl_rejected, p.kl_chosen - p.down
+        return torch.sigmoid(-self.beta * up) + torch.sigmoid(-self.beta * down)
 
 
-def kto(p: Answers, o: Options) -> torch.Tensor:
-    z = o.beta * (p.ratio - p.kl)
-    good, bad = o.kto_desirable_weight * torch.sigmoid(-z), o.kto_undesirable_weight * z.sigmoid()
-    return torch.where(p.desirable, good, bad)
+@dataclass(frozen=True)
+class Unpaired(Formula):
+    paired = False
+    kto_desirable_weight: float = 1.0
+    kto_undesirable_weight: float = 1.0
+
+    def each(self, p: Answers, kl: torch.Tensor | float) -> torch.Tensor:
+        z = self.beta * (p.ratio - kl)
+        good = self.kto_desirable_weight * torch.sigmoid(-z)
+        return torch.where(p.desirable, good, self.kto_undesirable_weight * z.sigmoid())
 
 
-def apo_zero_unpaired(p: Answers, o: Options) -> torch.Tensor:
-    return kto(p._replace(kl=0.0), o)
+@formula("kto")
+class KTO(Unpaired):
+    kl = True
+
+    def __call__(self, p: Answers) -> torch.Tensor:
+        return self.each(p, p.kl)
 
 
-WEIGHTS = ("kto_desirable_weight", "kto_undesirable_weight")
-FORMULAS = {
-    **{f.__name__: Formula(f) for f in (hinge, ipo, nca_pair, bco_pair, sppo_hard)},
-    **{f.__name__: Formula(f) for f in (apo_zero, apo_down)},
-    **{f.__name__: Formula(f, SMOOTHED) for f in (robust, sigmoid_norm, exo_pair)},
-    "sigmoid": Formula(sigmoid, (*SMOOTHED, "offset_alpha")),
-    "dpop": Formula(dpop, ("beta", "dpop_lambda")),
-    "simpo": Formula(simpo, ("beta", "simpo_gamma"), reference=False),
-    "orpo": Formula(orpo, reference=False),
-    "kto_pair": Formula(kto_pair, kl=True),
-    "kto": Formula(kto, ("beta", *WEIGHTS), kl=True, paired=False),
-    "apo_zero_unpaired": Formula(apo_zero_unpaired, ("beta", *WEIGHTS), paired=False),
-}
+@formula("apo_zero_unpaired")
+class APOZeroUnpaired(Unpaired):
+    def __call__(self, p: Answers) -> torch.Tensor:
+        return self.each(p, 0.0)

@@ -11,7 +11,7 @@ import torch
 
 from tilewright.ops.loss import policy
 from tilewright.ops.loss.documents import Documents as OneSequence
-from tilewright.ops.loss.policy import Options, Tokens
+from tilewright.ops.loss.policy import Formula, Tokens
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.policy import Policy
 from tilewright.trainer.losses.loss import Loss
@@ -48,8 +48,7 @@ def policy_loss(
     per_token: TokenLosses,
     batch: Mapping[str, Any],
     *,
-    name: str,
-    options: Options,
+    loss: Formula,
     columns: Mapping[str, str],
     by_documents: bool,
     reports: tuple[str, ...],
@@ -59,47 +58,40 @@ def policy_loss(
     """
     documents = Documents(per_token, batch["lengths"])
     learned = (batch["labels"] != IGNORE)[0].double()
-    given = {tensor: batch[column][0].double() for tensor, column in columns.items()}
-    logprob = -per_token.values()[0].double()
-    tokens = Tokens(logprob, learned, **given)
-    if "documents" in policy.needed(name, options):
+    count = there = learned.sum()
+    weight = None
+    if by_documents:
+        lengths = documents.sums(learned)
+        there = per_token.share * (lengths > 0).sum().double()
+        weight = 1.0 / documents.each(lengths).clamp_min(1.0)
+    given = {tensor: batch[column] for tensor, column in columns.items()}
+    weights = {} if weight is None else {"token_weight": weight[None]}
+    fused = per_token.policy(loss, **given, **weights)
+    logprob = (-per_token.values() if fused is None else fused[1])[0].double()
+    tokens = Tokens(
+        logprob, learned, **{n: t[0].double() for n, t in given.items()}, token_weight=weight
+    )
+    if "documents" in loss.needed:
         tokens = tokens._replace(documents=documents).with_ratio()
-    losses, count = policy.losses(name, tokens, options), learned.sum()
-    found = policy.statistics(name, tokens, options)
-    further = [*(found[report] * count for report in reports), count]
-    if not by_documents:
-        return losses.sum(), count, *further
-    lengths = documents.sums(learned)
-    share = per_token.share
-    there = share * (lengths > 0).sum().double()
-    return (losses / documents.each(lengths).clamp_min(1.0)).sum(), there, *further
+    total = policy.losses(loss, tokens).sum() if fused is None else fused[0]
+    means = policy.statistics(loss, tokens)
+    return total, there, *(means[report] * count for report in reports), count
 
 
 def settled(section: Policy) -> Loss:
-    given = {
-        "clip_low_threshold": section.clip_low_threshold,
-        "clip_high_threshold": section.clip_high_threshold,
-        "dual_clip": section.dual_clip,
-        "use_tis": section.use_tis,
-        "tis_clip_low": section.tis_clip_low,
-        "tis_clip_high": section.tis_clip_high,
-        "icepop_beta": section.icepop_beta,
-        "beta": section.beta,
-        "kl_type": section.kl_type,
-        "ratio_type": section.ratio_type,
-    }
-    options = policy.settled(section.loss, given)
-    reads = policy.needed(section.loss, options)
+    formula = policy.FORMULAS[section.loss]
+    given = {name: getattr(section, name) for name in formula.reads}
+    loss = formula(**{name: value for name, value in given.items() if value is not None})
+    reads = loss.needed
     columns = {tensor: column for tensor, column in COLUMNS.items() if tensor in reads}
     # Of one token, for the names of the statistics.
     one = dict.fromkeys((*columns, "logprob"), torch.zeros(1)) | {"valid": torch.ones(1)}
     tokens = Tokens(**one, documents=OneSequence.of(torch.tensor([0, 1]), 1))
-    named = policy.statistics(section.loss, tokens, options)
+    named = policy.statistics(loss, tokens)
     reports = tuple(n for n in named if n not in NO_MEANS)
     function = functools.partial(
         policy_loss,
-        name=section.loss,
-        options=options,
+        loss=loss,
         columns=columns,
         by_documents=section.average == "documents",
         reports=reports,

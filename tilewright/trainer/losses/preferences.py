@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.loss.preference import Answers, Formula, Options, Pairs
+from tilewright.ops.loss.preference import Answers, Formula, Pairs
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.before import Compared
@@ -142,14 +142,12 @@ def divergences(per_token: TokenLosses, sums: torch.Tensor) -> list[torch.Tensor
 
 
 @torch.enable_grad()
-def saturated(
-    given: Pairs | Answers, names: tuple[str, ...], formula: Formula, options: Options
-) -> torch.Tensor:
+def saturated(given: Pairs | Answers, names: tuple[str, ...], formula: Formula) -> torch.Tensor:
     """Of each pair or answer, whether it learns nothing: the formula's gradients in these
     log-probabilities are 0 in float32, in which they reach the head.
     """
     own = [getattr(given, name).detach().requires_grad_() for name in names]
-    loss = formula.function(given._replace(**dict(zip(names, own, strict=True))), options)
+    loss = formula(given._replace(**dict(zip(names, own, strict=True))))
     grads = torch.autograd.grad(loss.sum(), own, materialize_grads=True)
     return (torch.stack(grads).float() == 0).all(0).double()
 
@@ -159,7 +157,6 @@ def preference(
     batch: Mapping[str, Any],
     *,
     formula: Formula,
-    options: Options,
     reference: bool,
     loss_ratio: float,
     sft_ratio: float,
@@ -174,17 +171,17 @@ def preference(
             own = torch.stack(_sums_of_ratios(per_token.share, pairs, is_pair))
         kl_chosen, kl_rejected = divergences(per_token, own)
         pairs = pairs._replace(kl_chosen=kl_chosen, kl_rejected=kl_rejected)
-    parts = [formula.function(pairs, options)]
+    parts = [formula(pairs)]
     loss = loss_ratio * parts[0]
     if sft_ratio:
         parts.append(likelihood(pairs.chosen, batch))
         loss = loss + sft_ratio * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
-        found.append(saturated(pairs, ("chosen", "rejected"), formula, options))
-        up, down = (options.beta * t for t in (pairs.up, pairs.down))
+        found.append(saturated(pairs, ("chosen", "rejected"), formula))
+        up, down = (formula.beta * t for t in (pairs.up, pairs.down))
         if not formula.reference:  # rewards are log-probabilities per token
-            up, down = options.beta * pairs.means.chosen, options.beta * pairs.means.rejected
+            up, down = formula.beta * pairs.means.chosen, formula.beta * pairs.means.rejected
         found += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
         if reference:
             found.append(pairs.up.abs() + pairs.down.abs())
@@ -199,7 +196,6 @@ def unpaired(
     batch: Mapping[str, Any],
     *,
     formula: Formula,
-    options: Options,
     reference: bool,
     loss_ratio: float,
     sft_ratio: float,
@@ -210,19 +206,19 @@ def unpaired(
     answers, is_one = answers_of(per_token, batch, reference)
     if formula.kl:
         answers = answers._replace(kl=divergences(per_token, batch["first"])[0])
-    parts = [formula.function(answers, options)]
+    parts = [formula(answers)]
     loss, good = loss_ratio * parts[0], answers.desirable
     if sft_ratio:
         parts.append(likelihood(answers.answer, batch).where(good, 0.0))
         loss = loss + sft_ratio * parts[1]
     found = [loss, torch.ones_like(loss)]
     with torch.no_grad():
-        found.append(saturated(answers, ("answer",), formula, options))
+        found.append(saturated(answers, ("answer",), formula))
         ratio = answers.ratio
         right = torch.where(good, ratio > answers.kl, ratio < answers.kl)
         found.append(right.double())
         kinds = [k.double() for k in (good, ~good)]
-        values = options.beta * ratio, answers.answer
+        values = formula.beta * ratio, answers.answer
         found += [*kinds, *(k * v for k in kinds for v in values)]
         if reference:
             found.append(ratio.abs())
@@ -235,18 +231,10 @@ def unpaired(
 
 
 def settled(section: Preference) -> Loss:
-    formula, whole = PREFERENCES[section.loss], section.kl_scope == "step"
-    options = Options(
-        beta=section.beta,
-        label_smoothing=section.label_smoothing,
-        simpo_gamma=section.simpo_gamma,
-        dpop_lambda=section.dpop_lambda,
-        offset_alpha=section.offset_alpha,
-        kto_desirable_weight=section.kto_desirable_weight,
-        kto_undesirable_weight=section.kto_undesirable_weight,
-    )
+    row, whole = PREFERENCES[section.loss], section.kl_scope == "step"
+    formula = row(**{name: getattr(section, name) for name in row.reads})
     compared = formula.reference and section.reference != "none"
-    given = {"formula": formula, "options": options, "reference": compared}
+    given = {"formula": formula, "reference": compared}
     given |= {"loss_ratio": section.loss_ratio, "sft_ratio": section.sft_ratio}
     more = ("reference_logprob",) if section.reference == "column" else ()
     drift, parts = DRIFT * compared, PARTS * bool(section.sft_ratio)

@@ -15,6 +15,7 @@ from tilewright import ops as tw
 from tilewright.nn import ROWS, linear_in_row_blocks
 from tilewright.ops.loss.head import Head as Products
 from tilewright.ops.loss.head import Plan, low_rank
+from tilewright.ops.loss.policy import Formula as PolicyFormula
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.models.listed import How, Listed, listed, most_probable
 from tilewright.trainer.models.model_config import ModelConfig
@@ -170,6 +171,32 @@ class TokenLosses(OfSequence):
         if self.computed is None:
             self.computed = self.reduced("none")
         return self.computed
+
+    def policy(
+        self, loss: PolicyFormula, **tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The sum of a policy loss of single tokens, whose gradient the head computes in its
+        forward pass, and log-probabilities [B, S] without gradient. tokens: further fields of
+        `ops.SampledTokens`, [B, S]. None where losses are to be made of `values`: of other losses,
+        with `batch_invariant`, and after `statistics`.
+        """
+        numerics = self._ops.numerics
+        scored = self._scored is not None and not torch.is_grad_enabled()
+        if not loss.by_token or numerics.batch_invariant or scored:
+            return None
+        x, weight = in_autocast(*self._operands)
+        result = tw.linear_policy_loss(
+            x,
+            weight,
+            tw.SampledTokens(self._labels, **tokens),
+            loss,
+            tw.HeadOptions(
+                **self._adapted(x), fp32_logits=numerics.lm_head_fp32, group=self._group
+            ),
+            implementation=self._ops.linear_cross_entropy,
+        )
+        self.computed = -result.logprob
+        return result.loss, result.logprob
 
     @torch.no_grad()
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
