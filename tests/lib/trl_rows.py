@@ -29,7 +29,14 @@ disable_progress_bars()
 VOCAB = 61
 ROWS = 4
 KINDS = ("sft", "dpo", "grpo", "kto")
-METRICS = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen")
+METRICS = (
+    "entropy",
+    "mean_token_accuracy",
+    "logits/chosen",
+    "logits/rejected",
+    "logps/chosen",
+    "clip_ratio/region_mean",
+)
 LORA = {
     "r": 3,
     "lora_alpha": 6,
@@ -243,7 +250,7 @@ def step(kind, *, world=1, lora=None, ours=True, dtype=torch.float32, prepare=No
 # ---- the definition
 
 
-def eager_statistics(head, x, labels, scaling, outputs):
+def eager_statistics(head, x, labels, scaling, outputs, expected=None):
     """`trainers.token_statistics` in plain PyTorch, from the logits of the head's own forward."""
     mask = labels != -100
     x, target = x[mask], labels[mask]
@@ -291,6 +298,8 @@ LAYOUTS = {
     "fsdp2 own unit": {"units": ["LlamaDecoderLayer", "Linear"]},
     "fsdp2 lora": {"units": ["LlamaDecoderLayer"], "lora": LORA},
 }
+# In which the head's forward computes the gradient of a policy loss.
+POLICY_LAYOUTS = ("ddp", "fsdp2 own unit")
 
 
 def fsdp2(units, trainer):
@@ -325,6 +334,8 @@ def two_ranks(rank, world, folder):
             options["prepare"] = functools.partial(fsdp2, units)
         for kind in KINDS[:3] if layout != "fsdp2" else KINDS[:1]:
             found[kind, layout] = step(kind, world=world, **options)
+        if layout in POLICY_LAYOUTS:
+            found["policy", layout] = step("grpo", world=world, entropy_coef=0.0, **options)
     found["rl"] = of_rl(rank, world)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")

@@ -16,7 +16,9 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_rows import KINDS, LAYOUTS, LORA, eager_step, planted, step
 
 from tilewright.core.registry import ImplementationUnavailable
-from tilewright.integrations.trl import accelerate_trainer, build_trainer, head, trainers
+from tilewright.integrations.trl import accelerate_trainer, build_trainer, head, policy, trainers
+from tilewright.ops import CISPO, PPO, DrGRPO, GuardedPPO, Reinforce
+from tilewright.ops.loss.head import Chunks
 
 pytestmark = pytest.mark.packages
 
@@ -63,6 +65,93 @@ def test_trl_is_the_reference(kind):
     assert_equal(step(kind, ours=False), kind, "dense")
 
 
+# ---- the policy loss in the head's forward
+
+POLICIES = {
+    "on_policy": ({"loss_type": "dapo"}, {}, Reinforce()),
+    **{kind: ({"loss_type": kind}, {}, PPO()) for kind in ("dapo", "bnpo", "grpo", "dr_grpo")},
+    "beta": (
+        {"loss_type": "dapo", "use_bias_correction_kl": False},
+        {"beta": 0.3},
+        DrGRPO(clip=0.2, beta=0.3),
+    ),
+    "delta": ({"loss_type": "grpo", "delta": 1.5}, {}, GuardedPPO(dual_clip=1.5)),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.1}, {}, CISPO(clip_high_threshold=1.1)),
+}
+
+
+def scored(rank, world):
+    """Rollouts with other log-probabilities, on both sides of the thresholds; of a tool, too."""
+    found = rollouts(rank, world)
+    mask, g = found["completion_mask"], torch.Generator().manual_seed(3)
+    found["old_per_token_logps"] = -3.5 - torch.rand(mask.shape, generator=g)
+    found["ref_per_token_logps"] = -3.0 - torch.rand(mask.shape, generator=g)
+    return found | {"tool_mask": mask.clone().index_fill_(1, torch.tensor([1]), 0)}
+
+
+rollouts = rows.rollouts
+
+
+@pytest.mark.parametrize("lora", HEADS)
+@pytest.mark.parametrize("case", POLICIES)
+def test_a_policys_gradient_is_computed_in_forward(case, lora):
+    """That of TRL's own code on the path without it; logits are computed once."""
+    options, after, formula = POLICIES[case]
+    told, chunks, made = [], Chunks.__iter__, []
+
+    def prepare(trainer):
+        vars(trainer).update(after)
+
+    def formula_of(*given):
+        told.append(own(*given))
+        return told[-1]
+
+    own, found = policy.formula_of, {}
+    for way in ("forward", "backward"):
+        here = formula_of if way == "forward" else lambda *_: None
+        counted = planted(
+            Chunks, "__iter__", lambda self, way=way: (made.append(way), chunks(self))[1]
+        )
+        generated = planted(rows, "rollouts", rollouts if case == "on_policy" else scored)
+        with planted(policy, "formula_of", here), counted, generated:
+            found[way] = step(
+                "grpo", entropy_coef=0.0, prepare=prepare, lora=HEADS[lora], **options
+            )
+    assert {*told} == {formula}
+    assert made.count("forward") == 2 and made.count("backward") == 4  # two steps
+    for name, error in worst(found["forward"], found["backward"]).items():
+        # TRL adds up an estimate of the KL in which terms cancel.
+        assert error <= (1e-5 if case == "beta" else 2 * SLACK), name
+    if case not in ("on_policy", "cispo"):
+        assert found["forward"]["metric clip_ratio/region_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    "changes, after",
+    [
+        ({"entropy_coef": 0.1}, {}),
+        ({"top_entropy_quantile": 0.5}, {}),
+        ({"off_policy_mask_threshold": 0.5}, {}),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {}),
+        ({"loss_type": "sapo"}, {}),
+        ({"use_bias_correction_kl": False}, {"beta": 0.1}),  # on policy
+    ],
+    ids=str,
+)
+def test_another_policy_stays_trls(changes, after, tmp_path):
+    with rows.fresh():
+        trainer = rows.build("grpo", rows.tiny(), tmp_path, **{"entropy_coef": 0.0, **changes})
+        vars(trainer).update(after)
+        assert policy.formula_of(trainer, rollouts(0, 1)) is None
+
+
+def test_a_loss_that_is_not_that_of_its_settings_is_refused():
+    said = pytest.raises(RuntimeError, match=r"is not that of its settings.*policy=False")
+    wrong = planted(policy, "formula_of", lambda *_: PPO())
+    with wrong, planted(rows, "rollouts", scored), said:
+        step("grpo", entropy_coef=0.0, loss_type="sapo")
+
+
 def test_bfloat16():
     """Under accelerate's autocast, which is around the reference model's forward already."""
     truth, eager = reference("dpo", "dense")[0], eager_step("dpo", bf16=True)
@@ -97,6 +186,13 @@ PAIRS = [(kind, layout) for layout in LAYOUTS for kind in KINDS[:3]]
 @pytest.mark.parametrize("kind, layout", [p for p in PAIRS if p[1] != "fsdp2" or p[0] == "sft"])
 def test_two_ranks(found, kind, layout):
     assert_equal(found[kind, layout], kind, "lora" if "lora" in layout else "dense")
+
+
+@pytest.mark.parametrize("layout", rows.POLICY_LAYOUTS)
+def test_a_policy_on_two_ranks(found, layout):
+    alone = step("grpo", entropy_coef=0.0)
+    for name, error in worst(found["policy", layout], alone).items():
+        assert error <= 2 * SLACK, name
 
 
 def test_a_sharded_vocabulary(found):

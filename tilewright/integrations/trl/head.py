@@ -17,6 +17,7 @@ from torch import nn
 
 from tilewright import ops
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.integrations.trl.policy import Carried, Expected
 from tilewright.nn.sharded import is_sharded
 
 # Of the logits that `mean_logits` computes at a time under a softcap.
@@ -146,13 +147,18 @@ def statistics(
     target: torch.Tensor,
     scaling: Scaling,
     outputs: Sequence[str],
+    expected: Expected | None = None,
 ) -> dict[str, torch.Tensor]:
     """What `outputs` names of OUTPUTS, float32 [T] (is_top1 bool), for rows x [T, H] and their
-    target [T]. log_probs and entropy are differentiable.
+    target [T]. log_probs and entropy are differentiable. With `expected` the gradient of
+    log_probs is that of this loss, and entropy has none.
     """
     found = resolve(head)
+    told = expected if {*outputs} <= {"log_probs", "entropy"} else None
 
     def compute(x):
+        if told is not None:
+            return _of_policy(found, x, target, scaling, told)
         return _compute(found, x, target, scaling, outputs)
 
     values = within([m for m in found.modules if _has_hooks(m)], compute, x)
@@ -184,17 +190,37 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
-def _compute(head: Head, x, target, scaling: Scaling, outputs) -> tuple[torch.Tensor | None, ...]:
-    weight, bias = head.base.weight, head.base.bias
+def _of_policy(head: Head, x, target, scaling: Scaling, told: Expected) -> tuple:
+    x, target, options, temperature = _operands(head, x, target, scaling)
+    result = ops.linear_policy_loss(
+        x,
+        head.base.weight,
+        ops.SampledTokens(target, **told.tokens),
+        told.formula,
+        ops.HeadOptions(**options, temperature=temperature),
+    )
+    slopes = told.slopes(result.logprob)
+    logprob = Carried.apply(result.logprob, result.loss, slopes, told.check)
+    return logprob, result.entropy, None, None, None
+
+
+def _operands(head: Head, x, target, scaling: Scaling) -> tuple[Any, Any, dict[str, Any], float]:
+    """x, target, and the options and the temperature of the head's ops."""
+    weight = head.base.weight
     _check_present(head)
     x, target = x.to(weight.device, weight.dtype), target.to(weight.device)
-    temperature = scaling.temperature / scaling.scale
     options: dict[str, Any] = {
-        "bias": bias,
+        "bias": head.base.bias,
         "softcap": None if scaling.softcap is None else scaling.softcap / scaling.scale,
         "fp32_logits": scaling.fp32,
         **low_rank(head.adapters, x.dtype),
     }
+    return x, target, options, scaling.temperature / scaling.scale
+
+
+def _compute(head: Head, x, target, scaling: Scaling, outputs) -> tuple[torch.Tensor | None, ...]:
+    x, target, options, temperature = _operands(head, x, target, scaling)
+    weight = head.base.weight
     top1 = "is_top1" in outputs
     logprob, entropy, *best = ops.linear_logprob(
         x, weight, target, temperature=temperature, return_argmax=top1, **options
