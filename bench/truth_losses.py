@@ -207,7 +207,7 @@ def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]
         ratios = [(a - b).detach().mean().clamp_min(0) for a, b in zip(own, against, strict=True)]
         pairs = Pairs(*own, *against, *counts)
         pairs = pairs._replace(gap=gap, kl_chosen=ratios[0], kl_rejected=ratios[1])
-        values = formula.function(pairs, preference.Options(**fields))
+        values = formula(**fields)(pairs)
         found[name] = values - sft * own[0] / counts[0].mean()
     return found
 
@@ -228,7 +228,7 @@ def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tenso
     for name, loss in losses.items():
         fields = dict(loss.fields)
         formula = preference.FORMULAS[fields.pop("loss")]
-        found[name] = formula.function(answers, preference.Options(**fields))
+        found[name] = formula(**fields)(answers)
     return found
 
 
@@ -269,15 +269,12 @@ def _of_tokens(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor
     for name, loss in losses.items():
         fields = dict(loss.fields)
         average = fields.pop("average", "tokens")
-        formula = fields.pop("loss")
-        options = policy.settled(formula, fields)
-        reads = policy.needed(formula, options)
+        formula = policy.FORMULAS[fields.pop("loss")](**fields)
+        reads = formula.needed
         columns: dict[str, Any] = {n: column(c) for n, c in given.items() if n in reads}
         if "documents" in reads:
             columns["documents"] = documents
-        values = policy.losses(
-            formula, policy.Tokens(own, torch.ones_like(own), **columns), options
-        )
+        values = policy.losses(formula, policy.Tokens(own, torch.ones_like(own), **columns))
         if average == "documents":
             lengths = torch.tensor(documents.lengths).double()
             values = values * documents.each(lengths.mean() / lengths)

@@ -545,7 +545,7 @@ def make_world(root):
         "tokenizer": tokenizer("tokenizer", WORDS),
         "tokenizer2": tokenizer("tokenizer2", WORDS[::-1]),
     }
-    for name in ("prepared", "elsewhere", "trace", "trace2"):
+    for name in FOLDERS:
         names[name] = str(root / name)
     (root / "wandb_here").mkdir()
     (root / "wandb_here/wandb.py").write_text(
@@ -578,8 +578,13 @@ def make_world(root):
     return world
 
 
+FOLDERS = ("prepared", "elsewhere", "trace", "trace2")  # that fields name
+
+
 def settings_of(world, changes):
     world.count += 1
+    for name in FOLDERS:  # what a run before has left
+        shutil.rmtree(world.root / name, ignore_errors=True)
     tree = {
         "model": {"config_path": "@dense"},
         "data": {

@@ -171,14 +171,13 @@ def test_formulas_of_pairs_have_an_exact_one():
 
 @pytest.mark.parametrize("name", EXACT)
 def test_the_extremes_of_a_formula_have_their_digits(name):
-    options = preference.Options(beta=0.125, label_smoothing=0.25)
+    row, options = preference.FORMULAS[name], {"beta": 0.125, "label_smoothing": 0.25}
+    formula = row(**{n: v for n, v in options.items() if n in row.reads})
     with mp.workdps(60):
         for numbers in NUMBERS:
             c, r, *more = (torch.tensor([float(n)], dtype=torch.float64) for n in numbers)
             both = c.requires_grad_(), r.requires_grad_()
-            loss = preference.FORMULAS[name].function(
-                preference.Pairs(*both, *more, None, KL_CHOSEN, KL_REJECTED), options
-            )
+            loss = formula(preference.Pairs(*both, *more, None, KL_CHOSEN, KL_REJECTED))
             if name == "dpop" and numbers[0] == numbers[2]:  # a kink
                 continue
             for found, truth_ in zip(
@@ -196,8 +195,8 @@ def test_the_extremes_of_kto_have_their_digits(numbers, desirable):
     answer = torch.tensor([numbers[0]], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([numbers[1]], dtype=torch.float64)
     answers = preference.Answers(answer, reference, torch.ones(1), torch.tensor([desirable]), 0.75)
-    options = preference.Options(beta=0.125, kto_desirable_weight=1.5, kto_undesirable_weight=0.25)
-    loss = preference.FORMULAS["kto"].function(answers, options)
+    kto = preference.KTO(beta=0.125, kto_desirable_weight=1.5, kto_undesirable_weight=0.25)
+    loss = kto(answers)
     [slope] = torch.autograd.grad(loss.sum(), answer)
     with mp.workdps(60):
         z = BETA * (mp.mpf(numbers[0]) - mp.mpf(numbers[1]) - mp.mpf(0.75))

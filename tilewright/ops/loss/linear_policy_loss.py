@@ -411,7 +411,7 @@ def _atol(dtype, kwargs, name):
     return max(atol(dtype, kwargs, name), torch.finfo(dtype).eps)
 
 
-def _case(name, sizes, *, loss=PPO(), tokens=(), documents=(), edges=(), **options):  # noqa: B008
+def _case(name, sizes, *, loss: Formula = PPO(), tokens=(), documents=(), edges=(), **options):  # noqa: B008
     """tokens: which other tensors of tokens there are.   edges: advantages of the first tokens, in
     place of random ones.
     """

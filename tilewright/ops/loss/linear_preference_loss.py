@@ -182,9 +182,9 @@ def losses(
     """
     counts = tokens.clamp_min(1)
     ref = sums.detach() if ref is None else ref.double()
-    parts = (t[i::2] for t in (sums, ref, counts) for i in (0, 1))
+    parts = [t[i::2] for t in (sums, ref, counts) for i in (0, 1)]
     gap = None if score is None else (score[::2].double() - score[1::2].double()).clamp_min(0.0)
-    pairs = Pairs(*parts, gap)
+    pairs = Pairs._make((*parts, gap, 0.0, 0.0))
     if loss.kl:
         both = (t.detach().sum() / max(t.shape[0], 1) for t in (pairs.up, pairs.down))
         kl_chosen, kl_rejected = (t.clamp_min(0.0) for t in both)
@@ -204,7 +204,7 @@ def logprobs(stats: Stats, valid: torch.Tensor) -> tuple[torch.Tensor]:
 # ---- cases
 
 
-def _case(name, sizes, documents, *, loss=DPO(), spread=1.0, **options):  # noqa: B008
+def _case(name, sizes, documents, *, loss: Formula = DPO(), spread=1.0, **options):  # noqa: B008
     """spread: of the reference's log-probabilities around those of uniform logits."""
     made = case(name, sizes, **options)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 
@@ -129,8 +129,11 @@ class Formula:
     reads: ClassVar[tuple[str, ...]]
     defaults: ClassVar[Mapping[str, Any]]
     needs: ClassVar[tuple[str, ...]] = ("advantage", "old_logprob")
-    # Whether a token's loss depends on no other token, so that `slope` is known at once.
-    by_token: ClassVar[bool] = True
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's loss depends on no other token, so that `slope` is known at once."""
+        return True
 
     def loss(self, t: Tokens) -> torch.Tensor:
         raise NotImplementedError
@@ -189,6 +192,7 @@ FORMULAS: dict[str, type[Formula]] = {}
 Class = TypeVar("Class", bound=type[Formula])
 
 
+@dataclass_transform(frozen_default=True)
 def formula(name: str) -> Callable[[Class], Class]:
     """A decorator that makes a class a formula with checked options, and a row of FORMULAS."""
 
@@ -196,9 +200,10 @@ def formula(name: str) -> Callable[[Class], Class]:
         own = fields(dataclass(frozen=True)(cls))
         cls.name, cls.reads = name, tuple(f.name for f in own)
         cls.defaults = {f.name: f.default for f in own}
-        init: Any = cls.__init__
-        declared = {n: text for n, text in OPTIONS.items() if n in init.__annotations__}
-        cls.__init__ = takes(**declared)(init)  # type: ignore[method-assign]
+        made: Any = cls
+        arguments = made.__init__.__annotations__
+        declared = {n: text for n, text in OPTIONS.items() if n in arguments}
+        made.__init__ = takes(**declared)(made.__init__)
         FORMULAS[name] = cls
         return cls
 
@@ -331,7 +336,10 @@ class GSPO(Clipped):
     """PPO with the ratio of a document, exp(mean(lp - old))."""
 
     needs = ("advantage", "old_logprob", "documents")
-    by_token = False
+
+    @property
+    def by_token(self) -> bool:
+        return False
 
     def loss(self, t: Tokens) -> torch.Tensor:
         return self.surrogate(t, t.log_of_document)
@@ -350,7 +358,7 @@ class DrGRPO(Clipped):
     ratio_type: str = "token"
 
     @property
-    def by_token(self) -> bool:  # type: ignore[override]
+    def by_token(self) -> bool:
         return self.ratio_type == "token"
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -137,11 +137,12 @@ def checked(cls: Class) -> Class:
     """A decorator of a formula, a dataclass: `reads` are its fields, and OPTIONS are checked."""
     cls.reads = tuple(f.name for f in fields(cls))
     declared = {n: text for n, text in OPTIONS.items() if n in cls.reads}
-    init: Any = cls.__init__
-    cls.__init__ = takes(**declared)(init)  # type: ignore[method-assign]
+    made: Any = cls
+    made.__init__ = takes(**declared)(made.__init__)
     return cls
 
 
+@dataclass_transform(frozen_default=True)
 def formula(name: str) -> Callable[[Class], Class]:
     """A decorator that makes a class a formula, and a row of FORMULAS."""
 
@@ -174,6 +175,8 @@ class Smoothed(Formula):
 
 @formula("sigmoid")
 class DPO(Smoothed):
+    """-log sigmoid(z), z = beta (up - down), smoothed; less an offset by the gap of scores."""
+
     offset_alpha: float = 0.0
 
     def __call__(self, p: Pairs) -> torch.Tensor:
@@ -183,6 +186,8 @@ class DPO(Smoothed):
 
 @formula("robust")
 class RobustDPO(Smoothed):
+    """DPO with labels that are wrong at the rate label_smoothing, unbiased."""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         z, e = self.beta * p.margin, self.label_smoothing
         return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
@@ -190,24 +195,32 @@ class RobustDPO(Smoothed):
 
 @formula("sigmoid_norm")
 class NormalizedDPO(Smoothed):
+    """DPO on mean log-probabilities per token."""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         return self.both(self.beta * p.means.margin)
 
 
 @formula("hinge")
 class Hinge(Formula):
+    """max(0, 1 - beta (up - down))"""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         return torch.relu(1 - self.beta * p.margin)
 
 
 @formula("ipo")
 class IPO(Formula):
+    """(up - down - 1 / (2 beta))^2 on mean log-probabilities per token."""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         return (p.means.margin - 1 / (2 * self.beta)).square()
 
 
 @formula("exo_pair")
 class EXO(Smoothed):
+    """The reverse KL to the smoothed preference."""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         z, e = self.beta * p.margin, self.label_smoothing or LEAST
         right = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-e))
@@ -216,6 +229,8 @@ class EXO(Smoothed):
 
 @formula("nca_pair")
 class NCA(Formula):
+    """-log sigmoid(u) - log sigmoid(-u) / 2 - log sigmoid(-d) / 2, u = beta up, d = beta down."""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         up, down = self.beta * p.up, self.beta * p.down
         return -logsigmoid(up) - 0.5 * logsigmoid(-up) - 0.5 * logsigmoid(-down)
@@ -223,12 +238,16 @@ class NCA(Formula):
 
 @formula("bco_pair")
 class BCO(Formula):
+    """-log sigmoid(beta up) - log sigmoid(-beta down)"""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         return -logsigmoid(self.beta * p.up) - logsigmoid(-self.beta * p.down)
 
 
 @formula("sppo_hard")
 class SPPO(Formula):
+    """(up - 1 / (2 beta))^2 + (down + 1 / (2 beta))^2"""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         half = 1 / (2 * self.beta)
         return (p.up - half).square() + (p.down + half).square()
@@ -236,18 +255,24 @@ class SPPO(Formula):
 
 @formula("apo_zero")
 class APOZero(Formula):
+    """sigmoid(-beta up) + sigmoid(beta down)"""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         return torch.sigmoid(-self.beta * p.up) + torch.sigmoid(self.beta * p.down)
 
 
 @formula("apo_down")
 class APODown(Formula):
+    """sigmoid(beta up) + sigmoid(-beta (up - down))"""
+
     def __call__(self, p: Pairs) -> torch.Tensor:
         return torch.sigmoid(self.beta * p.up) + torch.sigmoid(-self.beta * p.margin)
 
 
 @formula("dpop")
 class DPOP(Formula):
+    """-log sigmoid(beta (up - down - dpop_lambda max(0, -up)))"""
+
     dpop_lambda: float = 50.0
 
     def __call__(self, p: Pairs) -> torch.Tensor:
@@ -256,6 +281,8 @@ class DPOP(Formula):
 
 @formula("simpo")
 class SimPO(Formula):
+    """-log sigmoid(beta (chosen - rejected) - simpo_gamma) of means, without a reference."""
+
     reference = False
     simpo_gamma: float = 0.5
 
@@ -266,6 +293,8 @@ class SimPO(Formula):
 
 @formula("orpo")
 class ORPO(Formula):
+    """-beta log sigmoid(the log-odds ratio) of means per token, without a reference."""
+
     reference = False
 
     def __call__(self, p: Pairs) -> torch.Tensor:
@@ -275,6 +304,8 @@ class ORPO(Formula):
 
 @formula("kto_pair")
 class KTOPair(Formula):
+    """The sum of KTO's losses of a pair, with mean log-ratios over pairs."""
+
     kl = True
 
     def __call__(self, p: Pairs) -> torch.Tensor:
@@ -296,6 +327,8 @@ class Unpaired(Formula):
 
 @formula("kto")
 class KTO(Unpaired):
+    """w sigmoid(-beta (ratio - kl)), of an undesirable answer w sigmoid(beta (ratio - kl))."""
+
     kl = True
 
     def __call__(self, p: Answers) -> torch.Tensor:
@@ -304,5 +337,7 @@ class KTO(Unpaired):
 
 @formula("apo_zero_unpaired")
 class APOZeroUnpaired(Unpaired):
+    """KTO with kl = 0."""
+
     def __call__(self, p: Answers) -> torch.Tensor:
         return self.each(p, 0.0)
