@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "margins": (
         "bench.margins",
-        "write docs/margins.md, or print it of some ops: errors as shares of what is allowed",
+        "write bench/margins.json, or print it of some ops: errors as shares of what is allowed",
     ),
     "rehearse": (
         "bench.rehearse",
@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "predict": (
         "bench.predict",
-        "write docs/predicted.md: times of the goals' cases by arithmetic on counts, without a GPU",
+        "write bench/predicted/predicted.json: times of the goals' cases by arithmetic on counts, without a GPU",
     ),
     "end-to-end": (
         "bench.end_to_end",

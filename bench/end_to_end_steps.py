@@ -242,7 +242,7 @@ def launch(job: Job, provider: str, limit: float) -> tuple[list[dict], str | Non
     """Runs a process until it ends, its steps are done, or the limit in seconds has passed. Returns
     the lines of its steps, why it failed or None, and the end of what else it printed.
     """
-    from tilewright.trainer.plugins.metrics import rows
+    from tilewright.trainer.plugins.records import rows
 
     metrics, log = job.path(provider, "metrics.jsonl"), job.path(f"{provider}.log")
     began = time.monotonic()

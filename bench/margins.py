@@ -1,6 +1,6 @@
-"""Writes docs/margins.md (of some ops, prints it): the share of what the numerics contract allows
-that each implementation's error takes, and how small an error the contract detects, for each op,
-result and dtype.
+"""Writes bench/margins.json, which `make docs` makes a page of (of some ops, prints the page): the
+share of what the numerics contract allows that each implementation's error takes, and how small an
+error the contract detects, for each op, result and dtype.
 
     python -m bench margins [--op OP,..] [--implementation NAME,..] [--faults]
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -35,7 +36,7 @@ INTERPRETED = (
     " (`triton` in its interpreter, which takes no bfloat16: one of the three per case, in float16 "
     "in every fourth case)"
 )
-PAGE = pathlib.Path("docs/margins.md")
+FILE = pathlib.Path(__file__).with_name("margins.json")
 
 
 class Row(NamedTuple):
@@ -140,6 +141,22 @@ def undeclared(op: Op, found: Iterable[Row]) -> list[str]:
     return wrong
 
 
+def text(found: Sequence[Row], made: str) -> str:
+    """JSON, a row in a line. Numbers have four significant digits, of which the page shows two."""
+    lines = []
+    for row in found:
+        shares = {name: float(f"{share:.4g}") for name, share in row.shares.items()}
+        least = None if row.detected is None else float(f"{row.detected:.4g}")
+        lines.append(json.dumps([row.op, row.result, row.dtype, shares, least]))
+    return f'{{"made": {json.dumps(made)}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def committed(file: pathlib.Path = FILE) -> str:
+    """The page of a file that `text` wrote."""
+    made = json.loads(file.read_text())
+    return page([Row(*row) for row in made["rows"]], made["made"])
+
+
 def page(found: Sequence[Row], made: str) -> str:
     head = ["op", "result", "dtype", "error / allowed", "detected in an ordinary element"]
     rows = []
@@ -189,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out",
         type=pathlib.Path,
-        help=f"where to write the page; default: {PAGE}, and nowhere with --op or --implementation",
+        help="where to write JSON; default: bench/margins.json, and nowhere with --op or "
+        "--implementation",
     )
     args: Any = parser.parse_args(argv)
     table_ = operations()
@@ -214,9 +232,9 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     meta = run.metadata("cpu", args, list(argv or ()))
     made = f"commit {report.commit(meta)}, {datetime.date.today()}, {platform.cpu_name()}"
-    out = args.out or (PAGE if args.op is args.implementation is None else None)
+    out = args.out or (FILE if args.op is args.implementation is None else None)
     if out is None:
         print(page(found, made))
     else:
-        out.write_text(page(found, made) + "\n")
+        out.write_text(text(found, made))
     return int(bool(wrong))

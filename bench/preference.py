@@ -249,7 +249,7 @@ def run_once(
     job: Job, provider: str, recomputed: str, number: int | str, environment: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """The lines of one process's steps. Raises RuntimeError with the end of what it printed."""
-    from tilewright.trainer.plugins.metrics import rows
+    from tilewright.trainer.plugins.records import rows
 
     out = str(job.path(f"{provider}-{recomputed}-{number}"))
     if provider == "trl":

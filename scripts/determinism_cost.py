@@ -37,8 +37,8 @@ from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.plugins.checksums import Checksums
-from tilewright.trainer.plugins.computation import Outputs
+from tilewright.trainer.plugins.proof.checksums import Checksums
+from tilewright.trainer.plugins.proof.computation import Outputs
 
 TOKENS = 1024
 SHAPE = {

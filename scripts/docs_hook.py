@@ -1,9 +1,9 @@
-"""What MkDocs does besides: pages made from the registry and from the files at the root, and links
-that leave docs/.
+"""What MkDocs does besides: pages made from the registry, from results and from the files at the
+root, and links that leave docs/.
 
 On GitHub, pages link to each other and to other files by relative paths. On the site, README,
-CONTRIBUTING and CHANGELOG are pages too, and every other path outside docs/ becomes an address in
-the repository, after a check that the file exists.
+CONTRIBUTING, CHANGELOG and some results are pages too, and every other path outside docs/ becomes
+an address in the repository, after a check that the file exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from bench import margins
 from bench.page import api, op
+from bench.page.build import build
+from bench.predicted import page as predicted
+from tilewright.kernels.tuning import TABLES
 from tilewright.ops import OPS
 
 log = get_plugin_logger("docs_hook")
@@ -29,6 +33,12 @@ AT_ROOT = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+# What a page of the site alone is made of: where links to it lead in the repository.
+RESULTS = {
+    "bench/results": "performance_ops.md",
+    "bench/margins.json": "margins.md",
+    "bench/predicted/predicted.json": "predicted.md",
+}
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
@@ -38,12 +48,24 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     pages = {f"ops/{name}.md": text for name, text in op.pages(ROOT / "bench/results")}
     pages |= {f"api/{name}.md": text for name, text in api.pages()}
+    listed = [*pages]
+    pages |= of_results()
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
-    committed = {f.src_uri for f in files.documentation_pages()} - set(pages)
-    order = [*pages, *sorted(committed)]
+    rest = {f.src_uri for f in files.documentation_pages()} - set(listed)
+    order = [*listed, *sorted(rest)]
     config.nav = [e for entry in config.nav or [] for e in _expanded(entry, order)]
     return files
+
+
+def of_results() -> dict[str, str]:
+    return {
+        "performance_ops.md": build(
+            ROOT / "bench/results", ROOT / "docs/performance.md", TABLES
+        ).by_op,
+        "margins.md": margins.committed(),
+        "predicted.md": predicted.page(predicted.read()),
+    }
 
 
 def _expanded(entry: str | dict[str, list], paths: list[str]) -> list:
@@ -79,7 +101,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 def _address(target: pathlib.PurePosixPath, page: str, files: Files, config: MkDocsConfig) -> str:
     """Where a link to this file of the repository leads on the site."""
     at = os.path.normpath(target)
-    to = AT_ROOT.get(at) or (at.removeprefix("docs/") if at.startswith("docs/") else None)
+    inside = at.removeprefix("docs/") if at.startswith("docs/") else None
+    to = AT_ROOT.get(at) or RESULTS.get(at) or inside
     if to and files.get_file_from_path(to):
         return os.path.relpath(to, pathlib.PurePosixPath(page).parent)
     if not (ROOT / at).exists():

@@ -1,5 +1,5 @@
-"""Writes docs/performance.md, a page for each device, docs/performance_ops.md and their pictures
-from raw results.
+"""Writes docs/performance.md, a page for each device and their pictures from raw results. `make
+docs` makes a page by op of them, too.
 
     python -m bench report [--results DIR] [--out docs/performance.md] [--check]
 
@@ -73,19 +73,21 @@ def device_details(device: Device, results: Raw, reasons: Sequence[Reason]) -> l
 class Page:
     """The contents of a report.
 
-    texts: by path; the main page, those of devices, and the page by op.
+    texts: by path; the main page, and those of devices.
+    by_op: the page of the site alone, performance_ops.md.
     pictures: those of the devices' pages.
     unexplained: cases in which `auto` is behind without a reason.
     """
 
     texts: dict[pathlib.Path, str]
+    by_op: str
     pictures: list[Picture]
     unexplained: list[str]
 
     @property
     def text(self) -> str:
         """All pages, concatenated."""
-        return "\n".join(self.texts.values())
+        return "\n".join([*self.texts.values(), self.by_op])
 
 
 def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None = None) -> Page:
@@ -97,13 +99,12 @@ def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None 
     raw_results = raw.read(results, tables)
     reasons = read_reasons(results / "reasons.toml")
     link = pathlib.Path(os.path.relpath(results, out.parent)).as_posix()
-    details = out.with_name(f"{out.stem}_ops{out.suffix}")
     devices = [
         Device(kind, name, [g for g in raw_results.groups if g.source.device == (kind, name)])
         for kind, name in raw_results.devices()
     ]
     paths = [out.with_name(f"{out.stem}_{device.slug}{out.suffix}") for device in devices]
-    lines = {out: summary.opening(devices, raw_results, details.name, [p.name for p in paths])}
+    lines = {out: summary.opening(devices, raw_results, link, [p.name for p in paths])}
     pictures, unexplained, details_lines = [], [], detail.opening(out.name)
     for device, path in zip(devices, paths, strict=True):
         plots = plots_of(device, raw_results, f"img/{out.stem}")
@@ -120,9 +121,13 @@ def build(results: pathlib.Path, out: pathlib.Path, tables: pathlib.Path | None 
         *files.training(raw_results, link),
         *files.files(raw_results, link),
     ]
-    lines[details] = [*details_lines, *files.counted(), *files.tuned(raw_results)]
-    texts = {path: "\n".join(page).rstrip("\n") + "\n" for path, page in lines.items()}
-    return Page(texts, pictures, unexplained)
+    details_lines += [*files.counted(), *files.tuned(raw_results)]
+    texts = {path: _text(page) for path, page in lines.items()}
+    return Page(texts, _text(details_lines), pictures, unexplained)
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def stale(page: Page, out: pathlib.Path) -> Iterator[str]:
@@ -181,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
         type=pathlib.Path,
         default=pathlib.Path("docs/performance.md"),
         metavar="FILE",
-        help="the page; <name>_<device>.md, <name>_ops.md and img/<name> are written beside it "
+        help="the page; <name>_<device>.md and img/<name> are written beside it "
         "(default %(default)s)",
     )
     parser.add_argument(

@@ -33,7 +33,7 @@ from tilewright.trainer.models import recompute
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.plugins import housekeeping, metrics
+from tilewright.trainer.plugins import housekeeping, records
 from tilewright.trainer.plugins.callback import Step
 
 DENSE = {
@@ -336,6 +336,7 @@ ROWS = [
         **OF_OTHERS,
         model__model_path="@weights2",
     ),
+    row("train.certify", False, "certified"),
     row("train.checksum_steps", 2, "checksums"),
     row("train.assert_deterministic", "@earlier", "asserted"),
     row("train.log_format", "structured", "said", train__max_steps=60, train__micro_batch_size=1),
@@ -769,7 +770,8 @@ def outcome(run, config, out, said, world):
         "steps": run.plan.total,
         "logged_steps": [r["step"] for r in logged],
         "compared_steps": [r["step"] for r in logged if "logprob_difference" in r],
-        "checksums": [r["step"] for r in metrics.rows(out / "checksums.jsonl")],
+        "certified": (out / "certificate.json").is_file(),
+        "checksums": [r["step"] for r in records.rows(out / "checksums.jsonl")],
         "reported": sorted({key for r in logged for key in r}),
         "asserted": [line for line in said.splitlines() if line.startswith("deterministic:")],
         "evaluated": sorted({key for r in rows if "eval_loss" in r for key in r}),

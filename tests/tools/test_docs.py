@@ -12,6 +12,7 @@ import torch
 
 from bench.page import api, op
 from bench.page import ops as table
+from bench.page.build import build
 from tilewright import ImplementationUnavailable, ops, use
 from tilewright.core.registry import Implementation
 from tilewright.ops.norm.rmsnorm import RMSNORM
@@ -48,7 +49,7 @@ def test_what_a_person_wrote_stays_short():
     """Who adds to the pages cuts elsewhere in them."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     counts = {page.name: len(written(page.read_text())) for page in pages}
-    assert counts["margins.md"] == counts["performance_ops.md"] == 0 < counts["trainer.md"]
+    assert counts["performance.md"] == 0 < counts["trainer.md"]
     assert sum(counts.values()) <= MOST_WORDS, sorted(counts.items(), key=lambda c: -c[1])
 
 
@@ -80,7 +81,7 @@ def test_the_table_of_ops_is_that_of_the_ops():
 
 
 def test_numbers_are_those_of_the_report(pages):
-    report = (ROOT / "docs/performance_ops.md").read_text()
+    report = build(ROOT / "bench/results", ROOT / "docs/performance.md").by_op
     timed = report.split("#### `rmsnorm`\n\n")[1].split("\n#### ")[0].strip().splitlines()
     assert len(timed) > 4 and "\n".join(timed[:-2]) in pages["rmsnorm"]
     assert timed[-1] in pages["rmsnorm"], "commit and date"
@@ -194,9 +195,22 @@ def test_links_that_leave_the_pages(hook, monkeypatch):
     assert shown("[a](../Makefile) [b](../docs)", "guide.md") == (
         "[a](https://host/x/blob/main/Makefile) [b](https://host/x/tree/main/docs)"
     )
+    # What the site alone has pages of.
+    made = "[a](../bench/margins.json#b)"
+    assert shown(made, "guide.md") == "[a](https://host/x/blob/main/bench/margins.json#b)"
+    files.append(File("margins.md", "docs", "site", True))
+    assert shown(made, "guide.md") == "[a](margins.md#b)"
     assert not said
     shown("[a](../nowhere.py)", "guide.md")
     assert "nowhere.py, which does not exist" in said[0]
+
+
+def test_pages_of_results_are_made_for_the_site_alone(hook):
+    pages = hook.of_results()
+    assert {*pages} == {*hook.RESULTS.values()}
+    for source, page in hook.RESULTS.items():
+        assert (ROOT / source).exists() and not (ROOT / "docs" / page).exists()
+        assert pages[page].startswith("# ") and "do not edit this page" in pages[page][:400]
 
 
 # ---- troubleshooting: the messages that it quotes

@@ -1,6 +1,6 @@
 """Every figure with a unit in README and docs has its source: the raw file that it is read from,
 the code that sets it, or the reason why it is no measurement. Not here: pages that a command writes
-from raw files (performance, margins) or counts (predicted), goals (`test_goals.py`), what a page
+from raw files (performance), goals (`test_goals.py`), what a page
 says of one day's raw files that it names (predicted_measured), and code.
 """
 
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 UNITS = "s|ms|µs|seconds|minutes|min|MiB|GiB|MB|GB|GB/s|TFLOP/s|tokens/s|times|x|%"
 FIGURE = re.compile(rf"(?<![\w.`/-])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w/])")
 OTHERS = (
-    "performance*.md", "predicted.md", "predicted_measured.md", "margins.md", "goals.md", "truth.md",
+    "performance*.md", "predicted_measured.md", "goals.md", "truth.md",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 H100, SECOND = "nvidia-h100-2026-11-26", "nvidia-h100-2026-11-26b"

@@ -1,5 +1,6 @@
 """`python -m bench margins`."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,9 @@ from tilewright.ops import OPS
 @pytest.fixture
 def command(tmp_path):
     def run(*arguments):
-        out = tmp_path / "margins.md"
+        out = tmp_path / "margins.json"
         code = margins.main([*arguments, "--implementation", "torch,eager", "--out", str(out)])
-        return code, out.read_text() if out.exists() else None
+        return code, margins.committed(out) if out.exists() else None
 
     return run
 
@@ -32,10 +33,18 @@ def test_the_page_has_each_result_of_an_op_in_each_dtype(command):
 
 
 def test_the_page_of_some_ops_is_printed_and_replaces_no_page_of_all(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(margins, "PAGE", tmp_path / "margins.md")
+    monkeypatch.setattr(margins, "FILE", tmp_path / "margins.json")
     assert margins.main(["--op", "dropout_add"]) == 0
     assert "| `dropout_add` | out 0 | float32 |" in capsys.readouterr().out
-    assert not margins.PAGE.exists()
+    assert not margins.FILE.exists()
+
+
+def test_the_site_shows_each_committed_row():
+    made = json.loads(margins.FILE.read_text())
+    lines = [line.split(" | ") for line in margins.committed().splitlines() if "| `" in line]
+    shown = [[line[0].strip("| `"), *line[1:3]] for line in lines]
+    assert shown == [row[:3] for row in made["rows"]] and {r[0] for r in shown} <= {*OPS}
+    assert f"({made['made']})" in margins.committed()
 
 
 @pytest.mark.parametrize("declared, code", [(0.04, 1), (0.018, 0), (0.01, 1)])

@@ -783,8 +783,7 @@ def test_the_committed_page_is_what_the_committed_results_make(monkeypatch):
     page = page_of.build(pathlib.Path("bench/results"), out, tuned)
     for path, text in page.texts.items():
         assert path.read_text() == text, f"run `{COMMAND}`"
-        if not path.stem.endswith("_ops"):
-            assert len(text.splitlines()) < 250, path  # a few screens
+        assert len(text.splitlines()) < 250, path  # a few screens
     assert {p.name for p in out.parent.glob("performance*.md")} == {p.name for p in page.texts}
     assert not page.unexplained
 

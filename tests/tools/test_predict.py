@@ -1,4 +1,4 @@
-"""`python -m bench predict`: the arithmetic, by hand; and the committed page."""
+"""`python -m bench predict`: the arithmetic, by hand; and the page of what is committed."""
 
 import json
 import os
@@ -15,6 +15,7 @@ import torch
 
 from bench import predict
 from bench.predicted import model, roofs
+from bench.predicted import page as pages
 from bench.predicted.launches import Launch, Pass, Tensor, _Operators, differences
 from bench.stages.goals import Aim
 from tilewright.bench import store
@@ -325,7 +326,7 @@ def test_what_hopper_refuses_has_rows_with_each_launch_that_changes_a_pass(monke
         devices.append(arch)
         return nullcontext([])
 
-    ways = [(predict.HEURISTIC, "", {}), ("other warps", "rmsnorm/backward", {})]
+    ways = [(pages.HEURISTIC, "", {}), ("other warps", "rmsnorm/backward", {})]
     monkeypatch.setattr(predict, "_passes", passes)
     monkeypatch.setattr(predict, "_alternatives", lambda *_: iter(ways))
     monkeypatch.setattr(predict.launches, "simulated", simulated)
@@ -333,12 +334,12 @@ def test_what_hopper_refuses_has_rows_with_each_launch_that_changes_a_pass(monke
     found = list(predict.newer([op], ON_100, seen))
     assert {r.case for r in found} == {"newer"}
     assert [(r.which, r.launch) for r in found] == [
-        ("forward", predict.HEURISTIC),
-        ("backward", predict.HEURISTIC),
+        ("forward", pages.HEURISTIC),
+        ("backward", pages.HEURISTIC),
         ("backward", "other warps"),
     ]
     assert devices == [90, 100] and seen == {"a", "b", ""}
-    head = predict.table(found)[0]
+    head = pages.table(found)[0]
     assert "| launch |" in head and "goal" not in head
     # Of an op that refuses nothing, no row.
     op.requests = ()
@@ -390,7 +391,7 @@ def test_a_forward_that_computes_gradients_is_shown_with_its_backward():
 
 @pytest.fixture(scope="module")
 def page():
-    return (ROOT / predict.PAGE).read_text()
+    return pages.page(pages.read())
 
 
 def test_every_op_with_a_triton_kernel_has_a_line_on_each_device_and_its_arithmetic(page):
@@ -497,10 +498,10 @@ def command(compiling):
     return run
 
 
-def test_the_committed_page_is_what_the_counts_make(command, page):
+def test_what_is_committed_is_what_the_counts_make(command, page):
     version = platform.describe().get("triton", "").split("+")[0]
     if f"Budgets of Triton {version} for" not in page:
-        pytest.skip(f"the page is of another Triton than {version}")
+        pytest.skip(f"what is committed is of another Triton than {version}")
     done = command("--check")
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -37,10 +37,10 @@ from tilewright.trainer.parallel.compiling import compile_layers
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.recomputation import recompute_activations
-from tilewright.trainer.plugins import certificate, checksums
-from tilewright.trainer.plugins.assertion import Earlier
-from tilewright.trainer.plugins.checksums import Checksums, checksum, factors
-from tilewright.trainer.plugins.computation import Outputs, in_backward
+from tilewright.trainer.plugins.proof import certificate, checksums
+from tilewright.trainer.plugins.proof.assertion import Earlier
+from tilewright.trainer.plugins.proof.checksums import Checksums, checksum, factors
+from tilewright.trainer.plugins.proof.computation import Outputs, in_backward
 
 CPU = torch.device("cpu")
 # Of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.

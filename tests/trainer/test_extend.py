@@ -33,7 +33,7 @@ from tilewright.trainer import tables
 from tilewright.trainer.data import cache_key
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.optim.schedules import Schedule, schedule
-from tilewright.trainer.plugins.callback import Plugin, callbacks
+from tilewright.trainer.plugins.callback import Plugin, add_callbacks
 from tilewright.trainer.tables import CALLBACKS, DATASETS, SCHEDULES, Table
 
 pytestmark = pytest.mark.packages
@@ -434,8 +434,9 @@ def test_callbacks_are_called_in_their_order(monkeypatch):
     rows = {n: Plugin(lambda run, n=n: made.append(n), order) for n, order in orders.items()}
     monkeypatch.setattr(CALLBACKS, "_rows", rows)
     train = types.SimpleNamespace(callbacks=["a", "b", "c"])
-    callbacks(types.SimpleNamespace(config=types.SimpleNamespace(train=train)))
-    assert made == ["b", "c", "a"]
+    run = types.SimpleNamespace(config=types.SimpleNamespace(train=train), callbacks=[])
+    add_callbacks(run)
+    assert made == ["b", "c", "a"] and len(run.callbacks) == 3
 
 
 def test_a_schedule_that_leaves_its_interval_ends_the_run(monkeypatch):

@@ -24,7 +24,7 @@ def reports(tmp_path, monkeypatch):
 
     def made(device="NVIDIA H100 80GB HBM3", **fields):
         monkeypatch.setattr(platform, "device_name", lambda kind: device)
-        return metrics.Metrics(
+        of = metrics.Metrics(
             Train(output_dir=str(tmp_path), **fields),
             main=True,
             steps=(10, 100),
@@ -32,6 +32,8 @@ def reports(tmp_path, monkeypatch):
             work=(1e9, 2),
             settings={},
         )
+        of.open()
+        return of
 
     def step(of, number, seconds, **values):
         clock[0] += seconds

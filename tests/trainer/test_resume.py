@@ -37,7 +37,7 @@ from tilewright.trainer.data import batches  # noqa: E402
 from tilewright.trainer.data.contents import of_tokenizer  # noqa: E402
 from tilewright.trainer.interrupts import Interrupts, Stopped  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh, join  # noqa: E402
-from tilewright.trainer.plugins.assertion import OF_TIME  # noqa: E402
+from tilewright.trainer.plugins.proof.assertion import OF_TIME  # noqa: E402
 from tilewright.trainer.tables import COLUMNS  # noqa: E402
 
 pytestmark = pytest.mark.packages

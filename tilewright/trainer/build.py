@@ -27,7 +27,7 @@ from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
 from tilewright.trainer.data.cache_key import tokenized_by
 from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.data.contents import digest, of_samples, of_tokenizer
+from tilewright.trainer.data.contents import digest, of_samples, of_tokenizer, tokenizes
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import (
     Agreed,
@@ -55,7 +55,7 @@ from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.reference import Reference
-from tilewright.trainer.tables import COLUMNS, DATASETS, OPTIMIZERS
+from tilewright.trainer.tables import COLUMNS, OPTIMIZERS
 
 log = logging.getLogger("tilewright")
 
@@ -543,19 +543,6 @@ def things_read(data: Data, model: Model, mesh: Mesh, bins: Bins, exported: bool
         if exported or tokenizes(data):
             found |= of_tokenizer(model)
     return {n: Thing(*thing) for n, thing in mesh.control.broadcast(found).items()}
-
-
-def tokenizes(data: Data) -> bool:
-    """Whether samples are made with the tokenizer."""
-    return any(DATASETS[e.type].tokenizer for e in (*data.datasets, *data.test_datasets))
-
-
-def certified_things(data: Data, things: Things) -> dict[str, str]:
-    """What a certificate holds of what a run is made of. Its base and samples are other facts, and
-    no number depends on a tokenizer that is exported alone.
-    """
-    known = {"base", "data"} if tokenizes(data) else {"base", "data", "tokenizer", "template"}
-    return {name: thing.digest for name, thing in things.items() if name not in known}
 
 
 def weights_read(

@@ -28,9 +28,7 @@ from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
-from tilewright.trainer.plugins.assertion import Witness
-from tilewright.trainer.plugins.callback import Callback, Step, callbacks
-from tilewright.trainer.plugins.certificate import facts, files_of_data
+from tilewright.trainer.plugins.callback import Callback, Step, add_callbacks, check_callbacks
 from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
 from tilewright.trainer.plugins.summary import choices, summary, too_long
@@ -96,7 +94,6 @@ class Run:
     loss: Loss
     plan: Plan
     metrics: Metrics
-    witness: Witness
     saver: checkpoint.Saver
     identity: dict[str, dict[str, Any]]
     made_of: MadeOf
@@ -268,7 +265,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     t = config.train
     folders = checkpoint.earlier(t.output_dir, t.load_checkpoint_path, not t.load_optimizer)
     writable.check(t, mesh)
-    witness = Witness(t, mesh)
+    check_callbacks(t, mesh)
     kind = kind_of_reference(config)
     made = build.build(config, mesh, functools.partial(refuse_others, t, kind, mesh, folders))
     engine, batches, held = made.engine, made.batches, made.held
@@ -284,13 +281,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     by = _by(t, loss, certified(config), made, mesh)
     of = over([bins.fingerprint() for bins in held.values()], by, t.eval_max_batches)
     best = history(t, Best.of(t, of, names), state)
-    deep_ep = config.model.ep_dispatch == "deepep"
-    belongs = {**made.identity, "read": build.certified_things(config.data, made.made_of)}
-    own = facts(certified(config), deep_ep, mesh, (batches, held), belongs, made.ops)
-    files = files_of_data(config.data) if mesh.main else {}
-    told = witness.start(engine, own, files, start, plan.total)
-    if mesh.main:
-        pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
     flops = flops_per_token(engine.parts.whole, config.data.sample_packing_sequence_len)
     metrics = Metrics(
         t,
@@ -301,15 +291,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         settings=config.model_dump(mode="json"),
         owed=(owes := state.get("owes_evaluation", False)) and plan.evaluates(start),
     )
-    for line in (
-        *summary(engine, batches, plan, mesh, config.data.pad_to_multiple_of, t.enable_compile),
-        *too_long(made.shape.max_position_embeddings, {"training": batches.bins} | held),
-        metrics.basis(),
-        *choices(made.ops, engine.model.ops.numerics),
-        *told,
-        *best.told,
-    ):
-        metrics.say(line)
     run = Run(
         config=config,
         mesh=mesh,
@@ -320,7 +301,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         loss=loss,
         plan=plan,
         metrics=metrics,
-        witness=witness,
         saver=checkpoint.Saver(
             t.output_dir,
             mesh,
@@ -340,5 +320,19 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         done=start,
         owes=owes,
     )
-    run.callbacks = callbacks(run)
+    add_callbacks(run)
+    if mesh.main:
+        pathlib.Path(t.output_dir, "resolved_config.yaml").write_text(resolved(config))
+    metrics.open()
+    for line in (
+        *summary(engine, batches, plan, mesh, config.data.pad_to_multiple_of, t.enable_compile),
+        *too_long(made.shape.max_position_embeddings, {"training": batches.bins} | held),
+        metrics.basis(),
+        *choices(made.ops, engine.model.ops.numerics),
+    ):
+        metrics.say(line)
+    for callback in run.callbacks:
+        callback.begin()
+    for line in best.told:
+        metrics.say(line)
     return run

@@ -27,7 +27,7 @@ import yaml
 
 from tilewright.core import platform
 from tilewright.core.files import write_text
-from tilewright.trainer.plugins.metrics import rows
+from tilewright.trainer.plugins.records import rows
 
 # The charts that come first: title, unit, and the names of numbers in metrics.jsonl. The first has
 # the losses of single sets (eval_loss/code), too.

@@ -21,7 +21,7 @@ from tilewright.core.takes import FLOAT, takes
 from tilewright.kernels.fused_quantize import operators
 from tilewright.kernels.fused_quantize.operators import NormalizedCodes
 from tilewright.kernels.norm.operators import Norm
-from tilewright.kernels.quant.operators import FP8
+from tilewright.kernels.quant.operators import FP8, Codes
 from tilewright.ops import cases
 from tilewright.ops.activation import activation
 from tilewright.ops.fused_quantize.cases import ADD_NORM_CASES, NORM_CASES, SILU_CASES
@@ -103,11 +103,7 @@ def silu_mul_quantize(
     gate, up = gate.detach(), None if up is None else up.detach()
     run = SILU_MUL_QUANTIZE.pick(implementation, gate)
     codes = run(gate, up, _into(format, seed, transpose))
-    q = _wrap(codes, shape, gate.dtype, "silu(gate) * up", format)
-    if not transpose:
-        return q
-    turned, shape = (codes.turned, codes.turned_scale), (*shape[:-2], shape[-1], shape[-2])
-    return q, mxfp8.blocks_of(*turned, shape, gate.dtype, checked=True)
+    return _wrap(codes, shape, gate.dtype, "silu(gate) * up", format)
 
 
 @checks.autocast("norm", "x")
@@ -160,7 +156,7 @@ def rmsnorm_quantize(
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     run, into = RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
     found = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
-    q = _wrap(found, x.shape, x.dtype, "the normalized x", format)
+    q = _wrap(_of(found), x.shape, x.dtype, "the normalized x", format)
     return (q, found.y) if return_normalized else q
 
 
@@ -212,7 +208,7 @@ def add_rmsnorm_quantize(
     bias = None if bias is None else bias.detach()
     run, into = ADD_RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
     found = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
-    q = _wrap(found, x.shape, x.dtype, "the normalized x + residual", format)
+    q = _wrap(_of(found), x.shape, x.dtype, "the normalized x + residual", format)
     return (q, found.total, found.y) if return_normalized else (q, found.total)
 
 
@@ -220,10 +216,14 @@ def _into(format: str, seed: int | None, transpose: bool = False) -> FP8:
     return fp8.mx(seed, transpose) if format == "mxfp8" else FP8(*BLOCK, False, seed, transpose)
 
 
+def _of(normalized: NormalizedCodes) -> Codes:
+    return Codes(normalized.data, normalized.scale, None, None)
+
+
 def _wrap(codes, shape, dtype, name, format) -> Any:
     if format == "mxfp8":
-        return mxfp8.blocks_of(codes.data, codes.scale, tuple(shape), dtype, name)
-    return block_fp8.blocks_of(codes.data, codes.scale, tuple(shape), BLOCK, dtype, name)
+        return mxfp8.of_codes(codes, shape, dtype, name)
+    return block_fp8.of_codes(codes, shape, BLOCK, dtype, name)
 
 
 # ---- the definitions: the two ops in sequence

@@ -14,7 +14,7 @@ from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.core.takes import takes
-from tilewright.kernels.quant.operators import FP8
+from tilewright.kernels.quant.operators import FP8, Codes
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize, stored_scales
 from tilewright.ops.quant.aqn import AQN
@@ -132,28 +132,24 @@ def quantize_block_fp8(
     rows, columns = _block(block)
     matrices = quantize.as_3d(x.detach(), least=1 + (rows > 1 or transpose))
     run = QUANTIZE_BLOCK_FP8.pick(implementation, matrices)
-    codes, block = run(matrices, FP8(rows, columns, False, seed, transpose)), (rows, columns)
-    q = blocks_of(codes.data, codes.scale, x.shape, block, x.dtype)
-    if not transpose:
-        return q
-    turned = codes.turned, codes.turned_scale
-    return q, blocks_of(*turned, x.mT.shape, block, x.dtype, checked=True)
+    codes = run(matrices, FP8(rows, columns, False, seed, transpose))
+    return of_codes(codes, x.shape, (rows, columns), x.dtype)
 
 
-def blocks_of(data, inverse, shape, block, dtype, name="x", *, checked=False) -> BlockFP8:
-    """Wraps an implementation's codes and inverse scales [matrices, bands, across].
-
-    name: of the tensor that must be finite.
-    checked: another tensor with the same values has been checked.
+def of_codes(
+    codes: Codes, shape, block: tuple[int, int], dtype: torch.dtype, name: str = "x"
+) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
+    """An implementation's codes, whose inverse scales are [matrices, bands, across], and their
+    transpose if they have it.   name: of the tensor that must be finite.
     """
-    inverse = inverse if checked else quantize.finite(inverse, name)
-    lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
-    return BlockFP8(
-        data.view(quantize.E4M3).view(shape),
-        inverse.view(*lead, inverse.shape[2]),
-        tuple(block),
-        dtype,
-    )
+
+    def wrap(data, inverse, shape):
+        lead = (*shape[:-2], *inverse.shape[1:2]) if len(shape) > 1 else ()
+        data = data.view(quantize.E4M3).view(shape)
+        return BlockFP8(data, inverse.view(*lead, inverse.shape[2]), block, dtype)
+
+    codes = codes._replace(scale=quantize.finite(codes.scale, name))
+    return quantize.wrapped(codes, shape, wrap)
 
 
 @checks.autocast("inputs")

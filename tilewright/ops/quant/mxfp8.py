@@ -15,6 +15,7 @@ from tilewright.core import checks
 from tilewright.core.library import from_kernels
 from tilewright.core.registry import DispatchOn, Judged, Op
 from tilewright.core.takes import takes
+from tilewright.kernels.quant.operators import Codes
 from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize, stored_scales
 from tilewright.ops.quant.aqn import AQN
@@ -124,22 +125,22 @@ def quantize_mxfp8(
     quantize.on_device("x", x)
     matrices = quantize.as_3d(x.detach(), least=1 + transpose)
     codes = QUANTIZE_MXFP8.pick(implementation, matrices)(matrices, fp8.mx(seed, transpose))
-    q = blocks_of(codes.data, codes.scale, x.shape, x.dtype)
-    if not transpose:
-        return q
-    return q, blocks_of(codes.turned, codes.turned_scale, x.mT.shape, x.dtype, checked=True)
+    return of_codes(codes, x.shape, x.dtype)
 
 
-def blocks_of(data, scale, shape, dtype, name="x", *, checked=False) -> MXFP8:
-    """Wraps an implementation's codes and scale bytes [matrices, rows, blocks].
-
-    name: of the tensor that must be finite.
-    checked: another tensor with the same values has been checked.
+def of_codes(
+    codes: Codes, shape, dtype: torch.dtype, name: str = "x"
+) -> MXFP8 | tuple[MXFP8, MXFP8]:
+    """An implementation's codes, whose scales are bytes [matrices, rows, blocks], and their
+    transpose if they have it.   name: of the tensor that must be finite.
     """
-    scale = scale if checked else quantize.finite(scale, name)
-    return MXFP8(
-        data.view(quantize.E4M3).view(shape), scale.view(E8M0).view(_scales_shape(shape)), dtype
-    )
+
+    def wrap(data, scale, shape):
+        scale = scale.view(E8M0).view(_scales_shape(shape))
+        return MXFP8(data.view(quantize.E4M3).view(shape), scale, dtype)
+
+    codes = codes._replace(scale=quantize.finite(codes.scale, name))
+    return quantize.wrapped(codes, shape, wrap)
 
 
 @checks.autocast("inputs")

@@ -131,8 +131,7 @@ def quantize_nvfp4(
             x.dtype,
         )
 
-    q = wrap(codes.data, codes.scale, x.shape)
-    return (q, wrap(codes.turned, codes.turned_scale, x.mT.shape)) if transpose else q
+    return quantize.wrapped(codes, x.shape, wrap)
 
 
 @checks.autocast("inputs")

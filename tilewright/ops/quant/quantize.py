@@ -203,6 +203,14 @@ def finite(scales: torch.Tensor, name: str = "x") -> torch.Tensor:
     return scales if scales.is_cuda else _checked_scales(scales, name)
 
 
+def wrapped(codes: Codes, shape: tuple[int, ...], wrap: Callable[..., Any]) -> Any:
+    """wrap(data, scale, shape) of codes and, if they have it, of their transpose: a pair then."""
+    q = wrap(codes.data, codes.scale, shape)
+    if codes.turned is None:
+        return q
+    return q, wrap(codes.turned, codes.turned_scale, (*shape[:-2], shape[-1], shape[-2]))
+
+
 def constant(name: str, make: Callable[[], torch.Tensor], size: int) -> Callable:
     """An operator, like -> a copy of make()'s float32 table on like's device, cached per device. It
     is opaque to a compiler, which would otherwise trace the cache away and copy the table from the

@@ -37,6 +37,7 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
                 ]
         else:
             module = ".".join(path.relative_to(HERE.parent).with_suffix("").parts)
+            module = module.removesuffix(".__init__")
             scopes[module] = Scope(nodes, classes, attributes)
     found: dict[str, list[str]] = {}
     for module, scope in scopes.items():

@@ -1263,8 +1263,16 @@ class Train(Section):
     )
     """Callbacks beside those that other fields ask for."""
     # determinism
+    certify: bool = field(
+        True, Resume.OUTPUT, differs=("none", "ours: what a later run is compared with")
+    )
+    """Write certificate.json: what is known to change the run's bits."""
     checksum_steps: int = field(
-        0, Resume.OUTPUT, differs=("none", "ours: what a later run is compared with"), ge=0
+        0,
+        Resume.OUTPUT,
+        Only("certify", True),
+        differs=("none", "ours: what a later run is compared with"),
+        ge=0,
     )
     """Write checksums of modules' outputs, gradients and trained weights to checksums.jsonl every
     so many steps; 0: never.
@@ -1272,6 +1280,7 @@ class Train(Section):
     assert_deterministic: str | None = field(
         None,
         Resume.THIS_START,
+        Only("certify", True),
         differs=("none", "ours: two runs are bit-identical, or the run says where they differ"),
         min_length=1,
     )

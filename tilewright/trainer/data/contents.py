@@ -18,6 +18,7 @@ from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.cache_key import files_of
 from tilewright.trainer.data.data_files import digests
 from tilewright.trainer.data.prepared import is_saved
+from tilewright.trainer.tables import DATASETS
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARIES = (".model", ".tiktoken")
@@ -56,6 +57,11 @@ def of_samples(data: Data, bins: Bins) -> dict[str, Thing]:
 
 def _places(entries: Sequence[Dataset]) -> list[str]:
     return [*dict.fromkeys(entry.path for entry in entries)]
+
+
+def tokenizes(data: Data) -> bool:
+    """Whether samples are made with the tokenizer."""
+    return any(DATASETS[e.type].tokenizer for e in (*data.datasets, *data.test_datasets))
 
 
 def of_tokenizer(model: Model) -> dict[str, Thing]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tilewright.trainer.config import Train
 from tilewright.trainer.engine import Batch, Sums
+from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.tables import CALLBACKS
 
 if TYPE_CHECKING:
@@ -36,11 +39,15 @@ class Step:
 class Callback:
     """Methods are called on every rank, and do nothing unless a subclass says so.
 
-    run: the run's parts: its engine, metrics, saver, mesh and configuration.
+    run: the run's parts: its engine, metrics, saver, mesh and configuration. `Run.callbacks` has
+        those that come before this one. The run has written nothing to its folder yet.
     """
 
     def __init__(self, run: Run):
         self.run = run
+
+    def begin(self) -> None:
+        """Once every callback is there, and none has refused the run."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -71,21 +78,38 @@ class Callback:
 class Plugin:
     """A row of CALLBACKS.
 
-    make: run -> the callback.
+    make: run -> the callback, or module:name of it, which the runs import that have the callback.
     order: callbacks are called in this order, those of equal order by name. Metrics, which report
         `Step.values`, have 50; the comparison with an earlier run has 60.
     wanted: run -> whether the run's configuration asks for it; without one it is there if
         `train.callbacks` names it.
+    check: called for every run, before anything is built: raises, on every rank, for what the
+        callback would refuse.
     """
 
-    make: Callable[[Run], Callback]
+    make: Callable[[Run], Callback] | str
     order: int = 40
     wanted: Callable[[Run], bool] | None = None
+    check: Callable[[Train, Mesh], None] | None = None
 
 
-def callbacks(run: Run) -> list[Callback]:
-    """Those of a run, in order."""
+def _rows() -> list[tuple[str, Plugin]]:
+    """In order; of entry points too."""
+    rows = [(name, CALLBACKS[name]) for name in CALLBACKS.names()]
+    return sorted(rows, key=lambda row: row[1].order)
+
+
+def check_callbacks(train: Train, mesh: Mesh) -> None:
+    """Raises what a row's `check` raises."""
+    for _, row in _rows():
+        if row.check:
+            row.check(train, mesh)
+
+
+def add_callbacks(run: Run) -> None:
+    """Makes those of a run, in order."""
     named = run.config.train.callbacks
-    all_rows = ((name, CALLBACKS[name]) for name in CALLBACKS.names())  # of entry points too
-    rows = [row for n, row in all_rows if (row.wanted(run) if row.wanted else n in named)]
-    return [row.make(run) for row in sorted(rows, key=lambda row: row.order)]
+    wanted = [row for n, row in _rows() if (row.wanted(run) if row.wanted else n in named)]
+    for row in wanted:
+        make = pkgutil.resolve_name(row.make) if isinstance(row.make, str) else row.make
+        run.callbacks.append(make(run))

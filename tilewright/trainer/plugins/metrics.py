@@ -4,7 +4,6 @@ Biases, TensorBoard and a picture of the loss.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
@@ -19,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 from tilewright.core import platform
-from tilewright.core.files import write_text
 from tilewright.trainer.config import Train
 from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.plugins.records import METRICS, drop_after, rows
 from tilewright.trainer.tables import CALLBACKS
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The
@@ -56,28 +55,6 @@ def _show(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file, if it is there, whose last line may be incomplete after a killed run."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
-def drop_after(
-    path: pathlib.Path, step: int, owed: bool = False, tested: int | None = None
-) -> None:
-    """Leaves the rows up to a step in a file: a resumed run repeats the later ones.   owed: and
-    the evaluation after that step.   tested: and the test after this one.
-    """
-    kept = [r for r in rows(path) if r["step"] <= step] if step else []
-    if owed:
-        kept = [r for r in kept if r["step"] < step or "grad_norm" in r]
-    kept = [r for r in kept if r["step"] != tested or "test_loss" not in r]
-    write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
-
-
 class Metrics:
     """Rank 0 writes; the other ranks' calls do nothing."""
 
@@ -98,16 +75,19 @@ class Metrics:
         """
         (self.start, self.total), (self.flops, self.devices) = steps, work
         self.train, self.main, self.tokens = train, main, tokens
-        self.began = self.last = time.perf_counter()
+        self.settings, self.owed = settings, owed
         self.peak, self.device = _peak()
-        if not main:
+
+    def open(self) -> None:
+        """Begins to write, where an earlier run of these steps may have."""
+        train, start, total = self.train, self.start, self.total
+        self.began = self.last = time.perf_counter()
+        if not self.main:
             return
-        start, total = steps
-        folder = pathlib.Path(self.train.output_dir)
+        folder = pathlib.Path(train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        drop_after(path, start, owed, total if train.do_test else None)
-        self.file = path.open("a", buffering=1)
+        drop_after(folder, start, self.owed, total if train.do_test else None)
+        self.file = (folder / METRICS).open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
             total=total, initial=start, unit="step", disable=not (bar and sys.stderr.isatty())
@@ -122,7 +102,7 @@ class Metrics:
                 project=self.train.wandb_project,
                 name=self.train.wandb_name,
                 tags=self.train.wandb_tags,
-                config=settings,
+                config=self.settings,
             )
         self.board = None
         if self.train.use_tensorboard:
@@ -220,7 +200,7 @@ class Metrics:
                 self.board.close()
             if self.train.plot_loss:
                 folder = pathlib.Path(self.train.output_dir)
-                draw(rows(folder / "metrics.jsonl"), folder / "loss.png")
+                draw(rows(folder / METRICS), folder / "loss.png")
 
 
 def draw(rows: list[dict[str, Any]], target: pathlib.Path) -> None:

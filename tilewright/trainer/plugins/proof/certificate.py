@@ -19,9 +19,8 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,13 +31,20 @@ from tilewright.core.installed import installed
 from tilewright.kernels import tuning
 from tilewright.ops.attention.vendors import FLASH
 from tilewright.selection import operations
+from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.config import Data
+from tilewright.trainer.config.section import certified
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.cache_key import files_of
+from tilewright.trainer.data.contents import tokenizes
 from tilewright.trainer.data.data_files import are_digests, moved
 from tilewright.trainer.data.prepared import is_saved
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.plugins.checksums import Checksums
+from tilewright.trainer.plugins.callback import Callback
+from tilewright.trainer.plugins.proof.checksums import Checksums
+
+if TYPE_CHECKING:
+    from tilewright.trainer.loop import Run
 
 FILE = "certificate.json"
 SCHEMA = 1
@@ -106,7 +112,7 @@ def facts(
 
     fields: what `certified` returns.   deep_ep: whether DeepEP sends tokens to experts.
     data: what `build.build_data` returns.   belongs: what `build.identity` returns, and as "read"
-    the hashes of what else the run reads.   chosen: the implementation of each op.
+    what `things_read` does.   chosen: the implementation of each op.
     """
     batches, held = data
     device = platform.device_name(mesh.device.type)
@@ -135,6 +141,14 @@ def facts(
         },
     }
     return json.loads(json.dumps(found))
+
+
+def things_read(data: Data, things: Mapping[str, Thing]) -> dict[str, str]:
+    """The hashes of what else a run is made of. Its base and samples are other facts, and no number
+    depends on a tokenizer that is exported alone.
+    """
+    known = {"base", "data"} if tokenizes(data) else {"base", "data", "tokenizer", "template"}
+    return {name: thing.digest for name, thing in things.items() if name not in known}
 
 
 def order(batches: Batches) -> str:
@@ -268,22 +282,11 @@ def certify(
     }
 
 
-def files(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-    """A run's certificates, in the order of the steps that they start at, with these."""
-    named = [(re.fullmatch(r"certificate(?:_(\d+))?\.json", p.name), p) for p in folder.iterdir()]
-    return sorted((int(m[1] or 0), p) for m, p in named if m)
-
-
 def write(folder: str, certificate: dict[str, Any]) -> tuple[str, str]:
-    """Writes the file, whose name and hash it returns. Certificates of steps that the run will
-    repeat are removed.
-    """
+    """Writes the file, whose name and hash it returns."""
     text, start = json.dumps(certificate, indent=1) + "\n", certificate["start"]
     path = pathlib.Path(folder, f"certificate_{start}.json" if start else FILE)
     write_text(path, text)
-    for at, earlier in files(path.parent):
-        if at > start:
-            earlier.unlink()
     return path.name, hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -305,3 +308,39 @@ def read(file: pathlib.Path) -> dict[str, Any]:
         if not fits:
             raise ValueError(f"{file.name} is damaged: its {name!r} is missing or of another type")
     return found
+
+
+class Certificate(Callback):
+    """Certifies the run.
+
+    checksums: of its tensors.   made: its certificate.   apart: in what ranks differ from rank 0.
+    """
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        config, mesh = run.config, run.mesh
+        deep_ep = config.model.ep_dispatch == "deepep"
+        belongs = {**run.identity, "read": things_read(config.data, run.made_of.now)}
+        data = run.batches, run.held
+        own = facts(certified(config), deep_ep, mesh, data, belongs, run.ops)
+        files = files_of_data(config.data) if mesh.main else {}
+        self.apart = between_ranks(own, mesh)
+        self.checksums = Checksums(run.engine.parts, mesh)
+        self.made = certify(own, self.checksums, run.start, files)
+
+    def begin(self) -> None:
+        run, problem = self.run, None
+        if run.mesh.main:
+            try:
+                name, digest = write(run.config.train.output_dir, self.made)
+                run.metrics.say(f"certificate: {digest[:16]} in {name}")
+            except OSError as error:
+                problem = error
+        run.mesh.control.agree(problem)
+        if self.apart:
+            run.metrics.say(f"ranks differ: {self.apart}")
+
+
+def of_run(run: Run) -> Certificate:
+    """That of a run whose other callbacks need it."""
+    return next(c for c in run.callbacks if isinstance(c, Certificate))

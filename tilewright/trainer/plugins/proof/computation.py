@@ -20,7 +20,7 @@ from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.parallel.compiling import is_compiled
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.plugins.checksums import ROW, checksum, factors
+from tilewright.trainer.plugins.proof.checksums import ROW, checksum, factors
 
 # Parts of names in the order of the forward: modules are registered in another one.
 FORWARD = (

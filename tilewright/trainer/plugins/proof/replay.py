@@ -11,8 +11,7 @@ from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.engine import Batch, Engine
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
+from tilewright.trainer.plugins.callback import Callback, Step
 
 
 def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,9 +47,3 @@ class Comparison(Callback):
     def before_step(self, step: Step) -> None:
         if step.number % self.run.config.train.router_replay_compare_steps == 0:
             step.values |= compare(self.run.engine, step.batches)
-
-
-CALLBACKS.add(
-    "replay",
-    Plugin(Comparison, 20, lambda run: run.config.train.router_replay_compare_steps > 0),
-)

@@ -25,9 +25,8 @@ from tilewright.trainer.data.sources import place_of
 from tilewright.trainer.losses.preferences import answers_of, pairs_of
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.plugins.callback import Callback, Step
 from tilewright.trainer.precomputed import Precomputed
-from tilewright.trainer.tables import CALLBACKS
 
 TERMS = ("chosen ", "rejected ")
 
@@ -250,11 +249,3 @@ def differences(policy: Parts, other: Parts) -> Iterator[str]:
     for name, value in facts[0].items():
         if value != facts[1][name]:
             yield f"unlike numerics: {name} {value} in the policy, {facts[1][name]} in the reference"
-
-
-def _begins_with_reference(run: Any) -> bool:
-    compared = run.engine.reference is not None or "reference_logprob" in run.batches.bins.columns
-    return run.done == 0 and compared and run.config.train.loss == "preference"
-
-
-CALLBACKS.add("step_zero", Plugin(StepZero, 35, _begins_with_reference))
