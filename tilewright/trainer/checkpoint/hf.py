@@ -31,6 +31,7 @@ from tilewright.trainer.checkpoint.hf_names import (
     load_config,
     local_folder,
     read_config,
+    rows_of,
     shape_of,
     sources,
     split,
@@ -80,13 +81,20 @@ SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 def _full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
-    gathering is collective.
+    gathering is collective. Parameters that are rows of one tensor are held until all are there.
     """
-    config = _written(parts)
+    config, held = _written(parts), {}
     for name, full, own in parts.of_all_ranks(dense_weights(parts.model)):
+        rows = rows_of(name, config)
         for target, part in zip(sources(name, config), split(name, full, config), strict=True):
             wanted = own if name.endswith(PLAIN) else dtype or own
-            yield target, part.to("cpu", wanted).contiguous()
+            part = part.to("cpu", wanted).contiguous()
+            if rows is not None:
+                held[target] = {**held.get(target, {}), rows.first: part}
+                if sum(map(len, held[target].values())) < rows.all:
+                    continue
+                part = torch.cat([t for _, t in sorted(held.pop(target).items())])
+            yield target, part
 
 
 def _written(parts: Parts) -> ModelConfig:
