@@ -72,4 +72,5 @@ SHAPES = {
         "first_k_dense_replace": 1,
         "rope_parameters": YARN,
     },
+    "olmo2": {**SMALL, "model_type": "olmo2", "tie_word_embeddings": False},
 }

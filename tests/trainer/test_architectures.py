@@ -82,6 +82,8 @@ MODES = {
     ),
     "deepseek_v3/train_ulysses_ring": layout(ulysses_parallel_size=2, ringattn_parallel_size=2),
     "deepseek_v3/train_in_bfloat16": layout(enable_mixed_precision="true"),
+    "olmo2/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "olmo2/train_lora": [*layout(**RECOMPUTE), *LORA],
 }
 # Whose checkpoints move.
 MOVED = ("gpt_oss", "deepseek_v3")
@@ -251,6 +253,7 @@ def published(kind, sizes, **more):
     return {"model_type": kind, **dict(zip(names, sizes, strict=True)), **more}
 
 
+OLMO2 = {"rope_theta": 500_000, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 PUBLISHED_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 # Of published models, by their numbers of parameters.
 PUBLISHED = {
@@ -273,6 +276,9 @@ PUBLISHED = {
         rope_local_base_freq=10000,
         sliding_window=512,
         sliding_window_pattern=6,
+    ),
+    1_484_916_736: published(  # allenai/OLMo-2-0425-1B
+        "olmo2", (100352, 2048, 8192, 16, 16, 16), attention_bias=False, **OLMO2
     ),
     20_914_757_184: published(  # openai/gpt-oss-20b, dequantized
         "gpt_oss",
@@ -396,7 +402,7 @@ def test_what_config_json_omits_is_as_in_transformers(family):
     omitted = ("head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps")
     short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, "layer_types")}
     short["num_attention_heads"] = short["num_key_value_heads"] = 8
-    if family in ("mistral", "gemma3", "gpt_oss", "odd"):
+    if family in ("mistral", "gemma3", "gpt_oss", "odd", "olmo2"):
         del short["num_key_value_heads"]
     ours, theirs = ModelConfig.from_hf(short), transformers.AutoConfig.for_model(**short)
     for name in (*omitted, "num_key_value_heads"):
@@ -522,7 +528,7 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
         hf.load_weights(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "olmo2"])
 def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path):
     """In float32 every switch is the same function, in another order."""
     torch._dynamo.reset()

@@ -79,6 +79,8 @@ LATENT = {
     "first_k_dense_replace": 1,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
 }
+# A padding token's embedding would be zero, and without a gradient.
+TOKENS = {"pad_token_id": None, "eos_token_id": 2}
 SHAPES = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
     "llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3},
@@ -100,7 +102,7 @@ SHAPES = {
         "model_type": "gemma3_text",
         **WINDOW,
         "query_pre_attn_scalar": 24,
-        "pad_token_id": None,  # its embedding would be zero, and without a gradient
+        **TOKENS,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -126,6 +128,7 @@ SHAPES = {
         "rope_interleave": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "olmo2": {"model_type": "olmo2", **TOKENS, "rope_parameters": YARN},
 }
 
 
@@ -248,7 +251,7 @@ def test_smollm2_logits_equal_transformers_on_the_real_weights():
     "name, attn",
     [
         *itertools.product(["qwen3", "qwen3-moe", "deepseek-v3"], ["eager", "sdpa"]),
-        *((name, "eager") for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss")),
+        *((name, "eager") for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss", "olmo2")),
     ],
 )
 def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
@@ -340,7 +343,7 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
     assert counts[0] > 0 and counts[3:] == counts[2:3] * 4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3", "olmo2"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
     theirs(name, tmp_path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, cast
 
 import torch
@@ -43,6 +43,35 @@ from tilewright.trainer.parallel.parts import Parts, many, parts_of
 LOAD_MODES = ("broadcast", "all_ranks")
 
 
+def _otherwise_quantized(
+    name: str, config: ModelConfig, folder: Folder, like: list[Quantized], any_quantized: bool
+) -> Iterator[str]:
+    """Why a parameter cannot be filled with weights that are stored quantized.   like: its own
+    quantized weights; [] if it is dense.   any_quantized: whether the model has some.
+    """
+    stored = [n for n in sources(name, config) if folder.format(n) is not None]
+    if stored and rows_of(name, config) is not None:
+        yield (
+            f"{stored[0]} is {folder.format(stored[0])}, and {name} would be some of its rows: set "
+            "model.merge_qkv to true"
+        )
+    elif stored and not any_quantized:
+        yield (
+            f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
+            f"{folder.format(stored[0])}"
+        )
+    elif like:
+        want = format_of(like[0])
+        assert isinstance(want, QuantFormat)  # by which the model was quantized
+        for n in stored:
+            have = (folder.format(n), folder.group(n))
+            if have != (want.name, want.group_size):
+                yield (
+                    f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
+                    f"lora.quant_group_size say {want.name} and {want.group_size}"
+                )
+
+
 def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) -> None:
     problems, expected = [], set()
     weights = [(name, p) for name, p in base_weights(model) if name not in without]
@@ -66,27 +95,7 @@ def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) ->
             if folder.shape(n) != shape:
                 problems.append(f"{n} has shape {folder.shape(n)}, the model's has {shape}")
         problems += [sentence for sentence in map(folder.refused, names) if sentence]
-        stored = [n for n in names if folder.format(n) is not None]
-        if stored and rows is not None:
-            problems.append(
-                f"{stored[0]} is {folder.format(stored[0])}, and {name} would be some of its rows: "
-                "set model.merge_qkv to true"
-            )
-        elif stored and not any_quantized:
-            problems.append(
-                f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
-                f"{folder.format(stored[0])}"
-            )
-        elif like := quantized(p):
-            want = format_of(like[0])
-            assert isinstance(want, QuantFormat)  # by which the model was quantized
-            for n in stored:
-                have = (folder.format(n), folder.group(n))
-                if have != (want.name, want.group_size):
-                    problems.append(
-                        f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
-                        f"lora.quant_group_size say {want.name} and {want.group_size}"
-                    )
+        problems += _otherwise_quantized(name, model.config, folder, quantized(p), any_quantized)
     # A tied head may be stored nevertheless, if it is the embedding; older files contain the rotary
     # frequencies.
     spare = {
