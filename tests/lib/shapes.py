@@ -73,4 +73,12 @@ SHAPES = {
         "rope_parameters": YARN,
     },
     "olmo2": {**SMALL, "model_type": "olmo2", "tie_word_embeddings": False},
+    "phi3": {
+        **SMALL,
+        "model_type": "phi3",
+        "tie_word_embeddings": False,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 5,
+    },
 }

@@ -79,6 +79,15 @@ LATENT = {
     "first_k_dense_replace": 1,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
 }
+LONGROPE = {
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 2.0],
+        "long_factor": [1.0, 2.1, 3.3, 4.5, 5.6, 7.0],
+    },
+}
 # A padding token's embedding would be zero, and without a gradient.
 TOKENS = {"pad_token_id": None, "eos_token_id": 2}
 SHAPES = {
@@ -129,6 +138,8 @@ SHAPES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "olmo2": {"model_type": "olmo2", **TOKENS, "rope_parameters": YARN},
+    "phi3": {"model_type": "phi3", **TOKENS, **WINDOW, "tie_word_embeddings": True},
+    "phi3-longrope": {"model_type": "phi3", **TOKENS, **LONGROPE},
 }
 
 
@@ -226,6 +237,8 @@ def test_logits_loss_and_gradients_equal_transformers(name, tmp_path):
                 want = hf.fuse(param, [want], model.config) if names == [param] else want
             else:
                 want = torch.cat([wanted[n].grad for n in names])
+                rows = hf.rows_of(param, model.config)
+                want = want if rows is None else want[rows.first : rows.end]
             assert (p.grad - want).abs().max() <= 1e-4 * want.abs().max(), param
 
 
@@ -251,7 +264,10 @@ def test_smollm2_logits_equal_transformers_on_the_real_weights():
     "name, attn",
     [
         *itertools.product(["qwen3", "qwen3-moe", "deepseek-v3"], ["eager", "sdpa"]),
-        *((name, "eager") for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss", "olmo2")),
+        *(
+            (name, "eager")
+            for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss", "olmo2", "phi3")
+        ),
     ],
 )
 def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
@@ -343,7 +359,9 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
     assert counts[0] > 0 and counts[3:] == counts[2:3] * 4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3", "olmo2", "phi3"]
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
     theirs(name, tmp_path)
@@ -421,6 +439,31 @@ def test_folders_round_trip_bit_for_bit_and_load_in_transformers(name, tmp_path)
     ids = torch.randint(0, 211, (1, 12))
     torch.testing.assert_close(again(ids).logits, reference(ids).logits, rtol=0, atol=0)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_projections_that_are_one_tensor_on_disk_are_its_rows_in_the_model(tmp_path):
+    reference = theirs("phi3-longrope", tmp_path)
+    model = ours(tmp_path / "theirs", merge_qkv=False)
+    hf.save_weights(model, tmp_path / "ours")
+    stored = load_file(tmp_path / "ours" / hf.SINGLE)
+    assert all(torch.equal(t, stored.pop(n)) for n, t in reference.state_dict().items())
+    assert not stored
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    rewrite(tmp_path / "theirs", lambda t: {**t, name: t[name][1:]})
+    for merge_qkv in (True, False):
+        with pytest.raises(
+            ValueError, match=r"qkv_proj.weight has shape \[127, 64\], .* \[128, 64\]"
+        ):
+            ours(tmp_path / "theirs", merge_qkv)
+
+
+def test_a_sequence_beyond_the_original_context_of_longrope_is_refused(tmp_path):
+    theirs("phi3-longrope", tmp_path)
+    model, ids = ours(tmp_path / "theirs"), torch.arange(65)[None]
+    with pytest.raises(ValueError, match="65 tokens in a row: beyond original_max_position_em"):
+        model(ids)
+    at = torch.arange(9)[None]
+    torch.testing.assert_close(model(ids[:, :9], position_ids=at), model(ids[:, :9]))
 
 
 def test_meta_construction_and_initialisation_depend_on_the_seed_alone():

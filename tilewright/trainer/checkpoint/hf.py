@@ -56,6 +56,7 @@ __all__ = [
     "origin",
     "read_config",
     "read_json",
+    "rows_of",
     "save_weights",
     "shape_of",
     "sources",
@@ -223,7 +224,7 @@ def _write_config(
             config |= {
                 k: theirs[k]
                 for k in ("bos_token_id", "eos_token_id", "pad_token_id")
-                if k in theirs and k not in config
+                if k in theirs and config.get(k) is None
             }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

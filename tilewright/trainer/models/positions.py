@@ -39,6 +39,12 @@ def local_rope_tables(
     return tables.rope_tables(theta, config.rope_dim, length, device=device)
 
 
+def positions_of(config: ModelConfig) -> int | None:
+    """How many positions have the same angles whatever the sequence's length; None: all."""
+    scaling = dict(config.rope_scaling)
+    return scaling[tables.CONTEXT] if scaling.get("rope_type") == "longrope" else None
+
+
 class Sequence:
     """The inputs of every layer beside the hidden states, built once per batch.
 
@@ -93,16 +99,23 @@ class Sequence:
 
         Positions default to those within each document.
 
-        Raises ValueError for ends that differ from the values of cu_seqlens.
+        Raises ValueError for ends that differ from the values of cu_seqlens, and for tokens beyond
+        the positions of `positions_of`.
         """
-        S, device = input_ids.shape[1] * cp.size, input_ids.device
+        S, device, most = input_ids.shape[1] * cp.size, input_ids.device, positions_of(config)
+        if most is not None and most < S:
+            raise ValueError(
+                f"{S} tokens in a row: beyond original_max_position_embeddings = {most} longrope "
+                "turns a document by other factors than those that are shorter, which is not "
+                "supported; make data.sample_packing_sequence_len at most that"
+            )
         # The angles are computed in each call: a buffer would have to survive construction on the
         # meta device, and this costs less than one row of one matrix product. Positions that
         # restart in each document are below S; positions from outside may be up to the model's
         # maximum.
         length = S
         if position_ids is not None and cu_seqlens is None:
-            length = max(S, config.max_position_embeddings)
+            length = max(S, config.max_position_embeddings if most is None else most)
         elif position_ids is None and cu_seqlens is not None:
             whole = document_positions(cu_seqlens, input_ids.numel() * cp.size)
             position_ids = shard(whole, 0, cp).view_as(input_ids)

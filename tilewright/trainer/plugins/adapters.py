@@ -53,7 +53,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         paths = add_lora(model, wanted.lora_target_modules, **kind, modules_to_save=whole)
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
-    if "qkv_proj" in model.one_adapter and any(path.endswith(QKV) for path in paths):
+    if "qkv_proj" in model.one_adapter and any(path.rpartition(".")[2] in QKV for path in paths):
         raise ValueError(
             f"lora.lora_target_modules: {model.config.model_type} stores {', '.join(QKV)} as one "
             "tensor, which has one adapter; set model.merge_qkv to true, or name other projections"

@@ -75,10 +75,24 @@ def rope(
     for name in (*required, *(n for n in optional if settings.get(n) is not None)):
         if name == "truncate":
             flag(settings, name)
-        elif name not in tables.FACTORS:
+        elif name in tables.FACTORS:
+            pairs = int(sizes(hf)["head_dim"] * part.get("partial_rotary_factor", 1.0)) // 2
+            settings[name] = _factors(settings, name, pairs)
+        else:
             number(settings, name, None, float)
     settings = settings | part if kind != "default" else part and {"rope_type": kind, **part}
     return {"rope_theta": theta, "rope_scaling": tuple(sorted(settings.items()))}
+
+
+def _factors(settings: dict[str, Any], name: str, pairs: int) -> tuple[float, ...]:
+    """A number for each pair of rotated features."""
+    values = settings[name]
+    if not isinstance(values, list | tuple) or len(values) != pairs:
+        raise ValueError(
+            f"config.json: {name} must be a list of {pairs} numbers, one for each pair of rotated "
+            f"features, got {values!r}"
+        )
+    return tuple(number({name: v if v is not None else 0}, name, None, float) for v in values)
 
 
 def _part(hf: dict[str, Any], share: Any) -> dict[str, float]:
