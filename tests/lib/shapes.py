@@ -81,4 +81,5 @@ SHAPES = {
         "partial_rotary_factor": 0.5,
         "sliding_window": 5,
     },
+    "glm4": {**SMALL, "model_type": "glm4", "tie_word_embeddings": False},
 }

@@ -90,6 +90,8 @@ MODES = {
     "phi3/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
     "phi3/train_lora": [*layout(**RECOMPUTE), *LORA, "--model.merge_qkv=true"],
     "phi3/train_tp_lora": [*layout(tensor_parallel_size=2), *LORA, *BEHIND],
+    "glm4/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "glm4/train_ring_lora": [*layout(ringattn_parallel_size=2, **RECOMPUTE), *LORA],
 }
 # Whose checkpoints move.
 MOVED = ("gpt_oss", "deepseek_v3")
@@ -304,6 +306,9 @@ PUBLISHED = {
         },
         sliding_window=262144,
     ),
+    9_400_279_040: published(  # zai-org/GLM-4-9B-0414
+        "glm4", (151552, 4096, 13696, 40, 32, 2), head_dim=128, partial_rotary_factor=0.5
+    ),
     20_914_757_184: published(  # openai/gpt-oss-20b, dequantized
         "gpt_oss",
         (201088, 2880, 2880, 24, 64, 8),
@@ -382,6 +387,8 @@ def rope(**changed):
             {"rope_scaling": {"type": "su", "short_factor": [1, 0], "long_factor": [1, 1]}},
             "short_factor must be a finite number above 0, got 0",
         ),
+        ("glm4", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ("glm4", {"partial_rotary_factor": 0.1}, "0.1: must rotate an even number of the 16"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -442,7 +449,7 @@ def test_what_config_json_omits_is_as_in_transformers(family):
     omitted = ("head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps")
     short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, "layer_types")}
     short["num_attention_heads"] = short["num_key_value_heads"] = 8
-    if family in ("mistral", "gemma3", "gpt_oss", "odd", "olmo2", "phi3"):
+    if family in ("mistral", "gemma3", "gpt_oss", "odd", "olmo2", "phi3", "glm4"):
         del short["num_key_value_heads"]
     ours, theirs = ModelConfig.from_hf(short), transformers.AutoConfig.for_model(**short)
     for name in (*omitted, "num_key_value_heads"):
@@ -508,7 +515,9 @@ def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_pa
     torch.testing.assert_close(merged(ids), model(ids), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family, fused", [("phi3", ["gate_up_proj", "qkv_proj"])])
+@pytest.mark.parametrize(
+    "family, fused", [("phi3", ["gate_up_proj", "qkv_proj"]), ("glm4", ["gate_up_proj", "q_proj"])]
+)
 def test_a_projection_that_is_one_tensor_on_disk_has_one_adapter_as_in_peft(
     family, fused, tmp_path
 ):
@@ -619,7 +628,7 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
         hf.load_weights(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "olmo2", "phi3", "glm4"])
 def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path):
     """In float32 every switch is the same function, in another order."""
     torch._dynamo.reset()

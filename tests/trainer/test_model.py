@@ -140,6 +140,8 @@ SHAPES = {
     "olmo2": {"model_type": "olmo2", **TOKENS, "rope_parameters": YARN},
     "phi3": {"model_type": "phi3", **TOKENS, **WINDOW, "tie_word_embeddings": True},
     "phi3-longrope": {"model_type": "phi3", **TOKENS, **LONGROPE},
+    "glm4": {"model_type": "glm4", **TOKENS, "rope_parameters": YARN},
+    "glm4-without-biases": {"model_type": "glm4", **TOKENS, "attention_bias": False},
 }
 
 
@@ -266,7 +268,7 @@ def test_smollm2_logits_equal_transformers_on_the_real_weights():
         *itertools.product(["qwen3", "qwen3-moe", "deepseek-v3"], ["eager", "sdpa"]),
         *(
             (name, "eager")
-            for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss", "olmo2", "phi3")
+            for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss", "olmo2", "phi3", "glm4")
         ),
     ],
 )
@@ -360,7 +362,7 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3", "olmo2", "phi3"]
+    "name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3", "olmo2", "phi3", "glm4"]
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
