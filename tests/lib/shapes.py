@@ -80,6 +80,12 @@ SHAPES = {
         "head_dim": 8,
         "partial_rotary_factor": 0.5,
         "sliding_window": 5,
+        "original_max_position_embeddings": 8,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5],
+            "long_factor": [1.5, 4.0],
+        },
     },
     "glm4": {**SMALL, "model_type": "glm4", "tie_word_embeddings": False},
 }

@@ -88,6 +88,7 @@ MODES = {
     "olmo2/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
     "olmo2/train_lora": [*layout(**RECOMPUTE), *LORA],
     "phi3/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "phi3/train_ulysses_ring": layout(ulysses_parallel_size=2, ringattn_parallel_size=2),
     "phi3/train_lora": [*layout(**RECOMPUTE), *LORA, "--model.merge_qkv=true"],
     "phi3/train_tp_lora": [*layout(tensor_parallel_size=2), *LORA, *BEHIND],
     "glm4/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
@@ -446,8 +447,9 @@ def test_what_config_json_omits_is_as_in_transformers(family):
     """
     import transformers
 
+    of_sizes = ("layer_types", "rope_scaling")
     omitted = ("head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps")
-    short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, "layer_types")}
+    short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, *of_sizes)}
     short["num_attention_heads"] = short["num_key_value_heads"] = 8
     if family in ("mistral", "gemma3", "gpt_oss", "odd", "olmo2", "phi3", "glm4"):
         del short["num_key_value_heads"]

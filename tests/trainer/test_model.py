@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tilewright import ops as tw
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.nn import quantize_model
 from tilewright.ops.attention.attention import takes_values
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.models.initialize import init_weights
@@ -459,13 +460,43 @@ def test_projections_that_are_one_tensor_on_disk_are_its_rows_in_the_model(tmp_p
             ours(tmp_path / "theirs", merge_qkv)
 
 
-def test_a_sequence_beyond_the_original_context_of_longrope_is_refused(tmp_path):
-    theirs("phi3-longrope", tmp_path)
-    model, ids = ours(tmp_path / "theirs"), torch.arange(65)[None]
-    with pytest.raises(ValueError, match="65 tokens in a row: beyond original_max_position_em"):
-        model(ids)
-    at = torch.arange(9)[None]
-    torch.testing.assert_close(model(ids[:, :9], position_ids=at), model(ids[:, :9]))
+def test_a_quantized_tensor_is_not_cut_into_projections(tmp_path):
+    """Merged, its codes are read as they are."""
+    reference, name = theirs("phi3", tmp_path), "model.layers.1.self_attn.qkv_proj.weight"
+    codes = tw.quantize_nf4(reference.state_dict()[name])
+    rewrite(
+        tmp_path / "theirs",
+        lambda t: {n: t[n] for n in t if n != name} | codes.to_safetensors(name),
+    )
+    config, found = hf.load_config(tmp_path / "theirs"), {}
+    for merge_qkv in (True, False):
+        model = Transformer(
+            config, Ops.resolve(attention_request=attention_request(config)), merge_qkv
+        )
+        quantize_model(model, "nf4")
+        found[merge_qkv] = model
+    hf.load_weights(found[True], tmp_path / "theirs")
+    [weight] = found[True].model.layers[1].self_attn.qkv_proj.weights()
+    assert torch.equal(weight.data, codes.data)
+    with pytest.raises(
+        ValueError, match=r"qkv_proj.weight is nf4, and .*q_proj.weight would be some"
+    ):
+        hf.load_weights(found[False], tmp_path / "theirs")
+
+
+def test_longrope_turns_each_document_by_its_own_length(tmp_path):
+    """As transformers alone: the original context has 64 tokens."""
+    reference = theirs("phi3-longrope", tmp_path)
+    model, ids = ours(tmp_path / "theirs"), torch.randint(0, 211, (1, 70 + 64 + 9))
+    documents = ids.split((70, 64, 9), 1)
+    want = [reference(d).logits for d in documents]
+    cu_seqlens = torch.tensor([0, 70, 134, 143], dtype=torch.int32)
+    close(model(ids, cu_seqlens=cu_seqlens), torch.cat(want, 1))
+    for document, logits in zip(documents, want, strict=True):
+        close(model(document), logits)
+        close(model(document, position_ids=torch.arange(document.shape[1])[None]), logits)
+    with pytest.raises(ValueError, match="share_prefix = True: documents of more than 64 tokens"):
+        model(ids, cu_seqlens=cu_seqlens, prefixes=((134, 143, 70, 75),))
 
 
 def test_meta_construction_and_initialisation_depend_on_the_seed_alone():

@@ -72,7 +72,7 @@ class LatentAttention(Attention):
             k_rope.unsqueeze(1),
             *sequence.angles(self.local),
             interleaved=self.interleaved,
-            position_ids=sequence.position_ids,
+            position_ids=sequence.rows,
             implementation=self.ops.rope,
         )
         q = torch.cat((q_nope, q_rope), -1)

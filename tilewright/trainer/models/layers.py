@@ -230,7 +230,7 @@ class Attention(nn.Module):
             k,
             *sequence.angles(self.local),
             **self.rotation,
-            position_ids=sequence.position_ids,
+            position_ids=sequence.rows,
             implementation=self.ops.rope,
         )
         return *rotated, v
@@ -257,7 +257,7 @@ class Attention(nn.Module):
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             **self.rotation,
-            position_ids=sequence.position_ids,
+            position_ids=sequence.rows,
             implementation=self.ops.qk_norm_rope,
             **norms,
         )

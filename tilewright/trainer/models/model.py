@@ -186,10 +186,10 @@ class Transformer(nn.Module):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             ends=ends,
+            prefixes=prefixes,
         )
         sequence.routes, sequence.real = self.routes(routed_experts), self.real(real)
         sequence.masks = masks if self.training else None
-        sequence.prefixes = prefixes
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
             return self.head.outputs(hidden, *self._around())
