@@ -1,5 +1,6 @@
 """The trainer's models against transformers, on the same weights, in float32."""
 
+import copy
 import itertools
 import json
 import pathlib
@@ -187,7 +188,8 @@ def test_every_projection_is_asked_for_float32_gradients(name, tmp_path, monkeyp
 
 def theirs(name, tmp_path):
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(**SMALL | SHAPES[name])
+    # A copy: a configuration writes into the dictionary that it is given.
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(SMALL | SHAPES[name]))
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
