@@ -51,7 +51,7 @@ def of_trainer(like: PreTrainedModel, dtype: torch.dtype) -> Transformer:
     )
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(hf.fuse(name, [weights[n] for n in hf.sources(name, config)]))
+            p.copy_(hf.fuse(name, [weights[n] for n in hf.sources(name, config)], config))
     return model
 
 
@@ -86,11 +86,11 @@ def gradients(model: torch.nn.Module, like: Transformer) -> dict[str, torch.Tens
     from tilewright.trainer.checkpoint import hf
 
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if model is like:
+        return {name: own[name] for name, _ in like.named_parameters()}
+    config = like.config
     return {
-        name: hf.fuse(
-            name,
-            [own[n] for n in hf.sources(name, like.config)] if model is not like else [own[name]],
-        )
+        name: hf.fuse(name, [own[n] for n in hf.sources(name, config)], config)
         for name, _ in like.named_parameters()
     }
 

@@ -72,4 +72,20 @@ SHAPES = {
         "first_k_dense_replace": 1,
         "rope_parameters": YARN,
     },
+    "olmo2": {**SMALL, "model_type": "olmo2", "tie_word_embeddings": False},
+    "phi3": {
+        **SMALL,
+        "model_type": "phi3",
+        "tie_word_embeddings": False,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 5,
+        "original_max_position_embeddings": 8,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5],
+            "long_factor": [1.5, 4.0],
+        },
+    },
+    "glm4": {**SMALL, "model_type": "glm4", "tie_word_embeddings": False},
 }

@@ -29,6 +29,7 @@ from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Train, load
 from tilewright.trainer.data.batches import FILLER, collate
 from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.memory_plan import plan
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -57,6 +58,8 @@ def layout(**train):
 ADAM = {"optimizer": "adamw", "lr": 1e-3}
 RECOMPUTE = {"enable_gradient_checkpointing": "true"}
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=2"]
+# Of projections that are one tensor on disk, one has an adapter over all its rows.
+BEHIND = ["--lora.lora_target_modules=[o_proj, gate_up_proj, down_proj]"]
 MODES = {
     "mistral/train_ring": layout(ringattn_parallel_size=2),
     "qwen2/train_tp_lora": [*layout(tensor_parallel_size=2), *LORA],
@@ -82,11 +85,19 @@ MODES = {
     ),
     "deepseek_v3/train_ulysses_ring": layout(ulysses_parallel_size=2, ringattn_parallel_size=2),
     "deepseek_v3/train_in_bfloat16": layout(enable_mixed_precision="true"),
+    "olmo2/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "olmo2/train_lora": [*layout(**RECOMPUTE), *LORA],
+    "phi3/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "phi3/train_ulysses_ring": layout(ulysses_parallel_size=2, ringattn_parallel_size=2),
+    "phi3/train_lora": [*layout(**RECOMPUTE), *LORA, "--model.merge_qkv=true"],
+    "phi3/train_tp_lora": [*layout(tensor_parallel_size=2), *LORA, *BEHIND],
+    "glm4/train_pp_tp": layout(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "glm4/train_ring_lora": [*layout(ringattn_parallel_size=2, **RECOMPUTE), *LORA],
 }
 # Whose checkpoints move.
 MOVED = ("gpt_oss", "deepseek_v3")
 # What a mode does not change of the training in one process.
-SAME = ("train.optimizer=", "train.lr=", "lora.")
+SAME = ("train.optimizer=", "train.lr=", "lora.", "model.")
 
 
 def two_layers(shape):
@@ -251,6 +262,7 @@ def published(kind, sizes, **more):
     return {"model_type": kind, **dict(zip(names, sizes, strict=True)), **more}
 
 
+OLMO2 = {"rope_theta": 500_000, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 PUBLISHED_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 # Of published models, by their numbers of parameters.
 PUBLISHED = {
@@ -273,6 +285,30 @@ PUBLISHED = {
         rope_local_base_freq=10000,
         sliding_window=512,
         sliding_window_pattern=6,
+    ),
+    1_484_916_736: published(  # allenai/OLMo-2-0425-1B
+        "olmo2", (100352, 2048, 8192, 16, 16, 16), attention_bias=False, **OLMO2
+    ),
+    3_836_021_760: published(  # microsoft/Phi-4-mini-instruct
+        "phi3",
+        (200064, 3072, 8192, 32, 24, 8),
+        tie_word_embeddings=True,
+        attention_bias=False,
+        attention_dropout=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + i for i in range(48)],
+        },
+        sliding_window=262144,
+    ),
+    9_400_279_040: published(  # zai-org/GLM-4-9B-0414
+        "glm4", (151552, 4096, 13696, 40, 32, 2), head_dim=128, partial_rotary_factor=0.5
     ),
     20_914_757_184: published(  # openai/gpt-oss-20b, dequantized
         "gpt_oss",
@@ -336,6 +372,24 @@ def rope(**changed):
             "layer_types must name full_attention ",
         ),
         ("qwen2", {**LOCAL, "max_window_layers": "28"}, "max_window_layers must be an .* got '28'"),
+        ("olmo2", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1 is not supported; accepted: 0.0"),
+        ("phi3", {"partial_rotary_factor": 0.7}, "0.7: must rotate an even number of the 8 .* 5.6"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "1.5: must rotate an even number of the 8 .* 12"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "'longrope' needs short_factor, long_factor"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1, 1], "long_factor": [1]}},
+            r"long_factor must be a list of 2 numbers, .* got \[1\]",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1, 0], "long_factor": [1, 1]}},
+            "short_factor must be a finite number above 0, got 0",
+        ),
+        ("glm4", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ("glm4", {"partial_rotary_factor": 0.1}, "0.1: must rotate an even number of the 16"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -393,10 +447,11 @@ def test_what_config_json_omits_is_as_in_transformers(family):
     """
     import transformers
 
+    of_sizes = ("layer_types", "rope_scaling")
     omitted = ("head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps")
-    short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, "layer_types")}
+    short = {k: v for k, v in SHAPES[family].items() if k not in (*omitted, *of_sizes)}
     short["num_attention_heads"] = short["num_key_value_heads"] = 8
-    if family in ("mistral", "gemma3", "gpt_oss", "odd"):
+    if family in ("mistral", "gemma3", "gpt_oss", "odd", "olmo2", "phi3", "glm4"):
         del short["num_key_value_heads"]
     ours, theirs = ModelConfig.from_hf(short), transformers.AutoConfig.for_model(**short)
     for name in (*omitted, "num_key_value_heads"):
@@ -462,6 +517,59 @@ def test_adapters_of_latent_attention_and_of_both_kinds_of_experts(codes, tmp_pa
     torch.testing.assert_close(merged(ids), model(ids), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "family, fused", [("phi3", ["gate_up_proj", "qkv_proj"]), ("glm4", ["gate_up_proj", "q_proj"])]
+)
+def test_a_projection_that_is_one_tensor_on_disk_has_one_adapter_as_in_peft(
+    family, fused, tmp_path
+):
+    import peft
+    import transformers
+
+    shape = {**SHAPES[family], "pad_token_id": None}
+    folder, ids = write_weights(tmp_path / "model", shape), torch.arange(24)[None]
+    model = Transformer(ModelConfig.from_hf(shape), ops_for(ModelConfig.from_hf(shape)))
+    hf.load_weights(model, folder)
+    paths = nn.add_lora(model, rank=2)
+    found = {path.rpartition(".")[2] for path in paths}
+    assert {*fused} <= found and not found & {"gate_proj", "up_proj"}
+    nn.reset_adapters(model, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if is_adapter(name):
+                p.add_(0.1 * torch.randn_like(p))
+    nn.save_adapter(model, tmp_path / "adapter")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    hf.save_weights(model, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
+    torch.testing.assert_close(merged(ids).logits, model(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            ["--train.tensor_parallel_size=2"],
+            "phi3 stores q_proj, k_proj, v_proj as one tensor, .* set model.merge_qkv to true",
+        ),
+        (
+            ["--train.tensor_parallel_size=2", "--lora.use_dora=true", *BEHIND],
+            "mlp.gate_up_proj has one adapter, whose magnitudes ranks cannot share",
+        ),
+    ],
+)
+def test_adapters_that_ranks_cannot_share_are_refused(options, said, tmp_path):
+    shape = SHAPES["phi3"]
+    layout = {"model__merge_qkv": False, "train__data_parallel_mode": "fsdp2"}
+    config = load(write_config(tmp_path, shape, **layout), [*LORA, *options])
+    with pytest.raises(ValueError, match=said):
+        plan(config, ModelConfig.from_hf(shape), 2, 0, torch.device("cpu"))
+
+
 def test_an_attention_without_windows_or_sinks_is_refused(tmp_path):
     path = write_config(tmp_path, SHAPES["gpt_oss"], model__attn_implementation="sdpa")
     config = load(path, [])
@@ -522,7 +630,7 @@ def test_layers_of_multi_token_prediction_are_left(tmp_path):
         hf.load_weights(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3", "olmo2", "phi3", "glm4"])
 def test_switches_of_numerics_and_whole_graphs_compute_the_same(family, tmp_path):
     """In float32 every switch is the same function, in another order."""
     torch._dynamo.reset()

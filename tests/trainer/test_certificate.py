@@ -474,6 +474,17 @@ def test_the_order_of_gradients_is_that_of_the_backward(name, merged):
     assert [*map(operator, in_backward(sorted(made)))] == [*map(operator, made)]
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_are_in_the_order_of_the_forward(name):
+    model, called = Transformer(ModelConfig.from_hf(SHAPES[name]), Ops.resolve("eager")), []
+    init_weights(model, 0)
+    names = Outputs(Parts(model), Mesh()).names
+    for path in names:
+        model.get_submodule(path).register_forward_hook(lambda *_, path=path: called.append(path))
+    model(torch.arange(12)[None])
+    assert called == names
+
+
 def test_outputs_of_compiled_layers_are_those_of_whole_layers():
     """Within a graph nothing can be recorded."""
     config = Config(

@@ -277,7 +277,7 @@ def test_probabilities_rise_linearly_from_no_dropout(tmp_path, monkeypatch):
 NEARLY_ALL = 1 - 1e-9
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "deepseek"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "deepseek", "olmo2", "glm4"])
 @pytest.mark.parametrize("site", ["hidden", "attention", "ffn"])
 def test_a_site_that_drops_nearly_all_adds_nothing(family, site):
     """The logits are those of a model whose matrices behind the site are zero."""

@@ -1,5 +1,6 @@
 """The trainer's models against transformers, on the same weights, in float32."""
 
+import copy
 import itertools
 import json
 import pathlib
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tilewright import ops as tw
 from tilewright.core.registry import ImplementationUnavailable
+from tilewright.nn import quantize_model
 from tilewright.ops.attention.attention import takes_values
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.models.initialize import init_weights
@@ -79,6 +81,17 @@ LATENT = {
     "first_k_dense_replace": 1,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
 }
+LONGROPE = {
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 2.0],
+        "long_factor": [1.0, 2.1, 3.3, 4.5, 5.6, 7.0],
+    },
+}
+# A padding token's embedding would be zero, and without a gradient.
+TOKENS = {"pad_token_id": None, "eos_token_id": 2}
 SHAPES = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
     "llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3},
@@ -100,7 +113,7 @@ SHAPES = {
         "model_type": "gemma3_text",
         **WINDOW,
         "query_pre_attn_scalar": 24,
-        "pad_token_id": None,  # its embedding would be zero, and without a gradient
+        **TOKENS,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -126,6 +139,11 @@ SHAPES = {
         "rope_interleave": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "olmo2": {"model_type": "olmo2", **TOKENS, "rope_parameters": YARN},
+    "phi3": {"model_type": "phi3", **TOKENS, **WINDOW, "tie_word_embeddings": True},
+    "phi3-longrope": {"model_type": "phi3", **TOKENS, **LONGROPE},
+    "glm4": {"model_type": "glm4", **TOKENS, "rope_parameters": YARN},
+    "glm4-without-biases": {"model_type": "glm4", **TOKENS, "attention_bias": False},
 }
 
 
@@ -170,7 +188,8 @@ def test_every_projection_is_asked_for_float32_gradients(name, tmp_path, monkeyp
 
 def theirs(name, tmp_path):
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(**SMALL | SHAPES[name])
+    # A copy: a configuration writes into the dictionary that it is given.
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(SMALL | SHAPES[name]))
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
@@ -220,9 +239,11 @@ def test_logits_loss_and_gradients_equal_transformers(name, tmp_path):
             names = hf.sources(param, model.config)
             if ".experts." in param:
                 want = wanted[param].grad
-                want = hf.fuse(param, [want]) if names == [param] else want
+                want = hf.fuse(param, [want], model.config) if names == [param] else want
             else:
                 want = torch.cat([wanted[n].grad for n in names])
+                rows = hf.rows_of(param, model.config)
+                want = want if rows is None else want[rows.first : rows.end]
             assert (p.grad - want).abs().max() <= 1e-4 * want.abs().max(), param
 
 
@@ -248,7 +269,10 @@ def test_smollm2_logits_equal_transformers_on_the_real_weights():
     "name, attn",
     [
         *itertools.product(["qwen3", "qwen3-moe", "deepseek-v3"], ["eager", "sdpa"]),
-        *((name, "eager") for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss")),
+        *(
+            (name, "eager")
+            for name in ("mistral", "qwen2-windows", "gemma3", "gpt-oss", "olmo2", "phi3", "glm4")
+        ),
     ],
 )
 def test_packed_documents_equal_separate_ones(name, attn, tmp_path):
@@ -340,7 +364,9 @@ def test_compiled_layers_are_not_made_anew_for_other_documents(attn):
     assert counts[0] > 0 and counts[3:] == counts[2:3] * 4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-moe-mixed", "gemma3", "deepseek-v3", "olmo2", "phi3", "glm4"]
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(name, reentrant, tmp_path):
     theirs(name, tmp_path)
@@ -418,6 +444,61 @@ def test_folders_round_trip_bit_for_bit_and_load_in_transformers(name, tmp_path)
     ids = torch.randint(0, 211, (1, 12))
     torch.testing.assert_close(again(ids).logits, reference(ids).logits, rtol=0, atol=0)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_projections_that_are_one_tensor_on_disk_are_its_rows_in_the_model(tmp_path):
+    reference = theirs("phi3-longrope", tmp_path)
+    model = ours(tmp_path / "theirs", merge_qkv=False)
+    hf.save_weights(model, tmp_path / "ours")
+    stored = load_file(tmp_path / "ours" / hf.SINGLE)
+    assert all(torch.equal(t, stored.pop(n)) for n, t in reference.state_dict().items())
+    assert not stored
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    rewrite(tmp_path / "theirs", lambda t: {**t, name: t[name][1:]})
+    for merge_qkv in (True, False):
+        with pytest.raises(
+            ValueError, match=r"qkv_proj.weight has shape \[127, 64\], .* \[128, 64\]"
+        ):
+            ours(tmp_path / "theirs", merge_qkv)
+
+
+def test_a_quantized_tensor_is_not_cut_into_projections(tmp_path):
+    """Merged, its codes are read as they are."""
+    reference, name = theirs("phi3", tmp_path), "model.layers.1.self_attn.qkv_proj.weight"
+    codes = tw.quantize_nf4(reference.state_dict()[name])
+    rewrite(
+        tmp_path / "theirs",
+        lambda t: {n: t[n] for n in t if n != name} | codes.to_safetensors(name),
+    )
+    config, found = hf.load_config(tmp_path / "theirs"), {}
+    for merge_qkv in (True, False):
+        model = Transformer(
+            config, Ops.resolve(attention_request=attention_request(config)), merge_qkv
+        )
+        quantize_model(model, "nf4")
+        found[merge_qkv] = model
+    hf.load_weights(found[True], tmp_path / "theirs")
+    [weight] = found[True].model.layers[1].self_attn.qkv_proj.weights()
+    assert torch.equal(weight.data, codes.data)
+    with pytest.raises(
+        ValueError, match=r"qkv_proj.weight is nf4, and .*q_proj.weight would be some"
+    ):
+        hf.load_weights(found[False], tmp_path / "theirs")
+
+
+def test_longrope_turns_each_document_by_its_own_length(tmp_path):
+    """As transformers alone: the original context has 64 tokens."""
+    reference = theirs("phi3-longrope", tmp_path)
+    model, ids = ours(tmp_path / "theirs"), torch.randint(0, 211, (1, 70 + 64 + 9))
+    documents = ids.split((70, 64, 9), 1)
+    want = [reference(d).logits for d in documents]
+    cu_seqlens = torch.tensor([0, 70, 134, 143], dtype=torch.int32)
+    close(model(ids, cu_seqlens=cu_seqlens), torch.cat(want, 1))
+    for document, logits in zip(documents, want, strict=True):
+        close(model(document), logits)
+        close(model(document, position_ids=torch.arange(document.shape[1])[None]), logits)
+    with pytest.raises(ValueError, match="share_prefix = True: documents of more than 64 tokens"):
+        model(ids, cu_seqlens=cu_seqlens, prefixes=((134, 143, 70, 75),))
 
 
 def test_meta_construction_and_initialisation_depend_on_the_seed_alone():

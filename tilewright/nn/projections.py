@@ -86,10 +86,12 @@ def adaptable(model: nn.Module) -> tuple[str, ...]:
 
 
 def fused_projections(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The projections that a layer of this name fuses. () in a transformers model: there one layer,
-    as in Phi-3, has one adapter in PEFT's files.
+    """The projections that a layer of this name fuses. () in a transformers model, and for the
+    names in a model's `one_adapter`: there one layer, as in Phi-3, has one adapter in PEFT's files.
     """
-    return () if hasattr(model, "save_pretrained") else FUSED.get(name, ())
+    if hasattr(model, "save_pretrained") or name in getattr(model, "one_adapter", ()):
+        return ()
+    return FUSED.get(name, ())
 
 
 def rows_unknown(path: str, module: nn.Linear | QuantizedLinear) -> str:

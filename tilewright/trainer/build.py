@@ -447,7 +447,7 @@ def precomputed(
     format = lora.quant_format, lora.quant_group_size, lora.exclude_modules
     fingerprint = {
         "weights": parts.origin,
-        "model": dataclasses.asdict(parts.model.config),
+        "model": parts.model.config.recorded(),
         "numerics": dataclasses.asdict(ops.numerics),
         "ops": ops.names() | adapters.operations(parts.whole, mesh.device, dtype),
         "dtype": str(dtype),
@@ -498,7 +498,7 @@ def columns_of(
 def model_identity(model: Model, lora: Lora, shape: ModelConfig) -> dict[str, Any]:
     """A checkpoint's compatibility keys of kind `model`."""
     return {
-        **dataclasses.asdict(shape),
+        **shape.recorded(),
         **kept(model, Resume.OTHER_WEIGHTS),
         "lora": adapters.identity(lora),
     }
@@ -561,7 +561,7 @@ def weights_read(
     if not compares:
         return found
     # Weights mean nothing without the shape, which a folder of its own may have changed.
-    known = digest([compared.origin, dataclasses.asdict(compared.model.config)])
+    known = digest([compared.origin, compared.model.config.recorded()])
     return {**found, "reference": Thing(known, [other or path or "weights drawn by train.seed"])}
 
 

@@ -31,6 +31,7 @@ from tilewright.trainer.checkpoint.hf_names import (
     load_config,
     local_folder,
     read_config,
+    rows_of,
     shape_of,
     sources,
     split,
@@ -55,6 +56,7 @@ __all__ = [
     "origin",
     "read_config",
     "read_json",
+    "rows_of",
     "save_weights",
     "shape_of",
     "sources",
@@ -80,13 +82,20 @@ SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 def _full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
-    gathering is collective.
+    gathering is collective. Parameters that are rows of one tensor are held until all are there.
     """
-    config = _written(parts)
+    config, held = _written(parts), {}
     for name, full, own in parts.of_all_ranks(dense_weights(parts.model)):
+        rows = rows_of(name, config)
         for target, part in zip(sources(name, config), split(name, full, config), strict=True):
             wanted = own if name.endswith(PLAIN) else dtype or own
-            yield target, part.to("cpu", wanted).contiguous()
+            part = part.to("cpu", wanted).contiguous()
+            if rows is not None:
+                held[target] = {**held.get(target, {}), rows.first: part}
+                if sum(map(len, held[target].values())) < rows.all:
+                    continue
+                part = torch.cat([t for _, t in sorted(held.pop(target).items())])
+            yield target, part
 
 
 def _written(parts: Parts) -> ModelConfig:
@@ -215,7 +224,7 @@ def _write_config(
             config |= {
                 k: theirs[k]
                 for k in ("bos_token_id", "eos_token_id", "pad_token_id")
-                if k in theirs and k not in config
+                if k in theirs and config.get(k) is None
             }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

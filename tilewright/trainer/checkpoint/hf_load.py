@@ -7,8 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, cast
 
 import torch
@@ -35,14 +34,42 @@ from tilewright.ops.quant.nvfp4 import NVFP4
 from tilewright.ops.quant.quantize import Quantized
 from tilewright.trainer.checkpoint.hf_folder import ACTIVATIONS, Folder
 from tilewright.trainer.checkpoint.hf_head import EMBEDDING, HEAD, stores_another_head
-from tilewright.trainer.checkpoint.hf_names import fuse, sources, split
+from tilewright.trainer.checkpoint.hf_names import fuse, rows_of, sources, split
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel import exchange
 from tilewright.trainer.parallel.parts import Parts, many, parts_of
 
 LOAD_MODES = ("broadcast", "all_ranks")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _otherwise_quantized(
+    name: str, config: ModelConfig, folder: Folder, like: list[Quantized], any_quantized: bool
+) -> Iterator[str]:
+    """Why a parameter cannot be filled with weights that are stored quantized.   like: its own
+    quantized weights; [] if it is dense.   any_quantized: whether the model has some.
+    """
+    stored = [n for n in sources(name, config) if folder.format(n) is not None]
+    if stored and rows_of(name, config) is not None:
+        yield (
+            f"{stored[0]} is {folder.format(stored[0])}, and {name} would be some of its rows: set "
+            "model.merge_qkv to true"
+        )
+    elif stored and not any_quantized:
+        yield (
+            f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
+            f"{folder.format(stored[0])}"
+        )
+    elif like:
+        want = format_of(like[0])
+        assert isinstance(want, QuantFormat)  # by which the model was quantized
+        for n in stored:
+            have = (folder.format(n), folder.group(n))
+            if have != (want.name, want.group_size):
+                yield (
+                    f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
+                    f"lora.quant_group_size say {want.name} and {want.group_size}"
+                )
 
 
 def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) -> None:
@@ -62,38 +89,22 @@ def _check_fits(model: Transformer, folder: Folder, without: Collection[str]) ->
         if missing:
             continue
         whole = torch.empty(shape_of(p), device="meta")
+        rows = rows_of(name, model.config)
         for n, part in zip(names, split(name, whole, model.config), strict=True):
-            if folder.shape(n) != list(part.shape):
-                problems.append(
-                    f"{n} has shape {folder.shape(n)}, the model's has {list(part.shape)}"
-                )
+            shape = list(part.shape) if rows is None else [rows.all, *part.shape[1:]]
+            if folder.shape(n) != shape:
+                problems.append(f"{n} has shape {folder.shape(n)}, the model's has {shape}")
         problems += [sentence for sentence in map(folder.refused, names) if sentence]
-        stored = [n for n in names if folder.format(n) is not None]
-        if stored and not any_quantized:
-            problems.append(
-                f"{stored[0]} is quantized: set lora.enable_qlora to true and lora.quant_format to "
-                f"{folder.format(stored[0])}"
-            )
-        elif like := quantized(p):
-            want = format_of(like[0])
-            assert isinstance(want, QuantFormat)  # by which the model was quantized
-            for n in stored:
-                have = (folder.format(n), folder.group(n))
-                if have != (want.name, want.group_size):
-                    problems.append(
-                        f"{n} is {have[0]} in groups of {have[1]}; lora.quant_format and "
-                        f"lora.quant_group_size say {want.name} and {want.group_size}"
-                    )
+        problems += _otherwise_quantized(name, model.config, folder, quantized(p), any_quantized)
     # A tied head may be stored nevertheless, if it is the embedding; older files contain the rotary
     # frequencies.
     spare = {
         n
         for n in folder.file_of
-        if n not in expected and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
+        if n not in expected
+        and not n.endswith(("rotary_emb.inv_freq", *ACTIVATIONS))
+        and not model.config.architecture.stored.is_left(n, model.config)
     }
-    if model.config.architecture.further_layers:
-        layers = model.config.num_hidden_layers
-        spare = {n for n in spare if not ((m := LAYER.match(n)) and int(m[1]) >= layers)}
     problems += [f"unexpected {n}" for n in sorted(spare - {HEAD})]
     if HEAD in spare and stores_another_head(folder, model.config):
         problems.append(
@@ -193,8 +204,9 @@ def _read(name: str, config: ModelConfig, folder: Folder) -> torch.Tensor:
     """
     first, *rest = sources(name, config)
     if not rest:
-        return fuse(name, [folder.read(first)])
-    whole = fuse(name, [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)])
+        return fuse(name, [folder.read(first)], config)
+    shapes = [torch.empty(folder.shape(n), device="meta") for n in (first, *rest)]
+    whole = fuse(name, shapes, config)
     whole = torch.empty_like(whole, dtype=folder.read(first).dtype, device="cpu")
     for n, part in zip((first, *rest), split(name, whole, config), strict=True):
         part.copy_(folder.read(n))

@@ -14,6 +14,7 @@ import torch
 from tilewright.core.files import is_hub_id, read_json
 from tilewright.trainer.config import Model
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.stored import Rows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder, beside chat_template.jinja
@@ -99,57 +100,20 @@ def read_config(path: str | pathlib.Path) -> dict:
 
 def sources(name: str, config: ModelConfig) -> list[str]:
     """The tensors on disk that are fused into one parameter, in order."""
-    family = config.architecture
-    for here, there in family.renamed:
-        name = name.replace(here, there)
-    stem, _, last = name.rpartition(".experts.")
-    if stem and not family.stacked_experts:
-        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-        return [
-            f"{stem}.experts.{e}.{part}.weight" for e in range(config.num_experts) for part in parts
-        ]
-    if name.rpartition(".")[0].endswith("qkv_proj"):
-        return [name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
-    if name.endswith("gate_up_proj.weight"):
-        return [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
-    return [name]
+    return config.architecture.stored.sources(name, config)
 
 
-def fuse(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    _, of_experts, last = name.rpartition(".experts.")
-    if of_experts and len(tensors) == 1 and (last.endswith("_bias") or tensors[0].dim() == 3):
-        return _from_stacked(last, tensors[0])
-    if last == "gate_up_proj":
-        return torch.stack(
-            [torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-        )
-    if of_experts:
-        return torch.stack(tensors)
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def fuse(name: str, tensors: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """A parameter, of its sources; where it is some of their rows, of those."""
+    whole, rows = config.architecture.stored.fuse(name, tensors), rows_of(name, config)
+    return whole if rows is None else whole[rows.first : rows.end]
+
+
+def rows_of(name: str, config: ModelConfig) -> Rows | None:
+    """The rows of its only source that a parameter is; None: all."""
+    return config.architecture.stored.rows(name, config)
 
 
 def split(name: str, full: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
-    """The inverse of `fuse`."""
-    _, of_experts, last = name.rpartition(".experts.")
-    if of_experts and config.architecture.stacked_experts:
-        return [_to_stacked(last, full)]
-    if of_experts:
-        return [half for expert in full for half in expert.chunk(2)] if "up" in last else list(full)
-    if name.rpartition(".")[0].endswith("qkv_proj"):
-        kv = config.num_key_value_heads * config.head_dim
-        return list(full.split((config.num_attention_heads * config.head_dim, kv, kv)))
-    return list(full.chunk(2)) if name.endswith("gate_up_proj.weight") else [full]
-
-
-def _from_stacked(name: str, stored: torch.Tensor) -> torch.Tensor:
-    """Experts that gpt-oss stores as [E, inputs, outputs], with outputs gate, up, gate, up, ...;
-    their biases [E, outputs].
-    """
-    if name.startswith("gate_up_proj"):
-        stored = torch.cat((stored[..., ::2], stored[..., 1::2]), -1)
-    return stored if name.endswith("_bias") else stored.transpose(1, 2)
-
-
-def _to_stacked(name: str, full: torch.Tensor) -> torch.Tensor:
-    full = full if name.endswith("_bias") else full.transpose(1, 2)
-    return torch.stack(full.chunk(2, -1), -1).flatten(-2) if "up" in name else full
+    """The inverse of `fuse`; of a parameter that is some rows of its source, those."""
+    return config.architecture.stored.split(name, full, config)

@@ -270,8 +270,8 @@ class Train(Section):
         ge=1,
     )
     """Neighboring processes that share the matrices of each layer, and between layers each
-    sequence; divides the MLP's width and the vocabulary. Where it does not divide the heads, each
-    computes attention whole.
+    sequence; divides the MLP's width and the vocabulary. Where it does not divide the heads, or
+    they have one norm (OLMo 2), each computes attention whole.
     """
     pipeline_parallel_size: int = field(
         1,

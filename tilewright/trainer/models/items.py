@@ -8,6 +8,7 @@ from typing import Any
 # Limit of sizes in config.json: no model has so wide a layer, and no machine holds its square.
 LARGEST = 2**24
 FULL, SLIDING = "full_attention", "sliding_attention"
+READ: Any = object()  # in `Architecture.neutral`: the family reads this item
 
 
 def number(source: dict[str, Any], name: str, default: Any, kind: type = int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,15 @@ from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.models.shared import TensorParallel
+
+
+class Place(NamedTuple):
+    """What a layer's parts are made from.   layer: its number."""
+
+    config: ModelConfig
+    ops: Ops
+    layer: int = 0
+    merge_qkv: bool = True
 
 
 class AddRMSNorm(RMSNorm):
@@ -80,38 +89,56 @@ def residual_norm(config: ModelConfig, ops: Ops) -> AddRMSNorm:
 
 class Attention(nn.Module):
     """Grouped queries, with what the model's family adds: biases, norms of queries and keys, sinks,
-    a window.
+    a window, a rotation of the first features of a head alone.
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool, layer: int = 0):
+    # Why ranks cannot have some of the heads each; None: they can.
+    undivided: str | None = None
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        interleaved: bool = False,
+        scale: float | None = None,
+    ):
+        """qk_norm: of each head.   interleaved: neighbors are rotated, as in `ops.rope`.
+        scale: the factor of the logits; None: head_dim ** -0.5.
+        """
         super().__init__()
-        family = config.architecture
+        config = place.config
         self.heads, self.kv_heads, self.head_dim, self.ops = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            ops,
+            place.ops,
         )
-        self.sinks = nn.Parameter(torch.empty(self.heads)) if family.sinks else None
-        self.layer, self.local = layer, config.is_local(layer)
+        sinks = config.architecture.sinks
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if sinks else None
+        self.layer, self.local = place.layer, config.is_local(place.layer)
         self.window = config.sliding_window if self.local else None
-        self.scale = family.scale(config)
+        self.scale = scale
+        self.qk_norm, self.qkv_bias, self.output_bias = qk_norm, qkv_bias, output_bias
+        rotary_dim = None if config.rope_dim == config.head_dim else config.rope_dim
+        self.rotation = {"interleaved": interleaved, "rotary_dim": rotary_dim}
         self.cp, self.tp = ContextParallel(), TensorParallel()
-        self.add_projections(config, merge_qkv)
+        self.add_projections(config, place.merge_qkv)
 
     def add_projections(self, config: ModelConfig, merge_qkv: bool) -> None:
-        H, D, family = config.hidden_size, config.head_dim, config.architecture
+        H, D = config.hidden_size, config.head_dim
         widths = (self.heads * D, self.kv_heads * D, self.kv_heads * D)
         self.widths, self.merge_qkv = widths, merge_qkv
         # No fused pass computes as PyTorch does.
-        numerics, bias = self.ops.numerics, family.qkv_bias
+        numerics, bias = self.ops.numerics, self.qkv_bias
         self.apart = numerics.rmsnorm_native or numerics.rope_native
         if merge_qkv:
             self.qkv_proj = Linear(H, sum(widths), bias=bias)
         else:
             self.q_proj, self.k_proj, self.v_proj = (Linear(H, n, bias=bias) for n in widths)
-        self.o_proj = Linear(widths[0], H, bias=family.output_bias)
-        self.qk_norm = family.qk_norm
+        self.o_proj = Linear(widths[0], H, bias=self.output_bias)
         if self.qk_norm:
             self.q_norm, self.k_norm = (norm(config, self.ops, D) for _ in "qk")
 
@@ -196,17 +223,21 @@ class Attention(nn.Module):
     def _heads(self, q, k, v, sequence):
         """Attention's inputs [B, heads, S, D] from the three projections."""
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.normalized(q, k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         rotated = tw.rope(
             q,
             k,
             *sequence.angles(self.local),
-            position_ids=sequence.position_ids,
+            **self.rotation,
+            position_ids=sequence.rows,
             implementation=self.ops.rope,
         )
         return *rotated, v
+
+    def normalized(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [B, S, heads, D] with their norms."""
+        return (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
 
     def _heads_of_merged(self, qkv, sequence):
         """The same from the merged projection, in one pass; the norms' modules hold weights
@@ -225,7 +256,8 @@ class Attention(nn.Module):
             *sequence.angles(self.local),
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
-            position_ids=sequence.position_ids,
+            **self.rotation,
+            position_ids=sequence.rows,
             implementation=self.ops.qk_norm_rope,
             **norms,
         )
@@ -238,14 +270,15 @@ class Attention(nn.Module):
 class MLP(SwiGLU):
     """down(a(gate(x)) * up(x)), where a is SiLU, or GELU approximated by tanh."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, inner: int | None = None):
-        """inner: default: the model's intermediate_size."""
+    def __init__(self, place: Place, inner: int | None = None, *, activation: str = "silu"):
+        """inner: default: the model's intermediate_size.   activation: "silu" or "gelu"."""
+        config, ops = place.config, place.ops
         super().__init__(
             config.hidden_size,
             config.intermediate_size if inner is None else inner,
             implementation=ops.silu_mul,
         )
-        self.gelu = ops.gelu_mul if config.architecture.activation == "gelu" else None
+        self.gelu = ops.gelu_mul if activation == "gelu" else None
         self.tp = TensorParallel()
 
     def forward(

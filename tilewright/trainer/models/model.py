@@ -8,7 +8,6 @@ per token, I inner width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +19,7 @@ from tilewright.nn import in_row_blocks
 from tilewright.nn.sharded import local
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.ops.attention.prefixes import Prefix
+from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.head import (
     LANGUAGE_MODEL,
     AdaptedHead,
@@ -30,9 +30,8 @@ from tilewright.trainer.models.head import (
     Shaping,
     TokenLosses,
 )
-from tilewright.trainer.models.latent_attention import LatentAttention
-from tilewright.trainer.models.layers import MLP, Attention, norm, residual_norm
-from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks
+from tilewright.trainer.models.layers import Place, residual_norm
+from tilewright.trainer.models.masks import Masks
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.ops_choice import Ops
@@ -43,67 +42,17 @@ from tilewright.trainer.models.shared import TensorParallel
 HEADS: dict[str, Head] = {"language_model": LANGUAGE_MODEL, "reward": REWARD}
 
 
-class Block(nn.Module):
-    """Returns the layer's output, the residual stream and, with experts, the router's report."""
-
-    def __init__(self, config: ModelConfig, ops: Ops, layer: int, merge_qkv: bool):
-        super().__init__()
-        self.layer = layer
-        self.input_layernorm = residual_norm(config, ops)
-        attention = Attention if config.latent is None else LatentAttention
-        self.self_attn = attention(config, ops, merge_qkv, layer)
-        # Names of Gemma where results are normalized, too: else the norm before the MLP is called
-        # after attention.
-        self.norms_after = config.architecture.norms_after
-        if self.norms_after:
-            self.post_attention_layernorm = norm(config, ops, config.hidden_size)
-            self.pre_feedforward_layernorm = residual_norm(config, ops)
-            self.post_feedforward_layernorm = norm(config, ops, config.hidden_size)
-        else:
-            self.post_attention_layernorm = residual_norm(config, ops)
-        before = sum(config.is_moe(i) for i in range(layer))
-        self.mlp = MoE(config, ops, before) if config.is_moe(layer) else MLP(config, ops)
-
-    def before_mlp(self, x, residual, sequence):
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, sequence)
-        before = self.post_attention_layernorm
-        if self.norms_after:
-            x, before = self.post_attention_layernorm(x), self.pre_feedforward_layernorm
-        return before(*self.added(x, residual, sequence.masks, AFTER_ATTENTION))
-
-    def added(self, x, residual, masks, site):
-        """x and the residual stream that it is added to; with dropout their sum, and None."""
-        if masks is None or not masks.hidden:
-            return x, residual
-        return masks.add(x, residual, self.layer, site), None
-
-    def forward(self, x, residual, sequence, routes=None, kept=None):
-        """routes, kept: as in `MoE.forward`."""
-        real = sequence.real
-        x, residual = self.before_mlp(x, residual, sequence)
-        masks = sequence.masks
-        if not isinstance(self.mlp, MoE):
-            if masks is None or not masks.ffn:
-                x = self.mlp(x)
-            else:
-                x = self.mlp(x, functools.partial(masks.within, layer=self.layer, tp=self.mlp.tp))
-            x = self.post_feedforward_layernorm(x) if self.norms_after else x
-            return self.added(x, residual, masks, AFTER_MLP)
-        x, report = self.mlp(x, routes, real) if kept is None else self.mlp(x, routes, real, kept)
-        return *self.added(x, residual, masks, AFTER_MLP), report
-
-
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, merge_qkv: bool):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        family = config.architecture
         self.layers = nn.ModuleList(
-            Block(config, ops, i, merge_qkv) for i in range(config.num_hidden_layers)
+            family.block(Place(config, ops, i, merge_qkv)) for i in range(config.num_hidden_layers)
         )
         self.norm = residual_norm(config, ops)
         # As transformers rounds it: to the dtype of the embedding.
-        self.scale = config.hidden_size**0.5 if config.architecture.scaled_embedding else None
+        self.scale = config.hidden_size**0.5 if family.scaled_embedding else None
         # Reentrant checkpointing computes gradients only if an input requires them.
         self.inputs_need_gradients = False
 
@@ -172,6 +121,7 @@ class Transformer(nn.Module):
         self.head = HEADS[config.head]
         # Beside layers' projections: the fused losses compute its adapter.
         self.adaptable = (self.head.module,) if config.head == "language_model" else ()
+        self.one_adapter = config.architecture.stored.fused
         layer = nn.Linear(config.hidden_size, self.head.rows(config), bias=False)
         self.add_module(self.head.module, layer)
         self.cp, self.tp = ContextParallel(), TensorParallel()
@@ -236,10 +186,10 @@ class Transformer(nn.Module):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             ends=ends,
+            prefixes=prefixes,
         )
         sequence.routes, sequence.real = self.routes(routed_experts), self.real(real)
         sequence.masks = masks if self.training else None
-        sequence.prefixes = prefixes
         hidden, reports = self.model(input_ids, sequence)
         if labels is None:
             return self.head.outputs(hidden, *self._around())

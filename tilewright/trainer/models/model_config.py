@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from tilewright.trainer.models.items import SLIDING, flag, number
+from tilewright.trainer.models.items import READ, SLIDING, flag, number
 from tilewright.trainer.tables import FAMILIES
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ WRITTEN_APART = (
     "decoder_sparse_step",
     "mlp_only_layers",
     "head",
+    "own",
 )
 
 
@@ -96,6 +97,7 @@ class ModelConfig:
     head: str = "language_model"  # or "reward"
     # Of a reward model: sequences end before it.
     pad_token_id: int | None = None
+    own: tuple[tuple[str, Any], ...] = ()  # items of config.json that its family alone reads
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -110,7 +112,7 @@ class ModelConfig:
             )
         hf = {**family.defaults, **hf}
         for key, neutral in {**NEUTRAL, **family.neutral}.items():
-            if hf.get(key, neutral) not in (neutral, None):
+            if neutral is not READ and hf.get(key, neutral) not in (neutral, None):
                 raise ValueError(
                     f"config.json: {key} = {hf[key]!r} is not supported; accepted: {neutral!r}"
                 )
@@ -139,13 +141,19 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_bias": False,
         }
-        if self.rope_scaling:
+        if rope["rope_type"] != "default":
             out["rope_scaling"] = rope
         if self.head == "reward":
             name = f"{family.scored or family.name}{HEADS[self.head]}"
             out |= {"architectures": [name], "num_labels": 1}
             out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        return out | family.write(self)
+        return out | dict(self.own) | family.write(self)
+
+    def recorded(self) -> dict[str, Any]:
+        """What tells this shape from others, as checkpoints and caches record it: what earlier
+        versions had no field for is there only where it is used.
+        """
+        return {k: v for k, v in asdict(self).items() if k != "own" or v}
 
     @property
     def architecture(self) -> Architecture:
@@ -159,7 +167,9 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Rotated features of a head."""
-        return self.head_dim if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+        if self.qk_rope_head_dim is not None:
+            return self.qk_rope_head_dim
+        return int(self.head_dim * dict(self.rope_scaling).get("partial_rotary_factor", 1.0))
 
     @property
     def latent(self) -> Latent | None:

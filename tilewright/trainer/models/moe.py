@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from tilewright.ops.activation.gate import Gate
 from tilewright.ops.moe.expert_parallel import DeepEP, ep_moe_mlp
 from tilewright.ops.moe.route import TINY
 from tilewright.ops.quant.aqn import AQN
-from tilewright.trainer.models.layers import MLP
+from tilewright.trainer.models.layers import MLP, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.recompute import Recomputed
@@ -30,12 +32,12 @@ class Experts(nn.Module):
 
     noise_layers = 2  # number of `AQN.layer` values that it may use
 
-    def __init__(self, config: ModelConfig, ops: Ops):
+    def __init__(self, config: ModelConfig, ops: Ops, biased: bool = False):
         super().__init__()
         E, H, I = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
-        self.biased = config.architecture.expert_bias
+        self.biased = biased
         if self.biased:
             self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * I))
             self.down_proj_bias = nn.Parameter(torch.empty(E, H))
@@ -120,14 +122,11 @@ class Router(nn.Linear):
     gradient, and stays whole and in float32 on every rank.
     """
 
-    def __init__(self, config: ModelConfig, fp32: bool):
-        family = config.architecture
-        super().__init__(config.hidden_size, config.num_experts, bias=family.router_bias)
+    def __init__(self, config: ModelConfig, fp32: bool, bias: bool, sigmoid: bool):
+        super().__init__(config.hidden_size, config.num_experts, bias=bias)
         self.fp32 = fp32
         self.e_score_correction_bias = (
-            nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
-            if family.score == "sigmoid"
-            else None
+            nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if sigmoid else None
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,21 +138,32 @@ class Router(nn.Linear):
 
 
 class MoE(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Ops, number: int = 0):
-        """number: of layers with experts before this one."""
+    def __init__(
+        self,
+        place: Place,
+        *,
+        router_bias: bool = False,
+        expert_bias: bool = False,
+        score: str = "softmax",
+    ):
+        """router_bias: added to the router's logits.   score: of the router; with "sigmoid" it has
+        a bias for the choice.
+        """
         super().__init__()
-        self.number = number
-        self.gate = Router(config, ops.numerics.router_fp32)
-        self.experts = Experts(config, ops)
+        config, ops = place.config, place.ops
+        # Of layers with experts before this one.
+        self.number = sum(config.is_moe(i) for i in range(place.layer))
+        self.gate = Router(config, ops.numerics.router_fp32, router_bias, score == "sigmoid")
+        self.experts = Experts(config, ops, expert_bias)
         self.shared_experts = (
-            MLP(config, ops, config.n_shared_experts * config.moe_intermediate_size)
+            MLP(place, config.n_shared_experts * config.moe_intermediate_size)
             if config.n_shared_experts
             else None
         )
         self.top_k, self.ops = config.num_experts_per_tok, ops
         scale = config.routed_scaling_factor
         self.options = {
-            "score": config.architecture.score,
+            "score": score,
             "renormalize": config.norm_topk_prob,
             "groups": config.n_group or 1,
             "topk_groups": config.topk_group or 1,
@@ -188,6 +198,11 @@ class MoE(nn.Module):
         bias = self.gate.e_score_correction_bias
         today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
         return torch.where((recorded_TK < 0).any(-1, keepdim=True), today, recorded_TK.long())
+
+
+def feed_forward(place: Place, **of_experts: Any) -> MLP | MoE:
+    """What a layer has beside attention.   of_experts: options of `MoE`."""
+    return MoE(place, **of_experts) if place.config.is_moe(place.layer) else MLP(place)
 
 
 @torch.no_grad()

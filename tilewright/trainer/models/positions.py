@@ -39,11 +39,56 @@ def local_rope_tables(
     return tables.rope_tables(theta, config.rope_dim, length, device=device)
 
 
+def original_context(config: ModelConfig) -> int | None:
+    """The longest documents with the angles of short ones, where those of longer ones are others
+    (longrope).
+    """
+    scaling = dict(config.rope_scaling)
+    return scaling[tables.CONTEXT] if scaling.get("rope_type") == "longrope" else None
+
+
+def tables_by_length(
+    config: ModelConfig, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, [2 length, rotated features / 2]: of documents within the original context, then
+    of longer ones.
+    """
+    scaling = dict(config.rope_scaling)
+    same = [dict.fromkeys(tables.FACTORS, scaling[name]) for name in tables.FACTORS]
+    short, long = (
+        tables.rope_tables(
+            config.rope_theta, config.rope_dim, length, scaling | factors, device=device
+        )
+        for factors in same
+    )
+    return torch.cat((short[0], long[0])), torch.cat((short[1], long[1]))
+
+
+def longer_than(
+    context: int,
+    input_ids: torch.Tensor,
+    cp: ContextParallel,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor | bool:
+    """Whether a token's document is longer, for each of a rank's tokens, or for all."""
+    if cu_seqlens is None and (position_ids is None or cp.size > 1):
+        return input_ids.shape[1] * cp.size > context
+    if cu_seqlens is None:
+        assert position_ids is not None
+        return position_ids.amax(-1, keepdim=True) >= context
+    ends = cu_seqlens.long()
+    tokens = torch.arange(input_ids.numel() * cp.size, device=ends.device)
+    document = torch.searchsorted(ends[1:], tokens, right=True).clamp(max=len(ends) - 2)
+    return shard((ends.diff() > context)[document], 0, cp).view_as(input_ids)
+
+
 class Sequence:
     """The inputs of every layer beside the hidden states, built once per batch.
 
     cos, sin: rotary angles by position.   local: those of layers with a window, if they are others;
     see `angles`.   position_ids: [B, S], this rank's, or None: from 0.
+    rows: of cos and sin, by token: position_ids, but where angles depend on a document's length.
     cu_seqlens: of packed documents, of the whole sequence.   ends: its values on the host, which
     spare attention a synchronization in every layer.   longest: a power of two that bounds the
     documents' lengths, so that few values of it are compiled; None without ends.
@@ -69,6 +114,7 @@ class Sequence:
         self.cos, self.sin = cos, sin
         self.local_cos, self.local_sin = local or (None, None)
         self.position_ids, self.cu_seqlens, self.ends = position_ids, cu_seqlens, ends
+        self.rows = position_ids
         self.routes: torch.Tensor | None = None
         self.masks: Masks | None = None
         self.real: torch.Tensor | None = None
@@ -88,12 +134,14 @@ class Sequence:
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         ends: tuple[int, ...] | None = None,
+        prefixes: tuple[Prefix, ...] = (),
     ) -> Sequence:
         """Builds it for a rank's tokens [B, S / cp.size].
 
         Positions default to those within each document.
 
-        Raises ValueError for ends that differ from the values of cu_seqlens.
+        Raises ValueError for ends that differ from the values of cu_seqlens, and for prefixes where
+        angles depend on a document's length.
         """
         S, device = input_ids.shape[1] * cp.size, input_ids.device
         # The angles are computed in each call: a buffer would have to survive construction on the
@@ -110,9 +158,25 @@ class Sequence:
             position_ids = positions(S, cp, device).expand_as(input_ids)
         if ends is not None:
             ends = check_boundaries(cu_seqlens, ends, len(input_ids), S)[1]
-        angles = rope_tables(config, length, device)
         local = local_rope_tables(config, length, device)
-        return cls(*angles, position_ids, cu_seqlens, ends, local)
+        context = original_context(config)
+        if context is None or length <= context:
+            angles = rope_tables(config, length, device)
+            sequence = cls(*angles, position_ids, cu_seqlens, ends, local)
+        elif prefixes:
+            raise ValueError(
+                f"preference.share_prefix = True: documents of more than {context} tokens "
+                "(original_max_position_embeddings) have other angles than shorter ones, so they "
+                "cannot share keys; make data.sample_packing_sequence_len at most that"
+            )
+        else:
+            angles = tables_by_length(config, length, device)
+            sequence = cls(*angles, position_ids, cu_seqlens, ends, local)
+            at = torch.arange(S, device=device) if position_ids is None else position_ids
+            long = longer_than(context, input_ids, cp, position_ids, cu_seqlens)
+            sequence.rows = at + length * long
+        sequence.prefixes = prefixes
+        return sequence
 
     def angles(self, local: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of a layer.   local: whether it has a window."""
@@ -129,4 +193,4 @@ class Sequence:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         angles = self.cos, self.sin, self.local_cos, self.local_sin
-        return *angles, self.position_ids, self.cu_seqlens, self.real
+        return *angles, self.position_ids, self.rows, self.cu_seqlens, self.real

@@ -141,8 +141,8 @@ class Stage(nn.Module):
             model.config,
             model.cp,
             **{name: batch.get(name) for name in ("position_ids", "cu_seqlens", "ends")},
+            prefixes=batch.get("prefixes", ()),
         )
-        sequence.prefixes = batch.get("prefixes", ())
         sequence.routes = model.routes(batch.get("routed_experts"))
         sequence.real = model.real(batch.get("real"))
         sequence.masks = batch.get("masks") if model.training else None

@@ -18,8 +18,8 @@ matrices, and reduce-scatter the sum over ranks:
 Parameters are DTensors on the axis tp with the names and shapes of the whole model, so that FSDP2,
 checkpoints, norms and exports treat them as usual; layers compute with their local shards.
 
-Where the heads do not divide by tp, each rank has the weights of attention whole, computes it for
-the whole sequence, and keeps its shard of the result.
+Where the heads do not divide by tp, or have one norm, each rank has the weights of attention whole,
+computes it for the whole sequence, and keeps its shard of the result.
 """
 
 from __future__ import annotations
@@ -125,16 +125,19 @@ def check(config: ModelConfig, size: int) -> None:
             )
 
 
-def shares_heads(config: ModelConfig, size: int) -> bool:
-    """Whether so many ranks each have as many heads."""
-    return config.num_attention_heads % size == config.num_key_value_heads % size == 0
+def undivided(model: Transformer, size: int) -> str | None:
+    """Why so many ranks cannot each have as many heads; None: they can."""
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    if heads % size or kv_heads % size:
+        return f"{heads} and {kv_heads} heads do not divide by {size}"
+    return next((b.self_attn.undivided for b in model.model.blocks if b.self_attn.undivided), None)
 
 
 def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Shards a model that is built on meta over the ranks of a mesh (tp,)."""
     tp = TensorParallel.of(mesh)
     check(model.config, tp.size)
-    shares = shares_heads(model.config, tp.size)
+    shares = undivided(model, tp.size) is None
     for path, module in model.named_modules():
         if ".experts" not in path:
             for name, p in list(module.named_parameters(recurse=False)):
@@ -167,7 +170,14 @@ def _placement(model: nn.Module, path: str, name: str) -> Placement:
         # Of fused projections each rank has rows of every part.
         parts = 2 if projection == "gate_up_proj" else 1
         if name == "lora_B" and isinstance(adapted, LoRALinear):
-            parts = len(adapted.slices)
+            if len(adapted.parts) > 1:
+                parts = len(adapted.slices)
+            elif parts > 1 and adapted.use_dora:
+                raise ValueError(
+                    f"lora.use_dora = True, train.tensor_parallel_size: {path} has one adapter, "
+                    "whose magnitudes ranks cannot share; name other projections in "
+                    "lora.lora_target_modules"
+                )
         return Shard(0) if parts == 1 else torch_names.strided_shard(0, parts)
     if projection in BY_COLUMNS and name in ("weight", "lora_A"):
         return Shard(1)

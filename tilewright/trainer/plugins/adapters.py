@@ -20,6 +20,7 @@ from tilewright.trainer.config import Lora, Model
 from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.models.head import AdaptedHead
 from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.stored import QKV
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins.callback import Callback, Plugin, Step
@@ -49,9 +50,14 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
     try:
         # A new head says nothing before it is trained.
         whole = [model.head.module] if model.config.head == "reward" else []
-        add_lora(model, wanted.lora_target_modules, **kind, modules_to_save=whole)
+        paths = add_lora(model, wanted.lora_target_modules, **kind, modules_to_save=whole)
     except ValueError as error:
         raise ValueError(f"lora.lora_target_modules: {error}") from error
+    if "qkv_proj" in model.one_adapter and any(path.rpartition(".")[2] in QKV for path in paths):
+        raise ValueError(
+            f"lora.lora_target_modules: {model.config.model_type} stores {', '.join(QKV)} as one "
+            "tensor, which has one adapter; set model.merge_qkv to true, or name other projections"
+        )
     if (
         wanted.merge_lora_interval
         and isinstance(model.head_layer, AdaptedHead)

@@ -10,7 +10,7 @@ from tilewright.trainer.engine import Engine
 from tilewright.trainer.models.ops_choice import Numerics
 from tilewright.trainer.parallel.compiling import compiled_parts
 from tilewright.trainer.parallel.mesh import Mesh, padding
-from tilewright.trainer.parallel.tensor_parallel import shares_heads
+from tilewright.trainer.parallel.tensor_parallel import undivided
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins import adapters
 
@@ -28,13 +28,11 @@ def summary(
     )
     multiple = padding(multiple, mesh.context, mesh.layout.tp)
     if (tp := mesh.layout.tp) > 1:
-        shape = engine.model.config
-        heads = f"{shape.num_attention_heads} and {shape.num_key_value_heads}"
-        repeated = f", attention whole on each, as {heads} heads do not divide by {tp}"
+        why = undivided(engine.parts.whole, tp)
+        repeated = f", attention whole on each, as {why}" if why else ""
         yield (
-            f"matrices on {tp} tensor-parallel ranks"
-            f"{'' if shares_heads(shape, tp) else repeated}, micro-batches padded to a multiple of "
-            f"{multiple} tokens"
+            f"matrices on {tp} tensor-parallel ranks{repeated}, micro-batches padded to a multiple "
+            f"of {multiple} tokens"
         )
     if mesh.context.size > 1:
         yield (

@@ -5,16 +5,23 @@ predict further tokens are neither read nor written.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tilewright.ops.rope.tables import yarn_mscale
+from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, experts
 from tilewright.trainer.models.items import flag, number
+from tilewright.trainer.models.latent_attention import LatentAttention
+from tilewright.trainer.models.layers import Place
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.moe import feed_forward
+from tilewright.trainer.models.stored import Stored
 from tilewright.trainer.tables import FAMILIES
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROUTER = ("n_group", "topk_group", "n_shared_experts")
 
 
@@ -75,10 +82,18 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _scale(config: ModelConfig) -> float | None:
-    rope = dict(config.rope_scaling)
+def _block(place: Place) -> Block:
+    rope, width = dict(place.config.rope_scaling), place.config.head_dim
     every = rope.get("mscale_all_dim")
-    return config.head_dim**-0.5 * (yarn_mscale(rope["factor"], every) ** 2 if every else 1.0)
+    scale = width**-0.5 * (yarn_mscale(rope["factor"], every) ** 2 if every else 1.0)
+    return Block(place, LatentAttention(place, scale=scale), feed_forward(place, score="sigmoid"))
+
+
+class _Stored(Stored):
+    def is_left(self, name: str, config: ModelConfig) -> bool:
+        """Layers of multi-token prediction."""
+        layer = LAYER.match(name)
+        return layer is not None and int(layer[1]) >= config.num_hidden_layers
 
 
 DEEPSEEK_V3 = Architecture(
@@ -109,8 +124,7 @@ DEEPSEEK_V3 = Architecture(
         "scoring_func": "sigmoid",
         "decoder_sparse_step": 1,
     },
-    scale=_scale,
-    score="sigmoid",
-    further_layers=True,
+    block=_block,
+    stored=_Stored(),
 )
 FAMILIES.add("deepseek_v3", DEEPSEEK_V3)

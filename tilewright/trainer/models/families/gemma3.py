@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.trainer.models.block import Block, Norms
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import rope, sizes, windows
 from tilewright.trainer.models.items import FULL, SLIDING, number
+from tilewright.trainer.models.layers import MLP, Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.tables import FAMILIES
 
 GELU = "gelu_pytorch_tanh"
 PATTERN = 6  # every sixth layer sees everything
+NORMS = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def _read(hf: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +76,11 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _scale(config: ModelConfig) -> float | None:
-    assert config.query_pre_attn_scalar is not None
-    return config.query_pre_attn_scalar**-0.5
+def _block(place: Place) -> Block:
+    root = place.config.query_pre_attn_scalar
+    assert root is not None
+    attention = Attention(place, qk_norm=True, scale=root**-0.5)
+    return Block(place, attention, MLP(place, activation="gelu"), NORMS)
 
 
 GEMMA3 = Architecture(
@@ -95,12 +105,9 @@ GEMMA3 = Architecture(
         "use_bidirectional_attention": False,
     },
     scored="Gemma3Text",
+    block=_block,
     norm_offset=1.0,
     norm_cast="gemma",
-    norms_after=True,
-    qk_norm=True,
-    scale=_scale,
-    activation="gelu",
     scaled_embedding=True,
 )
 FAMILIES.add("gemma3_text", GEMMA3)

@@ -6,10 +6,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, experts, windows
 from tilewright.trainer.models.items import FULL, SLIDING, number
+from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.moe import MoE
+from tilewright.trainer.models.stored import Stored
 from tilewright.trainer.tables import FAMILIES
 
 ROPE = {
@@ -53,6 +59,38 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _block(place: Place) -> Block:
+    attention = Attention(place, qkv_bias=True, output_bias=True)
+    return Block(place, attention, MoE(place, router_bias=True, expert_bias=True))
+
+
+class _Stored(Stored):
+    """Experts as [E, inputs, outputs], with outputs gate, up, gate, up, ...; their biases
+    [E, outputs].
+    """
+
+    def sources(self, name: str, config: ModelConfig) -> list[str]:
+        if ".experts." in name:
+            return [name]
+        return super().sources(name.replace(".mlp.gate.", ".mlp.router."), config)
+
+    def fuse(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        _, of_experts, last = name.rpartition(".experts.")
+        if not of_experts:
+            return super().fuse(name, tensors)
+        [stored] = tensors
+        if "up" in last:
+            stored = torch.cat((stored[..., ::2], stored[..., 1::2]), -1)
+        return stored if last.endswith("_bias") else stored.transpose(1, 2)
+
+    def split(self, name: str, full: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
+        _, of_experts, last = name.rpartition(".experts.")
+        if not of_experts:
+            return super().split(name, full, config)
+        full = full if last.endswith("_bias") else full.transpose(1, 2)
+        return [torch.stack(full.chunk(2, -1), -1).flatten(-2) if "up" in last else full]
+
+
 GPT_OSS = Architecture(
     "gpt_oss",
     "GptOss",
@@ -71,13 +109,9 @@ GPT_OSS = Architecture(
         "mlp_only_layers": None,
         "decoder_sparse_step": 1,
     },
+    block=_block,
+    stored=_Stored(),
     norm_cast="gemma",
-    qkv_bias=True,
-    output_bias=True,
     sinks=True,
-    router_bias=True,
-    expert_bias=True,
-    stacked_experts=True,
-    renamed=((".mlp.gate.", ".mlp.router."),),
 )
 FAMILIES.add("gpt_oss", GPT_OSS)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, late_windows
+from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.tables import FAMILIES
 
@@ -20,12 +22,16 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": config.sliding_window is not None}
 
 
+def _block(place: Place) -> Block:
+    return Block(place, Attention(place, qkv_bias=True))
+
+
 QWEN2 = Architecture(
     "qwen2",
     "Qwen2",
     read=read,
     write=write,
     defaults={"sliding_window": 4096, "max_position_embeddings": 32_768},
-    qkv_bias=True,
+    block=_block,
 )
 FAMILIES.add("qwen2", QWEN2)

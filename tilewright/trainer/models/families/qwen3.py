@@ -1,8 +1,15 @@
 """Qwen3 (arXiv 2505.09388): norms of queries and keys; windows as in Qwen2."""
 
+from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families import qwen2
 from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.tables import FAMILIES
+
+
+def block(place: Place) -> Block:
+    return Block(place, Attention(place, qk_norm=True))
+
 
 QWEN3 = Architecture(
     "qwen3",
@@ -10,6 +17,6 @@ QWEN3 = Architecture(
     read=qwen2.read,
     write=qwen2.write,
     defaults={"sliding_window": 4096, "head_dim": 128, "max_position_embeddings": 32_768},
-    qk_norm=True,
+    block=block,
 )
 FAMILIES.add("qwen3", QWEN3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.trainer.models.families import qwen3
 from tilewright.trainer.models.families.architecture import Architecture
 from tilewright.trainer.models.families.reading import dense, experts
 from tilewright.trainer.models.model_config import ModelConfig
@@ -37,6 +38,6 @@ QWEN3_MOE = Architecture(
     write=_write,
     defaults={"num_key_value_heads": 4, "max_position_embeddings": 32_768},
     neutral={"use_sliding_window": False},
-    qk_norm=True,
+    block=qwen3.block,
 )
 FAMILIES.add("qwen3_moe", QWEN3_MOE)

@@ -4,6 +4,7 @@ names the item.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tilewright.ops.rope import tables
@@ -39,38 +40,79 @@ def sizes(hf: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def rope(hf: dict[str, Any]) -> dict[str, Any]:
+def rope(
+    hf: dict[str, Any],
+    *,
+    partial: bool = False,
+    kinds: Mapping[str, tables.RopeType] = ROPE_TYPES,
+) -> dict[str, Any]:
+    """partial: whether the family may rotate a part of a head's features alone."""
     settings = next((hf[key] for key in ("rope_parameters", "rope_scaling") if hf.get(key)), {})
     if not isinstance(settings, dict):
         raise ValueError(f"config.json: rope_parameters must be an object, got {settings!r}")
     settings = dict(settings)
     theta = number(settings, "rope_theta", number(hf, "rope_theta", 10000.0, float), float)
     settings.pop("rope_theta", None)
-    if settings.get("partial_rotary_factor") not in (None, 1):
+    share = settings.get("partial_rotary_factor")
+    if partial:
+        settings.pop("partial_rotary_factor", None)
+        share = hf.get("partial_rotary_factor") if share is None else share
+        part = _part(hf, share)
+    elif share not in (None, 1):
         raise ValueError(
-            "config.json: partial_rotary_factor = "
-            f"{settings['partial_rotary_factor']!r} is not supported; accepted: 1.0"
+            f"config.json: partial_rotary_factor = {share!r} is not supported; accepted: 1.0"
         )
+    else:
+        part = {}
     kind = settings.setdefault("rope_type", settings.pop("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(
-            f"config.json: rope type {kind!r} is not supported; accepted: {list(ROPE_TYPES)}"
+            f"config.json: rope type {kind!r} is not supported; accepted: {list(kinds)}"
         )
-    required, optional = ROPE_TYPES[kind].required, ROPE_TYPES[kind].optional
+    required, optional = kinds[kind].required, kinds[kind].optional
     if absent := [k for k in required if k not in settings]:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(absent)}")
     for name in (*required, *(n for n in optional if settings.get(n) is not None)):
         if name == "truncate":
             flag(settings, name)
+        elif name in tables.FACTORS:
+            pairs = int(sizes(hf)["head_dim"] * part.get("partial_rotary_factor", 1.0)) // 2
+            settings[name] = _factors(settings, name, pairs)
         else:
             number(settings, name, None, float)
-    scaling = tuple(sorted(settings.items())) if kind != "default" else ()
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    settings = settings | part if kind != "default" else part and {"rope_type": kind, **part}
+    return {"rope_theta": theta, "rope_scaling": tuple(sorted(settings.items()))}
 
 
-def dense(hf: dict[str, Any]) -> dict[str, Any]:
-    """The sizes and rotary angles of a decoder without experts and windows."""
-    return {**rope(hf), **sizes(hf)}
+def _factors(settings: dict[str, Any], name: str, pairs: int) -> tuple[float, ...]:
+    """A number for each pair of rotated features."""
+    values = settings[name]
+    if not isinstance(values, list | tuple) or len(values) != pairs:
+        raise ValueError(
+            f"config.json: {name} must be a list of {pairs} numbers, one for each pair of rotated "
+            f"features, got {values!r}"
+        )
+    return tuple(number({name: v if v is not None else 0}, name, None, float) for v in values)
+
+
+def _part(hf: dict[str, Any], share: Any) -> dict[str, float]:
+    """The setting of a rotation of a part of a head's features; {} for all of them."""
+    width, item = sizes(hf)["head_dim"], "partial_rotary_factor"
+    share = number({item: share}, item, 1.0, float)
+    rotated = int(width * share)
+    if share > 1 or rotated < 2 or rotated % 2:
+        raise ValueError(
+            f"config.json: {item} = {share}: must rotate an even number of the {width} features of "
+            f"a head, not {width * share:g}"
+        )
+    return {} if share == 1 else {item: share}
+
+
+def dense(hf: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    """The sizes and rotary angles of a decoder without experts and windows.   partial: see
+    `rope`.
+    """
+    return {**rope(hf, partial=partial), **sizes(hf)}
 
 
 def windows(hf: dict[str, Any], layer_types: list[str] | None) -> dict[str, Any]:

@@ -44,10 +44,15 @@ FORWARD = (
 PLACES = {part: number for number, part in enumerate(FORWARD)}
 
 
-def place(name: str) -> list[int]:
+def place(name: str) -> list[float]:
     """Sorts names of modules and of their parameters by the forward that computes with them."""
-    parts = name.split(".")
-    return [int(p) if p.isdecimal() else PLACES.get(p, len(FORWARD)) for p in parts]
+    return [int(p) if p.isdecimal() else _place(p) for p in name.split(".")]
+
+
+def _place(part: str) -> float:
+    """A norm that the list lacks is called after what it follows: post_mlp_layernorm."""
+    before = part.removeprefix("post_").removesuffix("_layernorm")
+    return PLACES.get(part, PLACES.get(before, len(FORWARD)) + 0.5 * (before != part))
 
 
 def in_forward(names: Iterable[str]) -> list[str]:
