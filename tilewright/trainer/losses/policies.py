@@ -80,8 +80,19 @@ def policy_loss(
 
 def settled(section: Policy) -> Loss:
     formula = policy.FORMULAS[section.loss]
-    given = {name: getattr(section, name) for name in formula.reads}
-    loss = formula(**{name: value for name, value in given.items() if value is not None})
+    given = {
+        "clip_low_threshold": section.clip_low_threshold,
+        "clip_high_threshold": section.clip_high_threshold,
+        "dual_clip": section.dual_clip,
+        "use_tis": section.use_tis,
+        "tis_clip_low": section.tis_clip_low,
+        "tis_clip_high": section.tis_clip_high,
+        "icepop_beta": section.icepop_beta,
+        "beta": section.beta,
+        "kl_type": section.kl_type,
+        "ratio_type": section.ratio_type,
+    }
+    loss = formula(**{n: given[n] for n in formula.reads if given[n] is not None})
     reads = loss.needed
     columns = {tensor: column for tensor, column in COLUMNS.items() if tensor in reads}
     # Of one token, for the names of the statistics.

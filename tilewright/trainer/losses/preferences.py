@@ -232,7 +232,16 @@ def unpaired(
 
 def settled(section: Preference) -> Loss:
     row, whole = PREFERENCES[section.loss], section.kl_scope == "step"
-    formula = row(**{name: getattr(section, name) for name in row.reads})
+    options = {
+        "beta": section.beta,
+        "label_smoothing": section.label_smoothing,
+        "simpo_gamma": section.simpo_gamma,
+        "dpop_lambda": section.dpop_lambda,
+        "offset_alpha": section.offset_alpha,
+        "kto_desirable_weight": section.kto_desirable_weight,
+        "kto_undesirable_weight": section.kto_undesirable_weight,
+    }
+    formula = row(**{name: options[name] for name in row.reads})
     compared = formula.reference and section.reference != "none"
     given = {"formula": formula, "reference": compared}
     given |= {"loss_ratio": section.loss_ratio, "sft_ratio": section.sft_ratio}
