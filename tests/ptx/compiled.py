@@ -362,7 +362,9 @@ def apart(driver, launch, D=64, DV=64):
         found = kernels.forward(q, k, v, documents, None, options, 0, others)
         if launch == "attention/forward":
             return found[:1]
-        return kernels.backward(dout, q, k, v, *found, documents, None, options, 0, others)[:3]
+        return kernels.backward(dout, q, k, v, *found, documents, None, options, 0, others=others)[
+            :3
+        ]
 
     with mock.patch.object(tunable, "config", lambda *_: config):
         alone = results()

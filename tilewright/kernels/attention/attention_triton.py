@@ -1123,7 +1123,9 @@ def forward(q, k, v, documents, sinks, variant, offset, others: Others = ALONE):
     return found
 
 
-def backward(dout, q, k, v, out, lse, documents, sinks, variant, offset, others: Others = ALONE):
+def backward(*operands, others: Others = ALONE):
+    """operands: as `operators.attend_backward` takes them."""
+    dout, q, k, v, out, lse, documents, sinks, variant, offset = operands
     dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
     found = attend_backward(dout, q, k, v, out, lse, documents, sinks, variant, offset)
     dq, dk, dv, dsinks = found

@@ -802,8 +802,7 @@ SILU_MUL = {
 def _launch(
     tunable,
     x,
-    w,
-    transposed,
+    weights,
     tokens,
     outputs,
     epilogue=PLAIN,
@@ -813,9 +812,10 @@ def _launch(
     gate=SILU_MUL,
     others=ALONE,
 ):
-    """Launches one `_gemm`. x is a matrix with contiguous rows, w and transposed are from
-    `_weights`, bias is a contiguous matrix or None.
+    """Launches one `_gemm`. x is a matrix with contiguous rows, weights are from `_weights`, and
+    bias is a contiguous matrix or None.
     """
+    w, transposed = weights
     offsets, slots, top_k, tiles = tokens
     out, pre, hw, partial = outputs
     rows, K = x.shape[0] if slots is None else slots.shape[0], x.shape[1]
@@ -891,9 +891,8 @@ def _product(tunable, out, x, weight, transposed, tokens, bias=None, others=ALON
         return out.zero_()
     if out.numel():
         bias = None if bias is None else bias.contiguous()
-        w, transposed = _weights(weight, transposed)
-        outputs = Outputs(out)
-        _launch(tunable, _rows(x), w, transposed, tokens, outputs, bias=bias, others=others)
+        weights = _weights(weight, transposed)
+        _launch(tunable, _rows(x), weights, tokens, Outputs(out), bias=bias, others=others)
     return out
 
 
@@ -1012,12 +1011,10 @@ def up_swiglu(
     rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
-    w, w_transposed = _weights(gate_up_proj, False)
     _launch(
         UP_SWIGLU,
         _rows(x),
-        w,
-        w_transposed,
+        _weights(gate_up_proj, False),
         Tokens(offsets, slots, position.shape[1], tiles),
         Outputs(h, pre),
         SWIGLU,
@@ -1060,13 +1057,13 @@ def down_dswiglu(
     dpre = torch.empty_like(pre)
     hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
     dy = _rows(dy)
-    w, w_transposed = _weights(down_proj, True)
-    aligned = _fits(dy, w, N)
+    weights = _weights(down_proj, True)
+    aligned = _fits(dy, weights[0], N)
     key = _key(N, K, dy, rows, offsets.shape[0], aligned)
     c, _ = choose(DOWN_DSWIGLU, others, dy.device, key, _by_tma(dy, aligned))
     parts = cdiv(N, c["BLOCK_N"] if c["SPLIT"] else _DSWIGLU["COLUMNS"])
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    operands = dy, w, w_transposed, Tokens(offsets, slots, position.shape[1], tiles)
+    operands = dy, weights, Tokens(offsets, slots, position.shape[1], tiles)
     if c["SPLIT"]:
         outputs = Outputs(dpre, pre, hw, partial)
         more = {"router_weight": expert_weight, "gate": gate, "others": others}

@@ -612,7 +612,7 @@ ATTENTION = Op(
             dtypes=("bfloat16",),
             by=by,
         )
-        for other, least, by in (("best", 0.98, ""), ("flash-attn", 1 / 1.3, "triton"))
+        for other, least, by in (("best", 0.98, ""), ("flash-attn", 1 / 1.3, "gluon"))
     ),
     eager_reads_host="host",
     requests=(
