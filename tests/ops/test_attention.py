@@ -888,11 +888,11 @@ def launched(monkeypatch, capability, run):
         attention_backward_gluon,
         attention_gluon,
         attention_triton,
-        passes_gluon,
+        specialized,
     )
     from tilewright.kernels.moe import grouped_gemm_triton
 
-    for tunable in passes_gluon.TUNABLES:
+    for tunable in specialized.TUNABLES:
         monkeypatch.setattr(tunable, "_chosen", {})
     monkeypatch.setattr(tuning, "_arch", lambda device: 10 * capability[0] + capability[1])
     monkeypatch.setattr(attention_triton, "large_shared_memory", lambda device: True)

@@ -169,7 +169,7 @@ def kept():
 
     from tilewright.bench import launches
     from tilewright.kernels import launch as launch_cache
-    from tilewright.kernels.moe import experts_gluon, grouped_gemm_triton
+    from tilewright.kernels.moe import grouped_gemm_triton, specialized
 
     descriptors = TensorDescriptor, hopper.TensorDescriptor
     ran, other = [], set()
@@ -220,10 +220,10 @@ def kept():
             x, w = torch.empty(rows, 64, dtype=torch.bfloat16), torch.empty(2, 96, 64).bfloat16()
             ends = torch.tensor([rows // 2, rows], dtype=torch.int32)
             key = 96, 64, 2, 128, True, False, True
-            forward = experts_gluon.FORWARD
+            forward = specialized.FORWARD
             roles = forward.compiled(**{**forward.named(key), "large": True})[-1]
             with forward.override(x.device, key, roles):
-                experts_gluon.forward(x, w, ends)
+                specialized.forward(x, w, ends)
         rmsnorm = sys.modules["tilewright.kernels.norm.rmsnorm_triton"]
         norm = sys.modules["tilewright.kernels.norm.operators"]
         for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary

@@ -347,9 +347,9 @@ def attended(name):
 def apart(driver, launch, D=64, DV=64):
     """Documents share blocks of keys and of queries, and one is NaN."""
     from tilewright.kernels.attention import attention_triton as kernels
-    from tilewright.kernels.attention import passes_gluon
+    from tilewright.kernels.attention import specialized as passes
 
-    tunable = {t.name: t for t in passes_gluon.TUNABLES}[gluon_name(launch)]
+    tunable = {t.name: t for t in passes.TUNABLES}[gluon_name(launch)]
     config, others = specialized(tunable), {tunable.beside: tunable}
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (
@@ -630,7 +630,7 @@ def same_bits(driver, tunable, run, key=None):
 
 
 def fp8_linear(driver, T, N, K):
-    from tilewright.kernels.quant import low_precision_gluon as kernels
+    from tilewright.kernels.quant import specialized as kernels
 
     g = torch.Generator().manual_seed(0)
     (x, x_scale), (w, w_scale) = fp8_codes(T, K, g), fp8_codes(N, K, g)
@@ -640,7 +640,7 @@ def fp8_linear(driver, T, N, K):
 
 
 def fp8_dweight(driver, M, N, columns, dtype):
-    from tilewright.kernels.quant import low_precision_gluon as kernels
+    from tilewright.kernels.quant import specialized as kernels
 
     g = torch.Generator().manual_seed(0)
     factors = (*fp8_codes(M, columns, g), *fp8_codes(N, columns, g))
@@ -662,7 +662,7 @@ def scaled_factor(recipe, rows, K, g):
 
 def block_scaled(driver, recipe, M, N, K, dtype):
     """MXFP8 with a bias, or NVFP4: beside the other kernel, float64."""
-    from tilewright.kernels.quant import low_precision_gluon as kernels
+    from tilewright.kernels.quant import specialized as kernels
     from tilewright.ops.quant.low_precision_linear import values
 
     g, e2m1 = torch.Generator().manual_seed(0), recipe == "nvfp4"
@@ -683,7 +683,7 @@ def scaled_experts(driver, launch, recipe, N, K, counts, tail, dtype):
     """Rows of each expert, and of the tail: forward or gradients of weights. What is at places
     between them is not 0.
     """
-    from tilewright.kernels.quant import low_precision_gluon as kernels
+    from tilewright.kernels.quant import specialized as kernels
     from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
 
     g = torch.Generator().manual_seed(0)
@@ -730,7 +730,7 @@ def scaled_case(recipe, *sizes):
 
 def fp8_experts(driver, launch, N, K, counts, tail, dtype):
     """Rows of each expert, and of the tail: forward or gradients of weights."""
-    from tilewright.kernels.quant import low_precision_gluon as kernels
+    from tilewright.kernels.quant import specialized as kernels
     from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
 
     g = torch.Generator().manual_seed(0)

@@ -1,5 +1,5 @@
 """Attention's backward in one kernel with warp specialization, for sm_90, in place of `_backward_q`
-and `_backward_kv` of attention_triton.py, which prepares the arguments (passes_gluon.py). Five
+and `_backward_kv` of attention_triton.py, which prepares the arguments (specialized.py). Five
 products for a block of queries and one of keys, where those two kernels need seven.
 
 A block has a tile of 128 keys (latent attention's: 64) and a query head, and walks the queries that

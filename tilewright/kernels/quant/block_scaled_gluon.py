@@ -1,7 +1,7 @@
 """a b^T of MXFP8 or NVFP4 with warp specialization, for compute capability 10.0: the `scaled` of
 low_precision_triton.py, and with a weight per expert the `scaled_rows` and `scaled_weights` of
 low_precision_grouped_triton.py, where a configuration says so
-(low_precision_gluon.py).
+(specialized.py).
 
 The tensor cores read codes from shared memory, and scales from tensor memory, where their sums are.
 A block has four partitions, which wait for each other at mbarriers as those of warp_specialized.py:

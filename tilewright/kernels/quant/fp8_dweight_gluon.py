@@ -1,7 +1,7 @@
 """a b^T of block-scaled FP8 whose factors both have a scale per row and 128 columns, with warp
 specialization, for sm_90: gradients of weights, of a layer (`_by_rows` of low_precision_triton.py)
 and of each expert (`_weights` of low_precision_grouped_triton.py), where a configuration says
-so (low_precision_gluon.py).
+so (specialized.py).
 
 Tensor cores sum FP8 with few bits, so a sum of 128 columns is scaled and added in float32. Each of
 two warpgroups has half of a tile's rows and goes at its own pace: one multiplies while the other

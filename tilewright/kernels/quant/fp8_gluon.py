@@ -1,6 +1,6 @@
 """x w^T of block-scaled FP8 with warp specialization, for sm_90: the `fp8` of
 quantized_linear_triton.py, and with a weight per expert the `rows` of
-low_precision_grouped_triton.py, where a configuration says so (low_precision_gluon.py).
+low_precision_grouped_triton.py, where a configuration says so (specialized.py).
 
 Tensor cores sum FP8 with few bits, so a sum of 128 columns is scaled and added in float32. A
 warpgroup has two such sums: the tensor cores make one while it adds the other, and the other

@@ -475,8 +475,8 @@ ATTENTION = Op(
             batch_invariant=("cuda",),
             refuses=fused.gluon_refuses,
             slower_than=fused.gluon_slower_than,
-            gate=from_kernels("attention.passes_gluon", "gate"),
-            tunables=from_kernels("attention.passes_gluon", "TUNABLES"),
+            gate=from_kernels("attention.specialized", "gate"),
+            tunables=from_kernels("attention.specialized", "TUNABLES"),
         ),
         in_triton(
             fused.triton,

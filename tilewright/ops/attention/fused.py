@@ -66,7 +66,7 @@ def triton() -> _Fused:
 
 @functools.cache
 def gluon() -> _Fused:
-    from tilewright.kernels.attention import passes_gluon as k
+    from tilewright.kernels.attention import specialized as k
 
     backward = attend_backward.define("attention_gluon_backward", k.backward)
     return _Fused(attend.define("attention_gluon", k.forward, backward), backward, _mapped())

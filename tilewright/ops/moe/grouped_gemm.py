@@ -170,9 +170,9 @@ def _triton():
 
 @functools.cache
 def _gluon():
-    from tilewright.kernels.moe import experts_gluon
+    from tilewright.kernels.moe import specialized
 
-    return Fused.define("gluon", experts_gluon)
+    return Fused.define("gluon", specialized)
 
 
 @functools.cache
@@ -312,8 +312,8 @@ GROUPED_GEMM = Op(
         in_gluon(
             lambda: _gluon().forward,
             "large products whose operands TMA reads",
-            gate=from_kernels("moe.experts_gluon", "gate"),
-            tunables=from_kernels("moe.experts_gluon", "TUNABLES"),
+            gate=from_kernels("moe.specialized", "gate"),
+            tunables=from_kernels("moe.specialized", "TUNABLES"),
         ),
         in_triton(
             lambda: _triton().forward,

@@ -449,9 +449,9 @@ def _triton():
 
 @functools.cache
 def _gluon():
-    from tilewright.kernels.quant import low_precision_gluon
+    from tilewright.kernels.quant import specialized
 
-    return _Fused("gluon", *_launching(low_precision_gluon.experts), "triton").grouped_gemm
+    return _Fused("gluon", *_launching(specialized.experts), "triton").grouped_gemm
 
 
 def _launching(kernels):
@@ -502,8 +502,8 @@ LOW_PRECISION_GROUPED_GEMM = Op(
             capabilities=(9, 10),
             refuses=gluon_refuses,
             slower_than=untuned("low_precision_grouped_gemm"),
-            tunables=from_kernels("quant.low_precision_gluon", "GROUPED"),
-            gate=from_kernels("quant.low_precision_gluon", "grouped_gate"),
+            tunables=from_kernels("quant.specialized", "GROUPED"),
+            gate=from_kernels("quant.specialized", "grouped_gate"),
         ),
         in_triton(
             _triton,

@@ -210,9 +210,9 @@ def _tunables():
 
 
 def _gluon_tunables():
-    from tilewright.kernels.moe import experts_gluon
+    from tilewright.kernels.moe import specialized
 
-    return _with_sorting(experts_gluon)
+    return _with_sorting(specialized)
 
 
 def _with_sorting(products):

@@ -304,9 +304,9 @@ def load_triton() -> Fused:
 
 @functools.cache
 def load_gluon() -> Fused:
-    from tilewright.kernels.moe import experts_gluon, permute_triton
+    from tilewright.kernels.moe import permute_triton, specialized
 
-    return Fused("gluon", _Triton(experts_gluon, permute_triton))
+    return Fused("gluon", _Triton(specialized, permute_triton))
 
 
 # ---- over a grouped GEMM

@@ -137,9 +137,9 @@ def _triton():
 
 @functools.cache
 def _gluon():
-    from tilewright.kernels.quant import low_precision_gluon
+    from tilewright.kernels.quant import specialized
 
-    return _defined("gluon", low_precision_gluon.fp8)
+    return _defined("gluon", specialized.fp8)
 
 
 def _defined(name, fp8):
@@ -164,8 +164,8 @@ FP8_LINEAR = Op(
         in_gluon(
             _gluon,
             "products of more than 64 rows, with the results stored by TMA",
-            tunables=from_kernels("quant.low_precision_gluon", "FP8_LINEAR"),
-            gate=from_kernels("quant.low_precision_gluon", "fp8_gate"),
+            tunables=from_kernels("quant.specialized", "FP8_LINEAR"),
+            gate=from_kernels("quant.specialized", "fp8_gate"),
         ),
         in_triton(
             _triton,

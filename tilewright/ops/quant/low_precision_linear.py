@@ -479,7 +479,7 @@ def _triton():
 
 @functools.cache
 def _gluon():
-    from tilewright.kernels.quant import low_precision_gluon as kernels
+    from tilewright.kernels.quant import specialized as kernels
 
     multiply = functools.partial(_multiply_triton, kernels.dense, kernels.fp8)
     return _Fused("gluon", multiply, "triton").low_precision_linear
@@ -593,8 +593,8 @@ LOW_PRECISION_LINEAR = Op(
             capabilities=(9, 10),
             refuses=gluon_refuses,
             slower_than=_slower_than,
-            tunables=from_kernels("quant.low_precision_gluon", "DENSE"),
-            gate=from_kernels("quant.low_precision_gluon", "gate"),
+            tunables=from_kernels("quant.specialized", "DENSE"),
+            gate=from_kernels("quant.specialized", "gate"),
         ),
         in_triton(
             _triton,
