@@ -290,7 +290,7 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
     """
     with launches.simulated(on.device, on.arch) as found:
         for v in variants.asked(tuning.arch_of_device()):
-            if not v.launch or isinstance(v.other, str):
+            if not v.launch or isinstance(v.other, str) or isinstance(v.now, str):
                 continue
             op = selection.operations()[v.op]
             case = next(c for c in op.cases if c.name == v.case)

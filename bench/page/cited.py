@@ -25,9 +25,9 @@ def _timed(group: Group, provider: str) -> bool:
     return group.rows.get(provider, {}).get("status") == "ok"
 
 
-def _own(group: Group) -> str | None:
-    """The name of our kernels for GPUs that these rounds timed."""
-    return next((n for n in ("gluon", "triton") if _timed(group, n)), None)
+def _own(group: Group) -> str:
+    """The name of our kernels for GPUs that these rounds timed, or ""."""
+    return next((n for n in ("gluon", "triton") if _timed(group, n)), "")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Results:
             g
             for g in self.raw.groups
             if (g.source.device[1], g.op, g.case, g.dtype) == (DEVICE, op, case, "bfloat16")
-            and (all(_timed(g, p) for p in providers) if providers else _own(g))
+            and (all(_timed(g, p) for p in providers) if providers else bool(_own(g)))
         ]
         return _newest(found)
 

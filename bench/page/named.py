@@ -42,7 +42,7 @@ def named_now(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(about: dict, row: dict[str, Any], name: str, date: str) -> dict[str, Any]:
-    op, case = about.get("op"), about.get("case", "")
+    op, case = str(about.get("op")), str(about.get("case"))
     is_gluon = (
         row.get(name) == "triton"
         and row.get("dtype") in ("bfloat16", "float16")

@@ -102,9 +102,14 @@ def _weight_specs(key: dict, config: Config) -> list[KernelSpec]:
 
 FORWARD, BACKWARD_X, UP_SWIGLU = (
     Specialized(
-        beside, gemm, _fits, _usual, _roles, triton.gemm_specs(label, epilogue, *options, spec)
+        beside,
+        gemm,
+        _fits,
+        _usual,
+        _roles,
+        triton.gemm_specs(label, epilogue, transposed, gather, spec),
     )
-    for beside, label, epilogue, *options in (
+    for beside, label, epilogue, transposed, gather in (
         (triton.FORWARD, "forward", triton.PLAIN, False, False),
         (triton.BACKWARD_X, "backward x", triton.PLAIN, True, False),
         (triton.UP_SWIGLU, "up_swiglu", triton.SWIGLU, False, True),

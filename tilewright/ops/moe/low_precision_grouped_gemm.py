@@ -454,8 +454,11 @@ def _gluon():
     return _Fused("gluon", *_launching(specialized.experts), "triton").grouped_gemm
 
 
-def _launching(kernels):
-    return [functools.partial(f, kernels) for f in (_place_triton, _rows_triton, _sums_triton)]
+def _launching(kernels) -> tuple[Callable, Callable, Callable]:
+    place, rows, sums = (
+        functools.partial(f, kernels) for f in (_place_triton, _rows_triton, _sums_triton)
+    )
+    return place, rows, sums
 
 
 @functools.cache
