@@ -120,13 +120,14 @@ def calls(
         unmet = aims if goals is None else of_goals.unmet(op, "cuda", goals)
         small = smallest(op)
         # The stages `smoke`, `host` and `sanitize`: by name, since `auto` may not be our kernel.
-        if "smoke" in parts and small is not None and "triton" in op.names():
-            planned[Call(op.name, "triton", small.name, "contract", registry.short(DTYPE))] = None
+        own = [n for n in ("gluon", "triton") if n in op.usable("cuda")]
+        if "smoke" in parts and small is not None and own:
+            planned[Call(op.name, own[0], small.name, "contract", registry.short(DTYPE))] = None
         # And `graph`, which takes a part of them.
-        if "parity" in parts and "triton" in op.names():
+        for name in own if "parity" in parts else ():
             for case, dtype, layout in itertools.product(op.cases, dtypes, contract.LAYOUTS):
-                if "contract" in case.tags and dtype in op.implementation("triton").dtypes:
-                    call = Call(op.name, "triton", case.name, "contract", registry.short(dtype))
+                if "contract" in case.tags and dtype in op.implementation(name).dtypes:
+                    call = Call(op.name, name, case.name, "contract", registry.short(dtype))
                     planned[dataclasses.replace(call, layout=layout)] = None
         for (name, dtype), case in aims.items():
             short = registry.short(dtype)

@@ -62,10 +62,10 @@ def rows(
             cached: dict[tuple, tuple] = {}
             for goal, case, dtype in goals_on(op, "cuda"):
                 name = goal.by or op.choose("cuda", dtype)
-                for question, launch, config in _alternatives(op, case, name):
+                for question, by, launch, config in _alternatives(op, case, name):
                     key = (case.name, dtype, name, question)
                     if key not in cached:
-                        cached[key] = _passes(found, op, name, case, dtype, launch, config)
+                        cached[key] = _passes(found, op, by, case, dtype, launch, config)
                     passes, reason = cached[key]
                     usual, _ = cached[(*key[:3], HEURISTIC)]
                     if question != HEURISTIC and passes.get(goal.which) == usual.get(goal.which):
@@ -119,8 +119,8 @@ def newer(
         for op in ops:
             for case in refused.get(op.name, ()):
                 name, usual = op.choose("cuda", dtype), {}
-                for question, launch, config in _alternatives(op, case, name):
-                    passes, reason = _passes(found, op, name, case, dtype, launch, config)
+                for question, by, launch, config in _alternatives(op, case, name):
+                    passes, reason = _passes(found, op, by, case, dtype, launch, config)
                     if reason is not None:
                         yield Row(op.name, case.name, "", question, reason)
                     for which in _whiches(passes):
@@ -163,14 +163,16 @@ def _kernels(of: launches.Pass | None) -> set[str]:
     return {launch.source for launch in of.launches} if of else set()
 
 
-def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, dict]]:
-    """(question, launch, constants): the heuristics', and those that the suite is to time."""
-    yield HEURISTIC, "", {}
+def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, str, dict]]:
+    """(question, implementation, launch, constants): the heuristics', and those that the suite is
+    to time, of the same kernels or of Gluon's beside Triton's.
+    """
+    yield HEURISTIC, name, "", {}
     for v in variants.asked(tuning.arch_of_device()):
         if (v.op, v.case) == (op.name, case.name) and v.launch and not isinstance(v.other, str):
             impl = implementation(v, op, v.other, "cuda")
-            if impl is not None and impl.name == name:
-                yield v.name, v.launch, dict(v.other)
+            if impl is not None and (impl.name == name or (impl.name, name) == ("gluon", "triton")):
+                yield v.name, impl.name, v.launch, dict(v.other)
 
 
 def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: str, config: dict):
@@ -269,7 +271,7 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
     """
     with launches.simulated(on.device, on.arch) as found:
         for v in variants.asked(tuning.arch_of_device()):
-            if not v.launch or isinstance(v.other, str):
+            if not v.launch or isinstance(v.other, str) or isinstance(v.now, str):
                 continue
             op = selection.operations()[v.op]
             case = next(c for c in op.cases if c.name == v.case)
@@ -278,7 +280,7 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
                 continue
             ways = [
                 _passes(found, op, impl.name, case, torch.bfloat16, v.launch if way else "", way)[0]
-                for way in ({}, dict(v.other))
+                for way in (dict(v.now), dict(v.other))
             ]
             for which in ("forward", "backward"):
                 now, other = (passes.get(which) for passes in ways)

@@ -54,12 +54,15 @@ _FP8_ROWS = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "R
 _FP8_DWEIGHT = {**_FP8_ROWS, "num_warps": 4}
 _FP8_WIDE = {**_FP8_DWEIGHT, "BLOCK_N": 256, "num_stages": 4}
 _SCALED = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "ROLES": True}
+# Triton's, where gluon's launches take specialized warps.
+_FP8_BY_ALL = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "ROLES": False}
+_SCALED_BY_ALL = {"BLOCK_N": 128, "num_warps": 4, "num_stages": 3, "ROLES": False}
 VARIANTS = (
     Variant(
         "attention, keys of 192 and values of 128: one kernel for the gradients, for two",
         "attention",
         "deepseek-v3_8k",
-        "attention/backward_kv",
+        "attention/backward_kv_gluon",
         _TOGETHER,
         whole=True,
     ),
@@ -67,21 +70,21 @@ VARIANTS = (
         "attention, heads of 256: specialized warps forward, for one loop of all warps",
         "attention",
         "gemma-3-12b_8k",
-        "attention/forward",
+        "attention/forward_gluon",
         _FORWARD,
     ),
     Variant(
         "fp8_linear: tiles of 256 columns, for 128",
         "fp8_linear",
         "block_fp8 llama-3-8b-down_8192",
-        "fp8_linear/fp8",
+        "fp8_linear/fp8_gluon",
         _FP8_WIDE,
     ),
     Variant(
         "low_precision_linear: specialized warps for a weight's gradient in FP8, for all warps",
         "low_precision_linear",
         "block_fp8 llama-3-8b-out_8192",
-        "low_precision_linear/by_rows",
+        "low_precision_linear/by_rows_gluon",
         _FP8_DWEIGHT,
         whole=True,  # with the transposes of scales
     ),
@@ -90,8 +93,9 @@ VARIANTS = (
             f"low_precision_linear: specialized warps for products in {name}, for all warps",
             "low_precision_linear",
             f"{recipe} llama-3-8b-out_8192",
-            "low_precision_linear/scaled",
+            "low_precision_linear/scaled_gluon",
             _SCALED,
+            _SCALED_BY_ALL,
             arch=100,
         )
         for recipe, name in (("mxfp8", "MXFP8"), ("nvfp4", "NVFP4"))
@@ -100,22 +104,25 @@ VARIANTS = (
         "low_precision_grouped_gemm: specialized warps for rows in FP8, for all warps",
         "low_precision_grouped_gemm",
         "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
-        "low_precision_grouped_gemm/rows",
+        "low_precision_grouped_gemm/rows_gluon",
         _FP8_ROWS,
+        _FP8_BY_ALL,
     ),
     Variant(
         "low_precision_grouped_gemm: specialized warps and tiles of 256 columns, for all warps",
         "low_precision_grouped_gemm",
         "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
-        "low_precision_grouped_gemm/rows",
+        "low_precision_grouped_gemm/rows_gluon",
         _FP8_WIDE,
+        _FP8_BY_ALL,
     ),
     Variant(
         "low_precision_grouped_gemm: specialized warps for weights' gradients in FP8, for all",
         "low_precision_grouped_gemm",
         "block_fp8 qwen3-30b-a3b-16e_up_512_rows",
-        "low_precision_grouped_gemm/weights",
+        "low_precision_grouped_gemm/weights_gluon",
         _FP8_DWEIGHT,
+        _FP8_BY_ALL,
         whole=True,
     ),
     *(
@@ -123,8 +130,9 @@ VARIANTS = (
             f"low_precision_grouped_gemm: specialized warps for {what} in {name}, for all warps",
             "low_precision_grouped_gemm",
             f"{recipe} qwen3-30b-a3b-16e_up_512_rows",
-            f"low_precision_grouped_gemm/{launch}",
+            f"low_precision_grouped_gemm/{launch}_gluon",
             _SCALED,
+            _SCALED_BY_ALL,
             whole=launch == "scaled_weights",  # with scales that are copied to longer rows
             arch=100,
         )
@@ -135,7 +143,7 @@ VARIANTS = (
         "moe_mlp, gpt-oss's gate: tiles of 128 x 128 by all warps, for specialized ones",
         "moe_mlp",
         "gpt-oss-20b_8192",
-        "moe_mlp/up_swiglu",
+        "moe_mlp/up_swiglu_gluon",
         {"BLOCK_N": 128, "num_stages": 5, "ROLES": False},
     ),
     Variant(

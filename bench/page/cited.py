@@ -21,6 +21,15 @@ DEVICE = "NVIDIA H100 80GB HBM3"
 FIGURE = r"(\d[\d,]*(?:\.\d+)?)"
 
 
+def _timed(group: Group, provider: str) -> bool:
+    return group.rows.get(provider, {}).get("status") == "ok"
+
+
+def _own(group: Group) -> str:
+    """The name of our kernels for GPUs that these rounds timed, or ""."""
+    return next((n for n in ("gluon", "triton") if _timed(group, n)), "")
+
+
 @dataclass
 class Results:
     """What is cited.   folder: of all raw results."""
@@ -29,12 +38,12 @@ class Results:
     folder: pathlib.Path
 
     def rounds(self, op: str, case: str, *providers: str) -> Group:
-        """The newest rounds in which all of the providers have a time."""
+        """The newest rounds in which all of the providers have a time; by default, our kernels."""
         found = [
             g
             for g in self.raw.groups
             if (g.source.device[1], g.op, g.case, g.dtype) == (DEVICE, op, case, "bfloat16")
-            and all(g.rows.get(p, {}).get("status") == "ok" for p in providers)
+            and (all(_timed(g, p) for p in providers) if providers else bool(_own(g)))
         ]
         return _newest(found)
 
@@ -45,12 +54,13 @@ class Results:
         return [_three(figures["median_ms"]) for figures in both]
 
     def rate(self, op: str, case: str, *passes: str) -> list[str]:
-        """TFLOP/s of this library's kernels in Triton."""
-        row = self.rounds(op, case, "triton").rows["triton"]
+        """TFLOP/s of this library's kernels."""
+        group = self.rounds(op, case)
+        row = group.rows[_own(group)]
         return [f"{row[name]['tflop_per_s']:.0f}" for name in passes]
 
     def shares(self, name: str, *ops: str, but: str = "", only: str = "") -> list[str]:
-        """The lowest and the highest share of the roof of Triton's kernels, in percent, over the
+        """The lowest and the highest share of the roof of our kernels, in percent, over the
         newest rounds of each case. but, only: patterns of names of cases.
         """
         cases = {
@@ -59,11 +69,12 @@ class Results:
             if g.source.device[1] == DEVICE
             and g.op in ops
             and g.dtype == "bfloat16"
-            and g.rows.get("triton", {}).get("status") == "ok"
+            and _own(g)
             and re.search(only, g.case)
             and not (but and re.search(but, g.case))
         }
-        rows = (self.rounds(*of, "triton").rows["triton"] for of in cases)
+        groups = (self.rounds(*of) for of in cases)
+        rows = (g.rows[_own(g)] for g in groups)
         found = [row[name]["roofline_percent"] for row in rows]
         ends = [f"{of(found):.0f}" for of in (min, max)]
         return ends if len(found) > 1 else ends[:1]
@@ -179,8 +190,8 @@ def _rows_of_64(r: Results) -> list[str]:
 
 def _documents_ratio(r: Results) -> list[str]:
     """Times as fast as PyTorch's, forward and backward added: in rows of 128, and of 64."""
-    rows = r.rounds("attention", "qwen3-30b-a3b_32k_packed", "triton", "native").rows
-    theirs, ours = (sum(rows[p][n]["median_ms"] for n in PASSES) for p in ("native", "triton"))
+    rows = r.rounds("attention", "qwen3-30b-a3b_32k_packed", "gluon", "native").rows
+    theirs, ours = (sum(rows[p][n]["median_ms"] for n in PASSES) for p in ("native", "gluon"))
     of = r.answers(ROWS_OF_64)
     now, other = (sum(of[n][way]["median"] for n in PASSES) for way in ("now", "other"))
     return [f"{theirs / ours:.1f}", f"{now / other:.1f}"]
@@ -221,12 +232,12 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
         "sdpa with a mask, not compiled: {} ms, {} MiB": _step("transformers"),
         "`accelerate(model)`: {} ms, {} MiB": _step("accelerate"),
         "newer code: {} ms, {} MiB, MFU {} %, of the documents trained {} %": _step("trainer"),
-        "PyTorch's `F.grouped_mm`: {} ms | {} ms": lambda r: r.time(*EXPERTS, "native", "triton"),
+        "PyTorch's `F.grouped_mm`: {} ms | {} ms": lambda r: r.time(*EXPERTS, "native", "gluon"),
         "ms: {} and {} TFLOP/s": lambda r: r.rate(*EXPERTS, *PASSES),
         "{} rows of 4,096 | Liger-Kernel: {} ms | {} ms |": _norm,
         "PyTorch, fused: {} ms, {} µs on the host | {} ms, {} µs |": _adamw,
         "cuDNN: {} ms; FlashAttention 4, taken if installed: {} ms | {} ms, same": lambda r: r.time(
-            *HEADS, "native", "flash_attention_4", "triton"
+            *HEADS, "native", "flash_attention_4", "gluon"
         ),
         "PyTorch, varlen: {} and {} ms | {} and {} ms |": _documents,
         "Losses of the step agree within {} %, norms of gradients differ by up to {} %": _apart,
@@ -255,9 +266,9 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
         "597, 450, later {}, {} TFLOP/s": lambda r: r.rate(*EXPERTS, *PASSES),
         "450, by specialized warps {} TFLOP/s": lambda r: r.rate(*HEADS, "forward"),
         "rewritten {} TFLOP/s, with": lambda r: r.rate(*HEADS, "backward"),
-        "with the forward {} ms | additions": lambda r: r.time(*HEADS, "triton"),
+        "with the forward {} ms | additions": lambda r: r.time(*HEADS, "gluon"),
         "| 45.1 ms | {} ms, cuDNN {} ms |": lambda r: r.time(
-            "attention", "qwen3-30b-a3b_32k", "triton", "native"
+            "attention", "qwen3-30b-a3b_32k", "gluon", "native"
         ),
         "| 86 to 93 % | 81 to 100 % | {} to {} % |": _forward("rmsnorm", "silu_mul", "gelu_mul"),
         "| 74 to 84 % | 88 to 95 % | {} to {} % |": lambda r: r.shares("backward", "rmsnorm"),

@@ -19,6 +19,7 @@ from tilewright.selection import operations
 
 # What each implementation is and needs, by its name, or by op and name.
 KINDS = {
+    "gluon": "Gluon kernels with specialized warps, and Triton's: compute capability 9.0",
     "triton": "Triton kernels: compute capability 8.0 or later, or a CPU under Triton's interpreter",
     "cute": "CuTe DSL kernels: compute capability 9.0 and 10.x, the extra `cute`",
     "cpp": "C++ kernels: CPU tensors",
@@ -37,9 +38,17 @@ KINDS = {
     ("fp8_linear", "triton"): "Triton kernels: compute capability 9.0 or later",
     (
         "low_precision_linear",
+        "gluon",
+    ): "Gluon kernels with specialized warps: compute capability 9.0; mxfp8 and nvfp4, 10.x",
+    (
+        "low_precision_linear",
         "triton",
     ): "Triton kernels: compute capability 9.0 or later; mxfp8 and nvfp4 from 10.0 on",
     ("low_precision_linear", "cpp"): "C++ quantizers, and PyTorch's products in float32",
+    (
+        "low_precision_grouped_gemm",
+        "gluon",
+    ): "Gluon kernels with specialized warps: compute capability 9.0; mxfp8 and nvfp4, 10.x",
     (
         "low_precision_grouped_gemm",
         "triton",

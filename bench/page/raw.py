@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from bench.page.named import named_now
 from tilewright.bench import report, store
 from tilewright.kernels import tuning
 
@@ -295,6 +296,7 @@ def _read_document(raw: Raw, folder: Folder, name: str, document: Any) -> Source
     stage = name.partition("/")[0]
     _check(document, "meta", *FIELDS.get(stage, ()))
     source = _source(document["meta"], f"{folder.name}/{name}", folder.name)
+    document = named_now(document)
     if name == store.SUMMARY:
         complete, units = document["complete"], document["units"]
         folder.complete = complete if complete is None else bool(complete)

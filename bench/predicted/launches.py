@@ -369,11 +369,18 @@ def configured(
     launch: str,
     config: dict,
 ) -> Iterator[None]:
-    """Inside, a launch of the case has these constants in place of the heuristic's."""
+    """Inside, a launch of the case has these constants in place of the heuristic's. Where `auto`
+    does not take `gluon`, its other launches are Triton's.
+    """
+    arch, aside = tuning.arch_of_device(), op.choose("cuda", dtype) != "gluon"
     with contextlib.ExitStack() as stack:
         for tunable, key in requested_keys(op, implementation, case.make("cuda", dtype, 0)):
+            named = tunable.named(key)
             if tunable.name == launch:
-                usual = tunable.choice(tuning.arch_of_device(), **tunable.named(key))
-                whole = {**usual, **config}
-                stack.enter_context(tunable.override(pretend.CUDA, key, whole))
+                whole = {**tunable.choice(arch, **named), **config}
+            elif aside and isinstance(tunable, tuning.Specialized):
+                whole = {**tunable.beside.choice(arch, **named), tuning.ROLES: False}
+            else:
+                continue
+            stack.enter_context(tunable.override(pretend.CUDA, key, whole))
         yield

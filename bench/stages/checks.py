@@ -63,6 +63,14 @@ def result(implementation, dtype, status, reason=None, tensors=()):
     }
 
 
+def own_on_gpus(op: Op) -> str:
+    """The name of an op's own kernels for the current GPU: `auto` may take another library's."""
+    gluon = next((i for i in op.implementations if i.name == "gluon"), None)
+    if gluon is None or gluon.why_not("cuda", torch.bfloat16):
+        return "triton"
+    return gluon.slower_than("cuda", None) or gluon.name
+
+
 def parity_results(
     op, case, device, dtype, names, layouts: Sequence[str] = contract.LAYOUTS
 ) -> list[dict[str, Any]]:

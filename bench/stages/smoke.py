@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from bench.stages.checks import checks, parity_results
+from bench.stages.checks import checks, own_on_gpus, parity_results
 from tilewright.bench import contract
 from tilewright.bench.runner import Unit
 from tilewright.bench.units import smallest
@@ -24,14 +24,14 @@ def smoke_units(
     dtypes: Mapping[str, Sequence[torch.dtype]],
     cases: Sequence[str] | None,
 ) -> list[Unit]:
-    """A unit per op: its Triton implementation by name, since `auto` may be another library's
-    kernel; on a CPU, where Triton has only an interpreter, what `auto` takes.
+    """A unit per op: its own implementation for a GPU by name, since `auto` may be another
+    library's kernel; on a CPU, where Triton has only an interpreter, what `auto` takes.
     """
     found = []
     for op in ops:
         case = smallest(op, cases)
         for dtype in sorted(dtypes[op.name], key=lambda d: d != torch.bfloat16)[:1]:
-            name = "triton" if device == "cuda" else op.choose(device, dtype)
+            name = own_on_gpus(op) if device == "cuda" else op.choose(device, dtype)
             if case is not None and name in op.names() and name != "eager":
                 found.append(_unit(op, case, device, dtype, name))
     return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.stages.checks import result
+from bench.stages.checks import own_on_gpus, result
 from tilewright import selection
 from tilewright.bench import contract, sources, timing
 from tilewright.bench.runner import Unit
@@ -70,9 +70,9 @@ def launch(ops: Sequence[str], cases: Sequence[str] = (), passes: Sequence[str] 
         try:
             if passes and passes[i] == "forward":
                 with torch.no_grad():
-                    op.public(**kwargs, implementation="triton")
+                    op.public(**kwargs, implementation=own_on_gpus(op))
             else:
-                contract.run(op, "triton", kwargs)
+                contract.run(op, own_on_gpus(op), kwargs)
             torch.cuda.synchronize()
         except Exception as error:
             print(f"{RAISED}{timing.first_line(error)}", flush=True)
@@ -158,12 +158,12 @@ def _sanitized(tool: str, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def kernels(op: Op) -> Iterator[Any]:
-    """The specs of the Triton kernels of an op's usual launches."""
-    impl = op.implementation("triton")
-    yield from impl.gate()
-    for tunable in impl.tunables():
-        for key in map(tunable.named, tunable.keys):
-            yield from tunable.specs(key, tunable.heuristic(**key))
+    """The specs of the Gluon and Triton kernels of an op's usual launches."""
+    for impl in (i for i in op.implementations if i.name in ("gluon", "triton")):
+        yield from impl.gate()
+        for tunable in impl.tunables():
+            for key in map(tunable.named, tunable.keys):
+                yield from tunable.specs(key, tunable.heuristic(**key))
 
 
 def copies_in_bulk(op: Op) -> bool:

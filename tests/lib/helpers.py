@@ -297,5 +297,5 @@ def keep_tables(monkeypatch):
 
 def specialized(tunable):
     """A launch's configuration of specialized warps; None if it has none."""
-    found = (c for key in tunable.keys for c in tunable.candidates(**tunable.named(key)))
+    found = (c for key in tunable.keys for c in tunable.compiled(**tunable.named(key)))
     return next((c for c in found if c.get("ROLES")), None)

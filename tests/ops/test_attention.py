@@ -218,20 +218,27 @@ ZEROS = "aten::new_zeros"  # of dq's sums and turns
 
 
 @pytest.mark.parametrize(
-    "capability, options, more",
+    "name, capability, options, more",
     [
-        ((9, 0), {}, ["roles_forward", "_delta", ZEROS, ZEROS, "roles_backward", "_round"]),
-        ((10, 0), {}, ["_forward", "_backward_q", "_backward_kv"]),
+        (
+            "gluon",
+            (9, 0),
+            {},
+            ["roles_forward", "_delta", ZEROS, ZEROS, "roles_backward", "_round"],
+        ),
+        ("triton", (9, 0), {}, ["_forward", "_backward_q", "_backward_kv"]),
+        ("triton", (10, 0), {}, ["_forward", "_backward_q", "_backward_kv"]),
         # Its tiles of 64 keys need a map of their own.
         (
+            "gluon",
             (9, 0),
             {"softcap": 2.0},
             ["roles_forward", "_backward_q", "_map_documents", "_backward_kv"],
         ),
     ],
-    ids=["hopper", "blackwell", "softcap"],
+    ids=["hopper", "triton on hopper", "blackwell", "softcap"],
 )
-def test_forward_and_backward_share_a_map_of_tiles(capability, options, more, monkeypatch):
+def test_forward_and_backward_share_a_map_of_tiles(name, capability, options, more, monkeypatch):
     """All launches of packed documents: one cast, by the check of cu_seqlens, and no read on the
     host.
     """
@@ -241,7 +248,7 @@ def test_forward_and_backward_share_a_map_of_tiles(capability, options, more, mo
     cu, grad = ends(0, 40, 40, 171, 300).long(), torch.ones_like(q)
 
     def run():
-        out = attention(q, k, v, cu_seqlens=cu, implementation="triton", **options)
+        out = attention(q, k, v, cu_seqlens=cu, implementation=name, **options)
         torch.autograd.grad(out, [q, k, v], grad)
 
     found = launched(monkeypatch, capability, run)
@@ -798,17 +805,19 @@ V2, V3, V4 = sorted(vendors.FLASH)
             (10, 0),
             {"plain": V4, "packed": V4, "D=256": "native"},
         ),
-        (("flash-attn-3",), (9, 0), {"plain": V3, "softcap": V3, "sinks": "triton"}),
+        (("flash-attn-3",), (9, 0), {"plain": V3, "softcap": V3, "sinks": "gluon"}),
         (("flash-attn-3",), (10, 0), {"plain": "native", "softcap": "triton", "sinks": "triton"}),
         (("flash-attn",), (8, 0), {"plain": "native", "softcap": V2, "sinks": "triton"}),
-        (("flash-attn",), (9, 0), {"plain": "triton", "packed": "triton", "softcap": V2}),
+        (("flash-attn",), (9, 0), {"plain": "gluon", "packed": "gluon", "softcap": V2}),
         (
             (),
             (9, 0),
             dict.fromkeys(
-                ("plain", "packed", "softcap", "sinks", "D=64, packed", "a cache"), "triton"
+                ("plain", "packed", "softcap", "sinks", "D=64, packed", "a cache"), "gluon"
             )
-            | dict.fromkeys(("D=64", "D=32, packed", "D=256"), "native"),
+            | dict.fromkeys(("D=64", "D=32, packed", "D=256"), "native")
+            # No pass of theirs is faster in specialized warps, or has them.
+            | dict.fromkeys(("D=256, sinks", "D=64, sinks", "dropout", "odd"), "triton"),
         ),
         ((), (8, 9), {"plain": "native", "packed": "native", "softcap": "triton"}),
     ],
@@ -830,6 +839,10 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
         "D=32, packed": {"head_dim": 32, "packed": True},
         "D=256": {"head_dim": 256},
         "a cache": {"shorter": True},
+        "D=256, sinks": {"head_dim": 256, "sinks": True},
+        "D=64, sinks": {"head_dim": 64, "sinks": True, "window": True},
+        "dropout": {"dropout": True},
+        "odd": {"head_dim": 100},
     }
     for ask, name in expected.items():
         assert taken(**{"head_dim": 128, **asks[ask]}) == name, ask
@@ -839,17 +852,18 @@ def test_what_auto_takes_on_cuda(installed, capability, expected, monkeypatch):
         for row in explain.rows([ATTENTION], "cuda", torch.bfloat16)
         if row.does and f"{V3}, which is not installed" in row.does
     }
-    slower = {"native", "triton", *({V2} if "flash-attn" in installed else ())}
+    slower = {"native", "gluon", "triton", *({V2} if "flash-attn" in installed else ())}
     newest = {"flash-attn-3", "flash-attn-4"} & {*installed}
     assert told == (slower if capability == (9, 0) and not newest else set())
     # A ring's parts, odd widths and queries with a cache; float32; and requests none of them
     # supports.
-    assert taken(head_dim=128, part=True) == taken(head_dim=100) == "triton"
-    assert taken(head_dim=128, shorter=True, softcap=True, part=True) == "triton"
+    ours = "gluon" if capability == (9, 0) else "triton"
+    assert taken(head_dim=128, part=True) == ours and taken(head_dim=100) == "triton"
+    assert taken(head_dim=128, shorter=True, softcap=True, part=True) == ours
     assert taken(torch.float32, head_dim=128) == "triton"
     best = expected.get("packed", expected["plain"])
     latent = {"head_dim": 192, "value_dim": 128, "packed": True, "gradient": True}
-    assert taken(**latent) == (best if best in (V3, V4) else "triton")
+    assert taken(**latent) == (best if best in (V3, V4) else ours)
     assert taken(head_dim=512) == "sdpa" and taken(head_dim=512, sinks=True) == "eager"
 
 
@@ -861,6 +875,7 @@ def on_cuda(monkeypatch, capability, *installed):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "of no table")
     monkeypatch.setattr(vendors, "varlen", lambda: (None, True))
 
 
@@ -873,23 +888,23 @@ def launched(monkeypatch, capability, run):
         attention_backward_gluon,
         attention_gluon,
         attention_triton,
+        specialized,
     )
     from tilewright.kernels.moe import grouped_gemm_triton
 
-    for tunable in attention_triton.TUNABLES:
+    for tunable in specialized.TUNABLES:
         monkeypatch.setattr(tunable, "_chosen", {})
     monkeypatch.setattr(tuning, "_arch", lambda device: 10 * capability[0] + capability[1])
     monkeypatch.setattr(attention_triton, "large_shared_memory", lambda device: True)
-    return launches(
-        monkeypatch,
-        run,
-        {
-            attention_triton: "",
-            attention_gluon: "roles",
-            attention_backward_gluon: "roles",
-            grouped_gemm_triton: "",
-        },
-    )
+    monkeypatch.setattr(platform, "no_gluon", lambda device_type, capabilities: None)
+    modules = {
+        attention_triton: "",
+        attention_gluon: "roles",
+        attention_backward_gluon: "roles",
+        grouped_gemm_triton: "",
+    }
+    with ATTENTION.fresh_choices():
+        return launches(monkeypatch, run, modules)
 
 
 ONE_LOOP = {"_forward", "_backward_q", "_backward_kv"}
@@ -906,13 +921,13 @@ SLOW_CALLS = {
     "softcap, rows of 64": (64, {"softcap": 30.0}, "the backward of a softcap"),
     "latent": ((192, 128), {}, "and of latent attention (192 and 128)"),
     "latent, packed": ((192, 128), {"packed": True}, "and of latent attention (192 and 128)"),
-    "dropout": (128, {"dropout_p": 0.1, "seed": 1}, "dropout"),
-    "narrow values": ((128, 64), {}, "narrower or wider than keys"),
+    "dropout": (128, {"dropout_p": 0.1, "seed": 1}, "every call"),
+    "narrow values": ((128, 64), {}, "every call"),
     "wide values": ((96, 128), {}, "narrower or wider than keys"),
-    "wide, sinks": (256, {"sinks": True}, "wider rows"),
+    "wide, sinks": (256, {"sinks": True}, "every call"),
     "wide": (256, {}, "dense attention is cuDNN's"),
     "wide, packed": (256, {"packed": True}, "documents and windows are FlashAttention 2's"),
-    "odd": (100, {}, "widths that are no multiple of 8"),
+    "odd": (100, {}, "every call"),
     "512": (512, {}, "rows of more than 256 elements"),
     "512, sinks": (512, {"sinks": True}, "`auto` then takes eager"),
 }
@@ -951,10 +966,10 @@ def test_no_call_is_given_a_slower_kernel_without_a_sentence(call, capability, m
     if auto == "eager":  # its sentence is that of the last one that refuses
         sentences = [vendors.sdpa_does("cuda")]
     [sentence] = sentences
-    if auto == "triton":
+    if auto in ("gluon", "triton"):
 
         def run():
-            out = attention(q, k, v, implementation="triton", **options)
+            out = attention(q, k, v, implementation=auto, **options)
             torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
 
         slow = bool(ONE_LOOP & {*launched(monkeypatch, capability, run)})

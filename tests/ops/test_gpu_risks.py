@@ -83,7 +83,8 @@ def holds(op, case):
 def taken(launch, config):
     """Launches of this name take these constants in place of the heuristic's. Yields the keys."""
     op = launch.partition("/")[0]
-    [tunable] = [t for t in OPS[op].implementation("triton").tunables() if t.name == launch]
+    by = "gluon" if launch in SPECIALIZED else "triton"
+    [tunable] = [t for t in OPS[op].implementation(by).tunables() if t.name == launch]
     keys = []
 
     def chosen(device, *key):
@@ -268,8 +269,8 @@ def test_documents_whose_longest_is_not_told_are_the_same(size):
 SPECIALIZED = {
     t.name: (op, specialized(t))
     for op in OPS.values()
-    if "triton" in op.names()
-    for t in op.implementation("triton").tunables()
+    if "gluon" in op.names()
+    for t in op.implementation("gluon").tunables()
     if t.name.startswith(f"{op.name}/") and specialized(t)
 }
 # Of products with several tiles an SM, and with rows that do not fill the last.
@@ -280,10 +281,10 @@ CASES = {
 }
 # The recipe, and a small case, where an op's first one does not launch it.
 RECIPES = {
-    "low_precision_linear/by_rows": ("block_fp8", "aligned"),
-    "low_precision_linear/scaled": ("mxfp8", "two_scales"),
-    "low_precision_grouped_gemm/scaled_rows": ("mxfp8", "aligned"),
-    "low_precision_grouped_gemm/scaled_weights": ("nvfp4", "aligned"),
+    "low_precision_linear/by_rows_gluon": ("block_fp8", "aligned"),
+    "low_precision_linear/scaled_gluon": ("mxfp8", "two_scales"),
+    "low_precision_grouped_gemm/scaled_rows_gluon": ("mxfp8", "aligned"),
+    "low_precision_grouped_gemm/scaled_weights_gluon": ("nvfp4", "aligned"),
 }
 BLACKWELL = tuple(launch for launch in RECIPES if "/scaled" in launch)
 
@@ -297,31 +298,23 @@ def _specialized(launch, large):
     case = own() if large else smallest(op, (f"{recipe} {small}",) if small else None)
     kwargs = case.make(DEVICE, DTYPE, 0)
     with taken(launch, config if large else {}) as keys:
-        assert not contract.compare(op, "triton", kwargs, DTYPE)
-        first, second = (contract.run(op, "triton", kwargs)[0] for _ in range(2))
+        assert not contract.compare(op, "gluon", kwargs, DTYPE)
+        first, second = (contract.run(op, "gluon", kwargs)[0] for _ in range(2))
     assert keys, f"{launch} was not launched"
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-# In the interpreter the launches of one op are alike: it runs what heuristics choose.
-SMALL = (
-    SPECIALIZED if GPU else {launch.partition("/")[0]: launch for launch in SPECIALIZED}.values()
-)
 
 
 @pytest.mark.parametrize(
     "launch, large",
     [
-        *(pytest.param(launch, False, id=f"{launch}-small") for launch in SMALL),
-        *(
-            pytest.param(launch, True, id=f"{launch}-large", marks=pytest.mark.gpu)
-            for launch in SPECIALIZED
-        ),
+        pytest.param(launch, large, id=f"{launch}-{size}", marks=pytest.mark.gpu)
+        for large, size in ((False, "small"), (True, "large"))
+        for launch in SPECIALIZED
     ],
 )
 def test_specialized_warps_hold_the_contract_and_end(launch, large):
     """Warps that load wait for those that multiply, and those for them."""
-    skip_unless_usable(SPECIALIZED[launch][0], "triton", DTYPE)
+    skip_unless_usable(SPECIALIZED[launch][0], "gluon", DTYPE)
     needed = 10 if launch in BLACKWELL else 9
     # In block-scaled formats even a small case is of 10.0.
     if GPU and (large or needed > 9) and torch.cuda.get_device_capability()[0] != needed:
@@ -329,16 +322,19 @@ def test_specialized_warps_hold_the_contract_and_end(launch, large):
     within(_specialized, launch, large)
 
 
+BACKWARD = "attention/backward_kv"  # by two kernels, of which this is one
+
+
 def _in_turns(size):
     """All gradients in one kernel, whose blocks add to dq in turns, against two kernels."""
     B, heads, kv_heads, tokens, width = size
-    launch = "attention/backward_kv"
+    by, launch = ("gluon", "attention/backward_kv_gluon") if GPU else ("triton", BACKWARD)
     case = of_attention._case("turns", B, heads, kv_heads, tokens, width)
     kwargs = case.make(DEVICE, DTYPE, 0)
     apart, grads = contract.run(OPS["attention"], "triton", kwargs)
     config = SPECIALIZED[launch][1] if GPU else {}
     with taken(launch, config) as keys:
-        runs = [contract.run(OPS["attention"], "triton", kwargs, grads=grads)[0] for _ in range(3)]
+        runs = [contract.run(OPS["attention"], by, kwargs, grads=grads)[0] for _ in range(3)]
     assert keys, f"{launch} was not launched"
     for name, expected in apart.items():
         assert all(torch.equal(r[name], runs[0][name]) for r in runs), name

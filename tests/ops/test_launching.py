@@ -169,7 +169,7 @@ def kept():
 
     from tilewright.bench import launches
     from tilewright.kernels import launch as launch_cache
-    from tilewright.kernels.moe import grouped_gemm_gluon, grouped_gemm_triton  # noqa: F401  (its launches are watched)
+    from tilewright.kernels.moe import grouped_gemm_triton, specialized
 
     descriptors = TensorDescriptor, hopper.TensorDescriptor
     ran, other = [], set()
@@ -220,11 +220,10 @@ def kept():
             x, w = torch.empty(rows, 64, dtype=torch.bfloat16), torch.empty(2, 96, 64).bfloat16()
             ends = torch.tensor([rows // 2, rows], dtype=torch.int32)
             key = 96, 64, 2, 128, True, False, True
-            roles = grouped_gemm_triton.FORWARD.candidates(
-                **{**grouped_gemm_triton.FORWARD.named(key), "large": True}
-            )[-1]
-            with grouped_gemm_triton.FORWARD.override(x.device, key, roles):
-                grouped_gemm_triton.forward(x, w, ends)
+            forward = specialized.FORWARD
+            roles = forward.compiled(**{**forward.named(key), "large": True})[-1]
+            with forward.override(x.device, key, roles):
+                specialized.forward(x, w, ends)
         rmsnorm = sys.modules["tilewright.kernels.norm.rmsnorm_triton"]
         norm = sys.modules["tilewright.kernels.norm.operators"]
         for shift in (0, 0, 1, 0):  # the first element after a 16-byte boundary

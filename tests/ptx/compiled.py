@@ -35,6 +35,7 @@ from bench.page.files import counts_of
 from tilewright.bench import contract
 from tilewright.core import platform
 from tilewright.core.registry import Op, short
+from tilewright.kernels.tuning import gluon_name
 from tilewright.ops import (
     BlockFP8,
     adamw_,
@@ -137,9 +138,9 @@ PER_CHUNK = ("_states", "_state_gradients")
 # ---- in the other processes
 
 
-def contract_holds(driver, op, case, dtype):
+def contract_holds(driver, op, case, dtype, implementation="triton"):
     with contract.poisoned():
-        broken = contract.check(op, "triton", case, "cpu", dtype)
+        broken = contract.check(op, implementation, case, "cpu", dtype)
     assert not broken, "; ".join(map(str, broken))
     for name, memory in zip(
         driver.names, driver.memories, strict=True
@@ -346,9 +347,10 @@ def attended(name):
 def apart(driver, launch, D=64, DV=64):
     """Documents share blocks of keys and of queries, and one is NaN."""
     from tilewright.kernels.attention import attention_triton as kernels
+    from tilewright.kernels.attention import specialized as passes
 
-    tunable = {t.name: t for t in kernels.TUNABLES}[launch]
-    config = specialized(tunable)
+    tunable = {t.name: t for t in passes.TUNABLES}[gluon_name(launch)]
+    config, others = specialized(tunable), {tunable.beside: tunable}
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (
         torch.randn(1, 1, 200, width, generator=g).to(BF16) for width in (D, D, DV, DV)
@@ -357,10 +359,12 @@ def apart(driver, launch, D=64, DV=64):
 
     def results():
         documents = kernels.map_documents(bounds, 200, 128)
-        found = kernels.forward(q, k, v, documents, None, options, 0)
+        found = kernels.forward(q, k, v, documents, None, options, 0, others)
         if launch == "attention/forward":
             return found[:1]
-        return kernels.backward(dout, q, k, v, *found, documents, None, options, 0)[:3]
+        return kernels.backward(dout, q, k, v, *found, documents, None, options, 0, others=others)[
+            :3
+        ]
 
     with mock.patch.object(tunable, "config", lambda *_: config):
         alone = results()
@@ -543,7 +547,7 @@ def narrow_rows_on_four_warps(driver):
 
 
 # Candidates of a launch that are other code than the heuristic's: launch, what changes (ROLES:
-# specialized warps), and cases of the op.
+# the implementation, to gluon with its kernel in this launch), and cases of the op.
 _WIDE = {"BLOCK_M": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4, "per_sm": 1}
 CHANGES = {
     "BLOCK_N": {**_WIDE, "maxnreg": None},
@@ -592,8 +596,8 @@ ALTERNATIVES = (
 
 def alternative(driver, op, case, launch, changes):
     """As the suite would time it, with this case's sizes."""
-    tunables = op.implementation("triton").tunables()
-    [tunable] = [t for t in tunables if t.name == launch]
+    by, name = ("gluon", gluon_name(launch)) if changes == "ROLES" else ("triton", launch)
+    [tunable] = [t for t in op.implementation(by).tunables() if t.name == name]
     other = specialized(tunable) if changes == "ROLES" else CHANGES[changes]
 
     def config(device, *key):
@@ -601,7 +605,7 @@ def alternative(driver, op, case, launch, changes):
 
     before = len(driver.launches)
     with mock.patch.object(tunable, "config", config):
-        contract_holds(driver, op, case, BF16)
+        contract_holds(driver, op, case, BF16, by)
     if changes == "ROLES":
         assert any(each.kernel.specialized for each in driver.launches[before:])
 
@@ -616,8 +620,8 @@ def fp8_codes(rows, columns, g):
 def same_bits(driver, tunable, run, key=None):
     """Specialized warps sum in the same order as the other kernel. Returns what it found."""
     key = tunable.named(key or tunable.keys[-1])
-    roles, found = [c for c in tunable.candidates(**key) if c["ROLES"]], []
-    for config in (tunable.heuristic(**key), *roles):
+    roles, found = tunable.compiled(**key), []
+    for config in ({**tunable.beside.heuristic(**key), "ROLES": False}, *roles):
         with mock.patch.object(tunable, "config", lambda *_, config=config: config):
             found.append(run())
         assert driver.launches[-1].kernel.specialized == config["ROLES"]
@@ -626,7 +630,7 @@ def same_bits(driver, tunable, run, key=None):
 
 
 def fp8_linear(driver, T, N, K):
-    from tilewright.kernels.quant import quantized_linear_triton as kernels
+    from tilewright.kernels.quant import specialized as kernels
 
     g = torch.Generator().manual_seed(0)
     (x, x_scale), (w, w_scale) = fp8_codes(T, K, g), fp8_codes(N, K, g)
@@ -636,11 +640,11 @@ def fp8_linear(driver, T, N, K):
 
 
 def fp8_dweight(driver, M, N, columns, dtype):
-    from tilewright.kernels.quant import low_precision_triton as kernels
+    from tilewright.kernels.quant import specialized as kernels
 
     g = torch.Generator().manual_seed(0)
     factors = (*fp8_codes(M, columns, g), *fp8_codes(N, columns, g))
-    same_bits(driver, kernels.BY_ROWS, lambda: kernels.by_rows(*factors, dtype))
+    same_bits(driver, kernels.BY_ROWS, lambda: kernels.dense.by_rows(*factors, dtype))
 
 
 def scaled_factor(recipe, rows, K, g):
@@ -658,7 +662,7 @@ def scaled_factor(recipe, rows, K, g):
 
 def block_scaled(driver, recipe, M, N, K, dtype):
     """MXFP8 with a bias, or NVFP4: beside the other kernel, float64."""
-    from tilewright.kernels.quant import low_precision_triton as kernels
+    from tilewright.kernels.quant import specialized as kernels
     from tilewright.ops.quant.low_precision_linear import values
 
     g, e2m1 = torch.Generator().manual_seed(0), recipe == "nvfp4"
@@ -667,7 +671,7 @@ def block_scaled(driver, recipe, M, N, K, dtype):
     found = same_bits(
         driver,
         kernels.SCALED,
-        lambda: kernels.scaled(*a[:3], *b[:3], bias, dtype),
+        lambda: kernels.dense.scaled(*a[:3], *b[:3], bias, dtype),
         (e2m1, N, a.data.shape[1], M, True),
     )
     a, b = (values(t, recipe, "eager", torch.float64) for t in (a, b))
@@ -679,7 +683,7 @@ def scaled_experts(driver, launch, recipe, N, K, counts, tail, dtype):
     """Rows of each expert, and of the tail: forward or gradients of weights. What is at places
     between them is not 0.
     """
-    from tilewright.kernels.quant import low_precision_grouped_triton as kernels
+    from tilewright.kernels.quant import specialized as kernels
     from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
 
     g = torch.Generator().manual_seed(0)
@@ -689,14 +693,14 @@ def scaled_experts(driver, launch, recipe, N, K, counts, tail, dtype):
     if launch == "scaled_weights":
         dy, x = (scaled_factor(recipe, rows, P, g)[:3] for rows in (N, K))
         factors = *dy, *x, placed.ends.int(), dtype
-        run = functools.partial(kernels.scaled_weights, *factors)
+        run = functools.partial(kernels.experts.scaled_weights, *factors)
         return same_bits(driver, kernels.SCALED_WEIGHTS, run, key)
     x, w = (scaled_factor(recipe, rows, K, g)[:3] for rows in (P, E * N))
     of_experts = (w[0].view(E, N, -1), w[1].view(E, N, -1), w[2])
 
     def rows():
         out = torch.full((R, N), float("nan"), dtype=dtype)
-        kernels.scaled_rows(*x, *of_experts, placed.expert.int(), placed.row.int(), out)
+        kernels.experts.scaled_rows(*x, *of_experts, placed.expert.int(), placed.row.int(), out)
         return out
 
     return same_bits(driver, kernels.SCALED_ROWS, rows, key)
@@ -726,7 +730,7 @@ def scaled_case(recipe, *sizes):
 
 def fp8_experts(driver, launch, N, K, counts, tail, dtype):
     """Rows of each expert, and of the tail: forward or gradients of weights."""
-    from tilewright.kernels.quant import low_precision_grouped_triton as kernels
+    from tilewright.kernels.quant import specialized as kernels
     from tilewright.ops.moe.low_precision_grouped_gemm import Placed, places
 
     g = torch.Generator().manual_seed(0)
@@ -734,14 +738,14 @@ def fp8_experts(driver, launch, N, K, counts, tail, dtype):
     placed, P = Placed.of(torch.tensor(counts).cumsum(0), R), places(R, E)
     if launch == "weights":
         factors = (*fp8_codes(N, P, g), *fp8_codes(K, P, g), placed.ends.int(), dtype)
-        return same_bits(driver, kernels.WEIGHTS, lambda: kernels.weights(*factors))
+        return same_bits(driver, kernels.WEIGHTS, lambda: kernels.experts.weights(*factors))
     w, scale = fp8_codes(E * N, K, g)
     scale = scale.view(E, N, -1)[:, : -(-N // 128)].contiguous()
     factors = (*fp8_codes(P, K, g), w.view(E, N, K), scale)
 
     def run():
         out = torch.full((R, N), float("nan"), dtype=dtype)
-        kernels.rows(*factors, placed.expert.int(), placed.row.int(), out)
+        kernels.experts.rows(*factors, placed.expert.int(), placed.row.int(), out)
         return out
 
     return same_bits(driver, kernels.ROWS, run)
@@ -1325,6 +1329,7 @@ def started():
     platform.interpreting = lambda: (
         True
     )  # Triton accepts CPU tensors, and this is not the interpreter
+    platform.no_gluon = lambda device_type, capabilities=(9,): None
     stack = contextlib.ExitStack()
     driver = stack.enter_context(installed(Driver()))
     driver.kept = stack  # until the process ends

@@ -70,10 +70,11 @@ def measured(folder):
             case = next(c for c in op.cases if c.name == v.case)
             if "cuda" in case.tags and v.launch:
                 kwargs = case.make("cuda", torch.bfloat16, 0)
-                keys = launches.requested_keys(op, op.implementation("triton"), kwargs)
+                by = "gluon" if v.launch.endswith("_gluon") else "triton"
+                keys = launches.requested_keys(op, op.implementation(by), kwargs)
                 t, named = next((t, t.named(k)) for t, k in keys if t.name == v.launch)
-                now = t.choice(COMPUTE_CAPABILITY, **named)
-                asked[v.name] = {"now": now, "other": {**now, **v.other}}
+                usual = t.choice(COMPUTE_CAPABILITY, **named)
+                asked[v.name] = {way: {**usual, **v.ways[way]} for way in v.ways}
                 asked[v.name]["space"] = t.candidates(**named)
         x = torch.randn(3, 8, device="cuda")
         about = [str(x.device), x.is_cuda, x[1:].data_ptr() - x.data_ptr()]
@@ -86,7 +87,7 @@ def measured(folder):
         "about": about,
         "after": [torch.ones(1).is_cuda, str(torch.ones(1).device), torch.cuda.is_available()],
         "ops": {what: sorted({c.op for c in calls}) for what, calls in plan.items()},
-        "parity": [[c.op, c.case, c.layout] for c in plan["parity"]],
+        "parity": [[c.op, c.implementation, c.case, c.layout] for c in plan["parity"]],
         "search": [[c.launch, len(c.config)] for c in plan["search"]],
     }
 
@@ -138,9 +139,10 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
     assert set(ran["ops"]["goals"]) == {op.name for op in OPS.values() if op.goals}
     assert set(ran["ops"]["smoke"]) == set(OPS), "each by name"
     expected = {
-        (op.name, case.name, layout)
+        (op.name, name, case.name, layout)
         for op in OPS.values()
-        if "triton" in op.names() and torch.bfloat16 in op.implementation("triton").dtypes
+        for name in {"gluon", "triton"} & {*op.names()}
+        if torch.bfloat16 in op.implementation(name).dtypes
         for case in op.cases
         if "contract" in case.tags
         for layout in contract.LAYOUTS
@@ -149,7 +151,7 @@ def test_the_plan_is_all_that_a_first_call_launches(ran):
     assert len(parity) == len(ran["parity"]) and parity == expected
     search = collections.Counter(launch for launch, _ in ran["search"])
     assert all(constants for _, constants in ran["search"])
-    products = {"moe_mlp/up_swiglu", "grouped_gemm/backward_weight"}
+    products = {"moe_mlp/up_swiglu_gluon", "grouped_gemm/backward_weight_gluon"}
     assert products | {"rmsnorm/backward", "rope/rotate"} <= set(search)
     assert min(search.values()) > 1 and "linear_cross_entropy/chunk" not in search
 

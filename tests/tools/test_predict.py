@@ -326,7 +326,7 @@ def test_what_hopper_refuses_has_rows_with_each_launch_that_changes_a_pass(monke
         devices.append(arch)
         return nullcontext([])
 
-    ways = [(pages.HEURISTIC, "", {}), ("other warps", "rmsnorm/backward", {})]
+    ways = [(pages.HEURISTIC, "", "", {}), ("other warps", "", "rmsnorm/backward", {})]
     monkeypatch.setattr(predict, "_passes", passes)
     monkeypatch.setattr(predict, "_alternatives", lambda *_: iter(ways))
     monkeypatch.setattr(predict.launches, "simulated", simulated)

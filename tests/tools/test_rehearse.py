@@ -110,8 +110,8 @@ def test_the_order_of_the_goals(found):
     assert limits == {"products": {60.0}, "goals": {60.0}, "ab": {30.0}}
     options = {name: options for name, _, options in found["plan"]["products"]}
     only = {name.split(".")[0].split("/")[1]: o["only"] for name, o in options.items()}
-    assert {"native", "triton", "flash-attn"} <= set(only["attention"])
-    assert {"native", "triton"} <= set(only["moe_mlp"]) and "liger" not in only["moe_mlp"]
+    assert {"native", "gluon", "flash-attn"} <= set(only["attention"])
+    assert {"native", "gluon"} <= set(only["moe_mlp"]) and "liger" not in only["moe_mlp"]
     assert not any({"flex", "transformers"} & set(names) for names in only.values())
     assert {o["settings"]["rounds"] for o in options.values()} == {5}
     assert not any(o["settings"]["isolated"] for o in options.values())

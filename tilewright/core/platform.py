@@ -205,6 +205,33 @@ def no_triton(device_type: str) -> str | None:
     return None if device_type == "cpu" else f"no Triton kernels for {device_type} tensors"
 
 
+# The first Triton with the Gluon that the kernels are written in.
+OLDEST_GLUON = (3, 6)
+
+
+def no_gluon(device_type: str, capabilities: tuple[int, ...] = (9,)) -> str | None:
+    """None if Gluon kernels for these major compute capabilities support this device type, else the
+    reason. Triton's interpreter does not run them.
+    """
+    if reason := no_module("triton"):
+        return reason
+    installed = importlib.metadata.version("triton")
+    if tuple(map(int, installed.split(".")[:2])) < OLDEST_GLUON:
+        needed = ".".join(map(str, OLDEST_GLUON))
+        return f"Gluon kernels need triton {needed} or later, this is {installed}"
+    if device_type != "cuda":
+        return f"Gluon kernels take CUDA tensors, not {device_type}"
+    if reason := no_cuda():
+        return reason
+    major, minor = torch.cuda.get_device_capability()
+    needed = " or ".join(f"{capability}.x" for capability in capabilities)
+    return (
+        None
+        if major in capabilities
+        else f"needs compute capability {needed}, this device has {major}.{minor}"
+    )
+
+
 def no_cutlass() -> str | None:
     """None if CuTe DSL can be imported, else the reason. Other packages have a module `cutlass`
     too.

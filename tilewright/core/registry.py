@@ -41,6 +41,7 @@ __all__ = [
     "always",
     "anything",
     "in_cpp",
+    "in_gluon",
     "in_triton",
     "instead_of",
     "no_kernels",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class ImplementationUnavailable(RuntimeError):
@@ -133,6 +135,31 @@ def in_triton(
 ) -> Implementation:
     """An implementation in Triton. `auto` chooses it for CUDA tensors; options: further fields."""
     return Implementation("triton", load, missing, **options)
+
+
+def in_gluon(
+    load: Callable[[], Callable],
+    computes: str | Callable[[str], str | None],
+    capabilities: tuple[int, ...] = (9,),
+    **options: Any,
+) -> Implementation:
+    """An implementation with kernels in Gluon, for CUDA tensors of 16 bits. Launches that its
+    configurations do not give to them, Triton's kernels compute.
+
+    computes: what specialized warps compute, for `explain`; or its `does`.
+    capabilities: the major ones that its kernels are compiled for.
+    options: further fields.
+    """
+
+    def missing(device_type: str) -> str | None:
+        return platform.no_gluon(device_type, capabilities)
+
+    def does(device_type: str) -> str | None:
+        if not isinstance(computes, str):
+            return computes(device_type)
+        return f"specialized warps compute {computes}; Triton's kernels compute the rest"
+
+    return Implementation("gluon", load, missing, **{"dtypes": HALVES, "does": does, **options})
 
 
 def in_cpp(load: Callable[[], Callable], **options: Any) -> Implementation:

@@ -4,6 +4,9 @@ A launcher looks up its `Tunable`'s configuration by a key, such as the row widt
 size. An entry of `tuned/<device>/<op>.json` with exactly this key takes precedence over the
 heuristic. A program never searches while it runs: `python -m tilewright.bench tune` searches, and
 writes the tables.
+
+A launch of the implementation `triton` may have kernels of `gluon` beside it (`Specialized`), whose
+configurations say which of the two languages takes a key.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ TABLES = pathlib.Path(__file__).with_name("tuned")
 REJECTED = pathlib.Path(__file__).with_name("rejected.json")
 SCHEMA = 1
 Config = dict[str, Any]
+# In a configuration of `gluon`: whether its kernel of specialized warps takes the key, or Triton's.
+ROLES = "ROLES"
 
 
 def arch_of_device() -> int | None:
@@ -106,9 +111,11 @@ class Tunable:
             config = self._chosen[device, key] = self._look_up(device, key)
         return config
 
+    def _untuned(self, device: torch.device, key: tuple) -> Config:
+        return self.choice(_arch(device), **self.named(key))
+
     def _look_up(self, device: torch.device, key: tuple) -> Config:
-        key_fields = self.named(key)
-        default = self.choice(_arch(device), **key_fields)
+        key_fields, default = self.named(key), self._untuned(device, key)
         for entry in table(device_folder(device), self.op).get(self.launch, ()):
             if entry["key"] == key_fields:
                 if set(entry["config"]) != set(default):
@@ -152,6 +159,10 @@ class Tunable:
         launched = not specs or any(s.min_arch <= arch <= s.max_arch for s in specs)
         return launched and identity(self.name, arch, key, config) not in rejected()
 
+    def compiled(self, **key) -> list[Config]:
+        """The candidates whose kernels no other launch's space has, for the compile gate."""
+        return self.candidates(**key)
+
     @contextlib.contextmanager
     def override(self, device: torch.device, key: tuple, config: Config) -> Iterator[None]:
         """Uses this configuration for this key inside the block."""
@@ -163,6 +174,110 @@ class Tunable:
             del self._chosen[device, key]
             if before is not None:
                 self._chosen[device, key] = before
+
+
+class Specialized(Tunable):
+    """The same launch for `gluon`: by the kernel `run`, or by Triton's. Its configurations are
+    those of both, with ROLES.
+
+    beside: Triton's launch.
+    run: launches the kernel in Gluon on arguments that Triton's launcher has prepared.
+    fits: whether the kernel can take these (see `choose`).
+    usual: (**key) -> the kernel's configuration for a key that it takes where none was tuned, or
+        None for Triton's.
+    roles: (**key) -> the kernel's configurations, for a search.
+    compiles: (key, configuration) -> what the gate compiles of the kernel.
+    """
+
+    def __init__(
+        self,
+        beside: Tunable,
+        run: Callable[..., Any],
+        fits: Callable[..., bool],
+        usual: Callable[..., Config | None],
+        roles: Callable[..., list[Config]],
+        compiles: Callable[[dict[str, Any], Config], list],
+    ):
+        def heuristic(**key) -> Config:
+            return usual(**key) or {**beside.heuristic(**key), ROLES: False}
+
+        def space(**key) -> list[Config]:
+            return [{**c, ROLES: False} for c in beside.candidates(**key)] + roles(**key)
+
+        def specs(key: dict[str, Any], config: Config) -> list:
+            return compiles(key, config) if config[ROLES] else beside.specs(key, plain(config))
+
+        super().__init__(
+            beside.op,
+            gluon_name(beside.launch),
+            beside.fields,
+            beside.pass_name,
+            heuristic,
+            space,
+            beside.keys,
+            specs,
+        )
+        self.beside, self.run, self.fits, self._usual = beside, run, fits, usual
+
+    def _untuned(self, device: torch.device, key: tuple) -> Config:
+        named = self.named(key)
+        chosen = self.choice(_arch(device), **named)
+        return chosen if chosen[ROLES] else {**self.beside._look_up(device, key), ROLES: False}
+
+    def choice(self, arch: int | None, /, **key) -> Config:
+        chosen = self._usual(**key)
+        if chosen and self._fits(arch, key, chosen):
+            return chosen
+        return {**self.beside.choice(arch, **key), ROLES: False}
+
+    def compiled(self, **key) -> list[Config]:
+        return [c for c in self.candidates(**key) if c[ROLES]]
+
+    def _fits(self, arch: int | None, key: dict[str, Any], config: Config) -> bool:
+        if not config[ROLES]:
+            return self.beside._fits(arch, key, plain(config))
+        specs = self.specs(key, config)  # of Triton's kernels around it too
+        compiled = arch is None or all(s.min_arch <= arch <= s.max_arch for s in specs)
+        return compiled and super()._fits(arch, key, config)
+
+
+Others = Mapping[Tunable, Specialized]
+ALONE: Others = {}  # of `triton`, which launches no kernels but its own
+
+
+def gluon_name(launch: str) -> str:
+    """The name under which the tables have the configurations of a launch's `Specialized`."""
+    return f"{launch}_gluon"
+
+
+def plain(config: Config) -> Config:
+    """A configuration without ROLES."""
+    return {n: v for n, v in config.items() if n != ROLES}
+
+
+def choose(
+    tunable: Tunable,
+    others: Others,
+    device: torch.device,
+    key: tuple,
+    *arguments: Any,
+) -> tuple[Config, Callable[..., Any] | None]:
+    """The configuration of a launch, without ROLES, and the other language's launcher if the
+    configuration is that one's; None: Triton's.
+
+    arguments: what `Specialized.fits` is to see.
+    """
+    other = others.get(tunable)
+    if other is None or not other.fits(*arguments):
+        return tunable.config(device, *key), None
+    config = other.config(device, *key)
+    return plain(config), other.run if config[ROLES] else None
+
+
+def gives_gluon(op: str) -> bool:
+    """Whether a configuration that was tuned for the current device is `gluon`'s kernel's."""
+    entries = table(device_folder(torch.device("cuda")), op).values()
+    return any(e["config"].get(ROLES) for each in entries for e in each)
 
 
 _lookups: dict[tuple[Tunable, tuple], None] | None = None
@@ -208,6 +323,9 @@ def hashes(device: torch.device) -> dict[str, str]:
 def read(path: pathlib.Path) -> dict[str, Any]:
     """A table file:
     {"schema", "device", "device_type", "launches": {launch: [{"key", "config", ...}]}}.
+
+    Earlier files have the configurations of `gluon` under the launch of `triton`, with ROLES: they
+    are read as they are written now (`_by_language`).
     """
     try:
         document = json.loads(path.read_text())
@@ -217,11 +335,31 @@ def read(path: pathlib.Path) -> dict[str, Any]:
             for entry in entries:
                 if not (isinstance(entry["key"], dict) and isinstance(entry["config"], dict)):
                     raise ValueError(f"an entry must have a key and a config, got {entry!r}")
+        document["launches"] = _by_language(document["launches"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path}: not a table of tuned constants: {type(error).__name__}: {error}"
         ) from error
     return document
+
+
+def _by_language(launches: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Entries by launch, of `triton` and of `gluon`. An earlier file's entry with ROLES is
+    `gluon`'s, and where ROLES is false, `triton`'s too.
+    """
+    out: dict[str, list[dict[str, Any]]] = {}
+    for launch, entries in launches.items():
+        own = launch.endswith(gluon_name(""))
+        for entry in entries:
+            config = entry["config"]
+            if own or ROLES not in config:
+                out.setdefault(launch, []).append(entry)
+                continue
+            out.setdefault(gluon_name(launch), []).append(entry)
+            if not config[ROLES]:
+                old = {n: plain(entry[n]) for n in ("config", "heuristic") if n in entry}
+                out.setdefault(launch, []).append({**entry, **old})
+    return out
 
 
 def tuned(tunable: Tunable) -> Iterator[tuple[str, dict[str, Any], Config]]:

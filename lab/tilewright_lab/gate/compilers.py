@@ -337,7 +337,7 @@ def _tunable_specs(tunables: Iterable[Tunable], space: bool) -> Iterator[Any]:
         more = () if space else KEYS.get((tunable.op, tunable.launch), ())
         for key in map(tunable.named, (*tunable.keys, *more)):
             if space:
-                for config in tunable.candidates(**key):
+                for config in tunable.compiled(**key):
                     for spec in labeled(tunable, key, config, ""):
                         # Nothing counts on a candidate's blocks: it is measured.
                         yield replace(spec, per_sm=1) if isinstance(spec, KernelSpec) else spec

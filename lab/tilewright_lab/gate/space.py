@@ -30,9 +30,10 @@ def candidates(ops: Iterable[Op]) -> dict[str, Candidate]:
     for op in ops:
         for tunable in (t for impl in op.implementations for t in impl.tunables()):
             for key in map(tunable.named, tunable.keys):
-                for i, config in enumerate(tunable.candidates(**key)):
+                usual = tunable.candidates(**key)[0]
+                for config in tunable.compiled(**key):
                     for spec in labeled(tunable, key, config, ""):
-                        candidate = Candidate(tunable.name, key, config, usual=i == 0)
+                        candidate = Candidate(tunable.name, key, config, config == usual)
                         by_spec.setdefault(f"{op.name}/{spec.label}", candidate)
     return by_spec
 

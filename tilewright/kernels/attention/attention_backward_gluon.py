@@ -1,5 +1,5 @@
-"""Attention's backward in one kernel with warp specialization, for sm_90: attention_triton.py
-launches it in place of `_backward_q` and `_backward_kv` where a configuration says so. Five
+"""Attention's backward in one kernel with warp specialization, for sm_90, in place of `_backward_q`
+and `_backward_kv` of attention_triton.py, which prepares the arguments (specialized.py). Five
 products for a block of queries and one of keys, where those two kernels need seven.
 
 A block has a tile of 128 keys (latent attention's: 64) and a query head, and walks the queries that
@@ -778,7 +778,7 @@ def _backward(
     )
 
 
-def keys_of(constants: dict) -> int:
+def _keys(constants: dict) -> int:
     """Keys of a tile."""
     return 64 if constants["REST"] else 128
 
@@ -796,7 +796,7 @@ def _all_seen(constants: dict, offset: int) -> bool:
     return not (constants["PACKED"] or constants["WINDOW"] or (constants["CAUSAL"] and offset < 0))
 
 
-def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
+def backward(tensors, numbers, constants: dict, config: dict, grid) -> torch.Tensor:
     """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
     float32.
 
@@ -805,7 +805,8 @@ def backward(tensors, numbers, constants: dict, grid) -> torch.Tensor:
     """
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk) = q.shape[:3], k.shape[1:3]
-    width, rest, keys = constants["WIDTH"], constants["REST"], keys_of(constants)
+    width, rest, keys = constants["WIDTH"], constants["REST"], _keys(constants)
+    assert keys == config["BLOCK_N"] // (2 if rest else 1), config  # the grid's tiles
     ways = _ways(Hq, _all_seen(constants, numbers[3]), constants)
     part = (q.new_empty if ways["EMPTY"] else q.new_zeros)(q.shape, dtype=torch.float32)
     turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
@@ -853,7 +854,7 @@ def fits(constants: dict) -> bool:
 def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
     """pointers, constants: as attention_triton's."""
     t, shared = pointers["*"], constants["GROUP"] > 1
-    width, rest, keys = constants["WIDTH"], constants["REST"], keys_of(constants)
+    width, rest, keys = constants["WIDTH"], constants["REST"], _keys(constants)
     rows = 1, 1, _ROWS.value
     described = {
         **dict.fromkeys("qg", descriptor_type(t, *rows, width)),

@@ -1,5 +1,5 @@
 """Attention's forward with warp specialization, for sm_90: the `_forward` of attention_triton.py,
-which launches it where a configuration says so. Tiles, masks and results are those of that module.
+which prepares the arguments (specialized.py). Tiles, masks and results are those of that module.
 
 A block has a tile of 128 queries. One warp loads it, and blocks of keys and values into a ring; two
 warpgroups have 64 queries each (FlashAttention-3, arXiv:2407.08608). Within a warpgroup the logits

@@ -53,7 +53,7 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.moe.grouped_gemm_triton import TILE_BLOCK, write_tiles
 from tilewright.kernels.moe.operators import MAP_ROWS, map_size
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Config, Tunable
+from tilewright.kernels.tuning import ALONE, Others, Tunable, choose
 
 # Arguments that are not specialized.
 NUMBERS = ["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw"]
@@ -1045,19 +1045,17 @@ class _Widths(NamedTuple):
         return max(self.WIDTH + self.REST, self.WIDTH_V)
 
 
-def _config(tunable: Tunable, problem: _Problem, specialized: Callable[[], bool]) -> dict:
-    """specialized: whether specialized warps can compute this; else another configuration is
-    taken for theirs.
+def _choose(tunable: Tunable, others: Others, problem: _Problem, constants: dict, tensors: tuple):
+    """The configuration, and the launcher of another language's kernel (see `tuning.choose`).
+
+    tensors: those that such a kernel reads by TMA.
     """
     q, variant = problem.q, problem.variant
     if variant.dropout.threshold > 0:
         tunable = DROPPING[tunable]
     width = _Widths.of(q.shape[3], problem.v.shape[3]).key
     key = width, q.element_size(), large_shared_memory(q.device), variant.softcap > 0
-    config = tunable.config(q.device, *key)
-    if config.get("ROLES") and not specialized():
-        return tunable.heuristic(*key)
-    return config
+    return choose(tunable, others, q.device, key, constants, tensors)
 
 
 def _numbers(problem: _Problem, capacity: int) -> tuple:
@@ -1085,46 +1083,18 @@ def _constants(problem: _Problem) -> dict:
     }
 
 
-def _specialized(constants: dict, *tensors: torch.Tensor) -> bool:
-    """Whether the forward by specialized warps computes this: blocks of values as wide as those of
-    keys, no dropout, and operands that TMA reads.
-    """
-    as_wide = constants["WIDTH"] == constants["WIDTH_V"]
-    return as_wide and not constants["DROPOUT"] and _in_registers(constants) and by_tma(*tensors)
-
-
-def _in_registers(constants: dict) -> bool:
-    """Whether the forward by specialized warps fits into the registers: not a softcap of keys in
-    two parts, nor windows of packed documents with rows of 256.
-    """
-    packed_window = constants["PACKED"] and constants["WINDOW"]
-    return not (
-        (constants["REST"] and constants["SOFTCAP"]) or (constants["WIDTH"] > 128 and packed_window)
-    )
-
-
-def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constants) -> None:
+def _launch(kernel, tunable, block, problem, tiled, tensors, strided, others, **constants) -> None:
     """A program for each tile of `block` rows of `tiled`, and each of its heads.
 
     strided: those of `tensors` whose strides the kernel takes.
     """
     B, H, rows, _ = tiled.shape
     constants |= _constants(problem)
-
-    def specialized() -> bool:
-        # With windows, rows of 64 have too few products for warps to wait for each other: an H100
-        # takes 283 us, and 253 us with one loop (64 heads, a window of 128).
-        few = constants["WIDTH"] <= 64 and constants["WINDOW"]
-        return kernel is _forward and not few and _specialized(constants, *tensors[:3])
-
-    c = dict(_config(tunable, problem, specialized))
-    roles = c.pop("ROLES", False)
+    c, run = _choose(tunable, others, problem, constants, tensors[:3])
     bounds, tiles, capacity, count = _tiles(problem.documents, B, rows, c[block])
     numbers = _numbers(problem, capacity)
-    if roles:
-        from tilewright.kernels.attention.attention_gluon import forward
-
-        forward((*tensors, tiles, bounds), numbers, constants, c, (count, H))
+    if run is not None:
+        run((*tensors, tiles, bounds), numbers, constants, c, (count, H))
         return
     launch(
         kernel,
@@ -1141,47 +1111,40 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, **constant
     )
 
 
-def by_tma(*tensors: torch.Tensor) -> bool:
-    """Whether TMA reads these tensors [B, H, positions, D]: of 16 bits, not empty, in rows at
-    multiples of 16 bytes.
-    """
-    return all(
-        t.element_size() == 2
-        and t.numel() > 0
-        and t.data_ptr() % 16 == 0
-        and all(stride % 8 == 0 for stride in t.stride()[:3])
-        for t in tensors
-    )
-
-
-def forward(q, k, v, documents, sinks, variant, offset):
+def forward(q, k, v, documents, sinks, variant, offset, others: Others = ALONE):
     q, k, v = map(last_contiguous, (q, k, v))
     found = attend(q, k, v, documents, sinks, variant, offset)
     if found.lse.numel():
         problem = _Problem(q, k, v, documents, variant, offset)
         logits = None if sinks is None else sinks.float().contiguous()
         tensors, strided = (q, k, v, logits, *found), (q, k, v, found.out)
-        _launch(_forward, FORWARD, "BLOCK_M", problem, q, tensors, strided, SINKS=sinks is not None)
+        given = problem, q, tensors, strided, others
+        _launch(_forward, FORWARD, "BLOCK_M", *given, SINKS=sinks is not None)
     return found
 
 
-def backward(dout, q, k, v, out, lse, documents, sinks, variant, offset):
+def backward(*operands, others: Others = ALONE):
+    """operands: as `operators.attend_backward` takes them."""
+    dout, q, k, v, out, lse, documents, sinks, variant, offset = operands
     dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
     found = attend_backward(dout, q, k, v, out, lse, documents, sinks, variant, offset)
     dq, dk, dv, dsinks = found
     lse = lse.float().contiguous()
     problem = _Problem(q, k, v, documents, variant, offset)
     inputs = dout, q, k, v
-    if _config(BACKWARD_KV, problem, lambda: _in_one(problem, inputs)).get("ROLES"):
-        delta = _together(problem, inputs, out, lse, found)
+    config, run = _choose(BACKWARD_KV, others, problem, _constants(problem), inputs)
+    if run is not None:
+        delta = _together(problem, inputs, out, lse, found, config, run)
     else:
         delta = torch.empty_like(lse)
         if lse.numel():
             tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
-            _launch(_backward_q, BACKWARD_Q, "BLOCK_M", problem, q, tensors, strided)
+            given = problem, q, tensors, strided
+            _launch(_backward_q, BACKWARD_Q, "BLOCK_M", *given, ALONE)
         if dk.numel():
             tensors, strided = (*inputs, lse, delta, dk, dv), (*inputs, dk, dv)
-            _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", problem, k, tensors, strided)
+            given = problem, k, tensors, strided
+            _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", *given, ALONE)
     if dsinks is not None:
         # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
         # left.
@@ -1190,18 +1153,11 @@ def backward(dout, q, k, v, out, lse, documents, sinks, variant, offset):
     return found
 
 
-def _in_one(problem, inputs) -> bool:
-    """Whether one kernel with specialized warps can compute all gradients."""
-    from tilewright.kernels.attention.attention_backward_gluon import fits
+def _together(problem, inputs, out, lse, found, config, run) -> torch.Tensor:
+    """All gradients in one pass over the pairs, by another language's kernel. Returns <dout, out>.
 
-    constants = _constants(problem)
-    return _specialized(constants, *inputs) and fits(constants)
-
-
-def _together(problem, inputs, out, lse, found) -> torch.Tensor:
-    """All gradients in one pass over the pairs, by specialized warps. Returns <dout, out>."""
-    from tilewright.kernels.attention import attention_backward_gluon as gluon
-
+    run: (tensors, numbers, constants, configuration, grid) -> dq without the scale, in float32.
+    """
     (dout, q, k, v), (dq, dk, dv, _) = inputs, found
     (B, Hq, S, D), Sk, constants = q.shape, k.shape[2], _constants(problem)
     rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
@@ -1210,10 +1166,11 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
     grid = cdiv(S, _FEW_ROWS), Hq, B
     delta = torch.empty_like(lse)
     launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **values)
-    bounds, tiles, capacity, count = _tiles(problem.documents, B, Sk, gluon.keys_of(constants))
+    block = config["BLOCK_N"] // (2 if constants["REST"] else 1)
+    bounds, tiles, capacity, count = _tiles(problem.documents, B, Sk, block)
     numbers = _numbers(problem, capacity)
     tensors = dout, q, k, v, lse, delta, dk, dv, tiles, bounds
-    total = gluon.backward(tensors, numbers, constants, (count, Hq))
+    total = run(tensors, numbers, constants, config, (count, Hq))
     launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **keys)
     return delta
 
@@ -1221,10 +1178,7 @@ def _together(problem, inputs, out, lse, found) -> torch.Tensor:
 # ---- launch configurations
 
 
-# ROLES: specialized warps (attention_gluon.py), where TMA reads the operands.
-_FORWARD_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
-# 160 KiB of queries, keys and values in rows of 128.
-_FORWARD_ROLES: Config = dict(zip(_FORWARD_NAMES, (128, 128, 4, 2, True), strict=True))
+_FORWARD_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -1240,20 +1194,7 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
         half, stages = width == 192, 3 if large else 2
         keys = 64 if (large and not half) or width <= 64 else 32
         tile = (128, keys, 8, stages - half)
-    return dict(zip(_FORWARD_NAMES, (*tile, False), strict=True))
-
-
-def _forward_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
-    configs = _space(_forward_heuristic, "BLOCK_M", "BLOCK_N")(width, itemsize, large, capped)
-    found = [{**c, "ROLES": False} for c in configs]
-    fits = not (width == 192 and capped)
-    return [*found, _FORWARD_ROLES] if itemsize == 2 and large and fits else found
-
-
-def _forward_hopper(width: int, itemsize: int, large: bool, capped: bool) -> dict | None:
-    """Measured on an H100: 37 % faster than one loop in rows of 128, 8 % in rows of 64."""
-    fits = width <= 128 or (width == 192 and not capped)
-    return _FORWARD_ROLES if itemsize == 2 and large and fits else None
+    return dict(zip(_FORWARD_NAMES, tile, strict=True))
 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -1280,10 +1221,7 @@ def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) 
     }
 
 
-# ROLES: one kernel for all gradients, by specialized warps (attention_backward_gluon.py), where TMA
-# reads the operands. Its tiles are 128 keys (64 in two parts) and 64 queries, in two stages.
-_BACKWARD_NAMES = ("BLOCK_N", "BLOCK_M", "num_warps", "num_stages", "ROLES")
-_BACKWARD_ROLES: Config = dict(zip(_BACKWARD_NAMES, (128, 64, 4, 2, True), strict=True))
+_BACKWARD_NAMES = ("BLOCK_N", "BLOCK_M", "num_warps", "num_stages")
 
 
 def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
@@ -1302,21 +1240,7 @@ def _backward_kv_heuristic(width: int, itemsize: int, large: bool, capped: bool)
             # With keys in two parts, ptxas serializes the pipelined products of Hopper; and sums of
             # two parts leave registers for 16 rows.
             tile = (64, 16, 8, 1)
-    return dict(zip(_BACKWARD_NAMES, (*tile, False), strict=True))
-
-
-def _backward_kv_hopper(width: int, itemsize: int, large: bool, capped: bool) -> dict | None:
-    """Measured on an H100: in rows of 128 2.55 ms, for 6.29 by two kernels; of 64 1.74 for 3.64."""
-    fits = width <= 128 and not capped
-    return _BACKWARD_ROLES if itemsize == 2 and large and fits else None
-
-
-def _backward_kv_space(width: int, itemsize: int, large: bool, capped: bool) -> list[dict]:
-    configs = _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M")(width, itemsize, large, capped)
-    found = [{**c, "ROLES": False} for c in configs]
-    # Wider rows in one part, or the slope of a cap, exceed the registers.
-    fits = width <= (64 if capped else 192)
-    return [*found, _BACKWARD_ROLES] if itemsize == 2 and large and fits else found
+    return dict(zip(_BACKWARD_NAMES, tile, strict=True))
 
 
 def _space(heuristic, tiled, walked):
@@ -1363,24 +1287,22 @@ def _variants(key: dict) -> dict[str, dict]:
     return packed
 
 
-def _roles(kernel, label: str, types: dict, constants: dict, config: dict) -> list[KernelSpec]:
-    from tilewright.kernels.attention import attention_backward_gluon, attention_gluon
-
-    if kernel is _forward:
-        fits = _in_registers(constants)
-        return [attention_gluon.spec(f"roles {label}", types, constants, config)] if fits else []
-    if not attention_backward_gluon.fits(constants):
-        return []
-    return [attention_backward_gluon.spec(label.replace("_kv", " roles"), types, constants)]
-
-
 def _dropping_variants(key: dict) -> dict[str, dict]:
     return {"packed dropout": {"PACKED": True, "DROPOUT": True}}
 
 
-def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str, variants=_variants):
+def specs_of(
+    kernel,
+    name: str,
+    tensors: tuple[str, ...] = (),
+    tiled: str = "BLOCK_M",
+    variants=_variants,
+    specialized: Callable[..., list[KernelSpec]] | None = None,
+):
     """tensors: whose strides are multiples of 16.   tiled: the constant that decides on tensor
     cores of Hopper.
+
+    specialized: (label, types, constants, configuration) -> the specs of another language's kernel.
     """
     strides = tuple(f"{t}_{d}" for t in tensors for d in ("batch", "head", "row"))
 
@@ -1400,8 +1322,8 @@ def _specs_of(kernel, name: str, tensors: tuple[str, ...], tiled: str, variants=
             constants = {"GROUP": 4, **widths._asdict(), "CAUSAL": True, "FIRST_HEAD": 0}
             constants |= flags | options
             label = f"{name} {label} {name_of_widths} {data}{'' if key['large'] else ' small'}"
-            if config.get("ROLES"):
-                found += _roles(kernel, label, types, constants, config)
+            if specialized is not None:
+                found += specialized(label, types, constants, config)
                 continue
             found.append(
                 KernelSpec.of(
@@ -1439,10 +1361,9 @@ FORWARD = Tunable(
     _FIELDS,
     "forward",
     _forward_heuristic,
-    _forward_space,
+    _space(_forward_heuristic, "BLOCK_M", "BLOCK_N"),
     _KEYS,
-    _specs_of(_forward, "forward", ("q", "k", "v", "o"), "BLOCK_M"),
-    _forward_hopper,
+    specs_of(_forward, "forward", ("q", "k", "v", "o"), "BLOCK_M"),
 )
 BACKWARD_Q = Tunable(
     "attention",
@@ -1452,7 +1373,7 @@ BACKWARD_Q = Tunable(
     _backward_q_heuristic,
     _space(_backward_q_heuristic, "BLOCK_M", "BLOCK_N"),
     _KEYS,
-    _specs_of(_backward_q, "backward_q", ("g", "q", "k", "v", "o", "dq"), "BLOCK_M"),
+    specs_of(_backward_q, "backward_q", ("g", "q", "k", "v", "o", "dq"), "BLOCK_M"),
 )
 BACKWARD_KV = Tunable(
     "attention",
@@ -1460,10 +1381,9 @@ BACKWARD_KV = Tunable(
     _FIELDS,
     "backward",
     _backward_kv_heuristic,
-    _backward_kv_space,
+    _space(_backward_kv_heuristic, "BLOCK_N", "BLOCK_M"),
     _KEYS,
-    _specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
-    _backward_kv_hopper,
+    specs_of(_backward_kv, "backward_kv", ("g", "q", "k", "v", "dk", "dv"), "BLOCK_N"),
 )
 
 
@@ -1512,7 +1432,7 @@ def _dropping(
         heuristic,
         space,
         [(width, 2, large, False) for width in (128, 64, 192) for large in (True, False)],
-        _specs_of(kernel, tunable.launch, tensors, tiled, _dropping_variants),
+        specs_of(kernel, tunable.launch, tensors, tiled, _dropping_variants),
     )
 
 
@@ -1530,18 +1450,8 @@ TUNABLES = (FORWARD, BACKWARD_Q, BACKWARD_KV, *DROPPING.values())
 
 
 def gate() -> list[KernelSpec]:
-    """Specialized warps with every kind of mask that they have, and the kernels around their
-    backward.
-    """
-    kinds = [(width, capped) for width in (64, 128, 192, 256) for capped in (False, True)]
-    keys = [
-        FORWARD.named((w, 2, True, capped)) for w, capped in kinds if (w, capped) != (192, True)
-    ]
-    found = [spec for key in keys for spec in FORWARD.specs(key, _FORWARD_ROLES)]
-    kinds = ((64, 2, True, 0), (64, 2, True, 1), (128, 2, True, 0), (192, 2, True, 0))
-    keys = [FORWARD.named(key) for key in kinds]
-    found += [spec for key in keys for spec in BACKWARD_KV.specs(key, _BACKWARD_ROLES)]
-    found.append(
+    """The map of documents."""
+    return [
         KernelSpec.of(
             _map_documents,
             "documents",
@@ -1550,7 +1460,12 @@ def gate() -> list[KernelSpec]:
             load=32,
             store=32,
         )
-    )
+    ]
+
+
+def gate_of_one() -> list[KernelSpec]:
+    """The kernels around a backward that is one (`_together`)."""
+    found = []
     rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
     strides = [f"{t}_{of}" for t in ("g", "o", "dq") for of in ("batch", "head", "row")]
     types = {"*": "bf16", "delta": "fp32", "total": "fp32"}

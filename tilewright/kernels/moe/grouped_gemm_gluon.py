@@ -1,6 +1,6 @@
 """The grouped GEMM of grouped_gemm_triton.py with warp specialization, for sm_90: its `_gemm` with
 the epilogues PLAIN and SWIGLU, for operands that TMA reads. Tiles, epilogues and results are those
-of that module, which launches this one where a configuration says so.
+of that module, which prepares the arguments (specialized.py).
 
 Half of a tile's columns at a time get their bias and are rounded, and of interleaved gates and ups
 half of h is computed before the other half is stored: of the whole tile, the biases of a thread's

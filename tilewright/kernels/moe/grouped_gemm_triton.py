@@ -22,6 +22,8 @@ permuted copy is needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +36,7 @@ from tilewright.kernels.device import (
     multiprocessors,
 )
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2, without
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.moe.gated_triton import Outputs, Tokens, gated
 from tilewright.kernels.moe.operators import (
     MAP_ROWS,
@@ -45,7 +47,7 @@ from tilewright.kernels.moe.operators import (
     product_backward_x,
 )
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Config, Tunable
+from tilewright.kernels.tuning import ALONE, Others, Tunable, choose
 
 # What _gemm computes from a tile of x @ w.
 PLAIN, SWIGLU, DSWIGLU = 0, 1, 2
@@ -738,6 +740,10 @@ def _fits(x: torch.Tensor, w: torch.Tensor, N: int) -> bool:
     return _aligned(x, w) and N % 16 == 0
 
 
+def _by_tma(t: torch.Tensor, aligned: bool) -> bool:
+    return aligned and t.element_size() == 2 and has_tma(t.device)
+
+
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """A matrix with contiguous rows that do not overlap; a copy only if t is not one."""
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
@@ -796,8 +802,7 @@ SILU_MUL = {
 def _launch(
     tunable,
     x,
-    w,
-    transposed,
+    weights,
     tokens,
     outputs,
     epilogue=PLAIN,
@@ -805,10 +810,12 @@ def _launch(
     router_weight=None,
     bias=None,
     gate=SILU_MUL,
+    others=ALONE,
 ):
-    """Launches one `_gemm`. x is a matrix with contiguous rows, w and transposed are from
-    `_weights`, bias is a contiguous matrix or None.
+    """Launches one `_gemm`. x is a matrix with contiguous rows, weights are from `_weights`, and
+    bias is a contiguous matrix or None.
     """
+    w, transposed = weights
     offsets, slots, top_k, tiles = tokens
     out, pre, hw, partial = outputs
     rows, K = x.shape[0] if slots is None else slots.shape[0], x.shape[1]
@@ -820,23 +827,19 @@ def _launch(
     key = _key(N, K, x, rows, E, aligned)
     if "plain" in tunable.fields:
         key = (*key, gate == SILU_MUL and bias is None)
-    tma = aligned and x.element_size() == 2 and has_tma(x.device)
+    tma = _by_tma(x, aligned)
     halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
     tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
-    config = tunable.config(x.device, *key)
-    if config["ROLES"] and (not tma_w or epilogue == DSWIGLU):  # specialized warps have TMA alone
-        config = tunable.heuristic(*key)
+    config, run = choose(tunable, others, x.device, key, tma_w)
     c = {n: v for n, v in config.items() if v is not None}
     tiles = tile_map(offsets, rows) if tiles is None else tiles
     blocks = multiprocessors(x.device) * c.pop("per_sm")
     wide = c["BLOCK_N"] // 2 if epilogue == SWIGLU else c["BLOCK_N"]
     capacity = tiles.shape[0] // 3
     grid = min(blocks, capacity * (MAP_ROWS // c["BLOCK_M"]) * cdiv(N, wide))
-    if c.pop("ROLES"):
-        from tilewright.kernels.moe import grouped_gemm_gluon
-
+    if run is not None:
         tokens = tokens._replace(tiles=tiles)
-        grouped_gemm_gluon.gemm(grid, x, w, transposed, tokens, outputs, bias, epilogue, gate, c)
+        run(grid, x, w, transposed, tokens, outputs, bias, epilogue, gate, c)
         return
     x_stride, w_stride = x.stride(0), w.stride(1)
     expert_stride = w.stride(0)
@@ -883,13 +886,13 @@ def _launch(
     )
 
 
-def _product(tunable, out, x, weight, transposed, tokens, bias=None):
+def _product(tunable, out, x, weight, transposed, tokens, bias=None, others=ALONE):
     if out.numel() and x.shape[1] == 0:
         return out.zero_()
     if out.numel():
         bias = None if bias is None else bias.contiguous()
-        w, transposed = _weights(weight, transposed)
-        _launch(tunable, _rows(x), w, transposed, tokens, Outputs(out), bias=bias)
+        weights = _weights(weight, transposed)
+        _launch(tunable, _rows(x), weights, tokens, Outputs(out), bias=bias, others=others)
     return out
 
 
@@ -899,20 +902,26 @@ def forward(
     offsets: torch.Tensor,
     bias: torch.Tensor | None = None,
     tiles: torch.Tensor | None = None,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """y [R, N] from x [R, K], weight [E, N, K] and optional bias [E, N], which needs K > 0; zeros
     in the tail. tiles: `tile_map` of the offsets; None: computed here.
     """
     y = product(x, weight, offsets)
-    return _product(FORWARD, y, x, weight, False, Tokens(offsets, tiles=tiles), bias)
+    return _product(FORWARD, y, x, weight, False, Tokens(offsets, tiles=tiles), bias, others)
 
 
 def backward_x(
-    dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tiles: torch.Tensor | None = None
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor | None = None,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """dx [R, K] from dy [R, N] and weight [E, N, K]; zeros in the tail. tiles: as in `forward`."""
     dx = product_backward_x(dy, weight, offsets)
-    return _product(BACKWARD_X, dx, dy, weight, True, Tokens(offsets, tiles=tiles))
+    tokens = Tokens(offsets, tiles=tiles)
+    return _product(BACKWARD_X, dx, dy, weight, True, tokens, others=others)
 
 
 def backward_weight(
@@ -922,6 +931,7 @@ def backward_weight(
     slots: torch.Tensor | None = None,
     top_k: int = 1,
     gather: str = "x",
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """dweight [E, N, K] from dy [R, N] and x [R, K]; zeros for an expert without rows.
 
@@ -938,16 +948,14 @@ def backward_weight(
         return out.zero_()
     gathers = {"dy": slots is not None and gather == "dy", "x": slots is not None and gather == "x"}
     aligned = _aligned(dy, x)
-    c = BACKWARD_WEIGHT.config(dy.device, *_key(N, K, dy, rows, E, aligned))
-    c = c if slots is None or c["ROLES"] else _gathered(c)
-    descriptors = aligned and dy.element_size() == 2 and has_tma(dy.device)
-    tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
-    if c["ROLES"] and descriptors:
-        from tilewright.kernels.moe import grouped_gemm_gluon
-
-        grouped_gemm_gluon.weight(dy, x, out, offsets, slots, rows, top_k, gathers, c)
+    descriptors = _by_tma(dy, aligned)
+    key = _key(N, K, dy, rows, E, aligned)
+    c, run = choose(BACKWARD_WEIGHT, others, dy.device, key, descriptors)
+    if run is not None:
+        run(dy, x, out, offsets, slots, rows, top_k, gathers, c)
         return out
-    c = without(c, "ROLES")
+    c = c if slots is None else _gathered(c)
+    tma = {n: descriptors and not gathered for n, gathered in gathers.items()}
     grid = E * cdiv(N, c["BLOCK_N"]) * cdiv(K, c["BLOCK_K"])
     launch(
         _dweight,
@@ -991,6 +999,7 @@ def up_swiglu(
     bias: torch.Tensor | None = None,
     gate: dict = SILU_MUL,
     tiles: torch.Tensor | None = None,
+    others: Others = ALONE,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(pre [R, 2 I] or None, h [R, I]) from x [T, H] and gate_up_proj [E, 2 I, H], gates first or
     interleaved.
@@ -1002,17 +1011,16 @@ def up_swiglu(
     rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
     pre = torch.empty((rows, 2 * N), dtype=x.dtype, device=x.device) if keep_pre else None
     h = torch.empty((rows, N), dtype=x.dtype, device=x.device)
-    w, w_transposed = _weights(gate_up_proj, False)
     _launch(
         UP_SWIGLU,
         _rows(x),
-        w,
-        w_transposed,
+        _weights(gate_up_proj, False),
         Tokens(offsets, slots, position.shape[1], tiles),
         Outputs(h, pre),
         SWIGLU,
         bias=None if bias is None else bias.contiguous(),
         gate=gate,
+        others=others,
     )
     return pre, h
 
@@ -1027,6 +1035,7 @@ def down_dswiglu(
     bias: torch.Tensor | None = None,
     gate: dict = SILU_MUL,
     tiles: torch.Tensor | None = None,
+    others: Others = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
@@ -1048,17 +1057,20 @@ def down_dswiglu(
     dpre = torch.empty_like(pre)
     hw = torch.empty((rows, N), dtype=dy.dtype, device=dy.device) if keep_h else None
     dy = _rows(dy)
-    w, w_transposed = _weights(down_proj, True)
-    c = DOWN_DSWIGLU.config(dy.device, *_key(N, K, dy, rows, offsets.shape[0], _fits(dy, w, N)))
+    weights = _weights(down_proj, True)
+    aligned = _fits(dy, weights[0], N)
+    key = _key(N, K, dy, rows, offsets.shape[0], aligned)
+    c, _ = choose(DOWN_DSWIGLU, others, dy.device, key, _by_tma(dy, aligned))
     parts = cdiv(N, c["BLOCK_N"] if c["SPLIT"] else _DSWIGLU["COLUMNS"])
     partial = torch.empty((rows, parts), dtype=torch.float32, device=dy.device)
-    operands = dy, w, w_transposed, Tokens(offsets, slots, position.shape[1], tiles)
+    operands = dy, weights, Tokens(offsets, slots, position.shape[1], tiles)
     if c["SPLIT"]:
         outputs = Outputs(dpre, pre, hw, partial)
-        _launch(DOWN_DSWIGLU, *operands, outputs, DSWIGLU, router_weight=expert_weight, gate=gate)
+        more = {"router_weight": expert_weight, "gate": gate, "others": others}
+        _launch(DOWN_DSWIGLU, *operands, outputs, DSWIGLU, **more)
     else:
         dh = torch.empty((rows, N), dtype=dy.dtype, device=dy.device)
-        _launch(DOWN_DSWIGLU, *operands, Outputs(dh))
+        _launch(DOWN_DSWIGLU, *operands, Outputs(dh), others=others)
         launch(
             _dswiglu,
             (cdiv(rows, _DSWIGLU["ROWS"]) * parts,),
@@ -1115,10 +1127,8 @@ def _router_weight_gradient(partial, order, dy, bias):
 # ---- launch configurations
 
 
-def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None, roles=False) -> dict:
-    """per_sm: blocks per SM, all of which run at once; the compile gate checks it.   roles: whether
-    warps are specialized (grouped_gemm_gluon.py).
-    """
+def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None) -> dict:
+    """per_sm: blocks per SM, all of which run at once; the compile gate checks it."""
     return {
         "BLOCK_M": m,
         "BLOCK_N": n,
@@ -1129,7 +1139,6 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None, r
         "num_warps": warps,
         "num_stages": stages,
         "maxnreg": maxnreg,
-        "ROLES": roles,
     }
 
 
@@ -1138,8 +1147,6 @@ def _constants(m, n, k, warps, stages, per_sm, group=8, split=1, maxnreg=None, r
 _ODD = _constants(64, 64, 32, 4, 2, 2)
 _FP32 = _constants(64, 64, 32, 4, 3, 2)
 _PAIR = _constants(128, 128, 64, 8, 3, 2, maxnreg=128)
-# Specialized warps: 192 KiB of operands, and 32 of results.
-_ROLES = _constants(128, 256, 64, 8, 4, 1, roles=True)
 
 
 def _gemm_heuristic(
@@ -1163,18 +1170,6 @@ def _gemm_heuristic(
     if K > 1024 and N > 1024:
         return _constants(128, 256, 64, 8, 4, 1)
     return _PAIR if plain else _constants(128, 128, 64, 8, 5, 1)
-
-
-def _gemm_hopper(
-    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool = True
-) -> dict | None:
-    """Specialized warps, for tiles that products fill. Measured on an H100: 6 % faster in the
-    forward of an up-projection, 8 % in dx, a third with SwiGLU, whose result one warpgroup stores
-    while the other multiplies. Biases and other gates, which fit the registers too, are not
-    measured. A product with an adapter, whose N or K is its rank, is bound by memory.
-    """
-    fills = min(N, K) >= 512 and rows > 64
-    return _ROLES if itemsize == 2 and aligned and large and fills else None
 
 
 def _gemm_space(
@@ -1205,8 +1200,7 @@ def _gemm_space(
             (64, 256, 64, 4, 4, 1),
         ]
     configs = [_constants(*shape, group) for shape in shapes for group in (4, 8, 16)]
-    more = (_PAIR, _ROLES) if large else ()
-    return configs + [{**config, "GROUP": group} for config in more for group in (4, 8, 16)]
+    return configs + [{**_PAIR, "GROUP": group} for group in (4, 8, 16) if large]
 
 
 def _up_heuristic(
@@ -1258,14 +1252,6 @@ def _down_heuristic(N: int, K: int, itemsize: int, rows: int, aligned: bool, lar
     )
 
 
-def _down_hopper(
-    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool
-) -> dict | None:
-    """A product and a second kernel for its epilogue: 46 % faster than one kernel on an H100."""
-    found = _gemm_hopper(N, K, itemsize, rows, aligned, large)
-    return found and {**found, "SPLIT": 0}
-
-
 def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool) -> list[dict]:
     if itemsize == 4:
         return [{**_FP32, "BLOCK_M": m, "BLOCK_N": 32, "SPLIT": 4} for m in (32, 64)]
@@ -1284,14 +1270,10 @@ def _down_space(N: int, K: int, itemsize: int, rows: int, aligned: bool, large: 
             (128, 256, 64, 8, 3, 1, 0),
             (128, 256, 64, 8, 4, 1, 0),
         ]
-    configs = [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
-    roles = [{**_ROLES, "GROUP": group, "SPLIT": 0} for group in (4, 8, 16) if large]
-    return configs + roles
+    return [_constants(*shape[:6], group, shape[6]) for shape in shapes for group in (4, 8, 16)]
 
 
-_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP", "ROLES")
-# 192 KiB of operands, as for the other products.
-_WEIGHT_ROLES: Config = dict(zip(_WEIGHT_NAMES, (128, 256, 64, 8, 4, 8, True), strict=True))
+_WEIGHT_NAMES = ("BLOCK_N", "BLOCK_K", "BLOCK_R", "num_warps", "num_stages", "GROUP")
 
 
 def _dweight_heuristic(
@@ -1304,15 +1286,7 @@ def _dweight_heuristic(
         shape = (
             (128, 256, 64, 8, 4) if large and rows > 512 and K % 256 == 0 else (128, 128, 64, 8, 3)
         )
-    return dict(zip(_WEIGHT_NAMES, (*shape, 8, False), strict=True))
-
-
-def _dweight_hopper(
-    N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool
-) -> dict | None:
-    """Measured on an H100: 6 % faster where rows are gathered, as fast elsewhere."""
-    fills = rows > 512 and min(N, K) >= 256
-    return _WEIGHT_ROLES if itemsize == 2 and aligned and large and fills else None
+    return dict(zip(_WEIGHT_NAMES, (*shape, 8), strict=True))
 
 
 def _dweight_space(
@@ -1337,13 +1311,11 @@ def _dweight_space(
                 (256, 128, 64, 8, 3),
                 (256, 128, 64, 8, 4),
             ]
-    configs = [
-        dict(zip(_WEIGHT_NAMES, (*shape, group, False), strict=True))
+    return [
+        dict(zip(_WEIGHT_NAMES, (*shape, group), strict=True))
         for shape in shapes
         for group in (4, 8, 16)
     ]
-    roles = large and aligned and itemsize == 2
-    return configs + [{**_WEIGHT_ROLES, "GROUP": group} for group in (4, 8, 16) if roles]
 
 
 # ---- for the compile gate
@@ -1361,7 +1333,7 @@ _COPIES = {90: ("wgmma", "tma"), 100: ("tcgen05", "tma")}
 _TMA_STACK = {120: 8}
 
 
-def _about(key: dict) -> str:
+def about_key(key: dict) -> str:
     words = (
         _TYPES[key["itemsize"]],
         "" if key["aligned"] else "odd",
@@ -1403,9 +1375,18 @@ def _operand(t: str, tma: bool, *block: int) -> str:
     return f"tensordesc<{t}[{','.join(map(str, block))}]>" if tma else f"*{t}"
 
 
-def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
+def gemm_specs(
+    label: str,
+    epilogue: int,
+    transposed: bool,
+    gather: bool,
+    specialized: Callable[..., KernelSpec] | None = None,
+):
     """One spec without a bias; and with a bias or another gate, gpt-oss's, whose weights are
     transposed. With a key's `plain`, only the one that it is about.
+
+    specialized: (label, dtype, pointers, constants, blocks of x and w) -> a spec of a kernel that
+        takes the same arguments.
     """
     dswiglu = epilogue == DSWIGLU
     kinds = [("", transposed, SILU_MUL)]
@@ -1440,14 +1421,12 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
             **gate,
             **config,
         }
-        if config["ROLES"]:
-            from tilewright.kernels.moe import grouped_gemm_gluon
-
-            about = f"{label}{kind} specialized {_about(key)}"
-            return grouped_gemm_gluon.spec(about, t, pointers, constants, (m, k), (1, *block))
+        if specialized is not None:
+            about = f"{label}{kind} specialized {about_key(key)}"
+            return specialized(about, t, pointers, constants, (m, k), (1, *block))
         return KernelSpec.of(
             _gemm,
-            f"{label}{kind} {_about(key)}",
+            f"{label}{kind} {about_key(key)}",
             pointers,
             constants,
             {"x": _operand(t, tma and not gather, m, k), "w": _operand(t, tma, 1, *block)},
@@ -1460,11 +1439,11 @@ def _gemm_specs(label: str, epilogue: int, transposed: bool, gather: bool):
     ]
 
 
-def _dswiglu_specs(key: dict) -> list[KernelSpec]:
+def dswiglu_specs(key: dict) -> list[KernelSpec]:
     return [
         KernelSpec.of(
             _dswiglu,
-            f"dswiglu{kind} {_about(key)}",
+            f"dswiglu{kind} {about_key(key)}",
             {**_POINTERS, "*": _TYPES[key["itemsize"]]},
             {"STORE_H": True, **gate, **_DSWIGLU},
             elements=_DSWIGLU["ROWS"] * _DSWIGLU["COLUMNS"],
@@ -1476,25 +1455,18 @@ def _dswiglu_specs(key: dict) -> list[KernelSpec]:
 
 def _down_specs(key: dict, config: dict) -> list[KernelSpec]:
     if config["SPLIT"]:
-        return _gemm_specs("down_dswiglu", DSWIGLU, True, True)(key, config)
-    product = _gemm_specs("down product", PLAIN, True, True)(key, config)
-    return [*product, *_dswiglu_specs(key)]
+        return gemm_specs("down_dswiglu", DSWIGLU, True, True)(key, config)
+    product = gemm_specs("down product", PLAIN, True, True)(key, config)
+    return [*product, *dswiglu_specs(key)]
 
 
 def _dweight_specs(key: dict, config: dict) -> list[KernelSpec]:
     t, r = _TYPES[key["itemsize"]], config["BLOCK_R"]
     tma = key["itemsize"] == 2 and key["aligned"]
-    if config["ROLES"]:
-        from tilewright.kernels.moe import grouped_gemm_gluon
-
-        return [
-            grouped_gemm_gluon.weight_spec(_about(key), t, gather, config)
-            for gather in ("", "x", "dy")
-        ]
     return [
         KernelSpec.of(
             _dweight,
-            f"backward weight{f' gathered {gather}' if gather else ''} {_about(key)}",
+            f"backward weight{f' gathered {gather}' if gather else ''} {about_key(key)}",
             {"out": t, "offsets": "i32", **({"slots": "i32"} if gather else {})},
             {
                 "GATHER_DY": gather == "dy",
@@ -1540,26 +1512,8 @@ def gate() -> tuple[KernelSpec, ...]:
             )
             for bias in (False, True)
         ),
-        *_dswiglu_specs(DOWN_DSWIGLU.named(_KEYS[-1])),
-        *_roles_specs(),
+        *dswiglu_specs(DOWN_DSWIGLU.named(_KEYS[-1])),
     )
-
-
-def _roles_specs() -> list[KernelSpec]:
-    """Specialized warps, with all that they compute."""
-    chosen = (
-        (FORWARD, (True,)),
-        (BACKWARD_X, ()),
-        (UP_SWIGLU, (True,)),
-        (DOWN_DSWIGLU, ()),
-    )
-    config = {**_ROLES, "SPLIT": 0}
-    return [
-        spec
-        for tunable, plain in chosen
-        for spec in tunable.specs(tunable.named((*_KEYS[-1], *plain)), config)
-        if spec.kernel is not _dswiglu
-    ] + BACKWARD_WEIGHT.specs(BACKWARD_WEIGHT.named(_KEYS[-1]), _WEIGHT_ROLES)
 
 
 _FIELDS = ("N", "K", "itemsize", "rows", "aligned", "large")
@@ -1582,8 +1536,7 @@ FORWARD = Tunable(
     _gemm_heuristic,
     _gemm_space,
     [(*key, plain) for key in _SUM_KEYS for plain in (True, False)],
-    _gemm_specs("forward", PLAIN, False, False),
-    _gemm_hopper,
+    gemm_specs("forward", PLAIN, False, False),
 )
 BACKWARD_X = Tunable(
     "grouped_gemm",
@@ -1593,8 +1546,7 @@ BACKWARD_X = Tunable(
     _gemm_heuristic,
     _gemm_space,
     _SUM_KEYS,
-    _gemm_specs("backward x", PLAIN, True, False),
-    _gemm_hopper,
+    gemm_specs("backward x", PLAIN, True, False),
 )
 BACKWARD_WEIGHT = Tunable(
     "grouped_gemm",
@@ -1605,7 +1557,6 @@ BACKWARD_WEIGHT = Tunable(
     _dweight_space,
     [_KEYS[0], *_KEYS[2:]],
     _dweight_specs,
-    _dweight_hopper,
 )
 UP_SWIGLU = Tunable(
     "moe_mlp",
@@ -1615,8 +1566,7 @@ UP_SWIGLU = Tunable(
     _up_heuristic,
     _up_space,
     [(*key, plain) for key in _PRODUCT_KEYS for plain in (True, False)],
-    _gemm_specs("up_swiglu", SWIGLU, False, True),
-    _gemm_hopper,
+    gemm_specs("up_swiglu", SWIGLU, False, True),
 )
 DOWN_DSWIGLU = Tunable(
     "moe_mlp",
@@ -1627,7 +1577,6 @@ DOWN_DSWIGLU = Tunable(
     _down_space,
     _KEYS,
     _down_specs,
-    _down_hopper,
 )
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
 FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op composed of them

@@ -1,8 +1,10 @@
-"""The symmetric product of newton_schulz_triton.py with warp specialization, for sm_90: that module
-launches it where a configuration says so.
+"""The symmetric product of newton_schulz_triton.py with warp specialization, for sm_90, and the
+iteration with it: that module prepares the arguments.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from triton.experimental import gluon
@@ -12,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
+from tilewright.kernels.optim import newton_schulz_triton
 from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.tuning import ROLES, Config, Specialized
 from tilewright.kernels.warp_specialized import (
     HOPPER,
     ONE_WARP,
@@ -176,6 +180,11 @@ def symmetric(
     )
 
 
+def fits(left: torch.Tensor) -> bool:
+    """Whether TMA reads operands [B, M, K] and stores results [B, M, M]."""
+    return left.element_size() == 2 and left.shape[1] % 8 == left.shape[2] % 8 == 0
+
+
 def spec(label: str, t: str, add: bool, config: dict) -> KernelSpec:
     block, k = config["BLOCK"], config["BLOCK_K"]
     operand = descriptor_type(t, 1, block, k)
@@ -197,3 +206,36 @@ def spec(label: str, t: str, add: bool, config: dict) -> KernelSpec:
         store=0,
         **HOPPER,
     )
+
+
+# 192 KiB of operands.
+_ROLES: Config = {
+    "BLOCK": 128,
+    "BLOCK_K": 64,
+    "num_warps": 8,
+    "num_stages": 6,
+    "maxnreg": None,
+    ROLES: True,
+}
+
+
+def _roles(M: int, itemsize: int, hopper: bool) -> list[Config]:
+    return [_ROLES] if hopper and itemsize == 2 else []
+
+
+def _usual(M: int, itemsize: int, hopper: bool) -> Config | None:
+    """Measured on an H100 with M = 4096: 6 % faster than Triton's."""
+    large = M >= newton_schulz_triton.LARGE
+    return _ROLES if hopper and itemsize == 2 and large else None
+
+
+def _specs(key: dict, config: Config) -> list[KernelSpec]:
+    label = f"bf16 {config['BLOCK']} specialized"
+    return [spec(f"{label}{' add' if add else ''}", "bf16", add, config) for add in (False, True)]
+
+
+SYMMETRIC = Specialized(newton_schulz_triton.SYMMETRIC, symmetric, fits, _usual, _roles, _specs)
+TUNABLES = (SYMMETRIC, *newton_schulz_triton.TUNABLES)
+newton_schulz = functools.partial(
+    newton_schulz_triton.newton_schulz, others={newton_schulz_triton.SYMMETRIC: SYMMETRIC}
+)

@@ -14,6 +14,8 @@ it is 403 MB, 0.1 ms beside 2.6 TFLOP of products, more than 3 ms.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import largest_magnitude
 from tilewright.kernels.optim.newton_schulz import iterate
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import ALONE, Others, Tunable, choose
 
 TILE = 64  # rows and columns: with four warps, four 128-bit loads of bf16 per thread
 PARTS = 256  # programs per matrix at most: every tile of `_normalize` reads their 2 KiB
@@ -185,18 +187,15 @@ def _as_if(B: int, M: int, device: torch.device) -> int:
     return max(M, LARGE) if B * n * (n + 1) // 2 >= 2 * multiprocessors(device) else M
 
 
-def _product(left, right, alpha, addend, beta):
+def _product(others, left, right, alpha, addend, beta):
     B, M, K = left.shape
     out = torch.empty((B, M, M), dtype=left.dtype, device=left.device)
-    rows = _as_if(B, M, left.device)
-    config = SYMMETRIC.config(left.device, rows, left.element_size(), hopper(left.device))
-    if config["ROLES"] and left.element_size() == 2 and M % 8 == K % 8 == 0:  # for TMA
-        from tilewright.kernels.optim import newton_schulz_gluon
-
-        operands = left.contiguous(), right.contiguous()
-        newton_schulz_gluon.symmetric(*operands, alpha, addend, beta, out, config)
+    key = _as_if(B, M, left.device), left.element_size(), hopper(left.device)
+    config, run = choose(SYMMETRIC, others, left.device, key, left)
+    if run is not None:
+        run(left.contiguous(), right.contiguous(), alpha, addend, beta, out, config)
         return out
-    config = {n: v for n, v in config.items() if v is not None and n != "ROLES"}
+    config = {n: v for n, v in config.items() if v is not None}
     tiles = cdiv(M, config["BLOCK"])
     for first in range(0, B, MOST):
         part = slice(first, first + MOST)
@@ -222,14 +221,13 @@ def _general(left, right, beta):
     return torch.baddbmm(right, left, right, beta=beta) if beta else torch.bmm(left, right)
 
 
-def newton_schulz(x, coefficients, eps):
+def newton_schulz(x, coefficients, eps, others: Others = ALONE):
     """x: [..., M, N], any strides.   coefficients: a, b, c of each step."""
-    return iterate(x, coefficients, eps, _product, _general, _start)
+    product = functools.partial(_product, others)
+    return iterate(x, coefficients, eps, product, _general, _start)
 
 
-# ROLES: specialized warps (newton_schulz_gluon.py), with 192 KiB of operands.
-_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg", "ROLES")
-_ROLES = dict(zip(_NAMES, (128, 64, 8, 6, None, True), strict=True))
+_NAMES = ("BLOCK", "BLOCK_K", "num_warps", "num_stages", "maxnreg")
 LARGE = 1024  # rows from which on tiles are of 128 x 128: see `_as_if`
 LIMIT = 128  # registers per thread with which an SM holds two blocks of eight warps
 
@@ -246,12 +244,7 @@ def _heuristic(M: int, itemsize: int, hopper: bool) -> dict:
         chosen = (128, 64, 8, 3, LIMIT if hopper else None)
     else:  # enough tiles for all SMs
         chosen = (64, 64, 4, 3, None)
-    return dict(zip(_NAMES, (*chosen, False), strict=True))
-
-
-def _specialized(M: int, itemsize: int, hopper: bool) -> dict | None:
-    """Measured on an H100 with M = 4096: 6 % faster."""
-    return _ROLES if hopper and itemsize == 2 and M >= LARGE else None
+    return dict(zip(_NAMES, chosen, strict=True))
 
 
 def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
@@ -265,20 +258,11 @@ def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
             (64, 64, 4, 4, None),
             (64, 32, 4, 4, None),
         ]
-    configs = [dict(zip(_NAMES, (*values, False), strict=True)) for values in found]
-    return [*configs, _ROLES] if hopper and itemsize == 2 else configs
+    return [dict(zip(_NAMES, values, strict=True)) for values in found]
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
-    if config["ROLES"]:
-        from tilewright.kernels.optim import newton_schulz_gluon
-
-        label = f"{t} {config['BLOCK']} specialized"
-        return [
-            newton_schulz_gluon.spec(f"{label}{' add' if add else ''}", t, add, config)
-            for add in (False, True)
-        ]
     return [
         KernelSpec.of(
             _symmetric,
@@ -304,7 +288,6 @@ SYMMETRIC = Tunable(
     _space,
     [(4096, 2, True), (4096, 2, False), (512, 2, False), (4096, 4, False)],
     _specs,
-    _specialized,
 )
 TUNABLES = (SYMMETRIC,)
 

@@ -1,6 +1,7 @@
 """a b^T of MXFP8 or NVFP4 with warp specialization, for compute capability 10.0: the `scaled` of
 low_precision_triton.py, and with a weight per expert the `scaled_rows` and `scaled_weights` of
-low_precision_grouped_triton.py, which launch it where a configuration says so.
+low_precision_grouped_triton.py, where a configuration says so
+(specialized.py).
 
 The tensor cores read codes from shared memory, and scales from tensor memory, where their sums are.
 A block has four partitions, which wait for each other at mbarriers as those of warp_specialized.py:
@@ -380,17 +381,9 @@ class Factor(NamedTuple):
     total: torch.Tensor | None
 
 
-class Experts(NamedTuple):
-    """expert, row, or ends: see `_scaled`."""
-
-    expert: torch.Tensor | None = None
-    row: torch.Tensor | None = None
-    ends: torch.Tensor | None = None
-
-
-def fits(factor: Factor, out: torch.Tensor) -> bool:
+def fits(data: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether TMA reads rows of codes, and stores those of out."""
-    return factor.data.shape[-1] % 16 == 0 and out.shape[-1] * out.element_size() % 16 == 0
+    return data.shape[-1] % 16 == 0 and out.shape[-1] * out.element_size() % 16 == 0
 
 
 def _piece(itemsize: int) -> int:
@@ -427,18 +420,23 @@ def _described(factor: Factor, rows: int) -> tuple[TensorDescriptor, TensorDescr
 
 
 def scaled(
-    a: Factor,
-    b: Factor,
-    bias: torch.Tensor | None,
-    experts: Experts,
+    a: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    b: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     out: torch.Tensor,
     config: dict,
+    *,
+    bias: torch.Tensor | None = None,
+    expert: torch.Tensor | None = None,
+    row: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> None:
     """Writes `out`: as low_precision_triton.scaled; or `scaled_rows` or `scaled_weights` of
     low_precision_grouped_triton.py. `fits` says which.
+
+    a, b: as `Factor`.   expert, row, ends: see `_scaled`.
     """
+    a, b = Factor(*a), Factor(*b)
     M, N, n = a.data.shape[0], out.shape[-1], config["BLOCK_N"]
-    expert, row, ends = experts
     E = 1 if row is ends is None else len(b.data if ends is None else ends)
     tiles = cdiv(M, 128) * cdiv(N, n) * (1 if ends is None else E)
     (a_from, a_scale_from), (b_from, b_scale_from) = _described(a, 128), _described(b, n)

@@ -1,7 +1,7 @@
 """a b^T of block-scaled FP8 whose factors both have a scale per row and 128 columns, with warp
 specialization, for sm_90: gradients of weights, of a layer (`_by_rows` of low_precision_triton.py)
-and of each expert (`_weights` of low_precision_grouped_triton.py), which launch it where a
-configuration says so.
+and of each expert (`_weights` of low_precision_grouped_triton.py), where a configuration says
+so (specialized.py).
 
 Tensor cores sum FP8 with few bits, so a sum of 128 columns is scaled and added in float32. Each of
 two warpgroups has half of a tile's rows and goes at its own pace: one multiplies while the other
@@ -160,9 +160,9 @@ def _dweight(
 # ---- launches
 
 
-def fits(a: torch.Tensor, b: torch.Tensor, itemsize: int) -> bool:
-    """Whether TMA reads a [M, columns] and b [N, columns], and stores rows of N."""
-    return a.shape[1] % 16 == 0 and b.shape[0] * itemsize % 16 == 0
+def fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether TMA reads a [M, columns] and b [N, columns], and stores rows of N of `out`."""
+    return a.shape[1] % 16 == 0 and b.shape[0] * out.element_size() % 16 == 0
 
 
 def _turned(scale: torch.Tensor, rows: int) -> torch.Tensor:
@@ -188,9 +188,10 @@ def dweight(
     out: torch.Tensor,
     config: dict,
 ) -> None:
-    """Writes out [E, M, N]. a [M, columns], b [N, columns]: float8_e4m3fn, contiguous, with a scale
+    """Writes out [E, M, N]. a [M, columns], b [N, columns]: e4m3 bytes, contiguous, with a scale
     for 128 columns; `fits` says which. ends: see `_dweight`. No size is 0.
     """
+    a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
     (E, M, N), m, n = out.shape, config["BLOCK_M"], config["BLOCK_N"]
     tiles = E * cdiv(M, m) * cdiv(N, n)
     launch(

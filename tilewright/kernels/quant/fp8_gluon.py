@@ -1,6 +1,6 @@
 """x w^T of block-scaled FP8 with warp specialization, for sm_90: the `fp8` of
 quantized_linear_triton.py, and with a weight per expert the `rows` of
-low_precision_grouped_triton.py, which launch it where a configuration says so.
+low_precision_grouped_triton.py, where a configuration says so (specialized.py).
 
 Tensor cores sum FP8 with few bits, so a sum of 128 columns is scaled and added in float32. A
 warpgroup has two such sums: the tensor cores make one while it adds the other, and the other
@@ -384,8 +384,9 @@ def fp8(
     """Writes `out`, rows of N: as `fp8` of quantized_linear_triton.py, or `rows` of
     low_precision_grouped_triton.py. `fits` says which.
 
-    x [T, K], w [E, N, K]: float8_e4m3fn, contiguous.   maps: expert, row; see `_fp8`.
+    x [T, K], w [E, N, K]: e4m3 codes, contiguous.   maps: expert, row; see `_fp8`.
     """
+    x, w = x.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
     (T, _), (E, N, _) = x.shape, w.shape
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     expert, row = maps or (None, None)

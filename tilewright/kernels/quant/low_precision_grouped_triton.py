@@ -31,14 +31,13 @@ from tilewright.kernels.quant.low_precision_triton import (
     rounded,
     scaled_heuristic,
     scaled_product,
-    scaled_roles,
     scaled_space,
     store,
 )
 from tilewright.kernels.quant.quantize_triton import spec
 from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Tunable
+from tilewright.kernels.tuning import ALONE, Others, Tunable, choose
 
 
 @triton.jit
@@ -362,20 +361,15 @@ def rows(
     expert: torch.Tensor,
     row: torch.Tensor,
     out: torch.Tensor,
+    others: Others = ALONE,
 ) -> None:
     """Writes `out`. e4m3 bytes, contiguous; see `_rows`. No size is 0."""
     (P, K), (E, N, _) = x.shape, w.shape
     key = N, K, rounded(P), large_shared_memory(x.device)
-    c = ROWS.config(x.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import fp8_gluon as roles
-
-        if roles.fits(K, out):
-            x, w = x.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
-            roles.fp8(x, x_scale, w, w_scale, None, (expert, row), out, {**c, "GROUP": _GROUP})
-            return
-        c = ROWS.heuristic(*key)
-    c = without(c, "ROLES")
+    c, run = choose(ROWS, others, x.device, key, K, out)
+    if run is not None:
+        run(x, x_scale, w, w_scale, None, (expert, row), out, {**c, "GROUP": GROUP})
+        return
     launch(
         _rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -402,21 +396,16 @@ def weights(
     x_scale: torch.Tensor,
     ends: torch.Tensor,
     dtype: torch.dtype,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """dw [E, N, K]; see `_weights`. No size is 0."""
     (N, P), K, E = dy.shape, x.shape[0], ends.shape[0]
     out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
     key = N, K, rounded(P), large_shared_memory(dy.device)
-    c = WEIGHTS.config(dy.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import fp8_dweight_gluon as roles
-
-        if roles.fits(dy, x, out.element_size()):
-            dy, x = dy.view(torch.float8_e4m3fn), x.view(torch.float8_e4m3fn)
-            roles.dweight(dy, dy_scale, x, x_scale, ends, out, {**c, "GROUP": _GROUP})
-            return out
-        c = WEIGHTS.heuristic(*key)
-    c = without(c, "ROLES")
+    c, run = choose(WEIGHTS, others, dy.device, key, dy, x, out)
+    if run is not None:
+        run(dy, dy_scale, x, x_scale, ends, out, {**c, "GROUP": GROUP})
+        return out
     launch(
         _weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -445,6 +434,7 @@ def scaled_rows(
     expert: torch.Tensor,
     row: torch.Tensor,
     out: torch.Tensor,
+    others: Others = ALONE,
 ) -> None:
     """Writes `out`. Bytes in MXFP8, or with totals in NVFP4, contiguous; see `_scaled_rows`. No
     size is 0.
@@ -452,16 +442,10 @@ def scaled_rows(
     (P, width), (E, N, _) = x.shape, w.shape
     K = width * (1 if x_total is None else 2)
     key = x_total is not None, N, K, rounded(P), large_shared_memory(x.device)
-    c = SCALED_ROWS.config(x.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import block_scaled_gluon as roles
-
-        factors = roles.Factor(x, x_scale, x_total), roles.Factor(w, w_scale, w_total)
-        if roles.fits(factors[0], out):
-            roles.scaled(*factors, None, roles.Experts(expert, row), out, c)
-            return
-        c = SCALED_ROWS.heuristic(*key)
-    c = without(c, "ROLES")
+    c, run = choose(SCALED_ROWS, others, x.device, key, x, out)
+    if run is not None:
+        run((x, x_scale, x_total), (w, w_scale, w_total), out, c, expert=expert, row=row)
+        return
     launch(
         _scaled_rows,
         (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
@@ -494,22 +478,18 @@ def scaled_weights(
     x_total: torch.Tensor | None,
     ends: torch.Tensor,
     dtype: torch.dtype,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """dw [E, N, K]; see `_scaled_weights`. No size is 0."""
     N, K, E = dy.shape[0], x.shape[0], ends.shape[0]
     P = dy.shape[1] * (1 if dy_total is None else 2)
     out = torch.empty((E, N, K), dtype=dtype, device=dy.device)
     key = dy_total is not None, N, K, rounded(P), large_shared_memory(dy.device)
-    c = SCALED_WEIGHTS.config(dy.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import block_scaled_gluon as roles
-
-        factors = roles.Factor(dy, dy_scale, dy_total), roles.Factor(x, x_scale, x_total)
-        if roles.fits(factors[0], out):
-            roles.scaled(*factors, None, roles.Experts(ends=ends), out, c)
-            return out
-        c = SCALED_WEIGHTS.heuristic(*key)
-    c = without(c, "ROLES", "GROUP")
+    c, run = choose(SCALED_WEIGHTS, others, dy.device, key, dy, out)
+    if run is not None:
+        run((dy, dy_scale, dy_total), (x, x_scale, x_total), out, c, ends=ends)
+        return out
+    c = without(c, "GROUP")
     launch(
         _scaled_weights,
         (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
@@ -533,13 +513,8 @@ def scaled_weights(
 
 # ---- launch configurations
 
-# ROLES: specialized warps (fp8_gluon.py, fp8_dweight_gluon.py, block_scaled_gluon.py), with 192 KiB
-# of operands.
-_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "ROLES")
-_ROWS_ROLES = dict(zip(_NAMES, (128, 128, 8, 6, True), strict=True))
-_ROWS_WIDE = dict(zip(_NAMES, (128, 256, 4, 4, True), strict=True))
-_WEIGHTS_ROLES = dict(zip(_NAMES, (128, 128, 4, 6, True), strict=True))
-_GROUP = 8  # tiles of rows that share columns, for L2
+_NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+GROUP = 8  # tiles of rows that share columns, for L2
 
 
 def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
@@ -547,22 +522,22 @@ def _heuristic(N: int, K: int, rows: int, large: bool) -> dict:
     each row of both, in registers.
     """
     tile = (128, 64) if large else (64, 64)
-    return dict(zip(_NAMES, (*tile, 8, 3, False), strict=True))
+    return dict(zip(_NAMES, (*tile, 8, 3), strict=True))
 
 
 def _rows_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
-    widest = [dict(zip(_NAMES, (128, 128, 8, stages, False), strict=True)) for stages in (2, 3)]
-    return _narrow() + ([*widest, _ROWS_ROLES, _ROWS_WIDE] if large else [])
+    widest = [dict(zip(_NAMES, (128, 128, 8, stages), strict=True)) for stages in (2, 3)]
+    return _narrow() + (widest if large else [])
 
 
 def _weights_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
     # With a scale for each row of both, 128 x 128 spill for compute capability 9.0.
-    return _narrow() + ([_WEIGHTS_ROLES] if large else [])
+    return _narrow()
 
 
 def _narrow() -> list[dict]:
     return [
-        dict(zip(_NAMES, (*tile, warps, stages, False), strict=True))
+        dict(zip(_NAMES, (*tile, warps, stages), strict=True))
         for tile, warps in (((64, 64), 4), ((64, 128), 8), ((128, 64), 8))
         for stages in (2, 3)
     ]
@@ -577,12 +552,6 @@ def _needs(key: dict) -> dict:
 
 
 def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
-    if config["ROLES"]:
-        from tilewright.kernels.quant import fp8_gluon as roles
-
-        label = f"fp8 rows specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
-        return [roles.spec(label, True, {**config, "GROUP": _GROUP})]
-    config = without(config, "ROLES")
     pointers = {
         "x": "u8",
         "w": "u8",
@@ -598,12 +567,6 @@ def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
 
 
 def _weights_specs(key: dict, config: dict) -> list[KernelSpec]:
-    if config["ROLES"]:
-        from tilewright.kernels.quant import fp8_dweight_gluon as roles
-
-        label, given = "fp8 weights specialized", {**config, "GROUP": _GROUP}
-        return [roles.spec(f"{label} {out} large", True, out, given) for out in ("bf16", "fp32")]
-    config = without(config, "ROLES")
     factors = {"dy": "u8", "x": "u8", "dy_scale": "fp32", "x_scale": "fp32", "end": "i32"}
     return [
         spec(
@@ -658,11 +621,6 @@ def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
     """kind: "rows" or "weights"."""
     e2m1, large, of_rows = key["e2m1"], key["large"], kind == "rows"
     label = f"{'nvfp4' if e2m1 else 'mxfp8'} {kind}{'' if of_rows else ' ' + out}"
-    if config["ROLES"]:
-        from tilewright.kernels.quant import block_scaled_gluon as roles
-
-        label += f" specialized{' wide' if config['BLOCK_N'] == 256 else ''} large"
-        return roles.spec(label, e2m1, out, kind, config)
     names = ("x", "w") if of_rows else ("dy", "x")
     pointers = {name + part: "u8" for name in names for part in ("", "_scale")}
     if e2m1:
@@ -711,8 +669,7 @@ SCALED_WEIGHTS = Tunable(
 )
 
 
-def tunables() -> tuple[Tunable, ...]:
-    return ROWS, WEIGHTS, SCALED_ROWS, SCALED_WEIGHTS
+TUNABLES = ROWS, WEIGHTS, SCALED_ROWS, SCALED_WEIGHTS
 
 
 # ---- for the compile gate
@@ -735,13 +692,5 @@ def _place_spec(data: str, tail: str) -> KernelSpec:
 
 
 def gate() -> list[KernelSpec]:
-    """What has no configurations, and specialized warps, which no heuristic takes."""
-    key = ROWS.named(_KEYS[-1])
-    found = [_place_spec(*of) for of in (("bf16", ""), ("bf16", " odd"), ("fp32", ""))]
-    found += _rows_specs(key, _ROWS_ROLES) + _rows_specs(key, _ROWS_WIDE)
-    found += _weights_specs(key, _WEIGHTS_ROLES)
-    for launched in (SCALED_ROWS, SCALED_WEIGHTS):
-        for key in map(launched.named, launched.keys):
-            for config in scaled_roles(key["e2m1"]) if key["large"] else ():
-                found += launched.specs(key, config)
-    return found
+    """What has no configurations."""
+    return [_place_spec(*of) for of in (("bf16", ""), ("bf16", " odd"), ("fp32", ""))]

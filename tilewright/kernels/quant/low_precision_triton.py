@@ -18,11 +18,11 @@ import triton.language as tl
 
 from tilewright.kernels.device import conversions, large_shared_memory
 from tilewright.kernels.launch import launch
-from tilewright.kernels.launchers import cdiv, next_power_of_2, without
+from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.quant.quantize_triton import from_e2m1, from_e4m3, spec
 from tilewright.kernels.quant.quantized_linear_triton import tile_of_program
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Config, Tunable
+from tilewright.kernels.tuning import ALONE, Others, Tunable, choose
 
 SPAN = 128  # columns that share a scale in block-scaled FP8
 
@@ -178,6 +178,7 @@ def by_rows(
     b: torch.Tensor,
     b_scale: torch.Tensor,
     dtype: torch.dtype,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """a b^T [M, N] of e4m3 bytes a [M, K] and b [N, K], contiguous, with scales for blocks of
     1 x 128. No size is 0.
@@ -185,16 +186,10 @@ def by_rows(
     (M, K), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
     key = M, N, rounded(K), large_shared_memory(a.device)
-    c = BY_ROWS.config(a.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import fp8_dweight_gluon as roles
-
-        if roles.fits(a, b, out.element_size()):
-            a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
-            roles.dweight(a, a_scale, b, b_scale, None, out[None], c)
-            return out
-        c = BY_ROWS.heuristic(*key)
-    c = without(c, "ROLES")
+    c, run = choose(BY_ROWS, others, a.device, key, a, b, out)
+    if run is not None:
+        run(a, a_scale, b, b_scale, None, out[None], c)
+        return out
     launch(
         _by_rows,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -222,6 +217,7 @@ def scaled(
     b_total: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """a b^T [M, N] + bias [N] of bytes in MXFP8, or with totals in NVFP4, contiguous. No size is
     0.
@@ -229,16 +225,10 @@ def scaled(
     (M, width), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=dtype, device=a.device)
     key = a_total is not None, N, width, rounded(M), large_shared_memory(a.device)
-    c = SCALED.config(a.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import block_scaled_gluon as roles
-
-        factors = (roles.Factor(a, a_scale, a_total), roles.Factor(b, b_scale, b_total))
-        if roles.fits(factors[0], out):
-            roles.scaled(*factors, bias, roles.Experts(), out, c)
-            return out
-        c = SCALED.heuristic(*key)
-    c = without(c, "ROLES")
+    c, run = choose(SCALED, others, a.device, key, a, out)
+    if run is not None:
+        run((a, a_scale, a_total), (b, b_scale, b_total), out, c, bias=bias)
+        return out
     launch(
         _scaled,
         (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
@@ -270,9 +260,6 @@ def rounded(tokens: int) -> int:
 # ---- launch configurations
 
 _NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
-# ROLES: specialized warps (fp8_dweight_gluon.py, with 192 KiB of operands; block_scaled_gluon.py).
-_BY_ROWS_NAMES = (*_NAMES, "ROLES")
-_BY_ROWS_ROLES: Config = dict(zip(_BY_ROWS_NAMES, (128, 128, 8, 4, 6, True), strict=True))
 
 
 def _by_rows_heuristic(M: int, N: int, tokens: int, large: bool) -> dict:
@@ -280,26 +267,19 @@ def _by_rows_heuristic(M: int, N: int, tokens: int, large: bool) -> dict:
     scales of b's rows are 32 more values per thread.
     """
     tile = (128, 64) if large else (64, 64)
-    return dict(zip(_BY_ROWS_NAMES, (*tile, 8, 8, 3, False), strict=True))
+    return dict(zip(_NAMES, (*tile, 8, 8, 3), strict=True))
 
 
 def _by_rows_space(M: int, N: int, tokens: int, large: bool) -> list[dict]:
     # 128 x 128 spill for compute capability 9.0.
-    configs = [
-        dict(zip(_BY_ROWS_NAMES, (*tile, 8, warps, stages, False), strict=True))
+    return [
+        dict(zip(_NAMES, (*tile, 8, warps, stages), strict=True))
         for tile, warps in (((64, 64), 4), ((64, 128), 8), ((128, 64), 8))
         for stages in (2, 3)
     ]
-    return [*configs, _BY_ROWS_ROLES] if large else configs
 
 
 def _by_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
-    if config["ROLES"]:
-        from tilewright.kernels.quant import fp8_dweight_gluon as roles
-
-        label = "fp8 by rows specialized"
-        return [roles.spec(f"{label} {out} large", False, out, config) for out in ("bf16", "fp32")]
-    config = without(config, "ROLES")
     return [
         spec(
             _by_rows,
@@ -327,53 +307,28 @@ BY_ROWS = Tunable(
 )
 
 
-def _step(e2m1: bool) -> dict:
-    return {"BLOCK_K": 256 if e2m1 else 128}
-
-
-def scaled_roles(e2m1: bool) -> list[dict]:
-    return [
-        {**dict(zip(_NAMES, tile, strict=True)), **_step(e2m1), "ROLES": True}
-        for tile in ((128, 256, 8, 8, 4), (128, 128, 8, 4, 6))
-    ]
-
-
 def scaled_heuristic(e2m1: bool, N: int, width: int, rows: int, large: bool) -> dict:
     """Not measured on a GPU. 128 rows are what one tensor core instruction of compute capability
     10.0 takes, and sums are in its own memory; on 12.0 they are in registers, 64 per thread of
     eight warps. Steps of 128 bytes.
     """
     tile = (128, 128, 8, 4, 3) if large else (128, 128, 8, 8, 2)
-    return {**dict(zip(_NAMES, tile, strict=True)), **_step(e2m1), "ROLES": False}
+    return {**dict(zip(_NAMES, tile, strict=True)), "BLOCK_K": 256 if e2m1 else 128}
 
 
 def scaled_space(e2m1: bool, N: int, width: int, rows: int, large: bool) -> list[dict]:
-    configs = [
-        {
-            **dict(zip(_NAMES, (128, n, 8, warps, stages), strict=True)),
-            "BLOCK_K": step,
-            "ROLES": False,
-        }
+    return [
+        {**dict(zip(_NAMES, (128, n, 8, warps, stages), strict=True)), "BLOCK_K": step}
         for n in (64, 128)
         for step in ((128, 256) if e2m1 else (128,))
         for warps in ((4, 8) if large else (8,))
         for stages in ((2, 3, 4) if large else (2, 3))
     ]
-    return configs + (scaled_roles(e2m1) if large else [])
 
 
 def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
     e2m1, large = key["e2m1"], key["large"]
     recipe = "nvfp4" if e2m1 else "mxfp8"
-    if config["ROLES"]:
-        from tilewright.kernels.quant import block_scaled_gluon as roles
-
-        label = f"{recipe} specialized{' wide' if config['BLOCK_N'] == 256 else ''}"
-        return [
-            roles.spec(f"{label} {out} large", e2m1, out, "dense", config)
-            for out in ("bf16", "fp32")
-        ]
-    config = without(config, "ROLES")
     totals = {"a_total": "fp32", "b_total": "fp32"} if e2m1 else {}
     codes = dict.fromkeys(("a", "a_scale", "b", "b_scale"), "u8")
     return [
@@ -407,17 +362,4 @@ SCALED = Tunable(
 )
 
 
-def tunables() -> tuple[Tunable, ...]:
-    return BY_ROWS, SCALED
-
-
-# ---- for the compile gate
-
-
-def gate() -> list[KernelSpec]:
-    """Specialized warps, which no heuristic takes."""
-    found = BY_ROWS.specs(BY_ROWS.named(BY_ROWS.keys[-1]), _BY_ROWS_ROLES)
-    for key in map(SCALED.named, SCALED.keys):
-        for config in scaled_roles(key["e2m1"]) if key["large"] else ():
-            found += SCALED.specs(key, config)
-    return found
+TUNABLES = BY_ROWS, SCALED

@@ -34,7 +34,7 @@ from tilewright.kernels.quant import nf4_tables, operators
 from tilewright.kernels.quant.operators import FORMATS, Matrix
 from tilewright.kernels.quant.quantize_triton import E2M1, E4M3, from_e2m1, from_e4m3, spec
 from tilewright.kernels.spec import KernelSpec
-from tilewright.kernels.tuning import Config, Tunable
+from tilewright.kernels.tuning import ALONE, Others, Tunable, choose
 
 NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
 # Rows of x in a tile of `_few_rows`. The weight is dequantized again for each tile; with 64 columns
@@ -501,6 +501,7 @@ def fp8(
     w_scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    others: Others = ALONE,
 ) -> torch.Tensor:
     """y [T, N] from x [T, K] and w [N, K], float8_e4m3fn, contiguous, with scales for 1 x 128 and
     128 x 128 blocks.
@@ -510,15 +511,10 @@ def fp8(
     if out.numel() == 0:
         return out
     key = N, K, min(4096, next_power_of_2(T)), large_shared_memory(x.device)
-    c = FP8.config(x.device, *key)
-    if c["ROLES"]:
-        from tilewright.kernels.quant import fp8_gluon
-
-        if fp8_gluon.fits(K, out):
-            fp8_gluon.fp8(x, x_scale, w[None], w_scale, bias, None, out, c)
-            return out
-        c = FP8.heuristic(*key)
-    c = without(c, "ROLES")
+    c, run = choose(FP8, others, x.device, key, K, out)
+    if run is not None:
+        run(x, x_scale, w[None], w_scale, bias, None, out, c)
+        return out
     grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
     launch(
         _fp8,
@@ -539,10 +535,7 @@ def fp8(
     return out
 
 
-# ROLES: specialized warps (fp8_gluon.py), with 192 KiB of operands.
-_FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages", "ROLES")
-_FP8_ROLES: Config = dict(zip(_FP8_NAMES, (128, 128, 8, 8, 6, True), strict=True))
-_FP8_WIDE: Config = dict(zip(_FP8_NAMES, (128, 256, 8, 4, 4, True), strict=True))
+_FP8_NAMES = ("BLOCK_M", "BLOCK_N", "GROUP", "num_warps", "num_stages")
 
 
 def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
@@ -553,12 +546,7 @@ def _fp8_heuristic(N: int, K: int, rows: int, large: bool) -> dict:
     tile = (
         (64, 128, 8, 4, 3) if rows <= 64 else (128, 128, 8, 8, 3) if large else (64, 128, 8, 8, 3)
     )
-    return dict(zip(_FP8_NAMES, (*tile, False), strict=True))
-
-
-def _fp8_hopper(N: int, K: int, rows: int, large: bool) -> dict | None:
-    """Measured on an H100: 36 % faster than one sum by all warps."""
-    return _FP8_ROLES if large and rows > 64 else None
+    return dict(zip(_FP8_NAMES, tile, strict=True))
 
 
 def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
@@ -569,23 +557,16 @@ def _fp8_space(N: int, K: int, rows: int, large: bool) -> list[dict]:
         ((128, 64), 8),
         *((((128, 128), 8),) if large else ()),
     )
-    configs = [
-        dict(zip(_FP8_NAMES, (*tile, group, warps, stages, False), strict=True))
+    return [
+        dict(zip(_FP8_NAMES, (*tile, group, warps, stages), strict=True))
         for tile, warps in tiles
         for group in (4, 8)
         for stages in (2, 3)
     ]
-    return [*configs, _FP8_ROLES, _FP8_WIDE] if large else configs
 
 
 def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
-    if config["ROLES"]:
-        from tilewright.kernels.quant import fp8_gluon
-
-        wide = " wide" if config["BLOCK_N"] == 256 else ""
-        label = f"fp8 specialized{wide} {key['rows']} rows large"
-        return [fp8_gluon.spec(label, False, config)]
-    c = {n: v for n, v in config.items() if n not in ("num_warps", "num_stages", "ROLES")}
+    c = without(config, "num_warps", "num_stages")
     factors = {"x": "fp8e4nv", "w": "fp8e4nv", "x_scale": "fp32", "w_scale": "fp32"}
     return [
         spec(
@@ -612,16 +593,10 @@ FP8 = Tunable(
     _fp8_space,
     [(4096, 4096, 64, False), (4096, 4096, 4096, False), (4096, 4096, 4096, True)],
     _fp8_specs,
-    _fp8_hopper,
 )
 
 
 # ---- for the compile gate
-
-
-def fp8_gate() -> list[KernelSpec]:
-    """Wide tiles, which no heuristic takes."""
-    return FP8.specs(FP8.named(FP8.keys[-1]), _FP8_WIDE)
 
 
 @functools.cache

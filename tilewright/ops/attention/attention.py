@@ -21,7 +21,17 @@ import torch
 
 from tilewright.core import checks, torch_names
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op, in_cpp, in_triton
+from tilewright.core.registry import (
+    Case,
+    Cost,
+    Goal,
+    Implementation,
+    Judged,
+    Op,
+    in_cpp,
+    in_gluon,
+    in_triton,
+)
 from tilewright.core.takes import FLOAT, takes
 from tilewright.ops import cases
 from tilewright.ops.attention import fused, vendors
@@ -445,8 +455,8 @@ ATTENTION = Op(
     (
         vendors.flash("flash_attention_4"),
         vendors.flash("flash_attention_3"),
-        # PyTorch's before Triton's, which supports what PyTorch's and flash-attn do not, but where
-        # Triton's has been measured to be faster.
+        # PyTorch's before those of Gluon and Triton, which support what PyTorch's and flash-attn do
+        # not, but where Gluon's has been measured to be faster.
         Implementation(
             "native",
             vendors.native,
@@ -455,10 +465,19 @@ ATTENTION = Op(
             refuses=vendors.native_refuses,
             reads_host="host",
             does=vendors.native_does,
-            slower_than=vendors.slower_than_triton,
+            slower_than=vendors.slower_than_gluon,
         ),
         # After PyTorch's, whose cuDNN kernels are newer than it on Hopper and later.
         vendors.flash("flash_attention_2"),
+        in_gluon(
+            fused.gluon,
+            vendors.gluon_does,
+            batch_invariant=("cuda",),
+            refuses=fused.gluon_refuses,
+            slower_than=fused.gluon_slower_than,
+            gate=from_kernels("attention.specialized", "gate"),
+            tunables=from_kernels("attention.specialized", "TUNABLES"),
+        ),
         in_triton(
             fused.triton,
             batch_invariant=cases.ANYWHERE,
@@ -593,7 +612,7 @@ ATTENTION = Op(
             dtypes=("bfloat16",),
             by=by,
         )
-        for other, least, by in (("best", 0.98, ""), ("flash-attn", 1 / 1.3, "triton"))
+        for other, least, by in (("best", 0.98, ""), ("flash-attn", 1 / 1.3, "gluon"))
     ),
     eager_reads_host="host",
     requests=(

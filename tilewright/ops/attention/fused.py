@@ -8,6 +8,7 @@ import torch
 
 from tilewright.core.library import Operator
 from tilewright.kernels.attention.operators import attend, attend_backward, map_documents
+from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.moe.operators import MAP_ROWS
 from tilewright.ops.attention.options import Request, head_widths
 
@@ -60,8 +61,22 @@ def triton() -> _Fused:
     from tilewright.kernels.attention import attention_triton as k
 
     backward = attend_backward.define("attention_triton_backward", k.backward)
-    mapped = map_documents.define("attention_documents_triton", k.map_documents)
-    return _Fused(attend.define("attention_triton", k.forward, backward), backward, mapped)
+    return _Fused(attend.define("attention_triton", k.forward, backward), backward, _mapped())
+
+
+@functools.cache
+def gluon() -> _Fused:
+    from tilewright.kernels.attention import specialized as k
+
+    backward = attend_backward.define("attention_gluon_backward", k.backward)
+    return _Fused(attend.define("attention_gluon", k.forward, backward), backward, _mapped())
+
+
+@functools.cache
+def _mapped() -> Operator:
+    from tilewright.kernels.attention.attention_triton import map_documents as launch
+
+    return map_documents.define("attention_documents_triton", launch)
 
 
 class _Cpp(_Fused):
@@ -78,3 +93,36 @@ def cpp() -> _Fused:
 
 def triton_refuses(request: Request) -> str | None:
     return head_widths(request, 1, 256)
+
+
+def gluon_refuses(request: Request) -> str | None:
+    """What specialized warps compute in neither pass."""
+    if reason := head_widths(request, 8, 256):
+        return reason
+    D, DV, latent = _widths(request)
+    if not latent and next_power_of_2(max(16, D)) != next_power_of_2(max(16, DV)):
+        return f"takes values as wide as keys, or 65 to 128 beside 129 to 192, not {DV} beside {D}"
+    if request.softcap and latent:
+        return f"takes no softcap of values of {DV} beside keys of {D}"
+    return "takes no dropout" if request.dropout else None
+
+
+def _widths(request: Request) -> tuple[int, int, bool]:
+    """Of keys and values, and whether they are latent attention's, whose keys are in two parts."""
+    D, DV = request.head_dim, request.value_dim or request.head_dim
+    return D, DV, 128 < D <= 192 and 64 < DV <= 128
+
+
+def gluon_slower_than(device_type: str, request: Request | None) -> str | None:
+    """Triton's where no pass is specialized warps' by a measurement: in wider rows, and in the
+    forward of windows in rows of up to 64 where no gradient is wanted. A table of the device that
+    gives them other rows is asked for each launch.
+    """
+    if request is None:
+        return None
+    from tilewright.kernels import tuning
+
+    D, DV, latent = _widths(request)
+    wide = max(D, DV) > 128 and not latent
+    few = D <= 64 and request.window and not request.gradient
+    return "triton" if (wide or few) and not tuning.gives_gluon("attention") else None

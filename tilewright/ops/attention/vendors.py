@@ -19,6 +19,7 @@ from tilewright.core.registry import Implementation, always, nothing
 from tilewright.core.torch_names import in_forward_mode, in_transform
 from tilewright.ops import products
 from tilewright.ops.attention.eager import by_document, host_seqlens
+from tilewright.ops.attention.fused import gluon_refuses, gluon_slower_than
 from tilewright.ops.attention.options import (
     OWN_DROPOUT,
     PART,
@@ -450,8 +451,8 @@ FLASH = {
 }
 
 
-def slower_than_triton(device_type: str, request: Request | None) -> str | None:
-    """Of PyTorch's and FlashAttention 2's kernels, on compute capability 9.0: Triton's specialized
+def slower_than_gluon(device_type: str, request: Request | None) -> str | None:
+    """Of PyTorch's and FlashAttention 2's kernels, on compute capability 9.0: specialized
     warps are faster in rows of 128, and with packed documents in rows of 64, 2.6 times (measured on
     an H100, docs/performance.md); whole sequences in rows of 64 are faster by cuDNN, 4 %. request:
     None for the usual call.
@@ -459,11 +460,19 @@ def slower_than_triton(device_type: str, request: Request | None) -> str | None:
     if device_type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         return None
     if request is None:
-        return "triton"
+        return _ours(device_type, request)
     as_wide = request.value_dim in (None, request.head_dim)
     whole = not (request.softcap or request.dropout or request.shorter)
     least = 32 if request.packed else 64
-    return "triton" if least < request.head_dim <= 128 and as_wide and whole else None
+    faster = least < request.head_dim <= 128 and as_wide and whole
+    return _ours(device_type, request) if faster else None
+
+
+def _ours(device_type: str, request: Request | None) -> str:
+    """The one of this library's that `auto` takes on a GPU."""
+    if platform.no_gluon(device_type) or (request and gluon_refuses(request)):
+        return "triton"
+    return gluon_slower_than(device_type, request) or "gluon"
 
 
 def slower_than_sdpa(device_type: str, request: Request | None) -> str | None:
@@ -513,7 +522,7 @@ def native_does(device_type: str) -> str | None:
         return None
     return _sentence(
         "dense attention is cuDNN's; documents and windows are FlashAttention 2's kernels",
-        "where no newer FlashAttention takes a call, `auto` takes triton, which is faster, for "
+        "where no newer FlashAttention takes a call, `auto` takes gluon, which is faster, for "
         "rows of 65 to 128 elements, with packed documents of 33 to 128"
         if major == 9
         else None,
@@ -521,19 +530,22 @@ def native_does(device_type: str) -> str | None:
     )
 
 
+_LOOPS = "one loop of FlashAttention 2's class computes "
+
+
 def triton_does(device_type: str) -> str | None:
     """Which calls have kernels of FlashAttention 2's class where there are better ones."""
-    major = _major(device_type)
-    if major < 9:
+    if _major(device_type) < 9:
         return None
-    loops = "one loop of FlashAttention 2's class computes "
-    if major > 9:
-        return _sentence(f"{loops}every call", newer_than_2(device_type))
+    return _sentence(f"{_LOOPS}every call", newer_than_2(device_type))
+
+
+def gluon_does(device_type: str) -> str | None:
     return _sentence(
         "warps are specialized for 16-bit rows of up to 128 elements, and in forward for keys of "
-        f"129 to 192 beside values of 65 to 128; {loops}dropout, other values that are narrower or "
-        "wider than keys, wider rows, widths that are no multiple of 8, the backward of a softcap "
-        "and of latent attention (192 and 128), and the forward of windows in rows of up to 64",
+        f"129 to 192 beside values of 65 to 128; {_LOOPS}"
+        "the backward of a softcap, of values that are narrower or wider than keys and of latent "
+        "attention (192 and 128), and the forward of windows in rows of up to 64, as triton's",
         newer_than_2(device_type),
     )
 
@@ -560,5 +572,5 @@ def flash(name: str) -> Implementation:
         reads_host="host",
         aliases=(f"fa{name[-1]}",),
         does=newer_than_2 if name == "flash_attention_2" else always,
-        slower_than=slower_than_triton if name == "flash_attention_2" else nothing,
+        slower_than=slower_than_gluon if name == "flash_attention_2" else nothing,
     )

@@ -20,7 +20,15 @@ import torch.nn.functional as F
 
 from tilewright.core import checks, platform
 from tilewright.core.library import Operator, define, from_kernels
-from tilewright.core.registry import Goal, Implementation, Op, in_cpp, in_triton, short
+from tilewright.core.registry import (
+    Goal,
+    Implementation,
+    Op,
+    in_cpp,
+    in_gluon,
+    in_triton,
+    short,
+)
 from tilewright.core.takes import takes
 from tilewright.kernels.moe.operators import (
     product,
@@ -161,6 +169,13 @@ def _triton():
 
 
 @functools.cache
+def _gluon():
+    from tilewright.kernels.moe import specialized
+
+    return Fused.define("gluon", specialized)
+
+
+@functools.cache
 def _cpp():
     backward = (
         product_backward_x.adopt("grouped_gemm_cpp_backward_x"),
@@ -276,7 +291,7 @@ def _quack():
     return Fused.define("quack", library)
 
 
-_LOADERS = {"triton": _triton, "cpp": _cpp, "native": _native, "quack": _quack}
+_LOADERS = {"gluon": _gluon, "triton": _triton, "cpp": _cpp, "native": _native, "quack": _quack}
 
 
 def _no_quack(device_type: str) -> str | None:
@@ -294,6 +309,12 @@ GROUPED_GEMM = Op(
     grouped_gemm,
     grouped_gemm_eager,
     (
+        in_gluon(
+            lambda: _gluon().forward,
+            "large products whose operands TMA reads",
+            gate=from_kernels("moe.specialized", "gate"),
+            tunables=from_kernels("moe.specialized", "TUNABLES"),
+        ),
         in_triton(
             lambda: _triton().forward,
             gate=from_kernels("moe.grouped_gemm_triton", "gate"),

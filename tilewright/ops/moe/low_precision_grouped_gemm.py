@@ -20,7 +20,7 @@ import torch
 
 from tilewright.core import checks
 from tilewright.core.library import declare, define, from_kernels
-from tilewright.core.registry import Case, Cost, Op, in_cpp, in_triton
+from tilewright.core.registry import Case, Cost, Op, in_cpp, in_gluon, in_triton
 from tilewright.core.takes import takes
 from tilewright.ops import cases
 from tilewright.ops.moe.grouped_gemm import contiguous_offsets
@@ -38,9 +38,11 @@ from tilewright.ops.quant.low_precision_linear import (
     Rounding,
     Saved,
     atol,
+    gluon_refuses,
     requested,
     through,
     triton_refuses,
+    untuned,
     values,
 )
 
@@ -348,32 +350,40 @@ class _Fused:
     place: (t [R, C], offsets) -> t at its places [P, C], and what `rows` and `sums` take as placed.
     rows: (factor [P, K], factor [E, N, K], placed, options, dtype) -> [R, N].
     sums: (factor [N, P], factor [K, P], placed, options, dtype) -> [E, N, K].
+    rounds: the implementation that rounds the factors; None: that of this name.
     """
 
-    def __init__(self, name: str, place: Callable, rows: Callable, sums: Callable):
-        self.name, self.place, self.rows, self.sums = name, place, rows, sums
+    def __init__(
+        self,
+        name: str,
+        place: Callable,
+        rows: Callable,
+        sums: Callable,
+        rounds: str | None = None,
+    ):
+        self.rounds, self.place, self.rows, self.sums = rounds or name, place, rows, sums
         op = f"low_precision_grouped_gemm_{name}"
         backward = gradients.define(f"{op}_backward", self.backward)
         self.product = product.define(f"{op}_forward", self.forward, backward)
 
     def forward(self, x, weight, offsets, options):
         x_placed, placed = self.place(x, offsets)
-        rounding = Rounding(self.name, options, "x")
+        rounding = Rounding(self.rounds, options, "x")
         factor, turned = rounding.both(x_placed, transpose=options.keep)
         del x_placed  # as large as x: not held beside what follows
-        rounding = Rounding(self.name, options, "weight", square=True)
+        rounding = Rounding(self.rounds, options, "weight", square=True)
         w_factor, _ = rounding.both(weight, transpose=False)
         y = self.rows(factor, w_factor, placed, options, x.dtype)
         return Result(y, *(turned[:3] if turned is not None else (None, None, None)))
 
     def backward(self, dy, weight, offsets, turned, options, needs):
         dy_placed, placed = self.place(dy, offsets)
-        rounding = Rounding(self.name, options, "the gradient of y", random=True)
+        rounding = Rounding(self.rounds, options, "the gradient of y", random=True)
         factor, dy_turned = rounding.both(dy_placed, transpose=needs.dw)
         del dy_placed
         dx = dw = None
         if needs.dx:
-            rounding = Rounding(self.name, options, "weight", square=True)
+            rounding = Rounding(self.rounds, options, "weight", square=True)
             _, w_turned = rounding.both(weight, transpose=True)
             dx = self.rows(factor, w_turned, placed, options, dy.dtype)
         if dy_turned is not None:
@@ -434,8 +444,21 @@ def _sums_triton(kernels, a, b, placed, options, dtype):
 def _triton():
     from tilewright.kernels.quant import low_precision_grouped_triton as kernels
 
-    parts = (_place_triton, _rows_triton, _sums_triton)
-    return _Fused("triton", *(functools.partial(f, kernels) for f in parts)).grouped_gemm
+    return _Fused("triton", *_launching(kernels)).grouped_gemm
+
+
+@functools.cache
+def _gluon():
+    from tilewright.kernels.quant import specialized
+
+    return _Fused("gluon", *_launching(specialized.experts), "triton").grouped_gemm
+
+
+def _launching(kernels) -> tuple[Callable, Callable, Callable]:
+    place, rows, sums = (
+        functools.partial(f, kernels) for f in (_place_triton, _rows_triton, _sums_triton)
+    )
+    return place, rows, sums
 
 
 @functools.cache
@@ -476,11 +499,20 @@ LOW_PRECISION_GROUPED_GEMM = Op(
     low_precision_grouped_gemm,
     low_precision_grouped_gemm_eager,
     (
+        in_gluon(
+            _gluon,
+            "all products, where `auto` takes triton until one is tuned on the device",
+            capabilities=(9, 10),
+            refuses=gluon_refuses,
+            slower_than=untuned("low_precision_grouped_gemm"),
+            tunables=from_kernels("quant.specialized", "GROUPED"),
+            gate=from_kernels("quant.specialized", "grouped_gate"),
+        ),
         in_triton(
             _triton,
             missing=no_fp8,
             refuses=triton_refuses,
-            tunables=from_kernels("quant.low_precision_grouped_triton", "tunables"),
+            tunables=from_kernels("quant.low_precision_grouped_triton", "TUNABLES"),
             gate=from_kernels("quant.low_precision_grouped_triton", "gate"),
         ),
         in_cpp(_cpp),

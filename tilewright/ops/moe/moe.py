@@ -49,7 +49,14 @@ from tilewright.ops.moe.experts import (
 )
 from tilewright.ops.moe.grouped_gemm import grouped_gemm_eager
 from tilewright.ops.moe.moe_cases import CASES
-from tilewright.ops.moe.moe_fused import NO_BIASES, Biases, add_bias, load_composed, load_triton
+from tilewright.ops.moe.moe_fused import (
+    NO_BIASES,
+    Biases,
+    add_bias,
+    load_composed,
+    load_gluon,
+    load_triton,
+)
 from tilewright.ops.moe.permute import checked_index, permute_eager, unpermute_eager
 from tilewright.ops.quant import aqn
 from tilewright.ops.quant.aqn import AQN
@@ -197,10 +204,21 @@ def _composed(name):
 
 
 def _tunables():
-    from tilewright.kernels.moe import grouped_gemm_triton, permute_triton
+    from tilewright.kernels.moe import grouped_gemm_triton
 
-    sorting = permute_triton.SORT, permute_triton.COLLECT
-    return (*grouped_gemm_triton.FUSED, *grouped_gemm_triton.TUNABLES, *sorting)
+    return _with_sorting(grouped_gemm_triton)
+
+
+def _gluon_tunables():
+    from tilewright.kernels.moe import specialized
+
+    return _with_sorting(specialized)
+
+
+def _with_sorting(products):
+    from tilewright.kernels.moe import permute_triton
+
+    return (*products.FUSED, *products.TUNABLES, permute_triton.SORT, permute_triton.COLLECT)
 
 
 MOE_MLP = Op(
@@ -208,6 +226,7 @@ MOE_MLP = Op(
     moe_mlp,
     moe_mlp_eager,
     (
+        over_grouped_gemm("gluon", lambda: load_gluon().moe_mlp, tunables=_gluon_tunables),
         in_triton(lambda: load_triton().moe_mlp, tunables=_tunables),
         *(
             over_grouped_gemm(name, partial(_composed, name), tunables=no_kernels)

@@ -188,7 +188,7 @@ class Fused:
             f"moe_mlp_{name}_backward", or_zeros(mlp_backward, launches.backward)
         )
         self.mlp = mlp.define(f"moe_mlp_{name}_forward", or_zeros(mlp, launches.forward), backward)
-        self.tiled = name == "triton"
+        self.tiled = isinstance(launches, _Triton)
 
     def moe_mlp(
         self,
@@ -300,6 +300,13 @@ def load_triton() -> Fused:
     from tilewright.kernels.moe import grouped_gemm_triton, permute_triton
 
     return Fused("triton", _Triton(grouped_gemm_triton, permute_triton))
+
+
+@functools.cache
+def load_gluon() -> Fused:
+    from tilewright.kernels.moe import permute_triton, specialized
+
+    return Fused("gluon", _Triton(specialized, permute_triton))
 
 
 # ---- over a grouped GEMM

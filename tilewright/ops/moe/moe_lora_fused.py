@@ -171,7 +171,7 @@ class Composed:
 
     def __init__(self, name: str):
         self.product, self.backward_x, self.backward_weight = operators(name)
-        self.dequantizes = "triton" if name == "triton" else None
+        self.dequantizes = "triton" if name in ("gluon", "triton") else None
 
     def _dense(self, packed, like):
         """A projection's tensor. For a quantized one it is a new one, to be freed after one

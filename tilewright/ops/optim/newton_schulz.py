@@ -16,7 +16,16 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import declare, from_kernels, refuse_tangents
-from tilewright.core.registry import Case, Cost, Goal, Implementation, Judged, Op, in_triton
+from tilewright.core.registry import (
+    Case,
+    Cost,
+    Goal,
+    Implementation,
+    Judged,
+    Op,
+    in_gluon,
+    in_triton,
+)
 from tilewright.core.takes import takes
 from tilewright.kernels.optim.newton_schulz import WIDE, iterate, normalized
 from tilewright.ops import cases, products
@@ -149,6 +158,13 @@ def _triton():
     return orthogonalize.define("newton_schulz_triton", newton_schulz_triton.newton_schulz)
 
 
+@functools.cache
+def _gluon():
+    from tilewright.kernels.optim import newton_schulz_gluon
+
+    return orthogonalize.define("newton_schulz_gluon", newton_schulz_gluon.newton_schulz)
+
+
 # Rows of a block of a symmetric product; what is above the diagonal of blocks is copied.
 BLOCK = 256
 
@@ -235,6 +251,12 @@ NEWTON_SCHULZ = Op(
     newton_schulz,
     newton_schulz_eager,
     (
+        in_gluon(
+            _gluon,
+            "symmetric products that fill the device with tiles of 128 x 128",
+            dtypes=(torch.bfloat16,),
+            tunables=from_kernels("optim.newton_schulz_gluon", "TUNABLES"),
+        ),
         in_triton(
             _triton,
             dtypes=(torch.float32, torch.bfloat16),

@@ -14,7 +14,7 @@ import torch
 
 from tilewright.core import checks, platform
 from tilewright.core.library import from_kernels
-from tilewright.core.registry import Op, in_triton
+from tilewright.core.registry import Op, in_gluon, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8
 from tilewright.ops.quant import quantize
@@ -112,13 +112,13 @@ def fp8_linear_eager(x, q, bias):
 # ---- Triton
 
 
-def _launch(x, bias, weight):
-    from tilewright.kernels.quant import quantize_triton, quantized_linear_triton
+def _launch(fp8, x, bias, weight):
+    from tilewright.kernels.quant import quantize_triton
 
     check_parts(weight)
     codes = quantize_triton.fp8_quantize(x.contiguous()[None], FP8(1, 128, False, None, False))
     (scale,) = weight.scales
-    return quantized_linear_triton.fp8(
+    return fp8(
         codes.data[0].view(quantize.E4M3),
         codes.scale[0],
         weight.data.contiguous().view(quantize.E4M3),
@@ -130,7 +130,21 @@ def _launch(x, bias, weight):
 
 @functools.cache
 def _triton():
-    op = product.define("fp8_linear_triton_forward", _launch, load_triton())
+    from tilewright.kernels.quant import quantized_linear_triton
+
+    return _defined("triton", quantized_linear_triton.fp8)
+
+
+@functools.cache
+def _gluon():
+    from tilewright.kernels.quant import specialized
+
+    return _defined("gluon", specialized.fp8)
+
+
+def _defined(name, fp8):
+    launch = functools.partial(_launch, fp8)
+    op = product.define(f"fp8_linear_{name}_forward", launch, load_triton())
     return lambda x, q, bias: by_rows(op, x, q, bias)
 
 
@@ -147,11 +161,16 @@ FP8_LINEAR = Op(
     fp8_linear,
     fp8_linear_eager,
     (
+        in_gluon(
+            _gluon,
+            "products of more than 64 rows, with the results stored by TMA",
+            tunables=from_kernels("quant.specialized", "FP8_LINEAR"),
+            gate=from_kernels("quant.specialized", "fp8_gate"),
+        ),
         in_triton(
             _triton,
             missing=no_fp8,
             tunables=lambda: (from_kernels("quant.quantized_linear_triton", "FP8")(),),
-            gate=from_kernels("quant.quantized_linear_triton", "fp8_gate"),
         ),
     ),
     (

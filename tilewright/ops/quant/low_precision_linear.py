@@ -20,7 +20,7 @@ import torch
 
 from tilewright.core import checks, torch_names
 from tilewright.core.library import declare, from_kernels
-from tilewright.core.registry import Case, Cost, DispatchOn, Op, in_cpp, in_triton
+from tilewright.core.registry import Case, Cost, DispatchOn, Op, in_cpp, in_gluon, in_triton
 from tilewright.core.takes import takes
 from tilewright.kernels.quant.operators import FP8, Codes, NVFP4Options
 from tilewright.ops import cases
@@ -47,8 +47,12 @@ class Request(NamedTuple):
     capability: int | None = None
 
 
-# Those that Triton refuses.
-REQUESTS = Request(recipe="mxfp8", capability=90), Request(recipe="nvfp4", capability=90)
+# Those that Triton or Gluon refuses.
+REQUESTS = (
+    Request(recipe="mxfp8", capability=90),
+    Request(recipe="nvfp4", capability=90),
+    Request(recipe="block_fp8", capability=100),
+)
 
 
 @torch_names.constant
@@ -411,27 +415,28 @@ class _Fused:
     """One implementation: its operators, and their caller.
 
     multiply: (factor [M, K], factor [N, K], bias, options, dtype) -> [M, N].
+    rounds: the implementation that rounds the factors; None: that of this name.
     """
 
-    def __init__(self, name: str, multiply: Callable):
-        self.name, self.multiply = name, multiply
+    def __init__(self, name: str, multiply: Callable, rounds: str | None = None):
+        self.rounds, self.multiply = rounds or name, multiply
         backward = gradients.define(f"low_precision_linear_{name}_backward", self.backward)
         self.product = product.define(
             f"low_precision_linear_{name}_forward", self.forward, backward
         )
 
     def forward(self, x, w, bias, options):
-        x_factor, turned = Rounding(self.name, options, "x").both(x, transpose=options.keep)
-        w_factor, _ = Rounding(self.name, options, "w", square=True).both(w, transpose=False)
+        x_factor, turned = Rounding(self.rounds, options, "x").both(x, transpose=options.keep)
+        w_factor, _ = Rounding(self.rounds, options, "w", square=True).both(w, transpose=False)
         y = self.multiply(x_factor, w_factor, bias, options, x.dtype)
         return Result(y, *(turned[:3] if turned is not None else (None, None, None)))
 
     def backward(self, dy, w, turned, options, needs):
-        rounding = Rounding(self.name, options, "the gradient of y", random=True)
+        rounding = Rounding(self.rounds, options, "the gradient of y", random=True)
         dy_factor, dy_turned = rounding.both(dy, transpose=needs.dw)
         dx = dw = None
         if needs.dx:
-            _, w_turned = Rounding(self.name, options, "w", square=True).both(w, transpose=True)
+            _, w_turned = Rounding(self.rounds, options, "w", square=True).both(w, transpose=True)
             dx = self.multiply(dy_factor, w_turned, None, options, dy.dtype)
         if dy_turned is not None:
             x_turned = Factor(turned.data, turned.scale, turned.total, 1, dy_turned.columns)
@@ -450,7 +455,7 @@ def _multiply_dense(name, a, b, bias, options, dtype):
     return y.to(dtype)
 
 
-def _multiply_triton(kernels, dense_kernels, a, b, bias, options, dtype):
+def _multiply_triton(kernels, fp8_product, a, b, bias, options, dtype):
     M, N = a.data.shape[0], b.data.shape[0]
     if M * N * a.columns == 0:
         y = torch.zeros((M, N), dtype=dtype, device=a.data.device)
@@ -461,15 +466,23 @@ def _multiply_triton(kernels, dense_kernels, a, b, bias, options, dtype):
     if b.rows == 1:
         return kernels.by_rows(a.data, a.scale, b.data, b.scale, dtype)
     a_data, b_data = (t.data.view(quantize.E4M3) for t in (a, b))
-    return dense_kernels.fp8(a_data, a.scale, b_data, b.scale, bias, dtype)
+    return fp8_product(a_data, a.scale, b_data, b.scale, bias, dtype)
 
 
 @functools.cache
 def _triton():
     from tilewright.kernels.quant import low_precision_triton, quantized_linear_triton
 
-    kernels = low_precision_triton, quantized_linear_triton
+    kernels = low_precision_triton, quantized_linear_triton.fp8
     return _Fused("triton", functools.partial(_multiply_triton, *kernels)).low_precision_linear
+
+
+@functools.cache
+def _gluon():
+    from tilewright.kernels.quant import specialized as kernels
+
+    multiply = functools.partial(_multiply_triton, kernels.dense, kernels.fp8)
+    return _Fused("gluon", multiply, "triton").low_precision_linear
 
 
 @functools.cache
@@ -485,6 +498,38 @@ def triton_refuses(request: Request) -> str | None:
         f"needs compute capability 10.0 for recipe {recipe!r}, this device has "
         f"{capability / 10:.1f}"
     )
+
+
+def gluon_refuses(request: Request) -> str | None:
+    recipe, capability = request
+    needed = 90 if recipe == "block_fp8" else 100
+    if capability is None or capability // 10 == needed // 10:
+        return None
+    return (
+        f"needs compute capability {needed // 10}.x for recipe {recipe!r}, this device has "
+        f"{capability / 10:.1f}"
+    )
+
+
+def untuned(op: str) -> Callable[[str, Request | None], str | None]:
+    """`Implementation.slower_than` of an op's kernels that no GPU has measured: Triton's are taken
+    until a table of this device has one of them.
+    """
+
+    def slower_than(device_type: str, request: Request | None) -> str | None:
+        from tilewright.kernels import tuning
+
+        return None if tuning.gives_gluon(op) else "triton"
+
+    return slower_than
+
+
+def _slower_than(device_type: str, request: Request | None) -> str | None:
+    """Only FP8's products of Gluon, of compute capability 9.0, are measured."""
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    if hopper and (request is None or request.recipe == "block_fp8"):
+        return None
+    return untuned("low_precision_linear")(device_type, request)
 
 
 # ---- cases
@@ -542,12 +587,20 @@ LOW_PRECISION_LINEAR = Op(
     low_precision_linear,
     low_precision_linear_eager,
     (
+        in_gluon(
+            _gluon,
+            "products of block_fp8 with more than 64 rows, and those of mxfp8 and nvfp4",
+            capabilities=(9, 10),
+            refuses=gluon_refuses,
+            slower_than=_slower_than,
+            tunables=from_kernels("quant.specialized", "DENSE"),
+            gate=from_kernels("quant.specialized", "gate"),
+        ),
         in_triton(
             _triton,
             missing=no_fp8,
             refuses=triton_refuses,
-            tunables=from_kernels("quant.low_precision_triton", "tunables"),
-            gate=from_kernels("quant.low_precision_triton", "gate"),
+            tunables=from_kernels("quant.low_precision_triton", "TUNABLES"),
         ),
         in_cpp(_cpp),
     ),
