@@ -2,9 +2,10 @@
 
 A field that is accepted does what its description says. What cannot work is refused with one
 sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
-a default or a meaning departs from it, the field says so, and why. Everything about a field stands
-on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`, `preference.py`,
-`policy.py`, `distillation.py` and `reward.py`; `overrides.py` reads files and command lines.
+a default or a meaning departs from it, `dialects/xorl.toml` says so, and why. Everything else about
+a field stands on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`,
+`preference.py`, `policy.py`, `distillation.py` and `reward.py`; `overrides.py` reads files and
+command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference

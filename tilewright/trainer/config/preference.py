@@ -10,17 +10,13 @@ from tilewright.trainer.tables import DATASETS, PREFERENCES
 if TYPE_CHECKING:
     from tilewright.trainer.config import Config
 
-OURS = "ours: xorl's local configuration has no preferences"
 PREFERRED = Only("train.loss", "preference")
 COMPUTED = ("adapters_off", "model")  # references that are a second pass
-TR_DPO = "ours: xorl's local configuration has no preferences; TR-DPO, arXiv:2404.09656"
 
 
-def _field(
-    default: Any, *rules: Rule, resume: Resume = Resume.NEXT_STEP, why: str = OURS, **more: Any
-) -> Any:
+def _field(default: Any, *rules: Rule, resume: Resume = Resume.NEXT_STEP, **more: Any) -> Any:
     """What train.loss = preference alone reads."""
-    return field(default, resume, PREFERRED, *rules, differs=("none", why), **more)
+    return field(default, resume, PREFERRED, *rules, **more)
 
 
 def _option(name: str, default: float, *rules: Rule, **more: Any) -> Any:
@@ -75,10 +71,9 @@ class Preference(Section):
                 and c.train.pipeline_parallel_size > 1
             )
         ),
-        names={"TRL": "loss_type", "ERNIEKit": "loss_type", "NxDT": "loss_type"},
     )
     """The formula, of a table."""
-    beta: float = _option("beta", 0.1, names={"NxDT": "kl_beta"}, gt=0)
+    beta: float = _option("beta", 0.1, gt=0)
     """What log-ratios to the reference are multiplied by."""
     label_smoothing: float = _option("label_smoothing", 0.0, ge=0, lt=0.5)
     """The probability that a pair's answers are in the wrong order."""
@@ -86,11 +81,9 @@ class Preference(Section):
     """The margin that simpo aims at."""
     dpop_lambda: float = _option("dpop_lambda", 50.0, ge=0)
     """dpop's weight of a chosen answer that is less probable than under the reference."""
-    loss_ratio: float = _field(
-        1.0, names={"TRL": "loss_weights", "ERNIEKit": "pref_loss_ratio"}, gt=0
-    )
+    loss_ratio: float = _field(1.0, gt=0)
     """What the formula is multiplied by, beside sft_ratio's term."""
-    sft_ratio: float = _field(0.0, names={"ERNIEKit": "sft_loss_ratio"}, ge=0)
+    sft_ratio: float = _field(0.0, ge=0)
     """The mean negative log-probability of the tokens of all chosen answers of a step, or of
     desirable ones, times this is added to the loss.
     """
@@ -102,13 +95,10 @@ class Preference(Section):
         Refuse("nothing is learned where both weights are 0", "kto_undesirable_weight").when(
             _learns_nothing
         ),
-        names={"TRL": "desirable_weight"},
         ge=0,
     )
     """The weight of the loss of a desirable answer."""
-    kto_undesirable_weight: float = _option(
-        "kto_undesirable_weight", 1.0, names={"TRL": "undesirable_weight"}, ge=0
-    )
+    kto_undesirable_weight: float = _option("kto_undesirable_weight", 1.0, ge=0)
     """The weight of the loss of an undesirable answer."""
     kl_scope: Literal["micro_batch", "step"] = _field(
         "micro_batch", Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.kl])
@@ -127,18 +117,13 @@ class Preference(Section):
             "data.sample_packing_sequence_len",
             "data.datasets",
         ).when(_leaves_no_prompt),
-        names={"TRL": "max_prompt_length", "NxDT": "max_dpo_prompt_length"},
-        differs=("none", OURS),
         ge=1,
     )
     """Tokens that are kept of a longer prompt, of both answers the same: at most this many, and 10
     fewer than a document holds; null: all. What is cut is counted in the log.
     """
     truncation_mode: Literal["keep_start", "keep_end"] = field(
-        "keep_start",
-        Resume.OTHER_CONTENTS,
-        Only("max_prompt_len", but=None),
-        differs=("none", OURS),
+        "keep_start", Resume.OTHER_CONTENTS, Only("max_prompt_len", but=None)
     )
     """Which tokens of a longer prompt are kept: its first ones, or its last ones."""
     share_prefix: bool = _field(
@@ -211,7 +196,6 @@ class Preference(Section):
                 and kind_of_reference(c) not in ("model", "precomputed")
             )
         ),
-        names={"TRL": "ref_model"},
         resume=Resume.OTHER_CONTENTS,
         certified=False,
     )
@@ -241,19 +225,11 @@ class Preference(Section):
                 and c.lora.enable_lora
             )
         ),
-        names={"TRL": "ref_model_sync_steps", "ERNIEKit": "ref_model_update_steps"},
-        why=TR_DPO,
         ge=1,
     )
     """The reference moves to the policy after every so many steps; null: it stays."""
     reference_ema: float = field(
-        1.0,
-        Resume.NEXT_STEP,
-        Only("reference_update_steps", but=None),
-        names={"TRL": "ref_model_mixup_alpha"},
-        differs=("none", TR_DPO),
-        gt=0,
-        le=1,
+        1.0, Resume.NEXT_STEP, Only("reference_update_steps", but=None), gt=0, le=1
     )
     """How far the reference moves: the policy's share in the new one, of weights, or of adapters' A
     and B; 1: it becomes the policy.

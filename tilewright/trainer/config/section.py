@@ -1,7 +1,7 @@
 """What a field of the configuration states, and what reads it from there.
 
 Everything about a field stands on it: its default and meaning, what a change does where a run
-resumes, the rules that its values follow, and what it is called elsewhere.
+resumes, and the rules that its values follow. What others call it is in `dialects`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import contextlib
 import copy
 import enum
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 from pydantic import (
@@ -276,8 +275,6 @@ def _either(values: Iterable[Any]) -> str:
 class Properties(NamedTuple):
     resume: Resume
     rules: tuple[Rule, ...]
-    differs: tuple[str, str] | None
-    names: dict[str, list[str]]
     stored: str | None
     certified: bool
     keyed: bool
@@ -288,8 +285,6 @@ def field(
     default: Any,
     resume: Resume,
     *rules: Rule,
-    differs: tuple[str, str] | None = None,
-    names: Mapping[str, str] = MappingProxyType({}),
     stored: str | None = None,
     certified: bool = True,
     keyed: bool = False,
@@ -298,9 +293,6 @@ def field(
 ) -> Any:
     """A field, which means what the string below it says.
 
-    differs: the default or meaning in xorl's documentation, and why it is another here.
-    names: what it is called in other libraries' configurations, where that is another name, by
-    library, with spaces between.
     stored: its name in the identity of a run, if it has another one there.
     certified: whether the certificate of a run holds it, unless `resume` says already that nothing
     computed depends on it. False where no step and no number of an evaluation does, and where what
@@ -310,9 +302,9 @@ def field(
     do not hold is the default.
     limits: of pydantic's Field. An example of a required field stands in where it is missing.
     """
-    made, there = Field(default, **limits), {who: said.split() for who, said in names.items()}
+    made = Field(default, **limits)
     certified = certified and resume not in BESIDE
-    made.metadata.append(Properties(resume, rules, differs, there, stored, certified, keyed, later))
+    made.metadata.append(Properties(resume, rules, stored, certified, keyed, later))
     return made
 
 

@@ -34,7 +34,6 @@ STAGES = Only("pipeline_parallel_size", but=1).because("there is one stage")
 RECOMPUTED = Only("enable_gradient_checkpointing", True).because("nothing is recomputed")
 WHOLE = ("GPipe", "Interleaved1F1B")  # one backward for inputs and weights, as 1F1B
 MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-OURS = ("none", "ours; the default is what it has without one")
 
 
 def too_few(schedule: str, micro_batches: int, ranks: int) -> str | None:
@@ -227,19 +226,10 @@ class Train(Section):
             "the schedules accumulate gradients of fsdp2's parameters; with it, data_parallel_shard_size: 1 "
             "makes replicas of pipelines"
         ),
-        names={"transformers": "fsdp", "PyTorch": "ddp"},
     )
     """none: one process; ddp: replicas; fsdp2: sharded parameters."""
     data_parallel_shard_size: int = field(
-        -1,
-        Resume.LAYOUT,
-        SIZES,
-        _size("data_parallel_shard_size"),
-        differs=(
-            "the world's size",
-            "-1 is what remains of the processes after replicas, ring and Ulysses",
-        ),
-        names={"ERNIEKit": "sharding_parallel_degree"},
+        -1, Resume.LAYOUT, SIZES, _size("data_parallel_shard_size")
     )
     """Processes of a shard group that read batches of their own; -1: all that remain. All processes
     are stages x replicas x shards x ring x Ulysses x tensor-parallel.
@@ -266,19 +256,13 @@ class Train(Section):
         Only("model.batch_invariant", False).because(
             "in which order the ranks' sums are added depends on where in the batch a token is"
         ),
-        names={"ERNIEKit": "tensor_parallel_degree", "NxDT": "tensor_model_parallel_size"},
         ge=1,
     )
     """Neighboring processes that share the matrices of each layer, and between layers each
     sequence; divides the MLP's width and the vocabulary. Where it does not divide the heads, each
     computes attention whole.
     """
-    pipeline_parallel_size: int = field(
-        1,
-        Resume.LAYOUT,
-        names={"ERNIEKit": "pipeline_parallel_degree", "NxDT": "pipeline_model_parallel_size"},
-        ge=1,
-    )
+    pipeline_parallel_size: int = field(1, Resume.LAYOUT, ge=1)
     """Processes over which the layers are spread, as stages of a pipeline."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
@@ -325,11 +309,6 @@ class Train(Section):
                 and c.train.pipeline_parallel_schedule == "ZBVZeroBubble"
             )
         ),
-        differs=OURS,
-        names={
-            "ERNIEKit": "virtual_pp_degree",
-            "NxDT": "virtual_pipeline_model_parallel_size",
-        },
         ge=1,
     )
     """Stages of each process."""
@@ -346,7 +325,6 @@ class Train(Section):
         Refuse("a stage has one layer or more").when(
             lambda c: c.train.pipeline_split is not None and min(c.train.pipeline_split) < 1
         ),
-        differs=OURS,
         min_length=2,
     )
     """Numbers of layers of the stages, in order; null: such that the stage with the most parameters
@@ -363,7 +341,6 @@ class Train(Section):
         Only("model.batch_invariant", False).because(
             "no implementation of moe_mlp claims that a row's bits do not depend on the batch"
         ),
-        differs=("1", "the same; it divides the processes of a shard group, and needs fsdp2"),
         ge=1,
     )
     """Processes over which the experts of a layer are spread; divides those of a shard group."""
@@ -380,18 +357,9 @@ class Train(Section):
         Refuse("no sequence is spread", "ringattn_parallel_size", "ulysses_parallel_size").when(
             lambda c: c.train.cp_fsdp_mode != "all" and c.train.context_parallel_size == 1
         ),
-        differs=(
-            "how context parallelism interacts with FSDP",
-            "the same, in full: ranks that do not shard are replicas",
-        ),
     )
     """Which processes that share a sequence shard parameters too; others are replicas (HSDP)."""
-    layout_args: dict[str, dict[str, Any]] = field(
-        {},
-        Resume.LAYOUT,
-        Refuse(_wrong_layouts),
-        differs=("none", "ours: options of layouts of other packages"),
-    )
+    layout_args: dict[str, dict[str, Any]] = field({}, Resume.LAYOUT, Refuse(_wrong_layouts))
     """Options of layouts that have no field here, by the layout's name."""
     reshard_after_forward: bool | None = field(
         None,
@@ -407,19 +375,12 @@ class Train(Section):
         Resume.LAYOUT,
         FSDP2,
         Only("expert_parallel_size", but=1).because("there is nothing to place"),
-        differs=(
-            "place it outside the EP-FSDP mesh",
-            "the same: the outer dimension of a shard group",
-        ),
     )
     """false: the processes that share a layer's experts are neighbors; true: those that shard one
     expert.
     """
     loss: Annotated[str, RowOf(LOSSES)] = field(
-        "language_modeling",
-        Resume.OTHER_CONTENTS,
-        Refuse(_absent_columns),
-        differs=("none", "ours: a loss is a row of a table, and a file of its own"),
+        "language_modeling", Resume.OTHER_CONTENTS, Refuse(_absent_columns)
     )
     """What is minimized; language_modeling: the cross-entropy of the labels;
     weighted_language_modeling: with each token's weight, from the column weight; preference: what
@@ -434,7 +395,6 @@ class Train(Section):
             lambda c: c.train.loss_temperature != 1.0 and c.train.loss == "distillation"
         ),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.loss_temperature != 1.0 and _scored(c)),
-        differs=OURS,
         gt=0,
     )
     """Divides the logits of losses in training, and of a policy's in evaluations too; or a mapping,
@@ -448,7 +408,6 @@ class Train(Section):
             lambda c: c.train.z_loss != 0.0 and c.train.loss in ("policy", "distillation")
         ),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.z_loss != 0.0 and _scored(c)),
-        differs=OURS,
         ge=0,
     )
     """The squared log-sum-exp of a token's logits times this is added to its loss in training, and
@@ -465,7 +424,6 @@ class Train(Section):
         Refuse(lambda c: OPTIMIZERS[c.train.optimizer].needs_whole, "data_parallel_mode").when(
             lambda c: c.train.data_parallel_mode == "fsdp2"
         ),
-        names={"transformers": "optim"},
     )
     """Optimizer."""
     optimizer_args: dict[str, Any] = field(
@@ -473,7 +431,6 @@ class Train(Section):
         Resume.OTHER_STATES,
         Only("optimizer", table=_with_options),
         Refuse(_wrong_options, "optimizer").when(_wrong_options),
-        differs=("none", "ours: options that have no field of their own"),
         later=True,
     )
     """Options of the optimizer that have no field here, under PyTorch's names."""
@@ -482,35 +439,16 @@ class Train(Section):
     )
     """Dtype of the states of anyprecision_adamw and muon; adamw's are of the parameters' dtype."""
     adam_beta1: Number = field(
-        0.9,
-        Resume.NEXT_STEP,
-        _read("adam_beta1"),
-        _bf16("adam_beta1"),
-        differs=OURS,
-        names={"torchtitan": "beta1"},
-        ge=0,
-        lt=1,
+        0.9, Resume.NEXT_STEP, _read("adam_beta1"), _bf16("adam_beta1"), ge=0, lt=1
     )
     """Adam and its kin: decay of the first moment; or a mapping, as weight_decay."""
     adam_beta2: Number = field(
-        0.95,
-        Resume.NEXT_STEP,
-        _read("adam_beta2"),
-        _bf16("adam_beta2"),
-        differs=OURS,
-        names={"torchtitan": "beta2"},
-        ge=0,
-        lt=1,
+        0.95, Resume.NEXT_STEP, _read("adam_beta2"), _bf16("adam_beta2"), ge=0, lt=1
     )
     """Adam and its kin: decay of the second moment; or a mapping, as weight_decay."""
-    adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), differs=OURS, gt=0)
+    adam_epsilon: float = field(1e-8, Resume.NEXT_STEP, _read("adam_epsilon"), gt=0)
     """Adam and its kin: added to the root of the second moment."""
-    lr: float = field(
-        5e-5,
-        Resume.NEXT_STEP,
-        names={"transformers": "learning_rate", "ERNIEKit": "learning_rate"},
-        gt=0,
-    )
+    lr: float = field(5e-5, Resume.NEXT_STEP, gt=0)
     """Peak learning rate."""
     lr_min: float = field(
         1e-7,
@@ -519,7 +457,6 @@ class Train(Section):
             lambda c: _decays(c) and c.train.lr_min > c.train.lr
         ),
         ge=0,
-        names={"ERNIEKit": "min_lr lr_end", "NxDT": "min_lr"},
     )
     """Learning rate at the end of the decay; the least one, for square_annealing and schedules
     without an end.
@@ -545,9 +482,7 @@ class Train(Section):
         Refuse("the warmup has two lengths; give one", "lr_warmup_ratio").when(
             lambda c: c.train.lr_warmup_steps > 0 and c.train.lr_warmup_ratio > 0
         ),
-        differs=OURS,
         ge=0,
-        names={"transformers": "warmup_steps", "ERNIEKit": "warmup_steps", "NxDT": "warmup_steps"},
     )
     """Steps of the linear warmup; 0: as lr_warmup_ratio says."""
     lr_decay_style: Annotated[str, RowOf(SCHEDULES)] = field(
@@ -559,7 +494,6 @@ class Train(Section):
         ).when(
             lambda c: c.train.lr_warmup_steps or c.train.lr_constant_steps or c.train.lr_decay_steps
         ),
-        names={"transformers": "lr_scheduler_type", "ERNIEKit": "lr_scheduler_type"},
     )
     """After the warmup."""
     lr_decay_ratio: float = field(
@@ -582,18 +516,11 @@ class Train(Section):
         Refuse("the decay has two ends; give one", "lr_decay_ratio").when(
             lambda c: c.train.lr_decay_steps is not None and c.train.lr_decay_ratio != 1
         ),
-        differs=OURS,
         ge=1,
     )
     """Steps after which the decay has ended, with the warmup; null: as lr_decay_ratio says."""
     lr_constant_steps: int = field(
-        0,
-        Resume.NEXT_STEP,
-        _shaped("lr_constant_steps"),
-        _needed("lr_constant_steps"),
-        differs=OURS,
-        ge=0,
-        names={"NxDT": "constant_steps"},
+        0, Resume.NEXT_STEP, _shaped("lr_constant_steps"), _needed("lr_constant_steps"), ge=0
     )
     """Steps at a constant rate: wsd, warmup_hold: at the peak, after the warmup; cosine_annealing:
     at lr_min, before the end.
@@ -607,32 +534,17 @@ class Train(Section):
                 c.train.lr_decay_style == "cosine_with_restarts" and (c.train.lr_cycles or 1) % 1
             )
         ),
-        differs=OURS,
         gt=0,
-        names={"transformers": "num_cycles", "ERNIEKit": "num_cycles"},
     )
     """Waves of the cosine in the decay, null: 0.5; cosine_with_restarts: descents, null: 1."""
-    lr_power: float = field(
-        1.0, Resume.NEXT_STEP, _shaped("lr_power"), differs=OURS, gt=0, names={"ERNIEKit": "power"}
-    )
+    lr_power: float = field(1.0, Resume.NEXT_STEP, _shaped("lr_power"), gt=0)
     """polynomial, warmup_hold: the decay's power."""
     lr_step_size: int | None = field(
-        None,
-        Resume.NEXT_STEP,
-        _shaped("lr_step_size"),
-        _needed("lr_step_size"),
-        differs=OURS,
-        ge=1,
+        None, Resume.NEXT_STEP, _shaped("lr_step_size"), _needed("lr_step_size"), ge=1
     )
     """step: steps after which the rate is multiplied by lr_gamma."""
     lr_gamma: float | None = field(
-        None,
-        Resume.NEXT_STEP,
-        _shaped("lr_gamma"),
-        _needed("lr_gamma"),
-        differs=OURS,
-        gt=0,
-        le=1,
+        None, Resume.NEXT_STEP, _shaped("lr_gamma"), _needed("lr_gamma"), gt=0, le=1
     )
     """step: what the rate is multiplied by every lr_step_size steps; exponential: in each step."""
     weight_decay: Number = field(0.0, Resume.NEXT_STEP, _ignored("weight_decay"), ge=0)
@@ -641,19 +553,9 @@ class Train(Section):
     """
     no_decay_modules: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where the path of a parameter's module contains one of these."""
-    no_decay_params: list[str] = field(
-        [], Resume.OTHER_STATES, names={"NxDT": "do_layer_norm_weight_decay"}
-    )
+    no_decay_params: list[str] = field([], Resume.OTHER_STATES)
     """No weight decay where a parameter's full name (model.norm.weight) contains one of these."""
-    layerwise_lr_bound: float = field(
-        1.0,
-        Resume.OTHER_STATES,
-        differs=OURS,
-        gt=0,
-        le=1,
-        names={"ERNIEKit": "layerwise_lr_decay_bound"},
-        later=True,
-    )
+    layerwise_lr_bound: float = field(1.0, Resume.OTHER_STATES, gt=0, le=1, later=True)
     """b: the rate of a layer is lr (b + (1 - b) depth / (layers + 2)): the embedding is at depth 0,
     layers at 1, 2, ..., the final norm and the head at layers + 2.
     """
@@ -664,7 +566,6 @@ class Train(Section):
             lambda c: isinstance(c.train.max_grad_norm, PerStep) and not c.train.max_grad_norm > 0
         ),
         ge=0,
-        names={"NxDT": "gradient_clip_val"},
     )
     """Gradients are clipped to this global norm, 0: not clipped; or a mapping, as weight_decay."""
     muon_lr: float = field(0.02, Resume.NEXT_STEP, _read("muon_lr"), gt=0)
@@ -678,7 +579,7 @@ class Train(Section):
     muon_ns_steps: int = field(5, Resume.NEXT_STEP, _read("muon_ns_steps"), ge=1)
     """Muon: Newton-Schulz iterations."""
     muon_ns_coefficients: Literal["quintic", "polar_express"] = field(
-        "quintic", Resume.NEXT_STEP, _read("muon_ns_coefficients"), differs=OURS
+        "quintic", Resume.NEXT_STEP, _read("muon_ns_coefficients")
     )
     """Muon: polynomials of the iterations; see newton_schulz."""
     muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = field(
@@ -688,14 +589,7 @@ class Train(Section):
     match_rms_adamw: 0.2 sqrt(max(A, B)), for lr and weight decay as AdamW's.
     """
     # dropout
-    hidden_dropout: float = field(
-        0.0,
-        Resume.NEXT_STEP,
-        differs=OURS,
-        names={"transformers": "resid_pdrop", "ERNIEKit": "hidden_dropout_prob"},
-        ge=0,
-        lt=1,
-    )
+    hidden_dropout: float = field(0.0, Resume.NEXT_STEP, ge=0, lt=1)
     """Probability of an element of attention's or an MLP's output to be dropped before it is added
     to the residual stream; the others are divided by 1 - p. Off in evaluation.
     """
@@ -706,20 +600,11 @@ class Train(Section):
             "a mask draws the bits of four keys of a document at once, and a ring cuts documents at "
             "any key"
         ),
-        differs=OURS,
-        names={"transformers": "attn_pdrop", "ERNIEKit": "attention_probs_dropout_prob"},
         ge=0,
         lt=1,
     )
     """The same for attention's weights after the softmax."""
-    ffn_dropout: float = field(
-        0.0,
-        Resume.NEXT_STEP,
-        differs=OURS,
-        names={"transformers": "activation_dropout"},
-        ge=0,
-        lt=1,
-    )
+    ffn_dropout: float = field(0.0, Resume.NEXT_STEP, ge=0, lt=1)
     """The same for the inner activations of MLPs that are no experts."""
     dropout_warmup_steps: int = field(
         0,
@@ -727,20 +612,11 @@ class Train(Section):
         Refuse("nothing is dropped", "hidden_dropout", "attention_dropout", "ffn_dropout").when(
             lambda c: c.train.dropout_warmup_steps and not c.train.drops
         ),
-        differs=OURS,
         ge=0,
     )
     """Optimizer steps over which dropout's probabilities rise linearly from 0."""
     # batches
-    micro_batch_size: int = field(
-        1,
-        Resume.NEXT_STEP,
-        names={
-            "transformers": "per_device_train_batch_size",
-            "ERNIEKit": "per_device_train_batch_size",
-        },
-        ge=1,
-    )
+    micro_batch_size: int = field(1, Resume.NEXT_STEP, ge=1)
     """Bins in a forward pass of a process, or of those that share a sequence."""
     gradient_accumulation_steps: int = field(
         1,
@@ -751,17 +627,9 @@ class Train(Section):
         ge=1,
     )
     """Forward passes before an optimizer step."""
-    num_train_epochs: int = field(
-        1,
-        Resume.NEXT_STEP,
-        names={"torchtune": "epochs", "NxDT": "max_epochs"},
-        ge=1,
-        certified=False,
-    )
+    num_train_epochs: int = field(1, Resume.NEXT_STEP, ge=1, certified=False)
     """Passes over the data."""
-    max_steps: int | None = field(
-        None, Resume.NEXT_STEP, names={"torchtitan": "steps"}, ge=1, certified=False
-    )
+    max_steps: int | None = field(None, Resume.NEXT_STEP, ge=1, certified=False)
     """Optimizer steps in all; overrides epochs."""
     # evaluation
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = field(
@@ -771,8 +639,6 @@ class Train(Section):
         Refuse("say every how many", "eval_steps").when(
             lambda c: c.train.eval_strategy == "steps" and c.train.eval_steps is None
         ),
-        differs=OURS,
-        names={"transformers": "do_eval", "ERNIEKit": "do_eval evaluation_strategy"},
         certified=False,
     )
     """When there is something to evaluate on. auto: before the first step, with each checkpoint of
@@ -783,9 +649,7 @@ class Train(Section):
         None,
         Resume.EVALUATION,
         Only("eval_strategy", "steps").because("only eval_strategy: steps counts steps"),
-        differs=OURS,
         ge=1,
-        names={"NxDT": "val_check_interval"},
         certified=False,
     )
     """Evaluate every so many optimizer steps."""
@@ -793,9 +657,7 @@ class Train(Section):
         1.0,
         Resume.EVALUATION,
         Only("eval_strategy", "epoch").because("only eval_strategy: epoch counts epochs"),
-        differs=OURS,
         gt=0,
-        names={"NxDT": "check_val_every_n_epoch"},
         certified=False,
     )
     """Evaluate every so many epochs, fractions too: in the step that reaches them."""
@@ -804,19 +666,11 @@ class Train(Section):
         Resume.EVALUATION,
         Only("eval_strategy", but="no", neutral=(False,)).because("nothing is evaluated"),
         HELD_OUT.when(lambda c: c.train.eval_on_start),
-        differs=OURS,
         certified=False,
     )
     """Evaluate before the first step of a run; null: where eval_strategy is auto."""
     eval_sanity_batches: int = field(
-        0,
-        Resume.EVALUATION,
-        EVALUATED,
-        HELD_OUT,
-        differs=OURS,
-        names={"NxDT": "num_sanity_val_steps"},
-        ge=0,
-        certified=False,
+        0, Resume.EVALUATION, EVALUATED, HELD_OUT, ge=0, certified=False
     )
     """Whenever the command starts, evaluate so many batches before its first step, and discard the
     result: what cannot be evaluated ends it early.
@@ -827,31 +681,18 @@ class Train(Section):
         EVALUATED.in_training(),
         HELD_OUT.in_training(),
         _batches("eval_max_batches"),
-        differs=OURS,
-        names={"ERNIEKit": "max_evaluate_steps", "NxDT": "limit_val_batches"},
     )
     """Evaluate so many batches of each data set, the first ones, or a share of all of them, if it
     has a decimal point: 1 is one batch, 1.0 all. null or 0: all. A batch is a forward pass of all
     processes: eval_micro_batch_size bins on each that reads its own.
     """
-    eval_micro_batch_size: int | None = field(
-        None,
-        Resume.EVALUATION,
-        SCORED.in_training(),
-        differs=OURS,
-        names={
-            "transformers": "per_device_eval_batch_size",
-            "ERNIEKit": "per_device_eval_batch_size",
-        },
-        ge=1,
-    )
+    eval_micro_batch_size: int | None = field(None, Resume.EVALUATION, SCORED.in_training(), ge=1)
     """Bins in a forward pass of an evaluation or a test; null: micro_batch_size."""
     eval_accuracy: bool = field(
         False,
         Resume.EVALUATION,
         SCORED.in_training(),
         Refuse(NO_TOKENS, "loss").when(lambda c: c.train.eval_accuracy and _scored(c)),
-        differs=OURS,
     )
     """Also report eval_accuracy, or test_accuracy: the share of labels that are the most probable
     token.
@@ -862,8 +703,6 @@ class Train(Section):
         Refuse("there is nothing to test on", "data.test_datasets").when(
             lambda c: c.train.do_test and not c.data.test_datasets
         ),
-        differs=OURS,
-        names={"transformers": "do_predict"},
     )
     """Evaluate on test_datasets once, after the last step, and report test_loss and so on, instead
     of during training, for which val_set_size holds samples out.
@@ -873,23 +712,14 @@ class Train(Section):
         Resume.EVALUATION,
         Only("do_test", True).because("nothing is tested"),
         _batches("test_max_batches"),
-        differs=OURS,
-        names={"NxDT": "limit_test_batches"},
     )
     """Batches of each of these sets, as eval_max_batches counts them; null or 0: all."""
     # memory and speed
-    enable_mixed_precision: bool = field(
-        True,
-        Resume.ROUNDING,
-        differs=("BF16", "the same; stated in full: parameters and optimizer states stay float32"),
-        names={"transformers": "bf16", "ERNIEKit": "bf16"},
-    )
+    enable_mixed_precision: bool = field(True, Resume.ROUNDING)
     """Compute in bfloat16, keep parameters in float32."""
-    enable_gradient_checkpointing: bool = field(True, Resume.COST, names={"ERNIEKit": "recompute"})
+    enable_gradient_checkpointing: bool = field(True, Resume.COST)
     """Recompute activations in the backward pass."""
-    enable_reentrant: bool = field(
-        False, Resume.COST, RECOMPUTED, names={"ERNIEKit": "recompute_use_reentrant"}
-    )
+    enable_reentrant: bool = field(False, Resume.COST, RECOMPUTED)
     """Reentrant checkpointing."""
     recompute_modules: list[Literal["self_attn", "mlp"]] | None = field(
         None, Resume.COST, RECOMPUTED, min_length=1
@@ -922,7 +752,6 @@ class Train(Section):
         Refuse("dummy data have no recorded routes").when(
             lambda c: c.train.router_replay and any(e.path == "dummy" for e in _prepared(c))
         ),
-        differs=("none", "ours: experts as the engine that generated the data chose them"),
     )
     """Send tokens to the experts that an inference engine recorded in the column routed_experts."""
     router_replay_compare_steps: int = field(
@@ -932,15 +761,12 @@ class Train(Section):
         Refuse(NO_TOKENS, "loss").when(
             lambda c: c.train.router_replay_compare_steps > 0 and _scored(c)
         ),
-        differs=("none", "ours: what replaying changes"),
         ge=0,
     )
     """Every so many steps, report the log-probabilities of tokens with recorded and with today's
     experts, which takes two more forward passes; 0: never.
     """
-    freeze_router: bool = field(
-        False, Resume.OTHER_STATES, differs=("of its server's configuration", "ours too")
-    )
+    freeze_router: bool = field(False, Resume.OTHER_STATES)
     """Keep the weights that choose experts as they are."""
     enable_full_shard: bool = field(True, Resume.LAYOUT, FSDP2)
     """FSDP2: shard parameters too (ZeRO-3); false: ZeRO-2."""
@@ -954,7 +780,6 @@ class Train(Section):
                 (cuda := platform.no_cuda()) and f"activations are in CPU memory already: {cuda}"
             )
         ),
-        differs=("offload to CPU", "the same; on a CPU it is refused, since nothing would move"),
     )
     """Keep what layers save for backward in CPU memory until the backward pass."""
     activation_gpu_limit: float = field(
@@ -964,7 +789,7 @@ class Train(Section):
         ge=0,
     )
     """GB (10^9 bytes) of it that stay on the GPU: the last layers'."""
-    enable_compile: bool = field(False, Resume.ROUNDING, names={"transformers": "torch_compile"})
+    enable_compile: bool = field(False, Resume.ROUNDING)
     """torch.compile the layers."""
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
         "auto",
@@ -979,7 +804,6 @@ class Train(Section):
             "only fsdp2 builds the model on meta; leave it at auto"
         ),
         Refuse(lambda _: platform.no_cuda()).when(lambda c: c.train.init_device == "cuda"),
-        differs=("cuda", "fsdp2, the default, needs meta; auto takes the device that fits"),
     )
     """Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. With
     lora.enable_qlora always meta.
@@ -1017,21 +841,11 @@ class Train(Section):
         ),
     )
     """Run although CUDA_LAUNCH_BLOCKING is set."""
-    ignore_memory_plan: bool = field(
-        False, Resume.THIS_START, differs=("none", "ours: a run that cannot fit is not started")
-    )
+    ignore_memory_plan: bool = field(False, Resume.THIS_START)
     """Start although the plan of memory does not fit into the device."""
-    empty_cache_steps: int = field(
-        500, Resume.COST, differs=("500", "the same; 0 switches it off"), ge=0, certified=False
-    )
+    empty_cache_steps: int = field(500, Resume.COST, ge=0, certified=False)
     """torch.cuda.empty_cache() every so many steps; 0: never."""
-    gc_steps: int = field(
-        500,
-        Resume.COST,
-        differs=("500", "the same; 0 leaves garbage collection to Python"),
-        ge=0,
-        certified=False,
-    )
+    gc_steps: int = field(500, Resume.COST, ge=0, certified=False)
     """Collect garbage every so many steps only; 0: when Python likes."""
     # checkpoints
     output_dir: str = field(..., Resume.PLACE, min_length=1, examples=["outputs"])
@@ -1066,32 +880,18 @@ class Train(Section):
         Refuse("no checkpoint is the best", "best_metric").when(
             lambda c: _wants(c, "best") and c.train.best_metric is None
         ),
-        differs=OURS,
     )
     """A name for values of save_steps, save_epochs and save_best. auto: as they are; steps: by
     steps alone; epoch: by epochs alone; best: the best alone; no: none of them. The last step is
     saved in any case.
     """
-    save_steps: int = field(0, Resume.OUTPUT, ge=0, names={"NxDT": "every_n_train_steps"})
+    save_steps: int = field(0, Resume.OUTPUT, ge=0)
     """Save every so many optimizer steps; 0: not by steps."""
-    save_epochs: float = field(
-        1.0,
-        Resume.OUTPUT,
-        differs=("1", "the same; 0 switches it off, for runs that are counted in steps"),
-        ge=0,
-    )
+    save_epochs: float = field(1.0, Resume.OUTPUT, ge=0)
     """Save every so many epochs, fractions too: in the step that reaches them; 0: not by epochs."""
-    save_async: bool = field(
-        False, Resume.OUTPUT, names={"ERNIEKit": "async_save", "NxDT": "async_checkpointing"}
-    )
+    save_async: bool = field(False, Resume.OUTPUT)
     """Write checkpoints while training goes on."""
-    save_total_limit: int | None = field(
-        None,
-        Resume.OUTPUT,
-        differs=("none", "ours, named as in transformers"),
-        ge=1,
-        names={"NxDT": "save_top_k"},
-    )
+    save_total_limit: int | None = field(None, Resume.OUTPUT, ge=1)
     """Checkpoints that stay in output_dir; null: all. The oldest go first, but never the
     newest, the best by best_metric, nor the one that the run resumed from: these count, and may be
     more.
@@ -1104,8 +904,6 @@ class Train(Section):
         Refuse(
             "whether less or more of it is better does not follow from its name", "best_mode"
         ).when(lambda c: c.train.best_metric is not None and c.train.mode_of_best is None),
-        differs=OURS,
-        names={"transformers": "metric_for_best_model", "NxDT": "monitor"},
         min_length=1,
     )
     """A number that evaluations report, such as eval_loss, by which a checkpoint is the best: of
@@ -1113,38 +911,22 @@ class Train(Section):
     before the first step, one batch is, so that a name that is not reported is known there.
     """
     best_mode: Literal["min", "max"] | None = field(
-        None,
-        Resume.OUTPUT,
-        Only("best_metric", but=None).because("no checkpoint is the best"),
-        differs=OURS,
-        names={"transformers": "greater_is_better"},
+        None, Resume.OUTPUT, Only("best_metric", but=None).because("no checkpoint is the best")
     )
     """Whether the least or the most of best_metric is best; null: the least of a loss or a
     perplexity, the most of an accuracy.
     """
     save_best: bool = field(
-        False,
-        Resume.OUTPUT,
-        Only("best_metric", but=None).because("no checkpoint is the best"),
-        differs=OURS,
+        False, Resume.OUTPUT, Only("best_metric", but=None).because("no checkpoint is the best")
     )
     """Save after each evaluation that is the best so far, too."""
-    save_optimizer: bool = field(
-        True,
-        Resume.OUTPUT,
-        differs=OURS,
-        names={"transformers": "save_only_model", "ERNIEKit": "ignore_save_lr_and_optim"},
-    )
+    save_optimizer: bool = field(True, Resume.OUTPUT)
     """Write the optimizer's states with checkpoints; false: weights and position alone, and no run
     resumes from them, but with load_optimizer: false.
     """
     save_hf_weights: bool = field(True, Resume.OUTPUT)
     """Write Hugging Face safetensors with the last checkpoint."""
-    load_checkpoint_path: str | None = field(
-        None,
-        Resume.THIS_START,
-        names={"transformers": "resume_from_checkpoint", "NxDT": "resume_from_checkpoint"},
-    )
+    load_checkpoint_path: str | None = field(None, Resume.THIS_START)
     """Folder to resume from; auto: the last complete in output_dir, if any; "" or null: none."""
     load_optimizer: bool = field(
         True,
@@ -1154,31 +936,19 @@ class Train(Section):
             "auto goes on with a run; name the folder whose weights to begin from",
             "load_checkpoint_path",
         ).when(lambda c: not c.train.load_optimizer and c.train.load_checkpoint_path == "auto"),
-        differs=OURS,
-        names={"ERNIEKit": "ignore_load_lr_and_optim", "NxDT": "weight_init_only"},
     )
     """Resume with the optimizer's states; false: begin a new run with the weights of
     load_checkpoint_path, at step 0 of the schedule and the data.
     """
-    verify_checkpoint: bool = field(
-        True, Resume.THIS_START, differs=("none", "ours: a flipped bit would be trained with")
-    )
+    verify_checkpoint: bool = field(True, Resume.THIS_START)
     """Compare the checksums of all files of a checkpoint that is loaded."""
-    allow_other_base: bool = field(
-        False,
-        Resume.THIS_START,
-        differs=("none", "ours: a run belongs to the weights that it began from"),
-    )
+    allow_other_base: bool = field(False, Resume.THIS_START)
     """Resume although model.model_path holds other weights than those the run began from. Adapters
     go on with these, unless merges have changed the former ones.
     """
     accept_changes: list[
         Literal["reference", "teacher", "tokenizer", "template", "data", "routes"]
-    ] = field(
-        [],
-        Resume.THIS_START,
-        differs=("none", "ours: a run belongs to what it was made of"),
-    )
+    ] = field([], Resume.THIS_START)
     """Resume although these have other contents than when the checkpoint was written: the reference
     that answers are compared with, the columns of a teacher, the tokenizer, its chat template, the
     other samples, the recorded routes. The run goes on with what is there now, at its position.
@@ -1186,95 +956,49 @@ class Train(Section):
     # logging
     log_format: Literal["progress_bar", "structured"] = field("progress_bar", Resume.OUTPUT)
     """progress_bar, or structured: key=value lines."""
-    log_steps: int | None = field(
-        None,
-        Resume.OUTPUT,
-        differs=OURS,
-        ge=1,
-        names={
-            "transformers": "logging_steps",
-            "ERNIEKit": "logging_steps",
-            "NxDT": "log_every_n_steps",
-        },
-    )
+    log_steps: int | None = field(None, Resume.OUTPUT, ge=1)
     """Report the first step and every so many in the terminal or on standard output; null: each,
     or, of a progress bar without a terminal, some twenty in all. metrics.jsonl has every step.
     """
-    use_wandb: bool = field(
-        False,
-        Resume.OUTPUT,
-        Refuse(lambda _: platform.no_module("wandb")),
-        differs=("true", "needs an account and a network: opt in"),
-        names={"transformers": "report_to"},
-    )
+    use_wandb: bool = field(False, Resume.OUTPUT, Refuse(lambda _: platform.no_module("wandb")))
     """Log to Weights & Biases."""
-    wandb_project: str = field(
-        "tilewright", Resume.OUTPUT, differs=("Xorl", "the project's own name")
-    )
+    wandb_project: str = field("tilewright", Resume.OUTPUT)
     """W&B project."""
-    wandb_name: str | None = field(None, Resume.OUTPUT, names={"transformers": "run_name"})
+    wandb_name: str | None = field(None, Resume.OUTPUT)
     """W&B run name."""
     wandb_tags: list[str] | None = field(None, Resume.OUTPUT)
     """W&B tags."""
     wandb_log_interval: int = field(1, Resume.OUTPUT, ge=1)
     """Log to W&B every so many steps."""
     use_tensorboard: bool = field(
-        False,
-        Resume.OUTPUT,
-        Refuse(lambda _: platform.no_module("tensorboard")),
-        differs=("none", "ours, as use_wandb, without an account"),
-        names={"NxDT": "create_tensorboard_logger"},
+        False, Resume.OUTPUT, Refuse(lambda _: platform.no_module("tensorboard"))
     )
     """Log to TensorBoard: event files in log_dir."""
     log_dir: str | None = field(
         None,
         Resume.PLACE,
         Only("use_tensorboard", True).because("no event file is written"),
-        differs=("none", "ours: runs side by side in one folder of TensorBoard's"),
         min_length=1,
-        names={
-            "transformers": "logging_dir",
-            "ERNIEKit": "logging_dir",
-            "NxDT": "explicit_log_dir",
-        },
     )
     """Folder for TensorBoard's event files; null: output_dir/tensorboard."""
     plot_loss: bool = field(
-        False,
-        Resume.OUTPUT,
-        Refuse(lambda _: platform.no_module("matplotlib")),
-        differs=("none", "ours: a picture that needs no other program"),
+        False, Resume.OUTPUT, Refuse(lambda _: platform.no_module("matplotlib"))
     )
     """Draw output_dir/loss.png at the end: the loss of training and evaluation."""
-    log_norms: list[Literal["gradients", "parameters"]] = field(
-        [],
-        Resume.OUTPUT,
-        differs=("none", "ours: which part of a model a spike comes from"),
-        names={"NxDT": "log_parameter_norm log_gradient_norm"},
-    )
+    log_norms: list[Literal["gradients", "parameters"]] = field([], Resume.OUTPUT)
     """Report norms by kind of module, of gradients before clipping (grad_norm/attention) and of
     trained parameters after the step (param_norm/attention).
     """
     callbacks: list[Annotated[str, RowOf(CALLBACKS)]] = field(
-        [],
-        Resume.NEXT_STEP,
-        Refuse(_wrong_callbacks),
-        differs=("none", "ours: what happens beside a run's steps, added by name"),
+        [], Resume.NEXT_STEP, Refuse(_wrong_callbacks)
     )
     """Callbacks beside those that other fields ask for."""
     # determinism
-    checksum_steps: int = field(
-        0, Resume.OUTPUT, differs=("none", "ours: what a later run is compared with"), ge=0
-    )
+    checksum_steps: int = field(0, Resume.OUTPUT, ge=0)
     """Write checksums of modules' outputs, gradients and trained weights to checksums.jsonl every
     so many steps; 0: never.
     """
-    assert_deterministic: str | None = field(
-        None,
-        Resume.THIS_START,
-        differs=("none", "ours: two runs are bit-identical, or the run says where they differ"),
-        min_length=1,
-    )
+    assert_deterministic: str | None = field(None, Resume.THIS_START, min_length=1)
     """An earlier run, by its output_dir or a file in it: refuse to start where the certificates
     differ, or ranks do, and end at the first step that is not the same bit for bit.
     """
