@@ -29,14 +29,13 @@ from tilewright.trainer.config import (
 )
 from tilewright.trainer.config import config as module
 from tilewright.trainer.config.dialects import CONVERSIONS, State
-from tilewright.trainer.config.field_tree import get, kind, leaves
 from tilewright.trainer.config.overrides import unknown
 from tilewright.trainer.config.readers import Scope, readers
 from tilewright.trainer.config.reference import meaning, page
-from tilewright.trainer.config.section import Accepts, Only, Resume, kept, places, properties
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.field_tree import get, kind, leaves
+from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.parallel.mesh import layout_of
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.section import Accepts, Only, Resume, kept, places, properties
 
 pytestmark = pytest.mark.packages
 
@@ -152,6 +151,8 @@ def test_every_field_can_be_explained():
         section = path.rpartition(".")[0]
         for other in (o for rule in properties(field).rules for o in rule.others):
             assert f"  rule:    {path}: " in said[other if "." in other else f"{section}.{other}"]
+    assert "  rule:    What is the best follows from evaluations" in said["train.eval_strategy"]
+    assert "  rule:    Some tokens of a prompt are left beside an answer" in said["data.datasets"]
     assert f"  rule:    only {{}}: {REFUSED['model.encoders'].why}" in said["model.encoders"]
     assert "  rule:    any value but 1.0 needs lora.enable_aqn = true" in said["lora.aqn_alpha"]
     assert "refused with some values of lora.enable_lora: only ad" in said["train.optimizer"]
@@ -1439,7 +1440,7 @@ RULES = [
 @pytest.mark.parametrize("broken, sentence, mend", RULES, ids=[broken for broken, _, _ in RULES])
 def test_rule(least, broken, sentence, mend, monkeypatch):
     # as with a newer torch
-    monkeypatch.setattr("tilewright.trainer.config.train.no_zero_bubble", lambda: None)
+    monkeypatch.setattr("tilewright.trainer.parallel.fields.no_zero_bubble", lambda: None)
     given = overrides_of(broken)
     found = errors(least, *given)
     fields = {a[2:].partition("=")[0] for a in given}

@@ -73,7 +73,7 @@ from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer
 from tilewright.trainer.optim import optim, schedules
 from tilewright.trainer.parallel import compiling, exchange, mesh
-from tilewright.trainer.parallel.layouts import apply_layouts
+from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.mesh import Group, Mesh, join
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.recomputation import recompute_activations
@@ -1483,7 +1483,7 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
     path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, **options)
     config = load(path, arguments)
     model = Transformer(shape_of(config), Ops.resolve(config.model.attn_implementation))
-    arguments = (model, config.train, config.model.basic_modules)
+    arguments = (model, config.train, config.train, config.model.basic_modules)
     if isinstance(parts, str):
         with pytest.raises(ValueError, match=parts):
             compiling.compile_layers(*arguments)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from tilewright.trainer.config.field_tree import leaves, show, without_index
-from tilewright.trainer.config.section import Accepts, RowOf, properties
+from tilewright.trainer.field_tree import leaves, show, without_index
+from tilewright.trainer.section import Accepts, RowOf, properties
 
 FOLDER = pathlib.Path(__file__).with_suffix("")
 FOLLOWED = "xorl"  # whose names the fields have

@@ -18,7 +18,7 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from tilewright.trainer.config.dialects import converted, said, taken_by
-from tilewright.trainer.config.field_tree import (
+from tilewright.trainer.field_tree import (
     ConfigError,
     kind,
     leaves,
@@ -26,7 +26,7 @@ from tilewright.trainer.config.field_tree import (
     submodel,
     without_index,
 )
-from tilewright.trainer.config.section import Broken
+from tilewright.trainer.section import Broken
 
 MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 

@@ -5,18 +5,16 @@ one field explained.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from tilewright.trainer.config.checks import CHECKS
 from tilewright.trainer.config.dialects import State, difference, names_of, rows, written
-from tilewright.trainer.config.field_tree import kind, leaves
 from tilewright.trainer.config.readers import readers
-from tilewright.trainer.config.section import Accepts, RowOf, needs, properties
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
+from tilewright.trainer.field_tree import kind, leaves
+from tilewright.trainer.section import Accepts, RowOf, concerning, needs, properties
 
 BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
@@ -169,7 +167,7 @@ def _type(field: Any) -> str:
     return f"{kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}"
 
 
-def explain(config: Config, path: str) -> str:
+def explain(config: BaseModel, path: str) -> str:
     """Everything that a field states, and what reads it.
 
     config: any with an entry in each list, from which rules state their sentences. Raises KeyError
@@ -184,6 +182,7 @@ def explain(config: Config, path: str) -> str:
         f"  resume:  {properties(field).resume}",
         f"  read by: {', '.join(readers(type(config)).get(path, ['its rules']))}",
         *(f"  rule:    {sentence}" for sentence in needs(path, config)),
+        *(f"  rule:    {sentence}" for sentence in concerning(config, CHECKS, path)),
         *(
             [f"  in xorl: {differs[0]}; here: {differs[1]}"]
             if (differs := difference(path))

@@ -19,16 +19,14 @@ from typing import Any
 
 import torch
 
-from tilewright.trainer.config import Train
+from tilewright.trainer.config.train import Reporting
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins import certificate
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
 from tilewright.trainer.plugins.certificate import Difference, Facts, listed
 from tilewright.trainer.plugins.checksums import Checksums
 from tilewright.trainer.plugins.computation import Outputs, in_backward
 from tilewright.trainer.plugins.metrics import drop_after, rows
-from tilewright.trainer.tables import CALLBACKS
 
 CHECKSUMS = "checksums.jsonl"
 FIELD = "train.assert_deterministic"
@@ -98,7 +96,7 @@ class Witness:
     0 alone reads and writes files.
     """
 
-    def __init__(self, train: Train, mesh: Mesh):
+    def __init__(self, train: Reporting, mesh: Mesh):
         """Reads the earlier run, if there is one, before this one writes anything."""
         self.train, self.mesh = train, mesh
         self.file = pathlib.Path(train.output_dir, CHECKSUMS)
@@ -274,20 +272,3 @@ def spans(steps: list[int]) -> str:
         else:
             runs.append([step])
     return listed([" to ".join(map(str, run)) for run in runs])
-
-
-class Comparison(Callback):
-    """Ends the run where it differs from the earlier one."""
-
-    def after_step(self, step: Step) -> None:
-        self.run.end_if(self.run.witness.problem(step.number, step.values))
-
-    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
-        self.run.end_if(self.run.witness.evaluation(done, values))
-
-    def close(self) -> None:
-        for line in self.run.witness.summary():
-            self.run.metrics.say(line)
-
-
-CALLBACKS.add("witness", Plugin(Comparison, 60, lambda run: True))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from tilewright.trainer.callbacks import CALLBACKS
 from tilewright.trainer.engine import Batch, Sums
-from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.options import given_options
+from tilewright.trainer.plugins.run import Run
 
 
 @dataclass
@@ -67,25 +65,13 @@ class Callback:
         """After the last checkpoint of a run that has reached its last step."""
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """A row of CALLBACKS.
-
-    make: run -> the callback.
-    order: callbacks are called in this order, those of equal order by name. Metrics, which report
-        `Step.values`, have 50; the comparison with an earlier run has 60.
-    wanted: run -> whether the run's configuration asks for it; without one it is there if
-        `train.callbacks` names it.
-    """
-
-    make: Callable[[Run], Callback]
-    order: int = 40
-    wanted: Callable[[Run], bool] | None = None
-
-
 def callbacks(run: Run) -> list[Callback]:
     """Those of a run, in order."""
     named = run.config.train.callbacks
     all_rows = ((name, CALLBACKS[name]) for name in CALLBACKS.names())  # of entry points too
-    rows = [row for n, row in all_rows if (row.wanted(run) if row.wanted else n in named)]
-    return [row.make(run) for row in sorted(rows, key=lambda row: row.order)]
+    rows = [(n, r) for n, r in all_rows if (r.wanted(run) if r.wanted else n in named)]
+    given = run.config.train.callback_args
+    return [
+        row.make(run, **given_options(row.options, given.get(name, {})))
+        for name, row in sorted(rows, key=lambda one: one[1].order)
+    ]

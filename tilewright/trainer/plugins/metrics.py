@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import pathlib
 import resource
 import sys
@@ -20,9 +19,7 @@ from tqdm import tqdm
 
 from tilewright.core import platform
 from tilewright.core.files import write_text
-from tilewright.trainer.config import Train
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
+from tilewright.trainer.config.train import Reporting
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The
 # first name that the device's has in it counts.
@@ -83,7 +80,7 @@ class Metrics:
 
     def __init__(
         self,
-        train: Train,
+        train: Reporting,
         *,
         main: bool,
         steps: tuple[int, int],
@@ -91,10 +88,11 @@ class Metrics:
         work: tuple[float, int],
         settings: dict[str, Any],
         owed: bool = False,
+        tests: bool = False,
     ):
         """steps: (done, total).   tokens: of the steps done.   work: FLOPs per token, and devices.
         settings: of the run, for Weights & Biases.   owed: whether the run begins with the
-        evaluation after its last step.
+        evaluation after its last step.   tests: whether it ends with a test.
         """
         (self.start, self.total), (self.flops, self.devices) = steps, work
         self.train, self.main, self.tokens = train, main, tokens
@@ -106,7 +104,7 @@ class Metrics:
         folder = pathlib.Path(self.train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        drop_after(path, start, owed, total if train.do_test else None)
+        drop_after(path, start, owed, total if tests else None)
         self.file = path.open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
@@ -238,35 +236,3 @@ def draw(rows: list[dict[str, Any]], target: pathlib.Path) -> None:
     if axes.lines:
         axes.legend()
     figure.savefig(target)
-
-
-class Report(Callback):
-    """Reports each step and evaluation."""
-
-    def after_step(self, step: Step) -> None:
-        run, sums = self.run, step.sums
-        assert sums is not None  # the step is taken
-        lr, loss = run.config.train.lr * run.plan.factor(step.number - 1), sums.mean
-        # The step was finite, so NaN means that it had no target. JSON has no NaN.
-        empty = run.engine.empty_steps
-        losses = {"empty_steps": empty} if math.isnan(loss) else {"loss": loss}
-        numbers = {"lr": lr, "grad_norm": step.norm, **sums.router(), **sums.reported()}
-        step.values = {**losses, **numbers, "data_seconds": step.waited, **step.values}
-        if losses.get("empty_steps") == 1:
-            run.metrics.say(
-                f"step {step.number}: no token of it has a label, so no weight has changed; later "
-                "steps without one are counted"
-            )
-        run.metrics.step(step.number, step.tokens, **step.values)
-
-    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
-        self.run.metrics.evaluation(done, values)
-
-    def close(self) -> None:
-        saver = self.run.saver
-        if (best := saver.best) and best.step is not None:
-            name = saver.folder(best.step).name
-            self.run.metrics.say(f"the best checkpoint is {name}: {best.metric}={best.value:.5g}")
-
-
-CALLBACKS.add("report", Plugin(Report, 50, lambda run: True))

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.engine import Batch, Engine
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
+from tilewright.trainer.plugins.callback import Callback, Step
 
 
 def _values(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,13 +21,13 @@ from torch import nn
 
 from tilewright.nn.sharded import shard
 from tilewright.nn.weights import base_weights, is_adapter
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.data.sources import place_of
 from tilewright.trainer.losses.preferences import answers_of, pairs_of
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.plugins.callback import Callback, Step
 from tilewright.trainer.precomputed import Precomputed
-from tilewright.trainer.tables import CALLBACKS
 
 TERMS = ("chosen ", "rejected ")
 

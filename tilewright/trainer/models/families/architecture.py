@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.trainer.models.families.reading import dense
-from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import Table
 
 
-def _nothing(config: ModelConfig) -> dict[str, Any]:
+def _nothing(config: Any) -> dict[str, Any]:
     return {}
 
 
-def _usual(config: ModelConfig) -> float | None:
+def _usual(config: Any) -> float | None:
     return None
 
 
@@ -27,7 +27,8 @@ class Architecture:
     """model_type: of config.json.   name: of transformers' class, without ForCausalLM.
 
     read: config.json to the fields of `ModelConfig`; raises ValueError, naming the field.
-    write: the items of config.json that differ from the fields' names and values.
+    write: a `ModelConfig` -> the items of config.json that differ from its fields' names and
+        values.
     defaults: transformers' values of items that config.json may omit, where ours are others.
     neutral: items that are accepted at one value only.
     scored: the name with ForSequenceClassification, which reward models have, if it is another.
@@ -36,7 +37,7 @@ class Architecture:
     model_type: str
     name: str
     read: Callable[[dict[str, Any]], dict[str, Any]] = dense
-    write: Callable[[ModelConfig], dict[str, Any]] = _nothing
+    write: Callable[[Any], dict[str, Any]] = _nothing
     defaults: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     scored: str | None = None
@@ -51,7 +52,7 @@ class Architecture:
     output_bias: bool = False  # of o_proj
     sinks: bool = False
     # The factor of attention's logits; None: head_dim ** -0.5.
-    scale: Callable[[ModelConfig], float | None] = _usual
+    scale: Callable[[Any], float | None] = _usual
 
     activation: str = "silu"  # or "gelu", approximated by tanh: of the gate of MLPs
     scaled_embedding: bool = False  # by sqrt(hidden_size)
@@ -63,3 +64,6 @@ class Architecture:
     stacked_experts: bool = False
     further_layers: bool = False  # are stored, and not read: of multi-token prediction
     renamed: tuple[tuple[str, str], ...] = ()  # parts of parameters' names: (here, on disk)
+
+
+FAMILIES = Table("families", "tilewright.trainer.models.families", Architecture)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.ops.rope.tables import yarn_mscale
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense, experts
 from tilewright.trainer.models.items import flag, number
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import FAMILIES
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROUTER = ("n_group", "topk_group", "n_shared_experts")

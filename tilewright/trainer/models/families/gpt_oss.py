@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense, experts, windows
 from tilewright.trainer.models.items import FULL, SLIDING, number
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import FAMILIES
 
 ROPE = {
     "rope_type": "yarn",

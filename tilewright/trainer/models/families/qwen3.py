@@ -1,8 +1,7 @@
 """Qwen3 (arXiv 2505.09388): norms of queries and keys; windows as in Qwen2."""
 
 from tilewright.trainer.models.families import qwen2
-from tilewright.trainer.models.families.architecture import Architecture
-from tilewright.trainer.tables import FAMILIES
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 
 QWEN3 = Architecture(
     "qwen3",

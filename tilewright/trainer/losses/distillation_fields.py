@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+from tilewright.trainer.section import Only, Refuse, Resume, Section, field
 
 DISTILLED = Only("train.loss", "distillation")
 COMPARED = Only("cross_entropy_share", but=1.0).because("nothing of the divergence is in the loss")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from tilewright.trainer.config.section import Only, Refuse, Resume, RowOf, Rule, Section, field
-from tilewright.trainer.tables import DATASETS, PREFERENCES
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
+from tilewright.trainer.losses.preference.row import PREFERENCES
+from tilewright.trainer.section import Only, Refuse, Resume, RowOf, Rule, Section, field
 
 PREFERRED = Only("train.loss", "preference")
 COMPUTED = ("adapters_off", "model")  # references that are a second pass
@@ -25,7 +22,7 @@ def _option(name: str, default: float, *rules: Rule, **more: Any) -> Any:
     return _field(default, readers, *rules, **more)
 
 
-def kind_of_reference(config: Config) -> str:
+def kind_of_reference(config: Any) -> str:
     """What a run compares with: none, adapters_off, model, precomputed or column."""
     section = config.preference
     if config.train.loss != "preference" or not PREFERENCES[section.loss].reference:
@@ -35,27 +32,13 @@ def kind_of_reference(config: Config) -> str:
     return "adapters_off" if config.lora.enable_lora else "model"
 
 
-def _learns_nothing(config: Config) -> bool:
+def _learns_nothing(config: Any) -> bool:
     section = config.preference
     weights = section.kto_desirable_weight, section.kto_undesirable_weight
     return (
         "kto_desirable_weight" in PREFERENCES[section.loss].reads
         and not max(weights)
         and not section.sft_ratio
-    )
-
-
-def _cuts_none(config: Config) -> bool:
-    return config.preference.max_prompt_len is not None and not any(
-        DATASETS[e.type].prompts for e in config.data.datasets
-    )
-
-
-def _leaves_no_prompt(config: Config) -> bool:
-    data, most = config.data, config.preference.max_prompt_len
-    bins = data.sample_packing_sequence_len
-    return most is not None and any(
-        min(e.max_seq_len or bins, bins) < 22 for e in data.datasets if DATASETS[e.type].prompts
     )
 
 
@@ -110,13 +93,6 @@ class Preference(Section):
         None,
         Resume.OTHER_CONTENTS,
         Only("train.loss", "preference", "reward"),
-        Refuse("no row of these types has a prompt that is cut", "data.datasets").when(_cuts_none),
-        Refuse(
-            "a document holds half of a bin, or of max_seq_len, and 10 tokens of it are an "
-            "answer's: no prompt is left; accepted are 22 tokens and more",
-            "data.sample_packing_sequence_len",
-            "data.datasets",
-        ).when(_leaves_no_prompt),
         ge=1,
     )
     """Tokens that are kept of a longer prompt, of both answers the same: at most this many, and 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -14,10 +14,7 @@ from tilewright.ops.loss.policy import (
     Options,
     contradiction,
 )
-from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
+from tilewright.trainer.section import Only, Refuse, Resume, Section, field
 
 POLICY = Only("train.loss", "policy")
 COLUMNS_READ = Resume.OTHER_CONTENTS  # of a field that decides which columns samples have
@@ -29,10 +26,10 @@ def _known(name: str) -> str:
     return name
 
 
-def _contradicted(name: str, other: str) -> Callable[[Config], str | None]:
+def _contradicted(name: str, other: str) -> Callable[[Any], str | None]:
     """Why an option does not fit to this other one."""
 
-    def why(config: Config) -> str | None:
+    def why(config: Any) -> str | None:
         policy = config.policy
         row, values = FORMULAS[policy.loss], {n: getattr(policy, n) for n in Options._fields}
         given = {n: v for n, v in values.items() if v is not None and n in row.reads}

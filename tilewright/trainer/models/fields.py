@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from tilewright.core.files import is_hub_id
 from tilewright.ops.moe.expert_parallel import no_deepep
-from tilewright.trainer.config.section import Accepts, Only, Refuse, Resume, Section, field
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
+from tilewright.trainer.section import Accepts, Only, Refuse, Resume, Section, field
 
 DEEPEP = Only("ep_dispatch", "deepep")
 
 
-def _of_several(config: Config) -> bool:
+def _of_several(config: Any) -> bool:
     """A revision that is not one Hub id's."""
     model = config.model
     named = {model.model_path, model.config_path, model.tokenizer_path}
@@ -135,3 +132,39 @@ class Model(Section):
             folder = folder.rpartition("/")[0] or "."
         self._fill(tokenizer_path=self.tokenizer_path or folder)
         return self
+
+
+class Dropouts(Section):
+    """Masks of layers in training."""
+
+    hidden_dropout: float = field(0.0, Resume.NEXT_STEP, ge=0, lt=1)
+    """Probability of an element of attention's or an MLP's output to be dropped before it is added
+    to the residual stream; the others are divided by 1 - p. Off in evaluation.
+    """
+    attention_dropout: float = field(
+        0.0,
+        Resume.NEXT_STEP,
+        Only("ringattn_parallel_size", 1).because(
+            "a mask draws the bits of four keys of a document at once, and a ring cuts documents at "
+            "any key"
+        ),
+        ge=0,
+        lt=1,
+    )
+    """The same for attention's weights after the softmax."""
+    ffn_dropout: float = field(0.0, Resume.NEXT_STEP, ge=0, lt=1)
+    """The same for the inner activations of MLPs that are no experts."""
+    dropout_warmup_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        Refuse("nothing is dropped", "hidden_dropout", "attention_dropout", "ffn_dropout").when(
+            lambda c: c.train.dropout_warmup_steps and not c.train.drops
+        ),
+        ge=0,
+    )
+    """Optimizer steps over which dropout's probabilities rise linearly from 0."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped."""
+        return max(self.hidden_dropout, self.attention_dropout, self.ffn_dropout) > 0

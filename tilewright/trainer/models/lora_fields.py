@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, model_validator
 
 from tilewright.nn.quantized_layers import wrong_group_size
-from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+from tilewright.trainer.section import Only, Refuse, Resume, Section, field
 
 LORA, QLORA = Only("enable_lora", True), Only("enable_qlora", True)
 AUTO = -1.0  # lora_alpha from the rank

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from tilewright.trainer.config.section import (
+from tilewright.trainer.data.types.dataset_type import DATASETS
+from tilewright.trainer.options import with_options, wrong_options
+from tilewright.trainer.parallel.fields import Width
+from tilewright.trainer.section import (
     Accepts,
     Only,
     Refuse,
@@ -16,10 +19,6 @@ from tilewright.trainer.config.section import (
     Section,
     field,
 )
-from tilewright.trainer.tables import DATASETS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
 
 REPEAT = ("random", "interleave_over")
 WEIGHED = ("random", "interleave_under", "interleave_over")
@@ -41,11 +40,15 @@ def _beyond(index: int | None, number: int | None) -> bool:
     return index is not None and number is not None and index >= number
 
 
-def _same_rows_twice(config: Config) -> bool:
+def _same_rows_twice(config: Any) -> bool:
     """Whether two data sets are of the same rows, as what names them says."""
     names = {"path", "name", "split", "revision", "data_files", "shards", "shards_idx"}
     named = [e.model_dump(include=names) for e in config.data.datasets if e.path != "dummy"]
     return any(one in named[:i] for i, one in enumerate(named))
+
+
+def _wrong_type(entry: Any) -> str | None:
+    return wrong_options(DATASETS[entry.type].options, entry.type_args, f"type {entry.type}")
 
 
 class Dataset(Section):
@@ -66,6 +69,15 @@ class Dataset(Section):
     preference_erniekit: pairs of answers, unpaired_preference and unpaired_preference_tokenized:
     answers that are desirable or not, for train.loss = preference.
     """
+    type_args: dict[str, Any] = field(
+        {},
+        Resume.OTHER_CONTENTS,
+        Only("type", table=lambda: with_options(DATASETS)),
+        Refuse(_wrong_type, "type").when_entry(_wrong_type),
+        keyed=True,
+        later=True,
+    )
+    """Options of the type."""
     name: str | None = field(
         None,
         Resume.OTHER_CONTENTS,
@@ -151,7 +163,7 @@ class Dataset(Section):
 def _grouped(name: str) -> Refuse:
     """A field of the groups that multipack packs."""
 
-    def unread(config: Config) -> bool:
+    def unread(config: Any) -> bool:
         data = config.data
         given = getattr(data, name) != Data.model_fields[name].default
         groups = data.sample_packing_method == "multipack" and not data.sample_packing_sequentially
@@ -164,15 +176,19 @@ def _grouped(name: str) -> Refuse:
     ).when(unread)
 
 
-def nothing_held_out(config: Config) -> str | None:
+def held_out(data: Data, do_test: bool) -> bool:
+    """Whether something is evaluated during training."""
+    during = [] if do_test else data.test_datasets
+    return bool(during) or data.val_set_size is not None
+
+
+def nothing_held_out(config: Any) -> str | None:
     """Why nothing is evaluated during training, if that is so."""
-    data = config.data
-    during = [] if config.train.do_test else data.test_datasets
-    held = during or data.val_set_size is not None
+    held = held_out(config.data, config.train.do_test)
     return None if held else "there is nothing to evaluate on"
 
 
-def nothing_scored(config: Config) -> str | None:
+def nothing_scored(config: Any) -> str | None:
     """Why nothing is evaluated, neither during training nor after it."""
     if config.train.do_test:
         return None
@@ -180,7 +196,7 @@ def nothing_scored(config: Config) -> str | None:
     return "nothing is evaluated" if never else nothing_held_out(config)
 
 
-def _weighs_some(config: Config) -> bool:
+def _weighs_some(config: Any) -> bool:
     given = [e.weight is not None for e in config.data.datasets]
     return any(given) and not all(given)
 
@@ -190,7 +206,7 @@ def no_size(size: float | None) -> bool:
     return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
 
 
-class Data(Section):
+class Data(Width):
     datasets: list[Dataset] = field(
         ..., Resume.OTHER_CONTENTS, min_length=1, examples=[[{"path": "dummy"}]], certified=False
     )
@@ -234,8 +250,6 @@ class Data(Section):
         "sequential", Resume.OTHER_BINS
     )
     """sequential: in order; multipack: first-fit decreasing within a group."""
-    sample_packing_sequence_len: int = field(32000, Resume.OTHER_BINS, ge=2)
-    """Tokens of a packed bin, at most."""
     sample_packing_group_size: int = field(
         100000, Resume.OTHER_BINS, _grouped("sample_packing_group_size"), ge=1
     )
@@ -268,10 +282,6 @@ class Data(Section):
     """Pin batches in memory where there is a CUDA device."""
     dataloader_drop_last: bool = field(True, Resume.NEXT_STEP)
     """Drop the last incomplete global batch of an epoch; false: fill it with empty bins."""
-    pad_to_multiple_of: int = field(128, Resume.ROUNDING, ge=1)
-    """Micro-batches are padded to a multiple of this many tokens; with context parallelism to the
-    least common multiple of this and 2 x ring x Ulysses.
-    """
     val_set_size: int | float | None = field(
         None,
         Resume.OTHER_CONTENTS,
@@ -338,6 +348,11 @@ class Data(Section):
     """Push what was prepared to this Hub repository, privately."""
     hf_use_auth_token: bool | None = field(None, Resume.THIS_START)
     """Send the Hub token; null: if there is one."""
+
+    @property
+    def prepared(self) -> list[Dataset]:
+        """The data sets that are prepared."""
+        return [] if self.skip_prepare_dataset else [*self.datasets, *self.test_datasets]
 
     @model_validator(mode="after")
     def _prefetch(self) -> Data:

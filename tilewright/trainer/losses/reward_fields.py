@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.trainer.config.section import Only, Resume, Section, field
+from tilewright.trainer.section import Only, Resume, Section, field
 
 
 class Reward(Section):
