@@ -63,7 +63,7 @@ from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer import build as build_module
 from tilewright.trainer import loop, memory_plan, train
 from tilewright.trainer.build import build_data, build_model
-from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable
+from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data import batches
 from tilewright.trainer.data.batches import evaluation_batches
@@ -78,7 +78,7 @@ from tilewright.trainer.parallel.mesh import Group, Mesh, join
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.recomputation import recompute_activations
 from tilewright.trainer.plan import Plan
-from tilewright.trainer.plugins import adapters
+from tilewright.trainer.plugins import adapters, writable
 from tilewright.trainer.plugins.flops import flops_per_token
 
 AUTO = "--train.load_checkpoint_path=auto"
