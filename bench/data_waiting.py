@@ -49,8 +49,8 @@ def demo(folder: pathlib.Path) -> list[str]:
 def rank() -> None:
     """One of torchrun's processes: the trainer, which also writes each step's waits."""
     from tilewright.trainer import launch, train
-    from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-    from tilewright.trainer.tables import CALLBACKS
+    from tilewright.trainer.callbacks import CALLBACKS, Plugin
+    from tilewright.trainer.plugins.callback import Callback, Step
 
     folder = pathlib.Path(sys.argv.pop(1))
 

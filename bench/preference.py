@@ -164,8 +164,8 @@ def memory(resident: float) -> dict[str, float]:
 def train(config: str) -> int:
     """The trainer, whose lines also have the processor's seconds of a step, and memory."""
     from tilewright.trainer import train as trainer
-    from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-    from tilewright.trainer.tables import CALLBACKS
+    from tilewright.trainer.callbacks import CALLBACKS, Plugin
+    from tilewright.trainer.plugins.callback import Callback, Step
 
     class Processor(Callback):
         last, resident = 0.0, 0.0

@@ -77,10 +77,10 @@ class Loss:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def section(self) -> Any:
-        from tilewright.trainer.config.distillation import Distillation
-        from tilewright.trainer.config.policy import Policy
-        from tilewright.trainer.config.preference import Preference
-        from tilewright.trainer.config.reward import Reward
+        from tilewright.trainer.losses.distillation_fields import Distillation
+        from tilewright.trainer.losses.policy_fields import Policy
+        from tilewright.trainer.losses.preference_fields import Preference
+        from tilewright.trainer.losses.reward_fields import Reward
 
         fields, section = dict(self.fields), KINDS[self.kind].loss
         if section == "preference" and preference.FORMULAS[fields["loss"]].kl:

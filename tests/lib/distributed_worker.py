@@ -31,12 +31,12 @@ from tilewright.trainer.build import build_engine, build_model, choose_ops, comp
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate
+from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.engine import Engine, NotFinite
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.plugins import adapters
-from tilewright.trainer.tables import COLUMNS
 
 
 def build(config, ranks):

@@ -22,19 +22,19 @@ import transformers
 import yaml
 
 from tilewright import ops as tw
-from tilewright.trainer import build, loop, train
+from tilewright.trainer import build, engine, loop, train
 from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf
 from tilewright.trainer.config import Config, ConfigError, load
-from tilewright.trainer.config.field_tree import leaves
-from tilewright.trainer.config.section import Accepts, properties
 from tilewright.trainer.data import batches, packing
 from tilewright.trainer.data import prepare as preparing
+from tilewright.trainer.field_tree import leaves
 from tilewright.trainer.models import recompute
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins import housekeeping, records
 from tilewright.trainer.plugins.callback import Step
+from tilewright.trainer.section import Accepts, properties
 
 DENSE = {
     "model_type": "qwen3",
@@ -441,6 +441,10 @@ HELD = {
     "distillation.top_k": "test_distillation.py::test_a_step_is_that_of_a_plain_loop_over_all_logits",
     "train.optimizer_args": "test_extend.py::test_each_file_of_the_page_is_a_row",
     "train.callbacks": "test_extend.py::test_each_file_of_the_page_is_a_row",
+    "data.datasets.type_args": "test_extend.py::test_rows_of_another_package_have_options",
+    "train.loss_args": "test_extend.py::test_rows_of_another_package_have_options",
+    "train.lr_decay_args": "test_extend.py::test_rows_of_another_package_have_options",
+    "train.callback_args": "test_extend.py::test_rows_of_another_package_have_options",
     "train.layout_args": "test_extend.py::test_copies_of_the_page_train_apart",
     "train.enable_activation_offload": "test_memory.py::test_offloaded_activations_give_the_same_bits",
     "train.activation_gpu_limit": "test_memory.py::test_offloaded_activations_give_the_same_bits",
@@ -661,7 +665,7 @@ def spies(seen):
         )
         spy(checkpoint.state_dict_saver, "async_save", keep("asynchronous", lambda *a, **k: 1))
         spy(
-            loop.Engine,
+            engine.Engine,
             "forward_backward",
             keep("shapes", lambda self, given, loss: [b["input_ids"].shape[1] for b in given]),
         )
@@ -673,7 +677,7 @@ def spies(seen):
             keep("packing_processes", lambda n, mp_context, **_: mp_context.get_start_method()),
         )
         spy(
-            loop.Engine,
+            engine.Engine,
             "optim_step",
             keep("deterministic", lambda *a, **k: torch.are_deterministic_algorithms_enabled()),
         )

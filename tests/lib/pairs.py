@@ -13,9 +13,9 @@ from small import SHAPE, by_hand, write_run
 from small import trained as trained  # of preferences too
 
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.data.types.dataset_type import Asked
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked
+from tilewright.trainer.losses.preference.row import PREFERENCES
 from tilewright.trainer.models.head import OfSequence
-from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 VOCAB = 64
 

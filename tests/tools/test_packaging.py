@@ -221,7 +221,7 @@ def test_the_wheel_holds_one_package_with_its_extension_and_data(built):
     info = {n.split("/")[0] for n in names if n.split("/")[0].endswith(".dist-info")}
     assert {n.split("/")[0] for n in names} - info == {"tilewright"}
     package = (ROOT / "tilewright").rglob("*")
-    files = {str(p.relative_to(ROOT)) for p in package if p.suffix in (".py", ".json")}
+    files = {str(p.relative_to(ROOT)) for p in package if p.suffix in (".py", ".json", ".toml")}
     assert files <= set(names)
     assert "tilewright/_C.so" in names
     assert "cp311-abi3" in built[1].name, "one wheel for every Python from 3.11"

@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 
 from bench import truth, truth_losses
 from tilewright.ops.loss import policy, preference
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.losses.loss import LOSSES
 
 pytestmark = pytest.mark.packages
 COMMITTED = truth.ROOT / "bench/results/truth/truth.json"

@@ -30,6 +30,7 @@ from tilewright.trainer.config import Train, load
 from tilewright.trainer.data.batches import FILLER, collate
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.memory_plan import plan
+from tilewright.trainer.models.families.architecture import FAMILIES
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -39,7 +40,6 @@ from tilewright.trainer.optim import matrices
 from tilewright.trainer.parallel.compiling import compile_layers, compiled_parts
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins.flops import flops_per_token
-from tilewright.trainer.tables import FAMILIES
 
 pytestmark = pytest.mark.packages
 
@@ -767,7 +767,7 @@ def test_all_norms_of_a_layer_are_compiled_where_it_is_in_parts():
         recompute_modules=["mlp"],
     )
     model = model_of("gemma3")
-    compile_layers(model, t, [])
+    compile_layers(model, t, t, [])
     found = compiled_parts(model)
     assert found["RMSNorm.forward"] == found["AddRMSNorm.forward"] == 2 * 4
     assert found["Attention.project"] == found["MLP.forward"] == 4

@@ -25,7 +25,6 @@ from tilewright.kernels import tuning
 from tilewright.ops import OPS
 from tilewright.trainer import train
 from tilewright.trainer.config import Config
-from tilewright.trainer.config.section import properties
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.data_files import digests, moved
 from tilewright.trainer.engine import Engine
@@ -41,6 +40,7 @@ from tilewright.trainer.plugins.proof import certificate, checksums
 from tilewright.trainer.plugins.proof.assertion import Earlier
 from tilewright.trainer.plugins.proof.checksums import Checksums, checksum, factors
 from tilewright.trainer.plugins.proof.computation import Outputs, in_backward
+from tilewright.trainer.section import properties
 
 CPU = torch.device("cpu")
 # Of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.
@@ -496,7 +496,8 @@ def test_outputs_of_compiled_layers_are_those_of_whole_layers():
     for attention, recomputed in (("eager", None), ("sdpa", None), ("eager", ["mlp"])):
         model = Transformer(ModelConfig.from_hf(QWEN3), Ops.resolve(attention))
         settings = {"recompute_modules": recomputed, "enable_gradient_checkpointing": True}
-        compile_layers(model, config.train.model_copy(update=settings), [])
+        train = config.train.model_copy(update=settings)
+        compile_layers(model, train, train, [])
         recompute_activations(model, recomputed)
         layers[attention, bool(recomputed)] = Outputs(Parts(model), Mesh()).names
     whole = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]

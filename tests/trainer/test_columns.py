@@ -17,12 +17,13 @@ from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.build import columns_of
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data.batches import Batches, Bins, collate
+from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.data.mixing import Mixing, mixed
 from tilewright.trainer.data.prepared import split_validation
+from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.data.units import unfolded
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.losses.weighted import weighted_language_modeling
-from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
 
 pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
 

@@ -17,8 +17,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from tilewright.trainer.config import Config, ConfigError  # noqa: E402
-from tilewright.trainer.config.section import problems  # noqa: E402
 from tilewright.trainer.parallel.mesh import layout_of  # noqa: E402
+from tilewright.trainer.section import problems  # noqa: E402
 
 pytestmark = pytest.mark.packages
 

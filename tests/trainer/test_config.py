@@ -23,21 +23,19 @@ from tilewright.trainer.config import (
     Lora,
     Model,
     Train,
-    elsewhere,
+    dialects,
     load,
-    overrides,
     resolved,
 )
 from tilewright.trainer.config import config as module
-from tilewright.trainer.config.elsewhere import SETTINGS, State
-from tilewright.trainer.config.field_tree import get, kind, leaves
+from tilewright.trainer.config.dialects import CONVERSIONS, State
 from tilewright.trainer.config.overrides import unknown
 from tilewright.trainer.config.readers import Scope, readers
 from tilewright.trainer.config.reference import meaning, page
-from tilewright.trainer.config.section import Accepts, Only, Resume, kept, places, properties
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.field_tree import get, kind, leaves
+from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.parallel.mesh import layout_of
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.section import Accepts, Only, Resume, kept, places, properties
 
 pytestmark = pytest.mark.packages
 
@@ -114,7 +112,7 @@ def test_every_field_of_the_reference_exists_and_others_say_that_it_has_none():
     others = {*LEAVES} - entries - expected
     assert len(others) == len(LEAVES) - len(entries) - len(expected)
     for path in others:
-        there, _ = properties(LEAVES[path]).differs
+        there, _ = dialects.difference(path)
         assert there in ("none", "of its server's configuration"), path
 
 
@@ -149,10 +147,12 @@ def test_every_field_can_be_explained():
     for path, field in LEAVES.items():
         assert f"  meaning: {meaning(field)}" in said[path]
         assert f"  resume:  {properties(field).resume}" in said[path]
-        assert all(f"\n  in {who}: " in said[path] for who in properties(field).names)
+        assert all(f"\n  in {who}: " in said[path] for who in dialects.names_of(path))
         section = path.rpartition(".")[0]
         for other in (o for rule in properties(field).rules for o in rule.others):
             assert f"  rule:    {path}: " in said[other if "." in other else f"{section}.{other}"]
+    assert "  rule:    What is the best follows from evaluations" in said["train.eval_strategy"]
+    assert "  rule:    Some tokens of a prompt are left beside an answer" in said["data.datasets"]
     assert f"  rule:    only {{}}: {REFUSED['model.encoders'].why}" in said["model.encoders"]
     assert "  rule:    any value but 1.0 needs lora.enable_aqn = true" in said["lora.aqn_alpha"]
     assert "refused with some values of lora.enable_lora: only ad" in said["train.optimizer"]
@@ -418,7 +418,7 @@ def test_a_default_is_that_of_the_documentation_or_the_difference_is_explained()
     for path in LISTED["xorl"]:
         default = LEAVES[path].default
         if path in THEIRS:
-            assert default != THEIRS[path] and properties(LEAVES[path]).differs, path
+            assert default != THEIRS[path] and dialects.difference(path), path
         elif path not in ("data.datasets", "data.datasets.path", "train.output_dir"):
             assert default == theirs.get(path), path
 
@@ -504,8 +504,9 @@ def test_keys_that_are_alike_and_other_libraries_names_are_known(least, given, m
 
 NAMED = [
     (who, name, path)
-    for path, field in LEAVES.items()
-    for who, names in properties(field).names.items()
+    for path in LEAVES
+    if not path.startswith("data.test_datasets.")
+    for who, names in dialects.names_of(path).items()
     for name in names
 ]
 
@@ -514,7 +515,7 @@ def test_names_of_other_libraries_lead_to_one_field_and_stand_in_the_reference()
     text = (ROOT / "docs/trainer/fields.md").read_text()
     for who, name, path in NAMED:
         assert name not in {p.rpartition(".")[2] for p in LEAVES}
-        assert overrides.elsewhere(Config)[name] == path
+        assert dialects.taken_by(name).ours == path
         assert f"did you mean {path}" in unknown(Config, f"{path.partition('.')[0]}.{name}")
         assert f"| {who} | `{name}` | `{path}` |" in text
     assert {"ERNIEKit", "NxDT", "transformers", "TRL", "peft"} <= {who for who, *_ in NAMED}
@@ -522,46 +523,45 @@ def test_names_of_other_libraries_lead_to_one_field_and_stand_in_the_reference()
 
 @pytest.mark.parametrize("who", LISTED)
 def test_every_row_of_a_reference_has_its_state(who):
-    rows, found = LISTED[who], [*elsewhere.rows(Config, who, LISTED[who])]
+    rows, found = LISTED[who], [*dialects.rows(Config, who, LISTED[who])]
     names = {row.name for row in found}
     assert len({*rows}) == len(rows) <= len(found) == len(names) > 100
     assert {*rows} <= names | {n.partition(": ")[0] for n in names}
     for row in found:
         name, _, value = row.name.partition(": ")
-        fields = elsewhere.named(Config, who, name)
+        fields = dialects.named(Config, who, name)
         if row.state is State.FIELD:
             assert row.here == fields and {*fields} <= LEAVES.keys() and len(fields) == 1
         elif row.state is State.MISSING and not value:
             assert not fields, f"{name} is there by now"
         elif row.state is State.MISSING:
-            assert elsewhere.by_value(Config, who, name, value) is None, f"{row.name} is there"
+            assert dialects.by_value(Config, who, name, value) is None, f"{row.name} is there"
         elif row.state is State.REFUSED and not value:
             assert [r.why for path in fields for r in properties(LEAVES[path]).rules] in (
                 [],
                 [row.here],
             )
     # Nothing is said of a name that the reference does not have.
-    assert {n.partition(": ")[0] for n in SETTINGS.get(who, ())} <= {
-        n.partition(": ")[0] for n in rows
-    }
+    said = {n for n, e in dialects.dialects()[who].items() if who != "xorl" and e.row(n)}
+    assert {n.partition(": ")[0] for n in said} <= {n.partition(": ")[0] for n in rows}
 
 
 def test_a_row_without_a_state_is_an_error():
     with pytest.raises(KeyError, match="NxDT has flux, which is nothing here"):
-        [*elsewhere.rows(Config, "NxDT", ["seed", "flux"])]
+        [*dialects.rows(Config, "NxDT", ["seed", "flux"])]
     with pytest.raises(KeyError, match=r"optim\.name: lion"):
-        [*elsewhere.rows(Config, "NxDT", ["optim.name: lion"])]
+        [*dialects.rows(Config, "NxDT", ["optim.name: lion"])]
 
 
 def test_states_follow_from_fields_and_tables(monkeypatch):
     """What lands gets its state without an edit; what is gone loses it."""
-    [row] = elsewhere.rows(Config, "NxDT", ["optim.name: rmsprop"])
+    [row] = dialects.rows(Config, "NxDT", ["optim.name: rmsprop"])
     assert row == ("optim.name: rmsprop", State.SETTINGS, {"train.optimizer": "rmsprop"})
-    [row] = elsewhere.rows(Config, "xorl", ["model.encoders"])
+    [row] = dialects.rows(Config, "xorl", ["model.encoders"])
     assert row.state is State.REFUSED and "tokens alone" in row.here
-    monkeypatch.delitem(SETTINGS["ERNIEKit"], "offload_optim")
+    monkeypatch.delitem(dialects.dialects()["ERNIEKit"], "offload_optim")
     with pytest.raises(KeyError, match="offload_optim"):
-        [*elsewhere.rows(Config, "ERNIEKit", ["offload_optim"])]
+        [*dialects.rows(Config, "ERNIEKit", ["offload_optim"])]
 
 
 def test_the_page_of_other_configurations_is_current(tmp_path):
@@ -584,10 +584,15 @@ def test_a_key_of_another_configuration_is_refused_with_its_sentence(least):
 
 @pytest.mark.parametrize(
     ("who", "name"),
-    [(w, n) for w, own in SETTINGS.items() for n, here in own.items() if isinstance(here, dict)],
+    [
+        (w, n)
+        for w, own in dialects.dialects().items()
+        for n, entry in own.items()
+        if entry.settings
+    ],
 )
 def test_what_is_written_for_a_name_of_another_configuration_loads(who, name):
-    given = SETTINGS[who][name]
+    given = dialects.dialects()[who][name].settings
     data: dict = {"datasets": [{"path": "x.jsonl", "type": "text"}]}
     if "data.mixing" not in given:
         data["val_set_size"] = 4
@@ -601,6 +606,47 @@ def test_what_is_written_for_a_name_of_another_configuration_loads(who, name):
     config = Config.model_validate(tree, context=(broken := []))
     assert not broken
     assert all(get(config, path) == value for path, value in given.items())
+
+
+def test_every_entry_of_a_dialect_names_what_there_is():
+    used = set()
+    for who, entries in dialects.dialects().items():
+        for name, entry in entries.items():
+            meant = (
+                [entry.ours] if entry.ours else [re.sub(r"\.\d+", "", p) for p in entry.settings]
+            )
+            if who == "xorl":
+                assert name in LEAVES and entry.there and entry.sentence, name
+            else:
+                assert bool(meant) != bool(entry.sentence) and {*meant} <= LEAVES.keys(), name
+            assert entry.convert is None or entry.ours
+            used |= {entry.convert} - {None}
+    assert used == CONVERSIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("train.save_only_model=true", "train.save_optimizer = false"),
+        ("train.greater_is_better=true", "train.best_mode = max"),
+        ("train.do_eval=false", "train.eval_strategy = no"),
+        ("distillation.loss_add_tail=false", "distillation.outside = renormalize"),
+        ("train.save_top_k=-1", "train.save_total_limit = null"),
+        ("train.save_top_k=3", "train.save_total_limit = 3"),
+        ("train.save_top_k=all", "train.save_total_limit"),
+        ("train.greater_is_better=2", "train.best_mode"),
+        ("train.epochs=3", "train.num_train_epochs"),
+    ],
+)
+def test_a_value_of_another_configuration_is_converted(given, meant, least, write):
+    sentence = f"unknown key; did you mean {meant}?"
+    [line] = errors(least, f"--{given}")
+    assert line.endswith(f": {sentence}")
+    (section, name), value = given.partition("=")[0].split("."), given.partition("=")[2]
+    tree = yaml.safe_load(LEAST)
+    tree.setdefault(section, {})[name] = yaml.safe_load(value)
+    [line] = errors(load, write(yaml.safe_dump(tree)))
+    assert line.endswith(f": {sentence}")
 
 
 def test_the_section_that_was_named_comes_before_other_libraries_names():
@@ -1394,7 +1440,7 @@ RULES = [
 @pytest.mark.parametrize("broken, sentence, mend", RULES, ids=[broken for broken, _, _ in RULES])
 def test_rule(least, broken, sentence, mend, monkeypatch):
     # as with a newer torch
-    monkeypatch.setattr("tilewright.trainer.config.train.no_zero_bubble", lambda: None)
+    monkeypatch.setattr("tilewright.trainer.parallel.fields.no_zero_bubble", lambda: None)
     given = overrides_of(broken)
     found = errors(least, *given)
     fields = {a[2:].partition("=")[0] for a in given}

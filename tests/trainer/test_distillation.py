@@ -19,7 +19,7 @@ from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ran
 from tilewright.ops.loss.head import Head, Plan
 from tilewright.trainer import teacher
 from tilewright.trainer.config import ConfigError, load
-from tilewright.trainer.config.distillation import Distillation
+from tilewright.trainer.losses.distillation_fields import Distillation
 from tilewright.trainer.losses.loss import loss_of
 from tilewright.trainer.models.listed import How, Listed, listed
 

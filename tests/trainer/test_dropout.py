@@ -357,18 +357,18 @@ def settings(*arguments):
 )
 def test_columns_that_ranks_cannot_share_are_refused(field, sizes, columns):
     rate, shape = f"--train.{field}_dropout=0.1", ModelConfig.from_hf({**QWEN3, **sizes})
-    dropout.check(settings(rate), shape, 1)
+    dropout.check(settings(rate), settings(rate), shape, 1)
     shared = ["--train.data_parallel_mode=fsdp2", "--train.tensor_parallel_size=2"]
     train = settings(rate, *shared, "--model.merge_qkv=false")
     with pytest.raises(ValueError, match=f"^train.{field}_dropout = 0.1: .* and have {columns}"):
-        dropout.check(train, shape, 1)
+        dropout.check(train, train, shape, 1)
 
 
 def test_more_bins_than_masks_can_tell_apart_are_refused():
     train, shape = settings("--train.attention_dropout=0.1"), ModelConfig.from_hf(QWEN3)
-    dropout.check(train, shape, of_masks.MOST_BINS)
+    dropout.check(train, train, shape, of_masks.MOST_BINS)
     with pytest.raises(ValueError, match="1048576 bins of a step apart, and there are 1048577"):
-        dropout.check(train, shape, of_masks.MOST_BINS + 1)
+        dropout.check(train, train, shape, of_masks.MOST_BINS + 1)
 
 
 def test_a_comparison_of_layouts_refuses_it(tmp_path):

@@ -32,14 +32,14 @@ from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.memory_plan import NoCopies
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.ops_choice import Ops
+from tilewright.trainer.optim.row import OPTIMIZERS
 from tilewright.trainer.parallel import offload
-from tilewright.trainer.parallel.layouts import apply_layouts
+from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.mesh import Mesh, build, join
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins.callback import Step
 from tilewright.trainer.plugins.housekeeping import Housekeeping
-from tilewright.trainer.tables import OPTIMIZERS
 
 
 def micro_batches(size=2):

@@ -23,10 +23,9 @@ from tilewright.trainer.data.batches import evaluation_batches
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.language_modeling import language_modeling
-from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.losses.loss import LOSSES, Loss, count_labels
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
-from tilewright.trainer.tables import LOSSES
 
 pytestmark = pytest.mark.packages
 

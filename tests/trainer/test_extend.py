@@ -4,6 +4,7 @@ package in which nothing else is edited.
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import os
@@ -29,12 +30,14 @@ from preparing import config_of, write_rows
 from training import QWEN3, rows, write_config
 from transformers import PreTrainedTokenizerFast
 
-from tilewright.trainer import tables
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.data import cache_key
+from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.losses.loss import Loss
-from tilewright.trainer.optim.schedules import Schedule, schedule
-from tilewright.trainer.plugins.callback import Plugin, add_callbacks
-from tilewright.trainer.tables import CALLBACKS, DATASETS, SCHEDULES, Table
+from tilewright.trainer.optim.row import SCHEDULES, Schedule
+from tilewright.trainer.optim.schedules import schedule
+from tilewright.trainer.plugins.callback import add_callbacks
+from tilewright.trainer.tables import Table
 
 pytestmark = pytest.mark.packages
 ROOT = pathlib.Path(tilewright.__file__).parents[1]
@@ -80,7 +83,7 @@ print("bias", float(ours.model.layers[0].self_attn.qkv_proj.bias.abs().max()) > 
 READER = """
 from tilewright.trainer import train
 from tilewright.trainer.losses.loss import Loss, count_labels
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.losses.loss import LOSSES
 
 seen = []
 
@@ -297,41 +300,60 @@ def test_options_and_names_that_do_not_fit_are_refused(tmp_path, tree, trains):
         assert code == 2 and re.search(f"(?i){said}", printed), (given, printed)
 
 
-GROUPS = {name: table for name, table in vars(tables).items() if isinstance(table, Table)}
-PLANTED = """
-import copy, dataclasses
-from tilewright.trainer import tables
-from tilewright.trainer.parallel.layouts import Layout
-from tilewright.trainer.plugins.callback import Callback, Plugin
+# By its name, the module that has a table beside its rows' class.
+HOMES = {
+    "LOSSES": "losses.loss",
+    "PREFERENCES": "losses.preference.row",
+    "OPTIMIZERS": "optim.row",
+    "SCHEDULES": "optim.row",
+    "DATASETS": "data.types.dataset_type",
+    "COLUMNS": "data.columns.column",
+    "FAMILIES": "models.families.architecture",
+    "LAYOUTS": "parallel.row",
+    "CALLBACKS": "callbacks",
+}
+TRAINER_MODULES = {name: f"tilewright.trainer.{module}" for name, module in HOMES.items()}
+GROUPS = {n: getattr(importlib.import_module(m), n) for n, m in TRAINER_MODULES.items()}
+PLANTED = (
+    f"MODULES = {TRAINER_MODULES}"
+    + """
+import copy, dataclasses, importlib
+from tilewright.trainer.parallel.row import Layout
+from tilewright.trainer.callbacks import Plugin
+from tilewright.trainer.plugins.callback import Callback
 
 def __getattr__(name):  # a row like the table's first
-    table = getattr(tables, name)
+    table = getattr(importlib.import_module(MODULES[name]), name)
     return copy.copy(table[next(n for n in table.names() if n != "planted")])
 
 LAYOUTS = Layout(45, lambda mesh: True, lambda *_: print("its layout"))
 CALLBACKS = Plugin(lambda run: print("its callback") or Callback(run), wanted=lambda run: True)
 """
+)
 
 
-FIND = """
-import json
-from tilewright.trainer import tables
+FIND = (
+    f"MODULES = {TRAINER_MODULES}"
+    + """
+import importlib, json
+
+tables = {n: getattr(importlib.import_module(m), n) for n, m in MODULES.items()}
 
 def found(name):
-    table = getattr(tables, name)
+    table = tables[name]
     return "planted" in table.names(), type(table["planted"]).__name__
 
 def refused(name):
     try:
-        tables.LOSSES[name]
+        tables["LOSSES"][name]
     except ValueError as error:
         return str(error)
 
-names = [name for name, table in vars(tables).items() if isinstance(table, tables.Table)]
-rows = {name: found(name) for name in names}
-losses, reports = tables.LOSSES.names(), tables.LOSSES["sharp"].reports
+rows = {name: found(name) for name in tables}
+losses, reports = tables["LOSSES"].names(), tables["LOSSES"]["sharp"].reports
 print(json.dumps([rows, losses, reports, refused("no_row"), refused("other")]))
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +378,7 @@ def planted(tmp_path_factory, tree):
 
 
 def test_every_table_is_extended_by_entry_points(planted):
-    rows = {name: [True, table.row.partition(":")[2]] for name, table in GROUPS.items()}
+    rows = {name: [True, table.row.__name__] for name, table in GROUPS.items()}
     assert planted[1][0] == rows
 
 
@@ -378,9 +400,140 @@ def test_a_layout_and_a_callback_of_another_package_are_in_a_run_that_does_not_n
     assert "its layout" in done.stdout and "its callback" in done.stdout
 
 
+OPTIONS = """
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from tilewright.trainer.callbacks import Plugin
+from tilewright.trainer.data.types.dataset_type import DATASETS, DatasetType
+from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.optim.row import Schedule
+from tilewright.trainer.plugins.callback import Callback
+
+class OfLoss(BaseModel):
+    gamma: float = Field(2.0, ge=0)
+
+def focal(per_token, batch, gamma):
+    nll = per_token.values()
+    return ((1 - (-nll).exp()) ** gamma * nll).sum(), count_labels(batch)
+
+class OfCallback(BaseModel):
+    word: Literal["up", "down"] = "up"
+
+class Says(Callback):
+    def __init__(self, run, word):
+        super().__init__(run)
+        self.word = word
+
+    def after_step(self, step):
+        print(f"{self.word} {step.number}")
+
+class OfSchedule(BaseModel):
+    floor: float = Field(0.0, ge=0, le=1)
+
+class OfType(BaseModel):
+    field: str = "text"
+
+def samples(asked):
+    read = DATASETS["text"].samples(asked)
+    return lambda row: read({"text": row[asked.options["field"]]})
+
+LOSS = Loss(focal, options=OfLoss)
+CALLBACK = Plugin(Says, options=OfCallback)
+SCHEDULE = Schedule(lambda done, floor: max(1 - done, floor), options=OfSchedule)
+TYPE = DatasetType((("one", "other"),), samples, options=OfType)
+"""
+
+
+def test_rows_of_another_package_have_options(tmp_path, tree, trains):
+    """A loss, a callback, a schedule and a type of data set, from a file."""
+    package = tmp_path / "package"
+    info = package / "options-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: options\nVersion: 1.0\n")
+    points = {
+        "losses": "LOSS",
+        "callbacks": "CALLBACK",
+        "schedules": "SCHEDULE",
+        "datasets": "TYPE",
+    }
+    (info / "entry_points.txt").write_text(
+        "".join(f"[tilewright.{t}]\nwith_options = of_options:{n}\n" for t, n in points.items())
+    )
+    (package / "of_options.py").write_text(OPTIONS)
+    name = "with_options"
+    prepared(
+        tmp_path,
+        loss=name,
+        loss_args={"gamma": 0.0},
+        lr_decay_style=name,
+        lr_decay_args={"floor": 0.75},
+        lr_min=0.0,
+        callbacks=[name],
+        callback_args={name: {"word": "down"}},
+        max_steps=3,
+        save_hf_weights=False,
+    )
+    write_rows(tmp_path / "rows.jsonl", [{"one": "", "other": f"{n} is a text"} for n in range(24)])
+    data = [{"path": "rows.jsonl", "type": name, "type_args": {"field": "other"}}]
+    given = "--data.datasets", json.dumps(data), "--data.val_set_size", "null"
+    paths = f"{package}:{tree}"
+    done = trains(tmp_path, paths, *TRAINER, *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [row for row in rows(tmp_path) if "loss" in row]
+    assert steps[0]["loss"] == pytest.approx(math.log(97), rel=0.02)  # with gamma 0
+    assert [row["lr"] for row in steps] == pytest.approx([1e-2, 0.75e-2, 0.75e-2])
+    assert [f"down {n}" in done.stdout for n in (1, 2, 3)] == [True] * 3
+    data[0]["type_args"] = {"fields": "other"}
+    expected = [
+        (("--train.loss_args", '{"beta": 1}'), "beta is no option of the loss, which has gamma"),
+        (("--train.loss_args", '{"gamma": -1}'), "gamma: input should be greater than or equal to"),
+        (("--train.loss", "language_modeling"), "train.loss_args = .*only with_options reads this"),
+        (
+            ("--train.lr_decay_args", '{"roof": 1}'),
+            "roof is no option of the schedule, which has fl",
+        ),
+        (
+            ("--train.lr_decay_args", '{"floor": 2}'),
+            "floor: input should be less than or equal to 1",
+        ),
+        (
+            ("--train.lr_decay_style", "linear"),
+            "train.lr_decay_args = .*only with_options reads thi",
+        ),
+        (
+            ("--train.callback_args", '{"with_options": {"words": 1}}'),
+            "words is no option of the callback with_options, which has word",
+        ),
+        (
+            ("--train.callback_args", '{"with_options": {"word": 1}}'),
+            "word: input should be 'up' or",
+        ),
+        (
+            ("--train.callback_args", '{"report": {}}'),
+            "report is no callback with options; accepted",
+        ),
+        (
+            ("--train.callbacks", "[]"),
+            "train.callback_args = .*train.callbacks does not name with_o",
+        ),
+        (
+            ("--data.datasets", json.dumps(data)),
+            "fields is no option of the type with_options, which has field",
+        ),
+        (("--data.datasets.0.type", "text"), "type_args = .*only with_options reads this"),
+    ]
+    commands = json.dumps([[*given, *change] for change, _ in expected])
+    done = trains(tmp_path, paths, "-c", COMMANDS, commands)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    for (change, said), (code, printed) in zip(expected, found, strict=True):
+        assert code == 2 and re.search(f"(?i){said}", printed), (change, printed)
+
+
 def table(*points):
     """A table of losses with these entry points, (name, object)."""
-    found = Table("losses", "tilewright.trainer.losses", "tilewright.trainer.losses.loss:Loss")
+    found = Table("losses", "tilewright.trainer.losses", Loss)
     found._read = True
     for name, load in points:
         found._points[name] = types.SimpleNamespace(name=name, value=name, dist=None, load=load)
@@ -433,7 +586,7 @@ def test_callbacks_are_called_in_their_order(monkeypatch):
     orders = {"a": 60, "b": 10, "c": 40, "d": 5}
     rows = {n: Plugin(lambda run, n=n: made.append(n), order) for n, order in orders.items()}
     monkeypatch.setattr(CALLBACKS, "_rows", rows)
-    train = types.SimpleNamespace(callbacks=["a", "b", "c"])
+    train = types.SimpleNamespace(callbacks=["a", "b", "c"], callback_args={})
     run = types.SimpleNamespace(config=types.SimpleNamespace(train=train), callbacks=[])
     add_callbacks(run)
     assert made == ["b", "c", "a"] and len(run.callbacks) == 3
@@ -443,6 +596,6 @@ def test_a_schedule_that_leaves_its_interval_ends_the_run(monkeypatch):
     monkeypatch.setitem(SCHEDULES._rows, "wild", Schedule(lambda done: 2.0))
     train = types.SimpleNamespace(lr=1.0, lr_min=0.0, lr_start=0.0, lr_decay_style="wild")
     vars(train).update(lr_warmup_ratio=0.0, lr_decay_ratio=1.0, lr_warmup_steps=0)
-    train.lr_decay_steps = None
+    train.lr_decay_steps, train.lr_decay_args = None, {}
     with pytest.raises(ValueError, match="wild: its share must be 0 to 1"):
         schedule(0, 4, train)

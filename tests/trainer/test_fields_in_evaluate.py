@@ -21,7 +21,7 @@ from ranks import ROOT
 
 from tilewright.trainer import evaluate
 from tilewright.trainer.config import Config, ConfigError, load
-from tilewright.trainer.config.field_tree import leaves
+from tilewright.trainer.field_tree import leaves
 from tilewright.trainer.parallel.parts import Parts
 
 

@@ -268,12 +268,12 @@ def test_torchrun_names_the_rank_that_failed_first_in_a_step(tmp_path):
     path = write_config(tmp_path, train__data_parallel_mode="fsdp2")
     (tmp_path / "fails.py").write_text(
         "import os, sys\n"
-        "from tilewright.trainer import loop, train\n"
-        "real = loop.Engine.optim_step\n"
+        "from tilewright.trainer import engine, train\n"
+        "real = engine.Engine.optim_step\n"
         "def fails(engine, *rest):\n"
         "    if engine.optimizer.state: raise ValueError('only here')\n"
         "    return real(engine, *rest)\n"
-        "if os.environ['RANK'] == '1': loop.Engine.optim_step = fails\n"
+        "if os.environ['RANK'] == '1': engine.Engine.optim_step = fails\n"
         "sys.exit(train.main(sys.argv[1:]))\n"
     )
     done = launch_forked(2, str(tmp_path / "fails.py"), path)

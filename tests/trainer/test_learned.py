@@ -22,14 +22,14 @@ from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Dataset
 from tilewright.trainer.data import chat, masks
 from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.data.encode import check_columns
 from tilewright.trainer.data.ends import BEGUN, ENDLESS
 from tilewright.trainer.data.marks import MARKS
 from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.rows import HEAD
-from tilewright.trainer.data.types.dataset_type import Asked, Refused
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, Refused
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.tables import COLUMNS, DATASETS
 
 pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
 

@@ -31,8 +31,8 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.novograd import NovoGrad
 from tilewright.trainer.optim.of_torch import Rprop
 from tilewright.trainer.optim.optim import build_optimizer
+from tilewright.trainer.optim.row import OPTIMIZERS
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.tables import OPTIMIZERS
 
 pytestmark = pytest.mark.packages
 

@@ -21,9 +21,9 @@ from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.matrices import Parts
 from tilewright.trainer.optim.muon import Muon, Settings
 from tilewright.trainer.optim.optim import build_optimizer, kinds, peaks, set_values
-from tilewright.trainer.optim.schedules import Schedule, schedule
+from tilewright.trainer.optim.row import SCHEDULES, Schedule
+from tilewright.trainer.optim.schedules import schedule
 from tilewright.trainer.plan import Plan
-from tilewright.trainer.tables import SCHEDULES
 
 pytestmark = pytest.mark.packages
 

@@ -41,14 +41,14 @@ from tilewright.trainer import build
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import ConfigError, load
-from tilewright.trainer.config.preference import Preference, kind_of_reference
-from tilewright.trainer.data.types.dataset_type import Asked, Prompts, Refused
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, Prompts, Refused
 from tilewright.trainer.data.types.preference import implicit_prompt, with_shorter_prompt
 from tilewright.trainer.losses import preferences
 from tilewright.trainer.losses.before import Compared
 from tilewright.trainer.losses.loss import Loss, loss_of
+from tilewright.trainer.losses.preference.row import PREFERENCES
+from tilewright.trainer.losses.preference_fields import Preference, kind_of_reference
 from tilewright.trainer.reference import adapters_off
-from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 pytestmark = pytest.mark.packages
 settings = pairs.settings

@@ -43,7 +43,7 @@ from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import lengths_of
 from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.types import text as text_rows
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS
 
 pytestmark = pytest.mark.packages
 

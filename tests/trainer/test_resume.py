@@ -34,11 +34,11 @@ from tilewright.trainer.checkpoint.checkpoint_files import read_state, write_sta
 from tilewright.trainer.config import Model, load  # noqa: E402
 from tilewright.trainer.config.train import Train  # noqa: E402
 from tilewright.trainer.data import batches  # noqa: E402
+from tilewright.trainer.data.columns.column import COLUMNS  # noqa: E402
 from tilewright.trainer.data.contents import of_tokenizer  # noqa: E402
 from tilewright.trainer.interrupts import Interrupts, Stopped  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh, join  # noqa: E402
 from tilewright.trainer.plugins.proof.assertion import OF_TIME  # noqa: E402
-from tilewright.trainer.tables import COLUMNS  # noqa: E402
 
 pytestmark = pytest.mark.packages
 

@@ -24,10 +24,10 @@ from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import padding_of
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses.reward import reward
+from tilewright.trainer.models.families.architecture import FAMILIES
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.reward_head import Scores
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.tables import FAMILIES
 
 pytestmark = pytest.mark.packages
 

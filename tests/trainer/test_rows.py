@@ -26,10 +26,10 @@ from chats import CHATML, TOOLS, characters
 from preparing import config_of, prepare_of, write_rows, write_table
 
 from tilewright.trainer.data import rows as module_of_rows
+from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.data.defects import kind_of
 from tilewright.trainer.data.sources import place_of
-from tilewright.trainer.data.types.dataset_type import Asked
-from tilewright.trainer.tables import COLUMNS, DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked
 
 pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
 

@@ -14,9 +14,9 @@ pytest.importorskip("pydantic")
 optimization = pytest.importorskip("transformers.optimization")
 
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
-from tilewright.trainer.optim.schedules import Schedule, schedule  # noqa: E402
+from tilewright.trainer.optim.row import SCHEDULES, Schedule  # noqa: E402
+from tilewright.trainer.optim.schedules import schedule  # noqa: E402
 from tilewright.trainer.plan import Plan  # noqa: E402
-from tilewright.trainer.tables import SCHEDULES  # noqa: E402
 
 pytestmark = pytest.mark.packages
 

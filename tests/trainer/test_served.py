@@ -28,16 +28,16 @@ from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate
+from tilewright.trainer.data.columns.column import COLUMNS
+from tilewright.trainer.data.columns.targets import target_columns
 from tilewright.trainer.engine import NotFinite
 from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.losses.weighted import (
-    target_columns,
     weighted_language_modeling,
     weighted_targets,
 )
 from tilewright.trainer.parallel.mesh import Mesh, build, join, padding
-from tilewright.trainer.tables import COLUMNS
 
 LORA = {"lora__enable_lora": True, "lora__lora_rank": 4}
 UNTIED = QWEN3 | {"tie_word_embeddings": False}

@@ -63,7 +63,7 @@ from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer import build as build_module
 from tilewright.trainer import loop, memory_plan, train
 from tilewright.trainer.build import build_data, build_model
-from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, writable
+from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data import batches
 from tilewright.trainer.data.batches import evaluation_batches
@@ -73,12 +73,12 @@ from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import ModelConfig, Ops, Transformer
 from tilewright.trainer.optim import optim, schedules
 from tilewright.trainer.parallel import compiling, exchange, mesh
-from tilewright.trainer.parallel.layouts import apply_layouts
+from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.mesh import Group, Mesh, join
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.recomputation import recompute_activations
 from tilewright.trainer.plan import Plan
-from tilewright.trainer.plugins import adapters
+from tilewright.trainer.plugins import adapters, writable
 from tilewright.trainer.plugins.flops import flops_per_token
 
 AUTO = "--train.load_checkpoint_path=auto"
@@ -1483,7 +1483,7 @@ def test_what_of_a_layer_is_compiled_is_chosen_by_what_can_be(
     path = write_config(tmp_path, {**shape, "num_hidden_layers": 12}, **options)
     config = load(path, arguments)
     model = Transformer(shape_of(config), Ops.resolve(config.model.attn_implementation))
-    arguments = (model, config.train, config.model.basic_modules)
+    arguments = (model, config.train, config.train, config.model.basic_modules)
     if isinstance(parts, str):
         with pytest.raises(ValueError, match=parts):
             compiling.compile_layers(*arguments)

@@ -34,12 +34,12 @@ from tilewright.trainer.data import batches as data
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models import layers
 from tilewright.trainer.models.model import Ops, Transformer
-from tilewright.trainer.parallel import layouts, mesh
+from tilewright.trainer.parallel import mesh, row
+from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.context_parallel import spread_sequence
-from tilewright.trainer.parallel.layouts import apply_layouts
 from tilewright.trainer.parallel.mesh import Layout, Mesh, layout_of
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.parallel.row import LAYOUTS
 
 
 def spread(ring, ulysses, processes=4, **more):
@@ -276,8 +276,8 @@ class Copies(BaseModel):
 
 def with_axis(monkeypatch, order, name="far"):
     LAYOUTS.names()
-    row = layouts.Layout(axes=(layouts.Axis(name, order, "copies"),), options=Copies)
-    monkeypatch.setitem(LAYOUTS._rows, "far", row)
+    made = row.Layout(axes=(row.Axis(name, order, "copies"),), options=Copies)
+    monkeypatch.setitem(LAYOUTS._rows, "far", made)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ from torch.distributed.pipelining import PipelineStage
 from tilewright.trainer import build, train
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config, ConfigError, load
-from tilewright.trainer.config.field_tree import kind, leaves
-from tilewright.trainer.config.section import properties
+from tilewright.trainer.field_tree import kind, leaves
 from tilewright.trainer.models import ops_choice
 from tilewright.trainer.parallel import pipeline, stages
 from tilewright.trainer.parallel.mesh import Mesh, layout_of
+from tilewright.trainer.section import properties
 
 ROOT = next(p for p in pathlib.Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 

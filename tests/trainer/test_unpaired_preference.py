@@ -21,14 +21,14 @@ from tilewright.ops.loss.preference import Answers
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
-from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.data.batches import keyed, mismatch
-from tilewright.trainer.data.types.dataset_type import Asked, Refused
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, Refused
 from tilewright.trainer.losses import preferences
 from tilewright.trainer.losses.before import Compared
 from tilewright.trainer.losses.loss import Loss, loss_of
+from tilewright.trainer.losses.preference.row import PREFERENCES
+from tilewright.trainer.losses.preference_fields import Preference
 from tilewright.trainer.memory_plan import plan
-from tilewright.trainer.tables import DATASETS, PREFERENCES
 
 pytestmark = pytest.mark.packages
 

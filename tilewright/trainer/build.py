@@ -21,12 +21,10 @@ from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, untied, wit
 from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.config import Config, Data, Dataset, Lora, Model, Train
-from tilewright.trainer.config.preference import Preference, kind_of_reference
-from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
 from tilewright.trainer.data.cache_key import tokenized_by
-from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.columns.column import COLUMNS, Column
 from tilewright.trainer.data.contents import digest, of_samples, of_tokenizer, tokenizes
 from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import (
@@ -42,6 +40,7 @@ from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.data.units import check_pairs
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.losses.loss import Loss, loss_of
+from tilewright.trainer.losses.preference_fields import Preference, kind_of_reference
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -50,17 +49,19 @@ from tilewright.trainer.models.moe import freeze_router
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim.optim import build_optimizer
 from tilewright.trainer.optim.per_step import at_step
-from tilewright.trainer.parallel.layouts import apply_layouts
+from tilewright.trainer.optim.row import OPTIMIZERS
+from tilewright.trainer.parallel.apply import apply_layouts
+from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.reference import Reference
-from tilewright.trainer.tables import COLUMNS, OPTIMIZERS
+from tilewright.trainer.section import Resume, Section, kept
 
 log = logging.getLogger("tilewright")
 
 
-def compute_dtype(train: Train) -> torch.dtype:
+def compute_dtype(train: Compute) -> torch.dtype:
     return torch.bfloat16 if train.enable_mixed_precision else torch.float32
 
 
@@ -99,7 +100,7 @@ def choose_ops(
     )
 
 
-def check_experts(of: Model | Train, section: str, layers: list[bool], *names: str) -> None:
+def check_experts(of: Section, section: str, layers: list[bool], *names: str) -> None:
     """Raises ValueError for a field that experts alone read, of a model without.
 
     layers: whether each has experts.
@@ -213,7 +214,7 @@ def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> En
     return engine_around(parts, config.train, mesh, config.lora.lora_plus_scale)
 
 
-def computing(parts: Parts, train: Train, mesh: Mesh) -> Parts:
+def computing(parts: Parts, train: Compute, mesh: Mesh) -> Parts:
     """Parts that compute as a run's: on its device, in its precision."""
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
     # bfloat16.
@@ -309,6 +310,7 @@ def build_data(
         pin=mesh.device.type == "cuda",
         cp=mesh.context,
         tp=mesh.layout.tp,
+        ends=t.drops,
     )
     sets = {} if held is None else {"held_out": held_bins("held_out", held, d, loss, columns)}
     if not t.do_test:
@@ -355,7 +357,7 @@ def held_bins(
 
 def loss_of_run(config: Config) -> Loss:
     """What a run minimizes."""
-    return loss_of(config.train.loss, dict(config))
+    return loss_of(config.train.loss, dict(config), config.train.loss_args)
 
 
 def same_place(path: str, other: str | None) -> bool:
@@ -613,7 +615,7 @@ def build(
     columns = columns_of(t, loss, shape, prefixes, referenced)
     batches, held = build_data(config, mesh, shape.vocab_size, columns)
     last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
-    dropout.check(t, shape, batches.per_step)
+    dropout.check(t, t, shape, batches.per_step)
     read = kind_of_reference(config) == "precomputed"
     sets, compared = [batches.bins, *held.values(), *last.values()], None
     d, m, known = config.data, config.model, None

@@ -32,17 +32,17 @@ from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
 from tilewright.trainer.config import Config, Model, from_command_line
-from tilewright.trainer.config.preference import kind_of_reference
 from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.sources import titles
 from tilewright.trainer.engine import Engine, reproducible
 from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.preference_fields import kind_of_reference
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.optim.per_step import PerStep
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.scoring import Rewarded, Score, batches_of, rewards, scores
-from tilewright.trainer.tables import COLUMNS
 
 PROGRAM = "python -m tilewright.trainer.evaluate"
 OPTIONS = {

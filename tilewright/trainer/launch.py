@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from tilewright.core import platform
 from tilewright.core.registry import ImplementationUnavailable
-from tilewright.trainer.config import ConfigError, Train
+from tilewright.trainer.field_tree import ConfigError
 from tilewright.trainer.interrupts import Stopped
+from tilewright.trainer.parallel.fields import Parallel
 from tilewright.trainer.parallel.mesh import Mesh, device_of, join
 
 log = logging.getLogger("tilewright")
@@ -31,7 +32,7 @@ GONE = re.compile("(closed|reset) by peer|likely closed|remote process exited")
 
 
 def run(
-    train: Train | None,
+    train: Parallel | None,
     work: Callable[[Mesh], None],
     *,
     first: Callable[[int, int, torch.device], None] = lambda rank, size, device: None,

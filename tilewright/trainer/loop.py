@@ -14,26 +14,28 @@ from typing import Any, NoReturn
 
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
-from tilewright.trainer.checkpoint import checkpoint, writable
+from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.checkpoint.best import Best, history, over
 from tilewright.trainer.checkpoint.made_of import MadeOf
 from tilewright.trainer.config import Config, Train, resolved
-from tilewright.trainer.config.preference import kind_of_reference
-from tilewright.trainer.config.section import certified
 from tilewright.trainer.data import packing
-from tilewright.trainer.data.batches import Batches, Bins, evaluated_bins
+from tilewright.trainer.data.batches import Bins, evaluated_bins
 from tilewright.trainer.data.contents import digest
-from tilewright.trainer.engine import Engine, NotFinite, reproducible
+from tilewright.trainer.engine import NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.preference_fields import kind_of_reference
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
-from tilewright.trainer.plugins.callback import Callback, Step, add_callbacks, check_callbacks
+from tilewright.trainer.plugins import writable
+from tilewright.trainer.plugins.callback import Step, add_callbacks, check_callbacks
 from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
+from tilewright.trainer.plugins.run import Run as Parts
 from tilewright.trainer.plugins.summary import choices, summary, too_long
 from tilewright.trainer.resume import refuse_others, resume
 from tilewright.trainer.scoring import batches_of, evaluation, reported_names
+from tilewright.trainer.section import certified
 
 
 def train(config: Config, mesh: Mesh) -> None:
@@ -82,27 +84,8 @@ def loop(run: Run, interrupts: Interrupts) -> None:
 
 
 @dataclasses.dataclass
-class Run:
-    """The parts of a run, and its position. done: optimizer steps."""
-
-    config: Config
-    mesh: Mesh
-    engine: Engine
-    batches: Batches
-    held: dict[str, Bins]
-    last: dict[str, Bins]
-    loss: Loss
-    plan: Plan
-    metrics: Metrics
-    saver: checkpoint.Saver
-    identity: dict[str, dict[str, Any]]
-    made_of: MadeOf
-    ops: dict[str, str]
-    export_as: dict[str, Any]
-    start: int
-    done: int
-    owes: bool  # an evaluation of these weights
-    callbacks: list[Callback] = dataclasses.field(default_factory=list)
+class Run(Parts):
+    """A run, with what happens beside its steps."""
 
     def begin(self) -> None:
         """Evaluates before the first step, and where the run that it resumes was stopped before it
@@ -223,12 +206,6 @@ class Run:
             )
         raise ValueError(f"{why}; {how}") from None
 
-    def end_if(self, problem: str | None) -> None:
-        """Waits for the last checkpoint, and ends the run with a sentence, if there is one."""
-        if problem is not None:
-            self.saver.finish()
-            raise ValueError(problem)
-
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         try:
@@ -252,6 +229,8 @@ def _by(train: Train, loss: Loss, fields: dict[str, Any], made: build.Built, mes
         if len(found := evaluated_bins(bins, size, mesh.layout.data, most)) < len(bins)
     }
     own = {k: v for k, v in fields.items() if k.startswith(f"{loss.section}.")}
+    if train.loss_args:
+        own["train.loss_args"] = train.loss_args
     reference = made.made_of.get("reference")
     temperature = str(train.loss_temperature) if loss.section == "policy" else None
     return digest([train.loss, own, some, reference and reference.digest, temperature])
@@ -289,6 +268,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         tokens=batches.tokens,
         work=(flops, mesh.size),
         settings=config.model_dump(mode="json"),
+        tests=t.do_test,
         owed=(owes := state.get("owes_evaluation", False)) and plan.evaluates(start),
     )
     run = Run(

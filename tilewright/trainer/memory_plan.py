@@ -38,19 +38,20 @@ from tilewright.trainer.build import (
     unfilled,
 )
 from tilewright.trainer.columns import MISMATCHED
-from tilewright.trainer.config import Config, ConfigError, Data, Train
-from tilewright.trainer.config.preference import kind_of_reference
+from tilewright.trainer.config import Config, ConfigError, Data
 from tilewright.trainer.data.batches import collate
-from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.columns.column import COLUMNS, Column
+from tilewright.trainer.losses.preference_fields import kind_of_reference
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.optim.per_step import at_step
+from tilewright.trainer.parallel.fields import Batching, Compute, Parallel
 from tilewright.trainer.parallel.mesh import Layout, Mesh, build, layout_of, padding
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.row import LAYOUTS
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
-from tilewright.trainer.tables import COLUMNS, LAYOUTS
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -163,7 +164,7 @@ def _measured(
     return found, largest, saved
 
 
-def _calls(train: Train, last: bool) -> list[int]:
+def _calls(train: Batching, last: bool) -> list[int]:
     """The micro-batches of each call of a step. last: the plan's last step, which needs the most
     memory.
     """
@@ -311,7 +312,7 @@ def plan_apart(
         return process.submit(plan, config, shape, size, rank, device, otherwise).result()
 
 
-def most(train: Train, length: int, eager: bool, shape: ModelConfig) -> int:
+def most(train: Batching, length: int, eager: bool, shape: ModelConfig) -> int:
     """A bound in bytes, several times what one process would need: smaller runs are not planned.
 
     length: of a bin, in tokens.   eager: whether attention keeps all its probabilities.
@@ -361,7 +362,7 @@ def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
     yield f"{where} {gib(there)}"
 
 
-def _whose(train: Train, layout: Layout, first: int) -> str:
+def _whose(train: Parallel, layout: Layout, first: int) -> str:
     """The ranks that are alike, by the first of them, and their stages."""
     place = layout.coordinates(first)["pp"]
     alike = layout.along("pp")[:, place].tolist()
@@ -375,7 +376,7 @@ def _whose(train: Train, layout: Layout, first: int) -> str:
     return f"{ranks}, stage{'s' if stages[1:] else ''} {', '.join(stages)}"
 
 
-def table(found: RankPlan, ranks: str, train: Train) -> Iterator[str]:
+def table(found: RankPlan, ranks: str, train: Compute) -> Iterator[str]:
     yield f"{ranks:40}{'at the peak':>14}{'at most':>14}"
     for part, name in PARTS.items():
         yield f"  {name:38}{gib(found.peak[part]):>14}{gib(found.whole[part]):>14}"

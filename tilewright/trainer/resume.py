@@ -9,14 +9,14 @@ from typing import Any
 from tilewright.trainer.build import Built, Things
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.checkpoint.checkpoint_files import read_state
+from tilewright.trainer.checkpoint.fields import Checkpointing
 from tilewright.trainer.checkpoint.made_of import NOTHING, MadeOf
-from tilewright.trainer.config import Train
 from tilewright.trainer.parallel.mesh import Mesh
 
 log = logging.getLogger("tilewright")
 
 
-def accepted(train: Train, reference: str) -> set[str]:
+def accepted(train: Checkpointing, reference: str) -> set[str]:
     """What a run may be made of that its checkpoint was not.   reference: its kind."""
     found = {*train.accept_changes}
     if train.allow_other_base:  # adapters that are switched off are compared with it
@@ -25,7 +25,7 @@ def accepted(train: Train, reference: str) -> set[str]:
 
 
 def refuse_others(
-    train: Train, reference: str, mesh: Mesh, folders: list[pathlib.Path], things: Things
+    train: Checkpointing, reference: str, mesh: Mesh, folders: list[pathlib.Path], things: Things
 ) -> None:
     """Raises ValueError, on every rank, if a run that goes on from the first folder is made of
     other things than it was.   reference: its kind.
@@ -43,7 +43,7 @@ def refuse_others(
 
 
 def resume(
-    train: Train, reference: str, mesh: Mesh, made: Built, folders: list[pathlib.Path]
+    train: Checkpointing, reference: str, mesh: Mesh, made: Built, folders: list[pathlib.Path]
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
     """Fills the engine from the first folder that is not damaged, and sets the position in the
     data. Returns the folder that the run goes on from, and its state: None and {} without folders,

@@ -10,18 +10,7 @@ import importlib.metadata
 import pkgutil
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from tilewright.ops.loss.preference import Formula
-    from tilewright.trainer.data.columns.column import Column
-    from tilewright.trainer.data.types.dataset_type import DatasetType
-    from tilewright.trainer.losses.loss import Loss
-    from tilewright.trainer.models.families.architecture import Architecture
-    from tilewright.trainer.optim.optim import Optimizer
-    from tilewright.trainer.optim.schedules import Schedule
-    from tilewright.trainer.parallel.layouts import Layout
-    from tilewright.trainer.plugins.callback import Plugin
+from typing import Generic, TypeVar
 
 Row = TypeVar("Row")
 
@@ -36,15 +25,15 @@ class Table(Generic[Row]):
     Args:
         name: the plural, such as "losses".
         package: whose modules add rows, such as "tilewright.trainer.losses".
-        row: module:name of the rows' class.
+        row: the rows' class.
 
     Example:
-        >>> from tilewright.trainer.tables import OPTIMIZERS
+        >>> from tilewright.trainer.optim.row import OPTIMIZERS
         >>> "adamw" in OPTIMIZERS.names()
         True
     """
 
-    def __init__(self, name: str, package: str, row: str):
+    def __init__(self, name: str, package: str, row: type[Row]):
         self.name, self.package, self.row = name, package, row
         self._rows: dict[str, Row] = {}
         self._points: dict[str, importlib.metadata.EntryPoint] = {}
@@ -54,10 +43,9 @@ class Table(Generic[Row]):
         """Raises ValueError for a name that is taken, TypeError for a row of another class; a
         class is a row where it is derived from that.
         """
-        module, _, name_of = self.row.partition(":")
-        kind = getattr(importlib.import_module(module), name_of)
-        if not (issubclass(row, kind) if isinstance(row, type) else isinstance(row, kind)):
-            raise TypeError(f"{self.name}: {name} must be a {self.row}, got {row!r}")
+        if not (issubclass(row, self.row) if isinstance(row, type) else isinstance(row, self.row)):
+            of = f"{self.row.__module__}:{self.row.__name__}"
+            raise TypeError(f"{self.name}: {name} must be a {of}, got {row!r}")
         if name in self._rows:
             raise ValueError(f"{self.name}: the name {name!r} is taken")
         self._rows[name] = row
@@ -118,23 +106,3 @@ class Table(Generic[Row]):
         """The rows that are there: an entry point's once it has been asked for."""
         self._complete()
         yield from sorted(self._rows.items())
-
-
-HERE = "tilewright.trainer"
-LOSSES: Table[Loss] = Table("losses", f"{HERE}.losses", f"{HERE}.losses.loss:Loss")
-PREFERENCES: Table[type[Formula]] = Table(
-    "preferences", f"{HERE}.losses.preference", "tilewright.ops.loss.preference:Formula"
-)
-OPTIMIZERS: Table[Optimizer] = Table("optimizers", f"{HERE}.optim", f"{HERE}.optim.optim:Optimizer")
-SCHEDULES: Table[Schedule] = Table("schedules", f"{HERE}.optim", f"{HERE}.optim.schedules:Schedule")
-DATASETS: Table[DatasetType] = Table(
-    "datasets", f"{HERE}.data.types", f"{HERE}.data.types.dataset_type:DatasetType"
-)
-COLUMNS: Table[Column] = Table(
-    "columns", f"{HERE}.data.columns", f"{HERE}.data.columns.column:Column"
-)
-FAMILIES: Table[Architecture] = Table(
-    "families", f"{HERE}.models.families", f"{HERE}.models.families.architecture:Architecture"
-)
-LAYOUTS: Table[Layout] = Table("layouts", f"{HERE}.parallel", f"{HERE}.parallel.layouts:Layout")
-CALLBACKS: Table[Plugin] = Table("callbacks", f"{HERE}.plugins", f"{HERE}.plugins.callback:Plugin")

@@ -35,6 +35,7 @@ from tilewright.trainer import build, launch
 from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Config, from_command_line
 from tilewright.trainer.data.batches import Bins
+from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.data.encode import lists
 from tilewright.trainer.data.teacher_files import with_temperature
 from tilewright.trainer.engine import Engine, reproducible
@@ -43,7 +44,6 @@ from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.scoring import batches_of
-from tilewright.trainer.tables import COLUMNS
 
 PROGRAM = "python -m tilewright.trainer.teacher"
 OPTIONS = {"--to FOLDER": "Where the rows are written. It must not be there, or be empty."}

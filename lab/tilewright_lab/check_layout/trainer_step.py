@@ -12,9 +12,9 @@ from tilewright.trainer.build import build_engine, choose_ops, compute_dtype, sh
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.batches import collate
+from tilewright.trainer.losses.loss import LOSSES
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.parallel.mesh import padding
-from tilewright.trainer.tables import LOSSES
 from tilewright_lab.check_layout.step import Step
 
 __all__ = ["trainer_step"]

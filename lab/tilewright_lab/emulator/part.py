@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tilewright_lab.emulator.counts import Counts
 from tilewright_lab.emulator.memory import Memory
 
-if TYPE_CHECKING:
-    from tilewright_lab.emulator.kernel import Kernel
-
 
 class Part:
     """A part of `Cluster`, whose __init__ says what each attribute is."""
 
-    k: Kernel
+    k: Any  # the `Kernel`, which makes clusters
     memory: Memory
     values: dict[str, Any]  # of the kernel's parameters
     counts: Counts | None

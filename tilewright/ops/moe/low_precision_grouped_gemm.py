@@ -463,8 +463,8 @@ def _launching(kernels) -> tuple[Callable, Callable, Callable]:
 
 @functools.cache
 def _cpp():
-    products = (functools.partial(f, "cpp") for f in (_rows_dense, _sums_dense))
-    return _Fused("cpp", _place_dense, *products).grouped_gemm
+    rows, sums = (functools.partial(f, "cpp") for f in (_rows_dense, _sums_dense))
+    return _Fused("cpp", _place_dense, rows, sums).grouped_gemm
 
 
 # ---- cases

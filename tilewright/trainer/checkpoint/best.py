@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from tilewright.trainer.config import Train
+from tilewright.trainer.checkpoint.fields import Checkpointing
 
 _BY = "by="
 
@@ -29,7 +29,7 @@ class Best:
     step: int | None = None
 
     @classmethod
-    def of(cls, train: Train, over: str, names: Collection[str]) -> Best | None:
+    def of(cls, train: Checkpointing, over: str, names: Collection[str]) -> Best | None:
         """That of a run before there is one; None if it does not ask for it. names: of what
         evaluations report.
 
@@ -104,7 +104,7 @@ class History(NamedTuple):
     told: tuple[str, ...] = ()
 
 
-def history(train: Train, own: Best | None, state: Mapping[str, Any]) -> History:
+def history(train: Checkpointing, own: Best | None, state: Mapping[str, Any]) -> History:
     """own: `Best.of`.   state: of the checkpoint that the run goes on from."""
     root = pathlib.Path(train.output_dir, "checkpoints")
     last = [Best(**said) for said in [state.get("best")] if said]

@@ -69,10 +69,11 @@ from tilewright.trainer.checkpoint.run_folder import (
     step_of,
     time_after,
 )
-from tilewright.trainer.config import Lora, Train
-from tilewright.trainer.config.section import Resume, unrecorded
+from tilewright.trainer.models.lora_fields import Lora
+from tilewright.trainer.optim.fields import Optim
 from tilewright.trainer.parallel.mesh import Group, Mesh, checkpoint_group
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.section import Resume, unrecorded
 
 __all__ = [
     "Damaged",
@@ -619,7 +620,7 @@ ADDED: dict[str, dict[str, Any]] = {
         "lora": unrecorded(Lora, Resume.OTHER_WEIGHTS),
     },
     "optimizer": {
-        **unrecorded(Train, Resume.OTHER_STATES),
+        **unrecorded(Optim, Resume.OTHER_STATES),
         **unrecorded(Lora, Resume.OTHER_STATES),
     },
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewright.core.files import is_hub_id, read_json
-from tilewright.trainer.config import Model
+from tilewright.trainer.models.fields import Model
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import Rows
 

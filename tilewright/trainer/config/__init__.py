@@ -8,11 +8,11 @@ if sys.argv[:1] == ["-m"]:  # `python -m` imports the package before its __main_
     require("trainer")
 
 from tilewright.trainer.config.config import Config, from_command_line, load, resolved
-from tilewright.trainer.config.data import Data, Dataset
-from tilewright.trainer.config.field_tree import ConfigError
-from tilewright.trainer.config.lora import Lora
-from tilewright.trainer.config.model import Model
 from tilewright.trainer.config.train import Train
+from tilewright.trainer.data.fields import Data, Dataset
+from tilewright.trainer.field_tree import ConfigError
+from tilewright.trainer.models.fields import Model
+from tilewright.trainer.models.lora_fields import Lora
 
 __all__ = [
     "Config",

@@ -2,9 +2,10 @@
 
 A field that is accepted does what its description says. What cannot work is refused with one
 sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
-a default or a meaning departs from it, the field says so, and why. Everything about a field stands
-on it (`section.field`), in `model.py`, `data.py`, `train.py`, `lora.py`, `preference.py`,
-`policy.py`, `distillation.py` and `reward.py`; `overrides.py` reads files and command lines.
+a default or a meaning departs from it, `dialects/xorl.toml` says so, and why. Everything else about
+a field stands on it (`section.field`), beside what reads it: in `fields.py` of `models`, `optim`,
+`losses`, `parallel`, `checkpoint` and `data`, and, where the readers are above, in `train.py`.
+`checks.py` has what concerns several of them; `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
@@ -24,16 +25,17 @@ from pydantic import Field, ValidationInfo, model_validator
 from tilewright.core import platform
 from tilewright.trainer.config import overrides as reading
 from tilewright.trainer.config import reference
-from tilewright.trainer.config.data import Data
-from tilewright.trainer.config.distillation import Distillation
-from tilewright.trainer.config.field_tree import ConfigError, leaves
-from tilewright.trainer.config.lora import Lora
-from tilewright.trainer.config.model import Model
-from tilewright.trainer.config.policy import Policy
-from tilewright.trainer.config.preference import Preference
-from tilewright.trainer.config.reward import Reward
-from tilewright.trainer.config.section import Section, problems
+from tilewright.trainer.config.checks import CHECKS
 from tilewright.trainer.config.train import Train
+from tilewright.trainer.data.fields import Data
+from tilewright.trainer.field_tree import ConfigError, leaves
+from tilewright.trainer.losses.distillation_fields import Distillation
+from tilewright.trainer.losses.policy_fields import Policy
+from tilewright.trainer.losses.preference_fields import Preference
+from tilewright.trainer.losses.reward_fields import Reward
+from tilewright.trainer.models.fields import Model
+from tilewright.trainer.models.lora_fields import Lora
+from tilewright.trainer.section import Section, checked, problems
 
 
 class Config(Section):
@@ -48,7 +50,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:
-        broken = list(problems(self, getattr(info.context, "training", True)))
+        training = getattr(info.context, "training", True)
+        broken = [*problems(self, training), *checked(self, CHECKS, training)]
         if isinstance(info.context, list):  # `load` reports them together with every other error
             info.context.extend(broken)
         elif broken:

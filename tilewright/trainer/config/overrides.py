@@ -17,8 +17,8 @@ from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
-from tilewright.trainer.config.elsewhere import said
-from tilewright.trainer.config.field_tree import (
+from tilewright.trainer.config.dialects import converted, said, taken_by
+from tilewright.trainer.field_tree import (
     ConfigError,
     kind,
     leaves,
@@ -26,7 +26,7 @@ from tilewright.trainer.config.field_tree import (
     submodel,
     without_index,
 )
-from tilewright.trainer.config.section import Broken, properties
+from tilewright.trainer.section import Broken
 
 MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 50, 100
 
@@ -147,7 +147,7 @@ def apply(data: dict, model: type[BaseModel], arguments: list[str]) -> list[str]
             text = rest.pop(0)
         if without_index(path) not in leaves(model):
             whole = "a section; give its fields" if path in model.model_fields else None
-            errors.append(f"--{key} = {text}: {whole or unknown(model, path)}")
+            errors.append(f"--{key} = {text}: {whole or unknown(model, path, text)}")
             continue
         try:
             value = _value(text)
@@ -194,19 +194,9 @@ def _likeness(a: str, b: str) -> float:
 ALIKE = 0.75
 
 
-def elsewhere(model: type[BaseModel]) -> dict[str, str]:
-    """Name in other libraries -> path here."""
-    return {
-        name: path
-        for path, field in leaves(model).items()
-        for names in properties(field).names.values()
-        for name in names
-    }
-
-
-def unknown(model: type[BaseModel], path: str) -> str:
+def unknown(model: type[BaseModel], path: str, given: Any = None) -> str:
     """The hint for a key that does not exist: where it belongs, its name here, what is said of it
-    elsewhere, or similar keys anywhere in the tree.
+    elsewhere, or similar keys anywhere in the tree.   given: its value.
     """
     at, _, name = without_index(path).rpartition(".")
     known = {p: p.rpartition(".") for p in (*leaves(model), *(() if at else model.model_fields))}
@@ -219,11 +209,12 @@ def unknown(model: type[BaseModel], path: str) -> str:
         if _likeness(name, own) >= ALIKE
     }
     meant = [p for p in alike if alike[p] == max(alike.values())]
-    here = elsewhere(model).get(name, "")
-    if here and at not in {known[p][0] for p in meant} - {known[here][0]}:
-        meant = [here]
-    if not here and (sentence := said(name)):
+    entry = taken_by(name)
+    if entry is None and (sentence := said(name)):
         return f"unknown key; {sentence}"
+    here = entry.ours if entry is not None else None
+    if entry is not None and here and at not in {known[p][0] for p in meant} - {known[here][0]}:
+        return f"unknown key; did you mean {here}{converted(entry, given)}?"
     return f"unknown key; did you mean {' or '.join(meant)}?" if meant else "unknown key"
 
 
@@ -272,7 +263,7 @@ def _explain(
         elif reason == "missing":
             lines.append(f"{path}: required")
         elif reason == "extra_forbidden":
-            lines.append(f"{path} = {show(value)}: {unknown(model, path)}")
+            lines.append(f"{path} = {show(value)}: {unknown(model, path, value)}")
         else:
             field = leaves(model).get(without_index(path))
             wanted = f"; expected {kind(field.annotation)}" if field else ""

@@ -14,8 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tilewright.trainer.config.field_tree import submodel
-from tilewright.trainer.tables import LAYOUTS, OPTIMIZERS, SCHEDULES
+from tilewright.trainer.field_tree import submodel
+from tilewright.trainer.optim.row import OPTIMIZERS, SCHEDULES
+from tilewright.trainer.parallel.row import LAYOUTS
+from tilewright.trainer.section import Section
 
 HERE = pathlib.Path(__file__).parent
 Kinds = dict[str, type[BaseModel]]
@@ -30,7 +32,7 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
     scopes, behind = {}, {}  # behind: what a method of a section reads
     for path in sorted(HERE.parent.rglob("*.py")):
         nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
-        if path.parent == HERE:
+        if path.parent == HERE or path.stem.endswith("fields"):
             for method in (n for n in nodes if isinstance(n, ast.FunctionDef)):
                 behind[method.name] = [
                     n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)
@@ -60,8 +62,11 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
 
 
 def _sections(model: type[BaseModel], at: str = "") -> dict[type[BaseModel], list[str]]:
-    """The models of a tree, with what comes before the names of their fields."""
-    found = {model: [at]}
+    """The sections of a tree, and those that they are made of, with what comes before the names of
+    their fields.
+    """
+    kinds = (kind for kind in model.__mro__ if issubclass(kind, Section) and kind is not Section)
+    found: dict[type[BaseModel], list[str]] = {kind: [at] for kind in kinds}
     for name, field in model.model_fields.items():
         if inner := submodel(field.annotation)[0]:
             for kind, paths in _sections(inner, f"{at}{name}.").items():

@@ -5,18 +5,16 @@ one field explained.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from tilewright.trainer.config.elsewhere import State, rows, written
-from tilewright.trainer.config.field_tree import kind, leaves
+from tilewright.trainer.config.checks import CHECKS
+from tilewright.trainer.config.dialects import State, difference, names_of, rows, written
 from tilewright.trainer.config.readers import readers
-from tilewright.trainer.config.section import Accepts, RowOf, needs, properties
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
+from tilewright.trainer.field_tree import kind, leaves
+from tilewright.trainer.section import Accepts, RowOf, concerning, needs, properties
 
 BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
@@ -93,14 +91,16 @@ def page(model: type[BaseModel], text: str) -> str:
         section, _, name = path.rpartition(".")
         if section == "data.test_datasets":
             continue  # the fields of data.datasets
-        found = properties(field)
         cells = f"`{name}`", _type(field), f"`{_default(field)}`"
-        cells += meaning(field) + _accepted(field, " **Only {}:** {}."), found.resume.split(":")[0]
+        cells += (
+            meaning(field) + _accepted(field, " **Only {}:** {}."),
+            properties(field).resume.split(":")[0],
+        )
         more = " (each entry of it, and of `data.test_datasets`)" * (section == "data.datasets")
         table = tables.setdefault(f"## {section}{more}", [])
         table.append(_row(*cells, ", ".join(readers(model).get(path, ()))))
-        differences += [_row(f"`{path}`", *found.differs)] if found.differs else []
-        names += [(who, name, f"`{path}`") for who, own in found.names.items() for name in own]
+        differences += [_row(f"`{path}`", *differs)] if (differs := difference(path)) else []
+        names += [(who, name, f"`{path}`") for who, own in names_of(path).items() for name in own]
     lines = [BEGIN, TITLE.strip()]
     for title, cells in tables.items():
         lines += ["", title, "", "| field | type | default | meaning | resume | read by |"]
@@ -167,23 +167,27 @@ def _type(field: Any) -> str:
     return f"{kind(field.annotation)}{', ' * bool(limits(field))}{limits(field)}"
 
 
-def explain(config: Config, path: str) -> str:
+def explain(config: BaseModel, path: str) -> str:
     """Everything that a field states, and what reads it.
 
     config: any with an entry in each list, from which rules state their sentences. Raises KeyError
     for an unknown path.
     """
     field = leaves(type(config))[path]
-    found = properties(field)
     lines = [
         path,
         f"  type:    {_type(field)}",
         f"  default: {_default(field)}",
         f"  meaning: {meaning(field)}",
-        f"  resume:  {found.resume}",
+        f"  resume:  {properties(field).resume}",
         f"  read by: {', '.join(readers(type(config)).get(path, ['its rules']))}",
         *(f"  rule:    {sentence}" for sentence in needs(path, config)),
-        *([f"  in xorl: {found.differs[0]}; here: {found.differs[1]}"] if found.differs else []),
-        *(f"  in {who}: {', '.join(names)}" for who, names in found.names.items()),
+        *(f"  rule:    {sentence}" for sentence in concerning(config, CHECKS, path)),
+        *(
+            [f"  in xorl: {differs[0]}; here: {differs[1]}"]
+            if (differs := difference(path))
+            else []
+        ),
+        *(f"  in {who}: {', '.join(names)}" for who, names in names_of(path).items()),
     ]
     return "\n".join(lines)

@@ -32,11 +32,12 @@ import torch
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
 from tilewright.trainer import interrupts
 from tilewright.trainer.columns import IGNORE, MISMATCHED, TOKENS
-from tilewright.trainer.config import Data, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import has_target
+from tilewright.trainer.data.fields import Data
 from tilewright.trainer.data.units import rows_of, starts_of, unfolded
+from tilewright.trainer.parallel.fields import Batching
 from tilewright.trainer.parallel.mesh import padding
 
 BIN_ENDS, PREFIX = "bin_ends", "prefix"
@@ -342,13 +343,14 @@ class Batches:
         self,
         bins: Bins,
         data: Data,
-        train: Train,
+        train: Batching,
         *,
         rank: int = 0,
         world_size: int = 1,
         pin: bool = False,
         cp: ContextParallel | None = None,
         tp: int = 1,
+        ends: bool = False,
     ):
         self.data, self.cp, self.tp = data, cp or ContextParallel(), tp
         self.bins, self.rank, self.world, self.pin = bins, rank, world_size, pin
@@ -357,7 +359,7 @@ class Batches:
             train.gradient_accumulation_steps,
             train.seed,
         )
-        self.ends = train.drops
+        self.ends = ends
         self.per_step = world_size * self.micro * self.accumulation
         self.steps_per_epoch = self._steps_in(len(bins))
         if self.steps_per_epoch == 0:

@@ -17,14 +17,14 @@ import pathlib
 from typing import Any
 
 from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
-from tilewright.trainer.config import Data, Dataset, Model
-from tilewright.trainer.config.section import keyed
 from tilewright.trainer.data.data_files import Digests, digests
 from tilewright.trainer.data.encode import Columns, longest
 from tilewright.trainer.data.ends import stops_of
+from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.sources import located
-from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS, WHOLE, Prompts
+from tilewright.trainer.models.fields import Model
+from tilewright.trainer.section import keyed
 
 log = logging.getLogger("tilewright")
 # Increment when the same settings prepare other data, to invalidate earlier caches.

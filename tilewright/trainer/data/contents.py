@@ -13,12 +13,13 @@ from typing import Any
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.checkpoint.made_of import Thing
-from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.cache_key import files_of
 from tilewright.trainer.data.data_files import digests
+from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.prepared import is_saved
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS
+from tilewright.trainer.models.fields import Model
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARIES = (".model", ".tiktoken")

@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from tilewright.trainer.columns import IGNORE, ROW, SCHEMA
-from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data import marks, masks
-from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.columns.column import COLUMNS, Column
+from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.types.dataset_type import (
+    DATASETS,
     WHOLE,
     Asked,
     DatasetType,
@@ -27,7 +28,8 @@ from tilewright.trainer.data.types.dataset_type import (
     Refused,
     Span,
 )
-from tilewright.trainer.tables import COLUMNS, DATASETS, LOSSES
+from tilewright.trainer.losses.loss import LOSSES
+from tilewright.trainer.options import given_options
 
 log = logging.getLogger("tilewright")
 ALPACA = (
@@ -213,7 +215,14 @@ class Encoder:
         self.most, self.vocab, self.columns = most, vocab, columns or {}
         self.kind = DATASETS[entry.type]
         self.asked = Asked(
-            entry.path, entry.type, most, tokenizer, names, use.prompts, stops=use.stops
+            entry.path,
+            entry.type,
+            most,
+            tokenizer,
+            names,
+            use.prompts,
+            stops=use.stops,
+            options=given_options(self.kind.options, entry.type_args),
         )
         self.samples_of = self.kind.samples(self.asked)
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from tilewright.trainer.checkpoint.hf_names import local_folder
-from tilewright.trainer.config import Dataset, Model
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.fields import Dataset
+from tilewright.trainer.data.types.dataset_type import DATASETS
+from tilewright.trainer.models.fields import Model
 
 BEGUN = (
     "samples begin with what the tokenizer puts before a text (BOS), which was not added once more"

@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from tilewright.core import platform
 from tilewright.trainer.columns import SCHEMA
-from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data.encode import (
     ANY,
     Columns,
@@ -36,12 +35,12 @@ from tilewright.trainer.data.encode import (
     longest,
     unread,
 )
+from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import Refused, number
+from tilewright.trainer.data.types.dataset_type import DATASETS, Refused, number
 from tilewright.trainer.data.types.text import PIECE
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
-from tilewright.trainer.tables import DATASETS
 
 log = logging.getLogger("tilewright")
 TOLD = 10  # rows that are skipped and named in the log

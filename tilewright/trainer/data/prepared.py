@@ -26,19 +26,19 @@ import pyarrow.compute
 
 from tilewright.core.files import replace_folder
 from tilewright.trainer.columns import IGNORE, TOKENS
-from tilewright.trainer.config import Data, Dataset, Model
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.encode import Columns, Use, has_target, not_instructed, schema
 from tilewright.trainer.data.ends import stops_of
+from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.mixing import mixed
 from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
-from tilewright.trainer.data.types.dataset_type import WHOLE, Prompts
+from tilewright.trainer.data.types.dataset_type import DATASETS, WHOLE, Prompts
 from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units, has_rows, held_together, unfolded
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.models.fields import Model
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 log = logging.getLogger("tilewright")

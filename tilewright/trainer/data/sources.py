@@ -14,8 +14,8 @@ import numpy as np
 from tilewright.core import platform
 from tilewright.core.files import is_hub_id
 from tilewright.core.registry import ImplementationUnavailable
-from tilewright.trainer.config import Data, Dataset
 from tilewright.trainer.data.csv_file import CsvFile
+from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.json_file import JsonFile
 from tilewright.trainer.data.rows import Documents, Range, Rows
 from tilewright.trainer.data.typed_file import SetFile, TypedFile

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tilewright.trainer.config import Dataset
+from tilewright.trainer.data.fields import Dataset
 from tilewright.trainer.data.sources import located
 
 KEY = b"tilewright.teacher"

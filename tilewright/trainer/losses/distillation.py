@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config.distillation import Distillation
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.distillation_fields import Distillation
+from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.models.head import TokenLosses
-from tilewright.trainer.tables import LOSSES
 
 ROUNDING = 2.0**-23  # of the sum of float32 probabilities: the least mass outside
 REPORTS = ("teacher_kl", "teacher_mass", "student_mass")

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tilewright.trainer.losses.loss import Loss, count_labels
+from tilewright.trainer.losses.loss import LOSSES, Loss, count_labels
 from tilewright.trainer.models.head import TokenLosses
-from tilewright.trainer.tables import LOSSES
 
 
 def language_modeling(

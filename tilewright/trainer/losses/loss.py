@@ -9,17 +9,22 @@ micro-batches.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.losses.before import Before
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model_config import HEADS
-from tilewright.trainer.tables import LOSSES
+from tilewright.trainer.options import given_options
+from tilewright.trainer.tables import Table
 
 # Numbers that are reported with every step or evaluation.
 RESERVED = {
@@ -64,6 +69,8 @@ class Loss:
     head: of the model, a name of HEADS.
     settled: a section of the configuration -> the loss that a run has, of a row that depends on it.
     section: the name of that section.
+    options: the pydantic model of `train.loss_args`, or None where there are none; the function
+        gets them by keyword, too.
     """
 
     function: LossFunction
@@ -81,6 +88,7 @@ class Loss:
     settled: Callable[[Any], Loss] | None = None
     section: str = "preference"
     accepts: tuple[str, ...] = ()
+    options: type[BaseModel] | None = None
 
     def __post_init__(self) -> None:
         if taken := sorted(RESERVED & {*self.reports}):
@@ -104,10 +112,22 @@ class Loss:
         return found
 
 
-def loss_of(name: str, sections: Mapping[str, Any]) -> Loss:
-    """What train.loss = name minimizes.   sections: of the configuration, by name."""
+LOSSES = Table("losses", "tilewright.trainer.losses", Loss)
+
+
+def loss_of(
+    name: str, sections: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
+) -> Loss:
+    """What train.loss = name minimizes.   sections: of the configuration, by name.   given:
+    train.loss_args.
+    """
     row = LOSSES[name]
-    return row if row.settled is None else row.settled(sections[row.section])
+    if row.settled is not None:
+        row = row.settled(sections[row.section])
+    if row.options is None:
+        return row
+    function = functools.partial(row.function, **given_options(row.options, given))
+    return dataclasses.replace(row, function=functools.update_wrapper(function, row.function))
 
 
 def count_labels(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -13,11 +13,10 @@ from tilewright.ops.loss import policy
 from tilewright.ops.loss.documents import Documents as OneSequence
 from tilewright.ops.loss.policy import Formula, Tokens
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config.policy import Policy
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.loss import LOSSES, Loss
+from tilewright.trainer.losses.policy_fields import Policy
 from tilewright.trainer.losses.preferences import by_document
 from tilewright.trainer.models.head import TokenLosses
-from tilewright.trainer.tables import LOSSES
 
 # Tensors that formulas read -> columns.
 COLUMNS = {

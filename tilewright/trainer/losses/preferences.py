@@ -11,11 +11,11 @@ import torch
 
 from tilewright.ops.loss.preference import Answers, Formula, Pairs
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.config.preference import Preference
 from tilewright.trainer.losses.before import Compared
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.loss import LOSSES, Loss
+from tilewright.trainer.losses.preference.row import PREFERENCES
+from tilewright.trainer.losses.preference_fields import Preference
 from tilewright.trainer.models.head import OfSequence, TokenLosses
-from tilewright.trainer.tables import LOSSES, PREFERENCES
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
 COLUMNS = ("labels", "pair", "role")

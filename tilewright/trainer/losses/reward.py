@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from tilewright.trainer.config.reward import Reward
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.losses.preferences import CHOSEN
+from tilewright.trainer.losses.reward_fields import Reward
 from tilewright.trainer.models.reward_head import Scores
-from tilewright.trainer.tables import LOSSES
 
 REPORTS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 PARTS = ("preference_loss", "center_loss")  # before their factors

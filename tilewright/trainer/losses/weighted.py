@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from tilewright.trainer.columns import IGNORE
-from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.models.head import TokenLosses
-from tilewright.trainer.tables import LOSSES
 
 
 def weighted_language_modeling(
@@ -25,14 +23,6 @@ def weighted_language_modeling(
 
 
 TARGETS, TARGET_WEIGHTS = "targets", "target_weights"
-
-
-def target_columns(k: int) -> dict[str, Column]:
-    """The columns of `weighted_targets`, of k targets per token."""
-    return {
-        TARGETS: Column("token", "int64", fill=-1, target=True, width=k),
-        TARGET_WEIGHTS: Column("token", "float32", target=True, width=k),
-    }
 
 
 def weighted_targets(

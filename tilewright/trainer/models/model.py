@@ -48,7 +48,8 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         family = config.architecture
         self.layers = nn.ModuleList(
-            family.block(Place(config, ops, i, merge_qkv)) for i in range(config.num_hidden_layers)
+            (family.block or Block)(Place(config, ops, i, merge_qkv))
+            for i in range(config.num_hidden_layers)
         )
         self.norm = residual_norm(config, ops)
         # As transformers rounds it: to the dtype of the embedding.

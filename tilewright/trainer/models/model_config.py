@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.items import READ, SLIDING, flag, number
-from tilewright.trainer.tables import FAMILIES
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.families.architecture import Architecture
 
 # Fields of config.json that are accepted at one value only.
 NEUTRAL = {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-from tilewright.trainer.models.model_config import ModelConfig
 
 QKV = ("q_proj", "k_proj", "v_proj")
 FUSED = {"qkv_proj": QKV, "gate_up_proj": ("gate_proj", "up_proj")}
@@ -31,7 +29,7 @@ class Stored:
     def __init__(self, fused: tuple[str, ...] = ()):
         self.fused = fused
 
-    def sources(self, name: str, config: ModelConfig) -> list[str]:
+    def sources(self, name: str, config: Any) -> list[str]:
         """The tensors on disk that are fused into one parameter, in order."""
         stem, _, last = name.rpartition(".experts.")
         if stem:
@@ -45,7 +43,7 @@ class Stored:
             return [name]
         return [name.replace(projection, part) for part in FUSED[projection]]
 
-    def rows(self, name: str, config: ModelConfig) -> Rows | None:
+    def rows(self, name: str, config: Any) -> Rows | None:
         """Those of its only source that a parameter is; None: all."""
         projection = _projection(name)
         if projection not in QKV or "qkv_proj" not in self.fused:
@@ -64,7 +62,7 @@ class Stored:
             return torch.stack(tensors)
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def split(self, name: str, full: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
+    def split(self, name: str, full: torch.Tensor, config: Any) -> list[torch.Tensor]:
         """The inverse of `fuse`."""
         _, of_experts, last = name.rpartition(".experts.")
         if of_experts:
@@ -74,7 +72,7 @@ class Stored:
             return [full]
         return list(full.split(_widths(config)) if projection == "qkv_proj" else full.chunk(2))
 
-    def is_left(self, name: str, config: ModelConfig) -> bool:
+    def is_left(self, name: str, config: Any) -> bool:
         """Whether a tensor on disk that no parameter is made from is no mistake."""
         return False
 
@@ -84,7 +82,7 @@ def _projection(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _widths(config: ModelConfig) -> list[int]:
+def _widths(config: Any) -> list[int]:
     """Rows of queries, keys and values."""
     kv = config.num_key_value_heads * config.head_dim
     return [config.num_attention_heads * config.head_dim, kv, kv]

@@ -11,8 +11,8 @@ import torch
 from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.muon import DTYPES, Muon, Settings
-from tilewright.trainer.optim.optim import ADAM, Optimizer
-from tilewright.trainer.tables import OPTIMIZERS
+from tilewright.trainer.optim.optim import ADAM
+from tilewright.trainer.optim.row import OPTIMIZERS, Optimizer
 
 AdamW = on_shards(torch.optim.AdamW, shard)
 

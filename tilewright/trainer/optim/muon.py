@@ -15,8 +15,7 @@ from torch import nn
 from tilewright import ops as tw
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.matrices import Parts, alike, compute_whole, matrices
-from tilewright.trainer.optim.optim import Optimizer
-from tilewright.trainer.tables import OPTIMIZERS
+from tilewright.trainer.optim.row import OPTIMIZERS, Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

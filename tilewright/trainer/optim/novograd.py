@@ -12,8 +12,8 @@ from torch import nn
 
 from tilewright.nn.sharded import is_sharded, shard
 from tilewright.trainer.optim.matrices import Parts, merged, rows_here
-from tilewright.trainer.optim.optim import ADAM, Optimizer, betas_and_eps
-from tilewright.trainer.tables import OPTIMIZERS
+from tilewright.trainer.optim.optim import ADAM, betas_and_eps
+from tilewright.trainer.optim.row import OPTIMIZERS, Optimizer
 
 
 class Whole:

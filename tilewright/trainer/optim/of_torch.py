@@ -22,8 +22,8 @@ from torch.optim.rprop import rprop
 from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.matrices import Parts, merged
-from tilewright.trainer.optim.optim import ADAM, Optimizer, betas_and_eps
-from tilewright.trainer.tables import OPTIMIZERS
+from tilewright.trainer.optim.optim import ADAM, betas_and_eps
+from tilewright.trainer.optim.row import OPTIMIZERS, Optimizer
 
 # The groups have these, or the trainer decides them.
 OWNED = {"params", "lr", "weight_decay", "betas", "maximize"}

@@ -4,54 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from tilewright.nn.weights import is_adapter
-from tilewright.trainer.optim.per_step import at_step, largest, reasons
-from tilewright.trainer.tables import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Train
-
-
-def _none(model: nn.Module) -> Mapping[nn.Parameter, Any]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """A row of OPTIMIZERS.
-
-    build: (parameter groups, `apart` of the model, and by keyword the values of `fields` and of
-        `options`) -> the optimizer. A group has params, lr and weight_decay.
-    fields: of the section `train` that it reads, beside those of the groups.
-    options: the pydantic model of `train.optimizer_args`, or None where there are none.
-    apart: model -> trainable parameters in groups of their own, with what the optimizer must know
-        of each.
-    apart_lr: the field with their peak learning rate.
-    merged: model -> the parameters in which it merges several tensors of its own, of an optimizer
-        that takes each by itself; `build` gets them as `merged`.
-    version: of the states: one that checkpoints have, unless it is 1.
-    needs_whole: why it cannot train parameters that are sharded, or None.
-    ignores: fields of the section `train` that every other optimizer reads, with the reason.
-    """
-
-    build: Callable[..., torch.optim.Optimizer]
-    fields: tuple[str, ...] = ()
-    options: type[BaseModel] | None = None
-    apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
-    apart_lr: str | None = None
-    merged: Callable[[nn.Module], Mapping[nn.Parameter, Any]] | None = None
-    version: int = 1
-    needs_whole: str | None = None
-    ignores: Mapping[str, str] = dataclass_field(default_factory=dict)
-
+from tilewright.trainer.optim.fields import Optim
+from tilewright.trainer.optim.per_step import at_step, largest
+from tilewright.trainer.optim.row import OPTIMIZERS
+from tilewright.trainer.options import given_options
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -158,46 +120,31 @@ def parameter_groups(
 
 
 def build_optimizer(
-    model: nn.Module, train: Train, whole: nn.Module | None = None, plus: float = 1.0
+    model: nn.Module, optim: Optim, whole: nn.Module | None = None, plus: float = 1.0
 ) -> torch.optim.Optimizer:
     """Each group starts at its peak learning rate.
 
     whole: see `parameter_groups`.   plus: see `rate_factors`.
     """
-    row = OPTIMIZERS[train.optimizer]
+    row = OPTIMIZERS[optim.optimizer]
     apart = row.apart(model)
     if row.apart_lr is not None and not apart:
-        raise ValueError(f"train.optimizer = {train.optimizer}: the model has no trainable matrix")
-    rates = {"lr": train.lr}
+        raise ValueError(f"train.optimizer = {optim.optimizer}: the model has no trainable matrix")
+    rates = {"lr": optim.lr}
     if row.apart_lr is not None:
-        rates[row.apart_lr] = getattr(train, row.apart_lr)
+        rates[row.apart_lr] = getattr(optim, row.apart_lr)
     no_decay = {
-        "no_decay_modules": train.no_decay_modules,
-        "no_decay_params": train.no_decay_params,
+        "no_decay_modules": optim.no_decay_modules,
+        "no_decay_params": optim.no_decay_params,
     }
-    decay = largest(train.weight_decay)  # `set_values` sets that of each step
-    factor = rate_factors(whole or model, train.layerwise_lr_bound, plus)
+    decay = largest(optim.weight_decay)  # `set_values` sets that of each step
+    factor = rate_factors(whole or model, optim.layerwise_lr_bound, plus)
     groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole, factor)
-    values: dict[str, Any] = {name: at_step(getattr(train, name), 0) for name in row.fields}
-    if row.options is not None:
-        values |= row.options.model_validate(train.optimizer_args).model_dump()
+    values: dict[str, Any] = {name: at_step(getattr(optim, name), 0) for name in row.fields}
+    values |= given_options(row.options, optim.optimizer_args)
     if row.merged is not None:
         values["merged"] = row.merged(model)
     return row.build([g for g in groups if g["params"]], apart, **values)
-
-
-def wrong_options(options: type[BaseModel] | None, given: Mapping[str, Any], of: str) -> str | None:
-    """Why these are no options of a row, or None.   of: what the row is."""
-    if options is None:
-        return None  # other rules say so
-    known = list(options.model_fields)
-    if unknown := sorted(given.keys() - {*known}):
-        return f"{unknown[0]} is no option of the {of}, which has {', '.join(known)}"
-    try:
-        options.model_validate(dict(given))
-    except ValidationError as error:
-        return reasons(error)
-    return None
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:

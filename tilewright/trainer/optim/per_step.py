@@ -14,8 +14,8 @@ from pydantic import (
     model_serializer,
 )
 
-from tilewright.trainer.optim.schedules import Position, Schedule
-from tilewright.trainer.tables import SCHEDULES
+from tilewright.trainer.optim.row import SCHEDULES, Position, Schedule
+from tilewright.trainer.options import reasons
 
 
 class PerStep(BaseModel):
@@ -105,7 +105,11 @@ def _short(name: str) -> str:
 
 def _fits(row: Schedule) -> bool:
     """Whether a schedule changes anything, and reads nothing but what a mapping has."""
-    return row.decays and all(_short(name) in PerStep.model_fields for name in row.fields)
+    return (
+        row.decays
+        and row.options is None
+        and all(_short(name) in PerStep.model_fields for name in row.fields)
+    )
 
 
 def _from_mapping(value: Any) -> Any:
@@ -123,13 +127,6 @@ def _from_mapping(value: Any) -> Any:
 
 
 Number = Annotated[float | PerStep, BeforeValidator(_from_mapping)]
-
-
-def reasons(error: ValidationError) -> str:
-    """What is wrong with a mapping, by its keys."""
-    said = (e["msg"].removeprefix("Value error, ") for e in error.errors())
-    keys = (map(str, e["loc"]) for e in error.errors())
-    return "; ".join(": ".join([*at, text]) for at, text in zip(keys, said, strict=True))
 
 
 def at_step(value: float | PerStep, step: int) -> float:

@@ -10,53 +10,10 @@ no such offset. The warmup is transformers' from lr_start = 0, and NeMo's, whose
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
-from tilewright.trainer.tables import SCHEDULES
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Train
-
-
-class Position(NamedTuple):
-    """A step after the warmup, from 0; the number of steps of the warmup; and the number of all
-    steps until the decay has ended.
-    """
-
-    step: int
-    warm: int
-    end: int
-
-    def done(self, before: int = 0, after: int = 0) -> float:
-        """The share, 0 to 1, that is done of a decay which begins `before` steps after the warmup
-        and ends `after` steps before the end.
-        """
-        begin = self.warm + before
-        return min(1.0, max(0, self.step - begin) / max(1, self.end - after - begin - 1))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A row of SCHEDULES: what comes after the warmup.
-
-    share: the share of the decay that is done, 0 to 1, or with `by_step` a `Position`, and by
-        keyword the values of `fields` -> part of the way from lr_min to the peak.
-    decays: False for a rate that stays at its peak.
-    fields: of the section `train` that it reads, beside those of every schedule.
-    needs: those of `fields` that have no default.
-    ends: whether lr_decay_steps and lr_decay_ratio say where it ends.
-    floor: the share is one of the peak, and lr_min the least rate, not the end of the way.
-    """
-
-    share: Callable[..., float]
-    decays: bool = True
-    fields: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    by_step: bool = False
-    ends: bool = True
-    floor: bool = False
+from tilewright.trainer.optim.fields import Rate
+from tilewright.trainer.optim.row import SCHEDULES, Position, Schedule
+from tilewright.trainer.options import given_options
 
 
 def _wave(done: float, lr_cycles: float | None = None) -> float:
@@ -159,49 +116,50 @@ SCHEDULES.add(
 )
 
 
-def bounds(total: int, train: Train) -> tuple[int, int]:
+def bounds(total: int, rate: Rate) -> tuple[int, int]:
     """The numbers of steps until the warmup and until the decay have ended."""
-    warm, end = train.lr_warmup_steps, train.lr_decay_steps
+    warm, end = rate.lr_warmup_steps, rate.lr_decay_steps
     return (
-        warm or round(train.lr_warmup_ratio * total),
-        round(train.lr_decay_ratio * total) if end is None else end,
+        warm or round(rate.lr_warmup_ratio * total),
+        round(rate.lr_decay_ratio * total) if end is None else end,
     )
 
 
-def too_short(total: int, train: Train) -> str | None:
+def too_short(total: int, rate: Rate) -> str | None:
     """Why the steps of a schedule that ends do not fit into `total` steps, or None."""
-    row, (warm, end) = SCHEDULES[train.lr_decay_style], bounds(total, train)
+    row, (warm, end) = SCHEDULES[rate.lr_decay_style], bounds(total, rate)
     if not row.ends:
         return None
     if end < warm:
         return f"the decay would end before the warmup: after {end} steps, and {warm}"
-    constant = train.lr_constant_steps if "lr_constant_steps" in row.fields else 0
+    constant = rate.lr_constant_steps if "lr_constant_steps" in row.fields else 0
     if constant and warm + constant >= end:
         return f"{warm} steps of warmup and {constant} of a constant rate leave no decay of {end}"
     return None
 
 
-def schedule(step: int, total: int, train: Train) -> float:
+def schedule(step: int, total: int, rate: Rate) -> float:
     """The factor of the peak learning rate in optimizer step `step` (from 0) of `total`.
 
     It rises linearly from lr_start / lr, at step 0, to 1 over lr_warmup_steps, or the first
     lr_warmup_ratio of the steps; then it stays, or falls to lr_min / lr, as the row
     `lr_decay_style` says, until lr_decay_steps, or lr_decay_ratio of the steps, and stays there.
     """
-    warm, end = bounds(total, train)
+    warm, end = bounds(total, rate)
     if step < warm:
-        start = train.lr_start / train.lr
+        start = rate.lr_start / rate.lr
         return start + (1 - start) * step / warm
-    row = SCHEDULES[train.lr_decay_style]
+    row = SCHEDULES[rate.lr_decay_style]
     if not row.decays:
         return 1.0
     at = Position(step, warm, max(end, warm + 1))
     done = at if row.by_step else at.done()
-    least = train.lr_min / train.lr
-    share = row.share(done, **{name: getattr(train, name) for name in row.fields})
+    least = rate.lr_min / rate.lr
+    values = {name: getattr(rate, name) for name in row.fields}
+    share = row.share(done, **values, **given_options(row.options, rate.lr_decay_args))
     if not 0 <= share <= 1:
         raise ValueError(
-            f"train.lr_decay_style = {train.lr_decay_style}: its share must be 0 to 1, got {share} "
+            f"train.lr_decay_style = {rate.lr_decay_style}: its share must be 0 to 1, got {share} "
             f"after {done} of the decay"
         )
     return max(share, least) if row.floor else least + (1 - least) * share

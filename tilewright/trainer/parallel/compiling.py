@@ -12,20 +12,22 @@ from typing import Any
 import torch
 
 from tilewright.core import torch_names
-from tilewright.trainer.config import Model, Train
+from tilewright.trainer.models.fields import Dropouts, Model
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.models.recompute import inner
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
 log = logging.getLogger("tilewright")
 
 
-def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -> None:
+def compile_layers(
+    model: Transformer, train: Compute, dropout: Dropouts, basic_modules: list[str]
+) -> None:
     """Compiles whole layers, each as one graph, or, where attention, experts or dropout, whose
     masks differ by step, cannot be in a graph, the code around them.
 
@@ -47,7 +49,7 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
         )
     recomputes = train.enable_gradient_checkpointing
     experts_alone = recomputes and train.moe_checkpoint_method == "moe_act"
-    in_parts = train.drops or (recomputes and train.recompute_modules is not None)
+    in_parts = dropout.drops or (recomputes and train.recompute_modules is not None)
     compiled: dict[tuple[type, str], Compiled] = {}
     for block in model.model.blocks:
         attention, mlp = block.self_attn, block.mlp
@@ -58,7 +60,7 @@ def compile_layers(model: Transformer, train: Train, basic_modules: list[str]) -
         apart = isinstance(mlp, MoE) and (own_unit or experts_alone)
         if attention.breaks or apart or in_parts:
             norms = (m for name, m in block.named_children() if name.endswith("layernorm"))
-            of_mlp = ("gated", "output") if train.ffn_dropout else ("forward",)
+            of_mlp = ("gated", "output") if dropout.ffn_dropout else ("forward",)
             parts = [
                 *((module, "forward") for module in norms),
                 (attention, "project"),
@@ -128,16 +130,16 @@ def compiled_parts(model: Transformer) -> dict[str, int]:
     return dict(Counter(inner(v).func.name for v in methods if is_compiled(v)))
 
 
-def _apply(parts: Parts, mesh: Mesh, train: Train, names: Model) -> None:
-    compile_layers(parts.model, train, names.basic_modules)
+def _apply(parts: Parts, mesh: Mesh, train: Compute, dropout: Dropouts, names: Model) -> None:
+    compile_layers(parts.model, train, dropout, names.basic_modules)
 
 
 LAYOUTS.add(
     "compile",
     Layout(
         40,
-        lambda mesh, train, names: train.enable_compile,
+        lambda mesh, train, *_: train.enable_compile,
         _apply,
-        ("train", "model"),
+        (Compute, Dropouts, Model),
     ),
 )

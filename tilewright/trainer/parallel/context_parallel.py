@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tilewright.ops.attention.context_parallel import ContextParallel
 from tilewright.trainer.models.model import Transformer
-from tilewright.trainer.parallel.layouts import Axis, Layout
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.parallel.row import LAYOUTS, Axis, Layout
 
 
 def spread_sequence(model: Transformer, cp: ContextParallel) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.trainer.config import Train
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.fields import Parallel
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
 
-def wrap(parts: Parts, mesh: Mesh, train: Train) -> None:
+def wrap(parts: Parts, mesh: Mesh, train: Parallel) -> None:
     # The buffers are frozen weights, the same on all ranks.
     parts.wrapped = DistributedDataParallel(
         parts.model,
@@ -22,8 +21,8 @@ def wrap(parts: Parts, mesh: Mesh, train: Train) -> None:
     )
 
 
-def _applies(mesh: Mesh, train: Train) -> bool:
+def _applies(mesh: Mesh, train: Parallel) -> bool:
     return train.data_parallel_mode == "ddp" and mesh.params.size > 1
 
 
-LAYOUTS.add("ddp", Layout(70, _applies, wrap, ("train",), filled=True))
+LAYOUTS.add("ddp", Layout(70, _applies, wrap, (Parallel,), filled=True))

@@ -17,15 +17,15 @@ from torch.distributed.tensor import Shard
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.lora_experts import LoRAExperts
 from tilewright.ops.moe.expert_parallel import DeepEP
-from tilewright.trainer.config import Model, Train
+from tilewright.trainer.models.fields import Model
 from tilewright.trainer.models.model import Block
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.shared import PLAIN
-from tilewright.trainer.parallel.layouts import Axis, Layout
+from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.row import LAYOUTS, Axis, Layout
 from tilewright.trainer.parallel.tensor_parallel import check_shards, fsdp_placement, register
-from tilewright.trainer.tables import LAYOUTS
 
 
 def _shard_experts(
@@ -80,7 +80,7 @@ def _shard_experts(
         experts.set_force_sum_reduction_for_comms(True)
 
 
-def shard_parameters(parts: Parts, mesh: Mesh, train: Train, names: Model) -> None:
+def shard_parameters(parts: Parts, mesh: Mesh, train: Compute, names: Model) -> None:
     # A block ends in a matrix product, whose result is a view where torch flattens its input. What
     # follows adds it out of place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -172,7 +172,7 @@ LAYOUTS.add(
         60,
         lambda mesh, train, names: train.data_parallel_mode == "fsdp2",
         shard_parameters,
-        ("train", "model"),
+        (Compute, Model),
         axes=(Axis("replicate", 20, None), Axis("shard", 30, None)),
     ),
 )

@@ -46,9 +46,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewright.core import platform
 from tilewright.core.registry import short
 from tilewright.ops.attention.context_parallel import ContextParallel
-from tilewright.trainer.config import ConfigError, Train
+from tilewright.trainer.field_tree import ConfigError
 from tilewright.trainer.parallel import exchange
-from tilewright.trainer.parallel.layouts import axes, given_sizes
+from tilewright.trainer.parallel.fields import Parallel
+from tilewright.trainer.parallel.layouts import given_sizes
+from tilewright.trainer.parallel.row import axes
 
 # Along these ranks work on the same batch; along all others on their own.
 SAME_BATCH = ("pp", "ring", "ulysses", "tp")
@@ -169,7 +171,7 @@ class Layout:
         return ranks.unflatten(3, (-1, n))
 
 
-def layout_of(train: Train, world_size: int) -> Layout:
+def layout_of(train: Parallel, world_size: int) -> Layout:
     """The layout of a configuration. Raises ConfigError if its sizes do not multiply to
     world_size.
     """
@@ -353,7 +355,7 @@ def padding(multiple: int, cp: ContextParallel, tp: int = 1) -> int:
     return math.lcm(multiple, cp.multiple * tp)
 
 
-def join(train: Train) -> Mesh:
+def join(train: Parallel) -> Mesh:
     """Joins the group that torchrun describes (NCCL on CUDA, gloo on CPU), or makes a group of one.
 
     Raises ConfigError, before any communication, if the configured sizes do not multiply to that
@@ -388,7 +390,7 @@ def device_of(local: int) -> torch.device:
 
 
 def build(
-    train: Train, rank: int, size: int, device: torch.device, control_backend: str = "gloo"
+    train: Parallel, rank: int, size: int, device: torch.device, control_backend: str = "gloo"
 ) -> Mesh:
     """The mesh of an initialized process group. Every rank must call it."""
     layout = layout_of(train, size)

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tilewright.trainer.config import Train
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.recompute import Wrapped
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
 # Bytes below which a tensor stays: a copy's latency is that of about a hundred kilobytes.
 SMALL = 1 << 18
@@ -198,12 +197,12 @@ def offload_activations(model: Transformer, limit: float, copies: Copies) -> Off
     return offload
 
 
-def _apply(parts: Parts, mesh: Mesh, train: Train) -> None:
+def _apply(parts: Parts, mesh: Mesh, train: Compute) -> None:
     limit = train.activation_gpu_limit * 1e9
     offload_activations(parts.model, limit, StreamCopies(mesh.device))
 
 
 LAYOUTS.add(
     "offload",
-    Layout(55, lambda mesh, train: train.enable_activation_offload, _apply, ("train",)),
+    Layout(55, lambda mesh, train: train.enable_activation_offload, _apply, (Compute,)),
 )

@@ -33,14 +33,13 @@ from tilewright.core.torch_names import known_stage
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import shard, whole
 from tilewright.nn.weights import adapted
-from tilewright.trainer.config import Data, Train
-from tilewright.trainer.config.train import too_few
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
-from tilewright.trainer.parallel.layouts import Axis, Layout
+from tilewright.trainer.parallel.fields import Batching, Compute, Width, too_few
 from tilewright.trainer.parallel.mesh import Mesh, padding
 from tilewright.trainer.parallel.parts import Parts, Weights
+from tilewright.trainer.parallel.row import LAYOUTS, Axis, Layout
 from tilewright.trainer.parallel.stages import (
     Stage,
     keep,
@@ -48,7 +47,6 @@ from tilewright.trainer.parallel.stages import (
     length_of_hidden,
     ranks_of_stages,
 )
-from tilewright.trainer.tables import LAYOUTS
 
 SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage per rank
 SEVERAL = {
@@ -58,7 +56,7 @@ SEVERAL = {
 }
 
 
-def make_schedule(train: Train, stages: list[PipelineStage], micro_batches: int) -> Any:
+def make_schedule(train: Compute, stages: list[PipelineStage], micro_batches: int) -> Any:
     """A rank's schedule. The last stage's output is the loss."""
     name = train.pipeline_parallel_schedule
     options = {"loss_fn": lambda output, _: output, "scale_grads": False}
@@ -70,7 +68,7 @@ def make_schedule(train: Train, stages: list[PipelineStage], micro_batches: int)
 class Pipeline(Parts):
     """This rank's stages of a model, which keeps only their weights."""
 
-    def __init__(self, model: Transformer, train: Train, mesh: Mesh, longest: int):
+    def __init__(self, model: Transformer, train: Compute, mesh: Mesh, longest: int):
         """longest: tokens of the longest micro-batch on a rank."""
         super().__init__(model)
         self.train, self.mesh, self.longest = train, mesh, longest
@@ -303,10 +301,10 @@ class Pipeline(Parts):
         return hidden
 
 
-def longest_micro_batch(bins: int, data: Data, mesh: Mesh) -> int:
+def longest_micro_batch(bins: int, width: Width, mesh: Mesh) -> int:
     """Tokens of a rank in a micro-batch of so many full bins."""
-    tokens = bins * data.sample_packing_sequence_len
-    multiple = padding(data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
+    tokens = bins * width.sample_packing_sequence_len
+    multiple = padding(width.pad_to_multiple_of, mesh.context, mesh.layout.tp)
     return math.ceil(tokens / multiple) * multiple // mesh.context.size
 
 
@@ -317,15 +315,18 @@ def _ends(mesh: Mesh) -> Any:
     return own
 
 
+def _apply(parts: Parts, mesh: Mesh, train: Compute, steps: Batching, width: Width) -> Pipeline:
+    longest = longest_micro_batch(steps.micro_batch_size, width, mesh)
+    return Pipeline(parts.model, train, mesh, longest)
+
+
 LAYOUTS.add(
     "pipeline",
     Layout(
         10,
-        lambda mesh, train, data: mesh.layout.pp > 1,
-        lambda parts, mesh, train, data: Pipeline(
-            parts.model, train, mesh, longest_micro_batch(train.micro_batch_size, data, mesh)
-        ),
-        ("train", "data"),
+        lambda mesh, *_: mesh.layout.pp > 1,
+        _apply,
+        (Compute, Batching, Width),
         axes=(Axis("pp", 10, "pipeline_parallel_size"),),
     ),
 )

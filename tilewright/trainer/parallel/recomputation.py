@@ -6,14 +6,13 @@ from collections.abc import Collection
 from functools import partial
 
 from tilewright.nn.lora_experts import LoRAExperts
-from tilewright.trainer.config import Train
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.moe import Experts, MoE
 from tilewright.trainer.models.recompute import recompute
-from tilewright.trainer.parallel.layouts import Layout
+from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.tables import LAYOUTS
+from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
 
 def recompute_activations(
@@ -53,7 +52,7 @@ def _is_spread(experts: Experts | LoRAExperts) -> bool:
     return experts.group is not None
 
 
-def _apply(parts: Parts, mesh: Mesh, train: Train) -> None:
+def _apply(parts: Parts, mesh: Mesh, train: Compute) -> None:
     recompute_activations(
         parts.model,
         train.recompute_modules,
@@ -68,6 +67,6 @@ LAYOUTS.add(
         50,
         lambda mesh, train: train.enable_gradient_checkpointing,
         _apply,
-        ("train",),
+        (Compute,),
     ),
 )

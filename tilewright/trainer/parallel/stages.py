@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright.nn.weights import base_weights, shape_of
-from tilewright.trainer.config import Train
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
+from tilewright.trainer.parallel.fields import Parallel
 
 # Of a batch, what positions are made of, and no loss reads.
 _OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
 
 
-def ranks_of_stages(train: Train) -> list[int]:
+def ranks_of_stages(train: Parallel) -> list[int]:
     """The pipeline rank of each stage: in turns, or there and back (a V)."""
     ranks = list(range(train.pipeline_parallel_size))
     if train.pipeline_parallel_schedule == "ZBVZeroBubble":
@@ -56,7 +56,7 @@ def split_layers(weights: list[int], ends: tuple[int, int], stages: int) -> list
     return best[1]
 
 
-def layers_of_stages(model: Transformer, train: Train) -> list[range]:
+def layers_of_stages(model: Transformer, train: Parallel) -> list[range]:
     """The layers of each stage. Raises ValueError if they cannot be split as configured."""
     blocks, stages = list(model.model.layers), len(ranks_of_stages(train))
     if len(blocks) < stages:
@@ -79,7 +79,7 @@ def layers_of_stages(model: Transformer, train: Train) -> list[range]:
     return [range(end - n, end) for n, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-def length_of_hidden(train: Train, lengths: list[int], longest: int) -> int:
+def length_of_hidden(train: Parallel, lengths: list[int], longest: int) -> int:
     """The length of the hidden states that travel in a step with micro-batches of these lengths.
 
     torch's schedules exchange one shape, for which they set up buffers and synchronize: a few

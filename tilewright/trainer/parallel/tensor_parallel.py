@@ -24,7 +24,7 @@ computes it for the whole sequence, and keeps its shard of the result.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +37,10 @@ from tilewright.nn import Linear
 from tilewright.nn.linear import linear
 from tilewright.nn.lora import LoRALinear
 from tilewright.nn.sharded import local
+from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.shared import PLAIN, RepeatedAttention, TensorParallel, dim_of
-from tilewright.trainer.parallel.layouts import Axis, Layout
-from tilewright.trainer.tables import LAYOUTS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.parallel.row import LAYOUTS, Axis, Layout
 
 # Modules whose matrices are sharded by rows, and by columns.
 BY_ROWS = (

@@ -15,16 +15,16 @@ from tilewright.nn.quantized_layers import QuantFormat
 from tilewright.nn.weights import Adapted, adapted, is_adapter, trainable_parameters
 from tilewright.ops.moe.moe_lora import MOE_LORA
 from tilewright.ops.quant.aqn import AQN
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Lora, Model
-from tilewright.trainer.config.section import Resume, kept
 from tilewright.trainer.models.head import AdaptedHead
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.stored import QKV
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
+from tilewright.trainer.plugins.callback import Callback, Step
+from tilewright.trainer.section import Resume, kept
 
 
 def add(model: Transformer, wanted: Lora, names: Model) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.config import Train
 from tilewright.trainer.engine import Batch, Sums
+from tilewright.trainer.options import given_options
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.run import Run
 
 
 @dataclass
@@ -74,25 +72,6 @@ class Callback:
         """After the last checkpoint of a run that has reached its last step."""
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """A row of CALLBACKS.
-
-    make: run -> the callback, or module:name of it, which the runs import that have the callback.
-    order: callbacks are called in this order, those of equal order by name. Metrics, which report
-        `Step.values`, have 50; the comparison with an earlier run has 60.
-    wanted: run -> whether the run's configuration asks for it; without one it is there if
-        `train.callbacks` names it.
-    check: called for every run, before anything is built: raises, on every rank, for what the
-        callback would refuse.
-    """
-
-    make: Callable[[Run], Callback] | str
-    order: int = 40
-    wanted: Callable[[Run], bool] | None = None
-    check: Callable[[Train, Mesh], None] | None = None
-
-
 def _rows() -> list[tuple[str, Plugin]]:
     """In order; of entry points too."""
     rows = [(name, CALLBACKS[name]) for name in CALLBACKS.names()]
@@ -108,8 +87,8 @@ def check_callbacks(train: Train, mesh: Mesh) -> None:
 
 def add_callbacks(run: Run) -> None:
     """Makes those of a run, in order."""
-    named = run.config.train.callbacks
-    wanted = [row for n, row in _rows() if (row.wanted(run) if row.wanted else n in named)]
-    for row in wanted:
-        make = pkgutil.resolve_name(row.make) if isinstance(row.make, str) else row.make
-        run.callbacks.append(make(run))
+    named, given = run.config.train.callbacks, run.config.train.callback_args
+    for name, row in _rows():
+        if row.wanted(run) if row.wanted else name in named:
+            make = pkgutil.resolve_name(row.make) if isinstance(row.make, str) else row.make
+            run.callbacks.append(make(run, **given_options(row.options, given.get(name, {}))))

@@ -6,33 +6,32 @@ Before a step it gives each micro-batch its masks. Forward passes without gradie
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tilewright.ops.activation.dropout_add import DROPOUT_ADD
 from tilewright.ops.attention.context_parallel import positions
-from tilewright.trainer.config import Train
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.data.batches import BIN_ENDS
 from tilewright.trainer.engine import Batch
+from tilewright.trainer.models.fields import Dropouts
 from tilewright.trainer.models.masks import MOST_BINS, MOST_LAYERS, Masks, Run, key_of, runs
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    import torch
-
-    from tilewright.trainer import loop
+from tilewright.trainer.parallel.fields import Parallel
+from tilewright.trainer.plugins.callback import Callback, Step
+from tilewright.trainer.plugins.run import Run as Parts
 
 
-def check(train: Train, shape: ModelConfig, bins: int) -> None:
+def check(train: Dropouts, mesh: Parallel, shape: ModelConfig, bins: int) -> None:
     """Raises ValueError for a model, or bins of a step, that dropout cannot have."""
     if train.ffn_dropout and shape.num_experts:
         raise ValueError(
             f"train.ffn_dropout = {train.ffn_dropout}: the model has experts, which compute their "
             "inner activations within one op; hidden_dropout drops their results"
         )
-    tp = train.tensor_parallel_size
-    shared = tp * train.ulysses_parallel_size * train.ringattn_parallel_size > 1
+    tp = mesh.tensor_parallel_size
+    shared = tp * mesh.ulysses_parallel_size * mesh.ringattn_parallel_size > 1
     for name, columns in (
         ("hidden_dropout", shape.hidden_size),
         ("ffn_dropout", shape.intermediate_size // tp),
@@ -53,19 +52,19 @@ def check(train: Train, shape: ModelConfig, bins: int) -> None:
             )
 
 
-def operations(train: Train, device_type: str, dtype: torch.dtype) -> dict[str, str]:
+def operations(train: Dropouts, device_type: str, dtype: torch.dtype) -> dict[str, str]:
     """The implementation of dropout's own op, which `Ops` does not list."""
     dropped = train.hidden_dropout or train.ffn_dropout
     return {"dropout_add": DROPOUT_ADD.choose(device_type, dtype)} if dropped else {}
 
 
-def part_of_target(train: Train, done: int) -> float:
+def part_of_target(train: Dropouts, done: int) -> float:
     """By what the probabilities are multiplied after so many optimizer steps."""
     return min(1.0, done / train.dropout_warmup_steps) if train.dropout_warmup_steps else 1.0
 
 
 class Dropout(Callback):
-    def __init__(self, run: loop.Run):
+    def __init__(self, run: Parts):
         super().__init__(run)
         self.train, self.batches = run.config.train, run.batches
         self.tp = run.mesh.layout.tp, run.mesh.layout.coordinates(run.mesh.rank)["tp"]

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.trainer.config import Train
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
+from tilewright.trainer.config.train import Reporting
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.callback import Callback, Step
+from tilewright.trainer.plugins.run import Run
 
 
-def profiler(t: Train, mesh: Mesh) -> torch.profiler.profile | None:
+def profiler(t: Reporting, mesh: Mesh) -> torch.profiler.profile | None:
     if not t.enable_profiling or (t.profile_rank0_only and not mesh.main):
         return None
     return torch.profiler.profile(

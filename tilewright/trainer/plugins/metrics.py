@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import pathlib
 import resource
 import sys
@@ -18,10 +17,8 @@ import torch
 from tqdm import tqdm
 
 from tilewright.core import platform
-from tilewright.trainer.config import Train
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.config.train import Reporting
 from tilewright.trainer.plugins.records import METRICS, drop_after, rows
-from tilewright.trainer.tables import CALLBACKS
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets (without sparsity): the denominator of MFU. The
 # first name that the device's has in it counts.
@@ -60,7 +57,7 @@ class Metrics:
 
     def __init__(
         self,
-        train: Train,
+        train: Reporting,
         *,
         main: bool,
         steps: tuple[int, int],
@@ -68,14 +65,15 @@ class Metrics:
         work: tuple[float, int],
         settings: dict[str, Any],
         owed: bool = False,
+        tests: bool = False,
     ):
         """steps: (done, total).   tokens: of the steps done.   work: FLOPs per token, and devices.
         settings: of the run, for Weights & Biases.   owed: whether the run begins with the
-        evaluation after its last step.
+        evaluation after its last step.   tests: whether it ends with a test.
         """
         (self.start, self.total), (self.flops, self.devices) = steps, work
         self.train, self.main, self.tokens = train, main, tokens
-        self.settings, self.owed = settings, owed
+        self.settings, self.owed, self.tests = settings, owed, tests
         self.peak, self.device = _peak()
 
     def open(self) -> None:
@@ -86,7 +84,7 @@ class Metrics:
             return
         folder = pathlib.Path(train.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        drop_after(folder, start, self.owed, total if train.do_test else None)
+        drop_after(folder, start, self.owed, total if self.tests else None)
         self.file = (folder / METRICS).open("a", buffering=1)
         bar = self.train.log_format == "progress_bar"
         self.bar = tqdm(
@@ -218,35 +216,3 @@ def draw(rows: list[dict[str, Any]], target: pathlib.Path) -> None:
     if axes.lines:
         axes.legend()
     figure.savefig(target)
-
-
-class Report(Callback):
-    """Reports each step and evaluation."""
-
-    def after_step(self, step: Step) -> None:
-        run, sums = self.run, step.sums
-        assert sums is not None  # the step is taken
-        lr, loss = run.config.train.lr * run.plan.factor(step.number - 1), sums.mean
-        # The step was finite, so NaN means that it had no target. JSON has no NaN.
-        empty = run.engine.empty_steps
-        losses = {"empty_steps": empty} if math.isnan(loss) else {"loss": loss}
-        numbers = {"lr": lr, "grad_norm": step.norm, **sums.router(), **sums.reported()}
-        step.values = {**losses, **numbers, "data_seconds": step.waited, **step.values}
-        if losses.get("empty_steps") == 1:
-            run.metrics.say(
-                f"step {step.number}: no token of it has a label, so no weight has changed; later "
-                "steps without one are counted"
-            )
-        run.metrics.step(step.number, step.tokens, **step.values)
-
-    def evaluated(self, done: int, values: Mapping[str, float]) -> None:
-        self.run.metrics.evaluation(done, values)
-
-    def close(self) -> None:
-        saver = self.run.saver
-        if (best := saver.best) and best.step is not None:
-            name = saver.folder(best.step).name
-            self.run.metrics.say(f"the best checkpoint is {name}: {best.metric}={best.value:.5g}")
-
-
-CALLBACKS.add("report", Plugin(Report, 50, lambda run: True))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
+from tilewright.trainer.plugins.callback import Callback, Step
 from tilewright.trainer.reference import Reference
-from tilewright.trainer.tables import CALLBACKS
 
 
 class Moving(Callback):

@@ -6,18 +6,16 @@ The squares of a kind's norms of all parameters sum to the square of the global 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from tilewright.nn.weights import is_adapter
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.parallel.gradients import is_split, own_square
-from tilewright.trainer.plugins.callback import Callback, Plugin, Step
-from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.callback import Callback, Step
+from tilewright.trainer.plugins.run import Run
 
 # Kinds, by a module of a parameter's path; the first that fits counts.
 KINDS = {

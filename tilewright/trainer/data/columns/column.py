@@ -6,17 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from tilewright.trainer.data.nested import is_nested, nested
-
-if TYPE_CHECKING:
-    from tilewright.trainer.models.model_config import ModelConfig
-
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.tables import Table
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
 
@@ -235,3 +233,6 @@ class Column:
     def shifted(self, value: np.ndarray) -> np.ndarray:
         """As a batch has it, of a column of tokens."""
         return np.concatenate((value[1:], self.filled(1))) if self.target else value
+
+
+COLUMNS = Table("columns", "tilewright.trainer.data.columns", Column)

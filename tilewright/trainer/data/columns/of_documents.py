@@ -1,7 +1,6 @@
 """Columns with one value per document."""
 
-from tilewright.trainer.data.columns.column import Column
-from tilewright.trainer.tables import COLUMNS
+from tilewright.trainer.data.columns.column import COLUMNS, Column
 
 COLUMNS.add("id", Column("document", "str", default=""))
 # The data set that a document was made from, counted from 0, and its row there: "0:17".

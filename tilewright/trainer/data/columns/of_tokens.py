@@ -6,10 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.columns.column import COLUMNS, Column
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import COLUMNS
 
 
 def recorded(routes: Routes) -> Column:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, DatasetType
 
 
 def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:

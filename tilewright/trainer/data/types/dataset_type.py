@@ -8,6 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
+from tilewright.trainer.tables import Table
+
 
 class Refused(ValueError):
     """A row cannot be used. The caller adds where it is."""
@@ -32,7 +36,8 @@ class Asked:
     """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
     most: tokens of a sample.   columns: names of the rows' columns, as far as the first rows tell.
     prompts: of types that cut them.   told: for the log, how often each sentence holds of a sample.
-    stops: tokens at which generation stops, beside the tokenizer's own (`data.ends`).
+    stops: tokens at which generation stops, beside the tokenizer's own (`data.ends`).   options: of
+    a type that has some.
     """
 
     path: str
@@ -43,6 +48,7 @@ class Asked:
     prompts: Prompts = WHOLE
     told: collections.Counter[str] = field(default_factory=collections.Counter)
     stops: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Span(NamedTuple):
@@ -103,6 +109,8 @@ class DatasetType:
         is counted in the log.
     prompts: whether it cuts prompts.
     version: to be raised when samples change: prepared sets of another version are not used.
+    options: the pydantic model of an entry's `type_args`, which `Asked.options` holds; None: there
+        are none.
     """
 
     needed: tuple[tuple[str, ...], ...]
@@ -119,6 +127,7 @@ class DatasetType:
     counts_short: bool = True
     prompts: bool = False
     version: int = 0
+    options: type[BaseModel] | None = None
 
     def fits(self, names: Collection[str]) -> bool:
         """Whether rows with these columns have what is needed."""
@@ -128,3 +137,6 @@ class DatasetType:
     def columns(self) -> tuple[str, ...]:
         """All that are read, if they are there."""
         return (*(column for columns in self.needed for column in columns), *self.optional)
+
+
+DATASETS = Table("datasets", "tilewright.trainer.data.types", DatasetType)

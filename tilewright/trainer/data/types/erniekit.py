@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, DatasetType, Refused
 
 
 def _samples(

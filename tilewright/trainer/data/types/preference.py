@@ -13,6 +13,7 @@ from typing import Any
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import chat
 from tilewright.trainer.data.types.dataset_type import (
+    DATASETS,
     Asked,
     DatasetType,
     Prompts,
@@ -21,7 +22,6 @@ from tilewright.trainer.data.types.dataset_type import (
     number,
 )
 from tilewright.trainer.data.types.tokenized import check_tokens, tokens
-from tilewright.trainer.tables import DATASETS
 
 ROLES = (("chosen", 0), ("rejected", 1))
 LEAST = 10  # tokens that a cut prompt leaves of a document, as in ERNIEKit

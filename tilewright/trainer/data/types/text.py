@@ -11,8 +11,7 @@ import numpy as np
 
 from tilewright.trainer.data.defects import kind_of
 from tilewright.trainer.data.ends import BEGUN, ENDED, without_twice
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, DatasetType, Refused, Sample
 
 # Characters that a tokenizer gets at once: its working memory is about a hundred bytes per token.
 PIECE = 1 << 20

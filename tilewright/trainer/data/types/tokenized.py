@@ -11,8 +11,7 @@ import pyarrow as pa
 from tilewright.trainer.columns import TOKENS
 from tilewright.trainer.data import masks
 from tilewright.trainer.data.defects import kind_of
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample
-from tilewright.trainer.tables import DATASETS
+from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, DatasetType, Refused, Sample
 
 
 class NotIntegers(ValueError):

@@ -8,7 +8,14 @@ from typing import Any
 
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import chat
-from tilewright.trainer.data.types.dataset_type import Asked, DatasetType, Refused, Sample, flag
+from tilewright.trainer.data.types.dataset_type import (
+    DATASETS,
+    Asked,
+    DatasetType,
+    Refused,
+    Sample,
+    flag,
+)
 from tilewright.trainer.data.types.preference import (
     check_text,
     last,
@@ -16,7 +23,6 @@ from tilewright.trainer.data.types.preference import (
     with_shorter_prompt,
 )
 from tilewright.trainer.data.types.tokenized import check_tokens
-from tilewright.trainer.tables import DATASETS
 
 YIELDS = ("desirable",)
 IDS = ("prompt_ids", "completion_ids")

@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families.reading import dense
-from tilewright.trainer.models.layers import Place
-from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import Stored
+from tilewright.trainer.tables import Table
 
 
-def _nothing(config: ModelConfig) -> dict[str, Any]:
+def _nothing(config: Any) -> dict[str, Any]:
     return {}
 
 
@@ -26,23 +24,25 @@ class Architecture:
     """model_type: of config.json.   name: of transformers' class, without ForCausalLM.
 
     read: config.json to the fields of `ModelConfig`; raises ValueError, naming the field.
-    write: the items of config.json that differ from the fields' names and values.
+    write: a `ModelConfig` -> the items of config.json that differ from its fields' names and
+        values.
     defaults: transformers' values of items that config.json may omit, where ours are others.
     neutral: items that are accepted at one value only; `READ`: that `read` reads.
     scored: the name with ForSequenceClassification, which reward models have, if it is another.
-    block: a layer, composed of the parts in `layers`, `moe` and `block`, or of the family's own.
+    block: `layers.Place` -> a layer, composed of the parts in `layers`, `moe` and `block`, or of
+        the family's own; None: `block.Block`.
     stored: its tensors on disk.
     """
 
     model_type: str
     name: str
     read: Callable[[dict[str, Any]], dict[str, Any]] = dense
-    write: Callable[[ModelConfig], dict[str, Any]] = _nothing
+    write: Callable[[Any], dict[str, Any]] = _nothing
     defaults: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     scored: str | None = None
 
-    block: Callable[[Place], Block] = Block
+    block: Callable[[Any], Any] | None = None
     stored: Stored = field(default_factory=Stored)
 
     # All norms: y = x / rms(x) * (norm_offset + weight), rounded as `ops.rmsnorm`'s cast says.
@@ -50,3 +50,6 @@ class Architecture:
     norm_cast: str = "llama"
     sinks: bool = False
     scaled_embedding: bool = False  # by sqrt(hidden_size)
+
+
+FAMILIES = Table("families", "tilewright.trainer.models.families", Architecture)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewright.ops.rope.tables import yarn_mscale
 from tilewright.trainer.models.block import Block
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense, experts
 from tilewright.trainer.models.items import flag, number
 from tilewright.trainer.models.latent_attention import LatentAttention
@@ -18,7 +18,6 @@ from tilewright.trainer.models.layers import Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import feed_forward
 from tilewright.trainer.models.stored import Stored
-from tilewright.trainer.tables import FAMILIES
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

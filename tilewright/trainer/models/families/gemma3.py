@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.trainer.models.block import Block, Norms
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import rope, sizes, windows
 from tilewright.trainer.models.items import FULL, SLIDING, number
 from tilewright.trainer.models.layers import MLP, Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import FAMILIES
 
 GELU = "gelu_pytorch_tanh"
 PATTERN = 6  # every sixth layer sees everything

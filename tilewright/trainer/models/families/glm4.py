@@ -7,13 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.trainer.models.block import Block, Norms
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense
 from tilewright.trainer.models.items import READ, flag
 from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import Stored
-from tilewright.trainer.tables import FAMILIES
 
 BIAS, PART = "attention_bias", "partial_rotary_factor"
 PADDING = 151_329  # transformers' default, which must be a token

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense, windows
-from tilewright.trainer.tables import FAMILIES
 
 
 def _read(hf: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 import torch
 
 from tilewright.trainer.models.block import Block, Norms
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.layers import Attention, Place, norm
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import FAMILIES
 
 
 class _Attention(Attention):

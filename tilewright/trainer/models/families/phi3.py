@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.ops.rope import tables
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import rope, sizes, windows
 from tilewright.trainer.models.items import READ, number
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import FUSED, Stored
-from tilewright.trainer.tables import FAMILIES
 
 PADDING = 32_000  # transformers' default, which must be a token
 UNPADDED = {"pad_token_id": None}

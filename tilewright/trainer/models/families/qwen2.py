@@ -7,11 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.trainer.models.block import Block
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense, late_windows
 from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import FAMILIES
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:

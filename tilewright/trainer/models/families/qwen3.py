@@ -2,9 +2,8 @@
 
 from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families import qwen2
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.layers import Attention, Place
-from tilewright.trainer.tables import FAMILIES
 
 
 def block(place: Place) -> Block:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.trainer.models.families import qwen3
-from tilewright.trainer.models.families.architecture import Architecture
+from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
 from tilewright.trainer.models.families.reading import dense, experts
 from tilewright.trainer.models.model_config import ModelConfig
-from tilewright.trainer.tables import FAMILIES
 
 FIELDS = (
     "num_experts",

@@ -4,15 +4,10 @@ whose fields ask for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.config import Train
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.plugins.callback import Plugin
-from tilewright.trainer.tables import CALLBACKS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.run import Run
 
 HERE = __name__
 

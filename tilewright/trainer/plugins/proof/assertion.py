@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.trainer.config import Train
 from tilewright.trainer.parallel.mesh import Mesh
@@ -19,9 +19,7 @@ from tilewright.trainer.plugins.proof.certificate import Difference, listed, of_
 from tilewright.trainer.plugins.proof.computation import in_backward
 from tilewright.trainer.plugins.proof.recorder import Recorder
 from tilewright.trainer.plugins.records import CHECKSUMS, METRICS, certificates, rows
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.run import Run
 
 FIELD = "train.assert_deterministic"
 # Of a row of metrics.jsonl, what no bits of the run decide.

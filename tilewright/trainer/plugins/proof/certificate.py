@@ -20,7 +20,7 @@ import importlib.metadata
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from tilewright.ops.attention.vendors import FLASH
 from tilewright.selection import operations
 from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.config import Data
-from tilewright.trainer.config.section import certified
 from tilewright.trainer.data.batches import Batches, Bins
 from tilewright.trainer.data.cache_key import files_of
 from tilewright.trainer.data.contents import tokenizes
@@ -42,9 +41,8 @@ from tilewright.trainer.data.prepared import is_saved
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins.callback import Callback
 from tilewright.trainer.plugins.proof.checksums import Checksums
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.run import Run
+from tilewright.trainer.section import certified
 
 FILE = "certificate.json"
 SCHEMA = 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,7 @@ from tilewright.trainer.plugins.callback import Callback, Step
 from tilewright.trainer.plugins.proof.certificate import of_run
 from tilewright.trainer.plugins.proof.computation import Outputs
 from tilewright.trainer.plugins.records import CHECKSUMS
-
-if TYPE_CHECKING:
-    from tilewright.trainer.loop import Run
+from tilewright.trainer.plugins.run import Run
 
 
 class Recorder(Callback):

@@ -1,7 +1,7 @@
 """What a field of the configuration states, and what reads it from there.
 
 Everything about a field stands on it: its default and meaning, what a change does where a run
-resumes, the rules that its values follow, and what it is called elsewhere.
+resumes, and the rules that its values follow. What others call it is in `dialects`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import copy
 import enum
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -26,11 +25,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
-from tilewright.trainer.config.field_tree import get, show, without_index
+from tilewright.trainer.field_tree import get, show, without_index
 from tilewright.trainer.tables import Table
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config, Dataset
 
 
 class RowOf:
@@ -100,6 +96,14 @@ class Section(BaseModel):
             object.__setattr__(self, name, value)
 
 
+Part = TypeVar("Part", bound=Section)
+
+
+def part(sections: Iterable[Any], kind: type[Part]) -> Part:
+    """The one of a class, which it may have with others."""
+    return next(section for section in sections if isinstance(section, kind))
+
+
 class Resume(enum.StrEnum):
     """What a field does where it differs between a checkpoint and the run that resumes from it: the
     identity of a run (`build.identity`) holds it, and a change is refused; or holds what it names,
@@ -138,7 +142,7 @@ class Place(NamedTuple):
 
     path: str
     field: FieldInfo
-    config: Config
+    config: Any
     within: Any
 
     @property
@@ -225,7 +229,9 @@ class Only(_Rule):
         return not self.holds(other) and at.value not in (at.field.default, *self.neutral)
 
     def wanted(self, at: Place) -> str:
-        values = f"= {_either(self.values)}" if self.but is ... else f"!= {show(self.but)}"
+        values = f"!= {show(self.but)}"
+        if self.but is ...:
+            values = f"= {_either(self.values)}" if self.values else "of another package"
         other = without_index(at.paths(self)[1])
         return f"any value but {_either((at.field.default, *self.neutral))} needs {other} {values}"
 
@@ -246,13 +252,13 @@ class Refuse(_Rule):
 
     condition: Callable[[Any], object] | None = None
 
-    def __init__(self, why: str | Callable[[Config], str | None], *others: str):
+    def __init__(self, why: str | Callable[[Any], str | None], *others: str):
         self.why, self.others = why, others
 
-    def when(self, condition: Callable[[Config], object]) -> Self:
+    def when(self, condition: Callable[[Any], object]) -> Self:
         return self._with(condition=condition)
 
-    def when_entry(self, condition: Callable[[Dataset], object]) -> Self:
+    def when_entry(self, condition: Callable[[Any], object]) -> Self:
         return self._with(condition=condition)
 
     def broken(self, at: Place) -> object:
@@ -276,8 +282,6 @@ def _either(values: Iterable[Any]) -> str:
 class Properties(NamedTuple):
     resume: Resume
     rules: tuple[Rule, ...]
-    differs: tuple[str, str] | None
-    names: dict[str, list[str]]
     stored: str | None
     certified: bool
     keyed: bool
@@ -288,8 +292,6 @@ def field(
     default: Any,
     resume: Resume,
     *rules: Rule,
-    differs: tuple[str, str] | None = None,
-    names: Mapping[str, str] = MappingProxyType({}),
     stored: str | None = None,
     certified: bool = True,
     keyed: bool = False,
@@ -298,9 +300,6 @@ def field(
 ) -> Any:
     """A field, which means what the string below it says.
 
-    differs: the default or meaning in xorl's documentation, and why it is another here.
-    names: what it is called in other libraries' configurations, where that is another name, by
-    library, with spaces between.
     stored: its name in the identity of a run, if it has another one there.
     certified: whether the certificate of a run holds it, unless `resume` says already that nothing
     computed depends on it. False where no step and no number of an evaluation does, and where what
@@ -310,9 +309,9 @@ def field(
     do not hold is the default.
     limits: of pydantic's Field. An example of a required field stands in where it is missing.
     """
-    made, there = Field(default, **limits), {who: said.split() for who, said in names.items()}
+    made = Field(default, **limits)
     certified = certified and resume not in BESIDE
-    made.metadata.append(Properties(resume, rules, differs, there, stored, certified, keyed, later))
+    made.metadata.append(Properties(resume, rules, stored, certified, keyed, later))
     return made
 
 
@@ -320,7 +319,7 @@ def properties(field: FieldInfo) -> Properties:
     return next(p for p in field.metadata if isinstance(p, Properties))
 
 
-def places(config: Config, at: str = "", entry: Section | None = None) -> Iterator[Place]:
+def places(config: Any, at: str = "", entry: Section | None = None) -> Iterator[Place]:
     """Every field of a configuration, and of its lists' entries, in order."""
     section = entry or (get(config, at[:-1]) if at else config)
     for name, field in type(section).model_fields.items():
@@ -340,7 +339,7 @@ class Problem(NamedTuple):
     paths: tuple[str, ...]
     message: str
 
-    def line(self, config: Config) -> str:
+    def line(self, config: Any) -> str:
         return f"{', '.join(f'{p} = {show(get(config, p))}' for p in self.paths)}: {self.message}"
 
 
@@ -350,7 +349,39 @@ class Broken(list[Problem]):
     training = True
 
 
-def problems(config: Config, training: bool = True) -> Iterator[Problem]:
+# A function of sections, or of an entry of a list, that are told by its annotations. With a
+# parameter `training` it is given whether the configuration is one to train with.
+Check = Callable[..., Problem | None]
+
+
+def checked(config: Any, checks: Iterable[Check], training: bool) -> Iterator[Problem]:
+    """The problems of plain functions."""
+    sections = [section for _, section in config]
+    for check in checks:
+        kinds = get_type_hints(check)
+        kinds.pop("return")
+        given = {n: training if k is bool else part(sections, k) for n, k in kinds.items()}
+        if (problem := check(**given)) is not None:
+            yield problem
+
+
+def concerning(config: Any, checks: Iterable[Check], path: str) -> Iterator[str]:
+    """What the plain functions that read a field hold, by their documentation."""
+    for check in checks:
+        kinds = [kind for kind in get_type_hints(check).values() if isinstance(kind, type)]
+        read = {
+            f"{at}.{name}"
+            for at, section in config
+            for kind in kinds
+            if issubclass(kind, Section) and isinstance(section, kind)
+            for name in kind.model_fields
+            if name in check.__code__.co_names
+        }
+        if path in read and check.__doc__:
+            yield " ".join(check.__doc__.split()).rstrip(".")
+
+
+def problems(config: Any, training: bool = True) -> Iterator[Problem]:
     """Every rule that is broken.   training: with those of training alone."""
     for at in places(config):
         for rule in properties(at.field).rules:
@@ -362,7 +393,7 @@ def problems(config: Config, training: bool = True) -> Iterator[Problem]:
                 yield Problem(at.paths(rule), sentence)
 
 
-def needs(path: str, config: Config) -> Iterator[str]:
+def needs(path: str, config: Any) -> Iterator[str]:
     """Every rule that concerns a field, at fault or not. config: any with an entry in each list."""
     for at in places(config):
         for rule in properties(at.field).rules:
@@ -386,7 +417,7 @@ def kept(section: Section, resume: Resume, *, unread: bool = True) -> dict[str, 
     return always | sometimes
 
 
-def certified(config: Config) -> dict[str, Any]:
+def certified(config: Any) -> dict[str, Any]:
     """What the certificate of a run holds of its configuration: fields by their paths."""
     made = config.model_dump(mode="json")
     return {

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+from tilewright.trainer.section import Only, Refuse, Resume, Section, field
 
-OURS = "ours: xorl's local configuration has no distillation"
 DISTILLED = Only("train.loss", "distillation")
 COMPARED = Only("cross_entropy_share", but=1.0).because("nothing of the divergence is in the loss")
 
 
 class Distillation(Section):
     divergence: Literal["forward", "reverse", "jsd"] = field(
-        "forward", Resume.NEXT_STEP, DISTILLED, COMPARED, differs=("none", OURS)
+        "forward", Resume.NEXT_STEP, DISTILLED, COMPARED
     )
     """forward: KL(teacher || student); reverse: KL(student || teacher); jsd: the generalized
     Jensen-Shannon divergence (arXiv:2306.13649, equation 1).
     """
     beta: float = field(
-        0.5,
-        Resume.NEXT_STEP,
-        DISTILLED,
-        Only("divergence", "jsd"),
-        COMPARED,
-        differs=("none", OURS),
-        gt=0,
-        lt=1,
+        0.5, Resume.NEXT_STEP, DISTILLED, Only("divergence", "jsd"), COMPARED, gt=0, lt=1
     )
     """The teacher's weight in jsd's mixture; near 0 it is like forward, near 1 like reverse."""
-    top_k: int = field(32, Resume.OTHER_BINS, DISTILLED, differs=("none", OURS), ge=0)
+    top_k: int = field(32, Resume.OTHER_BINS, DISTILLED, ge=0)
     """Entries per token in the columns teacher_ids and teacher_logprobs; 0: the label alone, whose
     log-probability under the teacher is the column teacher_logprob.
     """
@@ -40,19 +32,15 @@ class Distillation(Section):
         Refuse("one token is all of a distribution that is renormalized", "top_k").when(
             lambda c: c.distillation.outside == "renormalize" and c.distillation.top_k < 2
         ),
-        names={"TRL": "loss_add_tail distillation_add_tail"},
-        differs=("none", OURS),
     )
     """All tokens without an entry. bucket: they count as one more token; renormalize: they do not
     count, and the entries' probabilities are divided by their sum.
     """
-    temperature: float = field(1.0, Resume.NEXT_STEP, DISTILLED, differs=("none", OURS), gt=0)
+    temperature: float = field(1.0, Resume.NEXT_STEP, DISTILLED, gt=0)
     """Divides the student's logits in the divergence; the teacher's log-probabilities must be those
     at this temperature.
     """
-    cross_entropy_share: float = field(
-        0.0, Resume.NEXT_STEP, DISTILLED, differs=("none", OURS), ge=0, le=1
-    )
+    cross_entropy_share: float = field(0.0, Resume.NEXT_STEP, DISTILLED, ge=0, le=1)
     """The loss is this share of the labels' cross-entropy, whose temperature is 1, and the rest of
     the divergence.
     """

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from tilewright.trainer.config.section import Only, Refuse, Resume, RowOf, Rule, Section, field
-from tilewright.trainer.tables import DATASETS, PREFERENCES
+from tilewright.trainer.losses.preference.row import PREFERENCES
+from tilewright.trainer.section import Only, Refuse, Resume, RowOf, Rule, Section, field
 
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
-
-OURS = "ours: xorl's local configuration has no preferences"
 PREFERRED = Only("train.loss", "preference")
 COMPUTED = ("adapters_off", "model")  # references that are a second pass
-TR_DPO = "ours: xorl's local configuration has no preferences; TR-DPO, arXiv:2404.09656"
 
 
-def _field(
-    default: Any, *rules: Rule, resume: Resume = Resume.NEXT_STEP, why: str = OURS, **more: Any
-) -> Any:
+def _field(default: Any, *rules: Rule, resume: Resume = Resume.NEXT_STEP, **more: Any) -> Any:
     """What train.loss = preference alone reads."""
-    return field(default, resume, PREFERRED, *rules, differs=("none", why), **more)
+    return field(default, resume, PREFERRED, *rules, **more)
 
 
 def _option(name: str, default: float, *rules: Rule, **more: Any) -> Any:
@@ -29,7 +22,7 @@ def _option(name: str, default: float, *rules: Rule, **more: Any) -> Any:
     return _field(default, readers, *rules, **more)
 
 
-def kind_of_reference(config: Config) -> str:
+def kind_of_reference(config: Any) -> str:
     """What a run compares with: none, adapters_off, model, precomputed or column."""
     section = config.preference
     if config.train.loss != "preference" or not PREFERENCES[section.loss].reference:
@@ -39,27 +32,13 @@ def kind_of_reference(config: Config) -> str:
     return "adapters_off" if config.lora.enable_lora else "model"
 
 
-def _learns_nothing(config: Config) -> bool:
+def _learns_nothing(config: Any) -> bool:
     section = config.preference
     weights = section.kto_desirable_weight, section.kto_undesirable_weight
     return (
         "kto_desirable_weight" in PREFERENCES[section.loss].reads
         and not max(weights)
         and not section.sft_ratio
-    )
-
-
-def _cuts_none(config: Config) -> bool:
-    return config.preference.max_prompt_len is not None and not any(
-        DATASETS[e.type].prompts for e in config.data.datasets
-    )
-
-
-def _leaves_no_prompt(config: Config) -> bool:
-    data, most = config.data, config.preference.max_prompt_len
-    bins = data.sample_packing_sequence_len
-    return most is not None and any(
-        min(e.max_seq_len or bins, bins) < 22 for e in data.datasets if DATASETS[e.type].prompts
     )
 
 
@@ -75,10 +54,9 @@ class Preference(Section):
                 and c.train.pipeline_parallel_size > 1
             )
         ),
-        names={"TRL": "loss_type", "ERNIEKit": "loss_type", "NxDT": "loss_type"},
     )
     """The formula, of a table."""
-    beta: float = _option("beta", 0.1, names={"NxDT": "kl_beta"}, gt=0)
+    beta: float = _option("beta", 0.1, gt=0)
     """What log-ratios to the reference are multiplied by."""
     label_smoothing: float = _option("label_smoothing", 0.0, ge=0, lt=0.5)
     """The probability that a pair's answers are in the wrong order."""
@@ -86,11 +64,9 @@ class Preference(Section):
     """The margin that simpo aims at."""
     dpop_lambda: float = _option("dpop_lambda", 50.0, ge=0)
     """dpop's weight of a chosen answer that is less probable than under the reference."""
-    loss_ratio: float = _field(
-        1.0, names={"TRL": "loss_weights", "ERNIEKit": "pref_loss_ratio"}, gt=0
-    )
+    loss_ratio: float = _field(1.0, gt=0)
     """What the formula is multiplied by, beside sft_ratio's term."""
-    sft_ratio: float = _field(0.0, names={"ERNIEKit": "sft_loss_ratio"}, ge=0)
+    sft_ratio: float = _field(0.0, ge=0)
     """The mean negative log-probability of the tokens of all chosen answers of a step, or of
     desirable ones, times this is added to the loss.
     """
@@ -102,13 +78,10 @@ class Preference(Section):
         Refuse("nothing is learned where both weights are 0", "kto_undesirable_weight").when(
             _learns_nothing
         ),
-        names={"TRL": "desirable_weight"},
         ge=0,
     )
     """The weight of the loss of a desirable answer."""
-    kto_undesirable_weight: float = _option(
-        "kto_undesirable_weight", 1.0, names={"TRL": "undesirable_weight"}, ge=0
-    )
+    kto_undesirable_weight: float = _option("kto_undesirable_weight", 1.0, ge=0)
     """The weight of the loss of an undesirable answer."""
     kl_scope: Literal["micro_batch", "step"] = _field(
         "micro_batch", Only("loss", table=lambda: [n for n, row in PREFERENCES.items() if row.kl])
@@ -120,25 +93,13 @@ class Preference(Section):
         None,
         Resume.OTHER_CONTENTS,
         Only("train.loss", "preference", "reward"),
-        Refuse("no row of these types has a prompt that is cut", "data.datasets").when(_cuts_none),
-        Refuse(
-            "a document holds half of a bin, or of max_seq_len, and 10 tokens of it are an "
-            "answer's: no prompt is left; accepted are 22 tokens and more",
-            "data.sample_packing_sequence_len",
-            "data.datasets",
-        ).when(_leaves_no_prompt),
-        names={"TRL": "max_prompt_length", "NxDT": "max_dpo_prompt_length"},
-        differs=("none", OURS),
         ge=1,
     )
     """Tokens that are kept of a longer prompt, of both answers the same: at most this many, and 10
     fewer than a document holds; null: all. What is cut is counted in the log.
     """
     truncation_mode: Literal["keep_start", "keep_end"] = field(
-        "keep_start",
-        Resume.OTHER_CONTENTS,
-        Only("max_prompt_len", but=None),
-        differs=("none", OURS),
+        "keep_start", Resume.OTHER_CONTENTS, Only("max_prompt_len", but=None)
     )
     """Which tokens of a longer prompt are kept: its first ones, or its last ones."""
     share_prefix: bool = _field(
@@ -211,7 +172,6 @@ class Preference(Section):
                 and kind_of_reference(c) not in ("model", "precomputed")
             )
         ),
-        names={"TRL": "ref_model"},
         resume=Resume.OTHER_CONTENTS,
         certified=False,
     )
@@ -241,19 +201,11 @@ class Preference(Section):
                 and c.lora.enable_lora
             )
         ),
-        names={"TRL": "ref_model_sync_steps", "ERNIEKit": "ref_model_update_steps"},
-        why=TR_DPO,
         ge=1,
     )
     """The reference moves to the policy after every so many steps; null: it stays."""
     reference_ema: float = field(
-        1.0,
-        Resume.NEXT_STEP,
-        Only("reference_update_steps", but=None),
-        names={"TRL": "ref_model_mixup_alpha"},
-        differs=("none", TR_DPO),
-        gt=0,
-        le=1,
+        1.0, Resume.NEXT_STEP, Only("reference_update_steps", but=None), gt=0, le=1
     )
     """How far the reference moves: the policy's share in the new one, of weights, or of adapters' A
     and B; 1: it becomes the policy.

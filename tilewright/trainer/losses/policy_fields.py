@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -14,12 +14,8 @@ from tilewright.ops.loss.policy import (
     Options,
     contradiction,
 )
-from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+from tilewright.trainer.section import Only, Refuse, Resume, Section, field
 
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
-
-OURS = "ours: xorl's local configuration has no policies"
 POLICY = Only("train.loss", "policy")
 COLUMNS_READ = Resume.OTHER_CONTENTS  # of a field that decides which columns samples have
 
@@ -30,10 +26,10 @@ def _known(name: str) -> str:
     return name
 
 
-def _contradicted(name: str, other: str) -> Callable[[Config], str | None]:
+def _contradicted(name: str, other: str) -> Callable[[Any], str | None]:
     """Why an option does not fit to this other one."""
 
-    def why(config: Config) -> str | None:
+    def why(config: Any) -> str | None:
         policy = config.policy
         row, values = FORMULAS[policy.loss], {n: getattr(policy, n) for n in Options._fields}
         given = {n: v for n, v in values.items() if v is not None and n in row.reads}
@@ -59,19 +55,15 @@ def _option(name: str, *, resume: Resume = Resume.NEXT_STEP, **more: Any) -> Any
         for option, other in sorted(TOGETHER)
         if option == name
     )
-    return field(None, resume, POLICY, readers, *fits, differs=("none", OURS), **more)
+    return field(None, resume, POLICY, readers, *fits, **more)
 
 
 class Policy(Section):
-    loss: Annotated[str, AfterValidator(_known)] = field(
-        "ppo", COLUMNS_READ, POLICY, differs=("none", OURS)
-    )
+    loss: Annotated[str, AfterValidator(_known)] = field("ppo", COLUMNS_READ, POLICY)
     """The formula: a loss for each token, of its log-probability and of the columns that it reads,
     among them advantage, old_logprob, rollout_logprob, reference_logprob and teacher_logprob.
     """
-    average: Literal["tokens", "documents"] = field(
-        "tokens", Resume.NEXT_STEP, POLICY, differs=("none", OURS)
-    )
+    average: Literal["tokens", "documents"] = field("tokens", Resume.NEXT_STEP, POLICY)
     """tokens: the mean over a step's tokens; documents: over documents of the means over theirs."""
     clip_low_threshold: float | None = _option("clip_low_threshold", ge=0)
     """The least ratio to the old policy that is not clipped; null: the formula's, mostly 0.8."""

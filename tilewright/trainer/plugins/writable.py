@@ -6,11 +6,11 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from tilewright.trainer.config import Train
+from tilewright.trainer.config.train import Reporting
 from tilewright.trainer.parallel.mesh import Mesh
 
 
-def folders(train: Train) -> Iterator[tuple[str, pathlib.Path]]:
+def folders(train: Reporting) -> Iterator[tuple[str, pathlib.Path]]:
     """The folders that a run writes, each with the field that names it."""
     output = pathlib.Path(train.output_dir)
     yield "output_dir", output
@@ -22,7 +22,7 @@ def folders(train: Train) -> Iterator[tuple[str, pathlib.Path]]:
         yield "profile_trace_dir", pathlib.Path(train.profile_trace_dir)
 
 
-def check(train: Train, mesh: Mesh) -> None:
+def check(train: Reporting, mesh: Mesh) -> None:
     """Writes a byte in each folder, which is made, on each rank: they may be other machines. Raises
     OSError on all of them.
     """

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from tilewright.core.files import is_hub_id
 from tilewright.ops.moe.expert_parallel import no_deepep
-from tilewright.trainer.config.section import Accepts, Only, Refuse, Resume, Section, field
-
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
+from tilewright.trainer.section import Accepts, Only, Refuse, Resume, Section, field
 
 DEEPEP = Only("ep_dispatch", "deepep")
-SERVER = ("of its server's configuration", "a trained model can be as its server computes it")
 
 
-def _of_several(config: Config) -> bool:
+def _of_several(config: Any) -> bool:
     """A revision that is not one Hub id's."""
     model = config.model
     named = {model.model_path, model.config_path, model.tokenizer_path}
@@ -33,7 +29,6 @@ class Model(Section):
             lambda c: c.model.config_path is None
         ),
         certified=False,
-        names={"transformers": "model_name_or_path", "ERNIEKit": "model_name_or_path"},
     )
     """Folder (or Hub id) with weights; null: random weights."""
     revision: str | None = field(
@@ -46,27 +41,16 @@ class Model(Section):
             "config_path",
             "tokenizer_path",
         ).when(_of_several),
-        differs=("none", "ours, as data sets have it: an id's main branch changes"),
         certified=False,
     )
     """Commit, tag or branch of the Hub id; null: what its main branch is."""
-    config_path: str | None = field(
-        None, Resume.OTHER_CONTENTS, certified=False, names={"NxDT": "model_config"}
-    )
+    config_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Folder with config.json, or the file; null: as model_path."""
     tokenizer_path: str | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Folder with the tokenizer; null: as config_path."""
-    attn_implementation: str = field(
-        "auto",
-        Resume.ROUNDING,
-        differs=("flash_attention_3", "needs one kind of GPU; auto takes the best that runs here"),
-    )
+    attn_implementation: str = field("auto", Resume.ROUNDING)
     """Attention: auto, eager, cpp, sdpa, native, triton or flash_attention_2 to _4 (fa2 to fa4)."""
-    moe_implementation: str | None = field(
-        None,
-        Resume.ROUNDING,
-        differs=("eager, triton, native, quack", "the same, and cpp, which runs on CPUs"),
-    )
+    moe_implementation: str | None = field(None, Resume.ROUNDING)
     """Experts: null (automatic), or a name of `tilewright explain moe_mlp`."""
     ep_dispatch: Literal["alltoall", "deepep"] = field(
         "alltoall",
@@ -97,21 +81,21 @@ class Model(Section):
         ),
     )
     """Overlap DeepEP's combine with the next layer."""
-    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS, names={"NxDT": "fuse_qkv"})
+    merge_qkv: bool = field(True, Resume.OTHER_WEIGHTS)
     """Keep the query, key and value projections as one qkv_proj; DeepSeek-V3 has none to merge."""
-    router_fp32: bool = field(True, Resume.ROUNDING, differs=SERVER)
+    router_fp32: bool = field(True, Resume.ROUNDING)
     """Keep the router's logits in float32 rather than rounding them to bfloat16."""
-    lm_head_fp32: bool = field(True, Resume.ROUNDING, differs=SERVER)
+    lm_head_fp32: bool = field(True, Resume.ROUNDING)
     """Keep the head's logits in float32 rather than rounding them to bfloat16."""
-    rmsnorm_native: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    rmsnorm_native: bool = field(False, Resume.ROUNDING)
     """PyTorch's F.rms_norm instead of the fused kernels, and x + residual by itself."""
-    activation_native: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    activation_native: bool = field(False, Resume.ROUNDING)
     """F.silu(gate) * up (Gemma: F.gelu), rounded in between, instead of the fused kernel; in layers
     without experts.
     """
-    rope_native: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    rope_native: bool = field(False, Resume.ROUNDING)
     """PyTorch's operators instead of the fused rotation."""
-    attention_cast_bf16: bool = field(False, Resume.ROUNDING, differs=SERVER)
+    attention_cast_bf16: bool = field(False, Resume.ROUNDING)
     """Round queries and keys to bfloat16 after the rotation, as bfloat16 training does anyway."""
     batch_invariant: bool = field(
         False,
@@ -122,21 +106,13 @@ class Model(Section):
             )
             for native in ("rmsnorm_native", "activation_native", "rope_native")
         ),
-        differs=("none", "ours: for numbers that do not depend on how a batch was made up"),
     )
     """A token's logits have the same bits whatever else is in the batch: implementations that claim
     it, matrix products of 128 rows at a time, and all logits of a batch in memory. Slower.
     """
     basic_modules: list[str] = field([], Resume.LAYOUT, Only("train.data_parallel_mode", "fsdp2"))
     """Further module names to shard as FSDP units of their own."""
-    foundation: dict[str, Any] = field(
-        {},
-        Resume.OTHER_SHAPE,
-        differs=(
-            "extra configuration of a foundation model",
-            "stated in full: entries that replace those of config.json",
-        ),
-    )
+    foundation: dict[str, Any] = field({}, Resume.OTHER_SHAPE)
     """Entries that replace those of config.json, such as rope_parameters."""
     encoders: dict[str, Any] = field(
         {},
@@ -156,3 +132,39 @@ class Model(Section):
             folder = folder.rpartition("/")[0] or "."
         self._fill(tokenizer_path=self.tokenizer_path or folder)
         return self
+
+
+class Dropouts(Section):
+    """Masks of layers in training."""
+
+    hidden_dropout: float = field(0.0, Resume.NEXT_STEP, ge=0, lt=1)
+    """Probability of an element of attention's or an MLP's output to be dropped before it is added
+    to the residual stream; the others are divided by 1 - p. Off in evaluation.
+    """
+    attention_dropout: float = field(
+        0.0,
+        Resume.NEXT_STEP,
+        Only("ringattn_parallel_size", 1).because(
+            "a mask draws the bits of four keys of a document at once, and a ring cuts documents at "
+            "any key"
+        ),
+        ge=0,
+        lt=1,
+    )
+    """The same for attention's weights after the softmax."""
+    ffn_dropout: float = field(0.0, Resume.NEXT_STEP, ge=0, lt=1)
+    """The same for the inner activations of MLPs that are no experts."""
+    dropout_warmup_steps: int = field(
+        0,
+        Resume.NEXT_STEP,
+        Refuse("nothing is dropped", "hidden_dropout", "attention_dropout", "ffn_dropout").when(
+            lambda c: c.train.dropout_warmup_steps and not c.train.drops
+        ),
+        ge=0,
+    )
+    """Optimizer steps over which dropout's probabilities rise linearly from 0."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped."""
+        return max(self.hidden_dropout, self.attention_dropout, self.ffn_dropout) > 0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, model_validator
 
 from tilewright.nn.quantized_layers import wrong_group_size
-from tilewright.trainer.config.section import Only, Refuse, Resume, Section, field
+from tilewright.trainer.section import Only, Refuse, Resume, Section, field
 
 LORA, QLORA = Only("enable_lora", True), Only("enable_qlora", True)
 AUTO = -1.0  # lora_alpha from the rank
@@ -34,25 +34,13 @@ class Lora(Section):
         ),
     )
     """Train low-rank adapters on projections of the decoder layers; all else is frozen."""
-    lora_rank: int = field(16, Resume.OTHER_WEIGHTS, LORA, names={"peft": "r"}, ge=1)
+    lora_rank: int = field(16, Resume.OTHER_WEIGHTS, LORA, ge=1)
     """Rank of the adapters."""
     lora_alpha: Annotated[float, AfterValidator(_alpha)] = field(16, Resume.OTHER_WEIGHTS, LORA)
     """Scale; the adapters are scaled by alpha / rank. -1: twice the rank, or 4 with rslora."""
-    rslora: bool = field(
-        False,
-        Resume.OTHER_WEIGHTS,
-        LORA,
-        differs=("none", "ours; the default is what it has without one"),
-        later=True,
-    )
+    rslora: bool = field(False, Resume.OTHER_WEIGHTS, LORA, later=True)
     """Scale the adapters by alpha / sqrt(rank) (arXiv:2312.03732)."""
-    use_dora: bool = field(
-        False,
-        Resume.OTHER_WEIGHTS,
-        LORA,
-        differs=("none", "ours, as peft's; the default is what it has without one"),
-        later=True,
-    )
+    use_dora: bool = field(False, Resume.OTHER_WEIGHTS, LORA, later=True)
     """DoRA (arXiv:2402.09353): learn the norms of the adapted weights' rows apart from their
     directions.
     """
@@ -60,14 +48,7 @@ class Lora(Section):
     """Projections with adapters: names in their paths, or with * patterns of them; null: all, and
     not lm_head, which must be named.
     """
-    lora_plus_scale: float = field(
-        1.0,
-        Resume.OTHER_STATES,
-        LORA,
-        differs=("none", "ours; the default is what it has without one"),
-        gt=0,
-        later=True,
-    )
+    lora_plus_scale: float = field(1.0, Resume.OTHER_STATES, LORA, gt=0, later=True)
     """LoRA+: the learning rate of the adapters' B, over that of their A."""
     save_lora_only: bool = field(
         False,
@@ -84,12 +65,7 @@ class Lora(Section):
         certified=False,
     )
     """true: write the adapters as peft reads them; false: dense weights with adapters merged."""
-    save_base: bool = field(
-        False,
-        Resume.OUTPUT,
-        LORA,
-        differs=("none", "ours: adapters are a small part of what a checkpoint would hold"),
-    )
+    save_base: bool = field(False, Resume.OUTPUT, LORA)
     """Store the frozen weights in every checkpoint too; false: only where no file holds them, since
     they were drawn or adapters have been merged into them.
     """
@@ -100,7 +76,6 @@ class Lora(Section):
             "quantized experts are buffers, the same on every process, and a checkpoint holds one "
             "copy"
         ),
-        names={"transformers": "load_in_4bit"},
     )
     """Quantize the projections, layer by layer as they are read; every process has them all.
     Implies enable_lora.
@@ -114,29 +89,14 @@ class Lora(Section):
         Refuse(
             lambda c: wrong_group_size(c.lora.quant_format, c.lora.quant_group_size), "quant_format"
         ).when(lambda c: c.lora.enable_qlora),
-        differs=(
-            "16 for nvfp4, 128 for block_fp8, 64 for nf4 recommended",
-            "the same; a size that a format does not have is refused",
-        ),
         ge=1,
     )
     """Elements that share a scale: 16 for nvfp4; edge of the square blocks of block_fp8, 1 to 128;
     32 to 4096, a power of two, for nf4.
     """
-    exclude_modules: list[str] | None = field(
-        None,
-        Resume.OTHER_WEIGHTS,
-        QLORA,
-        differs=("kept as bfloat16", "kept as other weights are: float32, computed in bfloat16"),
-    )
+    exclude_modules: list[str] | None = field(None, Resume.OTHER_WEIGHTS, QLORA)
     """Modules not to quantize; null: those that a quantized checkpoint's configuration names."""
-    merge_lora_interval: int = field(
-        0,
-        Resume.NEXT_STEP,
-        LORA,
-        differs=("with an EMA of NVFP4's largest magnitude", "with that of the merged weight"),
-        ge=0,
-    )
+    merge_lora_interval: int = field(0, Resume.NEXT_STEP, LORA, ge=0)
     """Merge adapters into the weights, which are quantized again, every so many steps; 0: never."""
     reset_optimizer_on_merge: bool = field(
         False,
@@ -150,10 +110,6 @@ class Lora(Section):
         QLORA,
         Only("train.enable_compile", False).because(
             "the noise is another in each step, and compiled code would be recompiled for each"
-        ),
-        differs=(
-            "new noise in each forward pass",
-            "one noise a step, made again where activations are: forward and backward see the same",
         ),
     )
     """Adaptive quantization noise on quantized weights, in training only."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from tilewright.trainer.config.section import (
+from tilewright.trainer.data.types.dataset_type import DATASETS
+from tilewright.trainer.options import with_options, wrong_options
+from tilewright.trainer.parallel.fields import Width
+from tilewright.trainer.section import (
     Accepts,
     Only,
     Refuse,
@@ -16,12 +19,7 @@ from tilewright.trainer.config.section import (
     Section,
     field,
 )
-from tilewright.trainer.tables import DATASETS
 
-if TYPE_CHECKING:
-    from tilewright.trainer.config import Config
-
-OURS = ("none", "ours")
 REPEAT = ("random", "interleave_over")
 WEIGHED = ("random", "interleave_under", "interleave_over")
 READ = Only("path", but="dummy").because("dummy data is not read from anywhere")
@@ -42,11 +40,15 @@ def _beyond(index: int | None, number: int | None) -> bool:
     return index is not None and number is not None and index >= number
 
 
-def _same_rows_twice(config: Config) -> bool:
+def _same_rows_twice(config: Any) -> bool:
     """Whether two data sets are of the same rows, as what names them says."""
     names = {"path", "name", "split", "revision", "data_files", "shards", "shards_idx"}
     named = [e.model_dump(include=names) for e in config.data.datasets if e.path != "dummy"]
     return any(one in named[:i] for i, one in enumerate(named))
+
+
+def _wrong_type(entry: Any) -> str | None:
+    return wrong_options(DATASETS[entry.type].options, entry.type_args, f"type {entry.type}")
 
 
 class Dataset(Section):
@@ -58,11 +60,6 @@ class Dataset(Section):
         "tokenized",
         Resume.OTHER_CONTENTS,
         Only("path", but="dummy").because("dummy data is tokenized already"),
-        differs=(
-            "tokenized only",
-            "text, chat and prompt_completion are ours: tokenized on preparation with "
-            "tokenizer_path",
-        ),
         keyed=True,
     )
     """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
@@ -72,6 +69,15 @@ class Dataset(Section):
     preference_erniekit: pairs of answers, unpaired_preference and unpaired_preference_tokenized:
     answers that are desirable or not, for train.loss = preference.
     """
+    type_args: dict[str, Any] = field(
+        {},
+        Resume.OTHER_CONTENTS,
+        Only("type", table=lambda: with_options(DATASETS)),
+        Refuse(_wrong_type, "type").when_entry(_wrong_type),
+        keyed=True,
+        later=True,
+    )
+    """Options of the type."""
     name: str | None = field(
         None,
         Resume.OTHER_CONTENTS,
@@ -117,12 +123,7 @@ class Dataset(Section):
         keyed=True,
     )
     """Format of the files; null: by their suffix. Of a folder, only such files are read."""
-    max_seq_len: int | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        differs=("truncate and filter", "samples are truncated, with a count in the log"),
-        ge=2,
-    )
+    max_seq_len: int | None = field(None, Resume.OTHER_CONTENTS, ge=2)
     """Tokens kept of a longer sample (text: of a piece of a document)."""
     shards: int | None = field(
         None,
@@ -142,15 +143,12 @@ class Dataset(Section):
         keyed=True,
     )
     """Which part, from 0."""
-    max_samples: int | None = field(
-        None, Resume.OTHER_CONTENTS, READ, differs=OURS, ge=1, keyed=True, later=True
-    )
+    max_samples: int | None = field(None, Resume.OTHER_CONTENTS, READ, ge=1, keyed=True, later=True)
     """Rows that are taken, from the beginning; null: all."""
     weight: float | None = field(
         None,
         Resume.OTHER_CONTENTS,
         Only("data.mixing", *WEIGHED).because("concat takes every sample once"),
-        differs=OURS,
         gt=0,
         keyed=True,
         later=True,
@@ -165,7 +163,7 @@ class Dataset(Section):
 def _grouped(name: str) -> Refuse:
     """A field of the groups that multipack packs."""
 
-    def unread(config: Config) -> bool:
+    def unread(config: Any) -> bool:
         data = config.data
         given = getattr(data, name) != Data.model_fields[name].default
         groups = data.sample_packing_method == "multipack" and not data.sample_packing_sequentially
@@ -178,15 +176,19 @@ def _grouped(name: str) -> Refuse:
     ).when(unread)
 
 
-def nothing_held_out(config: Config) -> str | None:
+def held_out(data: Data, do_test: bool) -> bool:
+    """Whether something is evaluated during training."""
+    during = [] if do_test else data.test_datasets
+    return bool(during) or data.val_set_size is not None
+
+
+def nothing_held_out(config: Any) -> str | None:
     """Why nothing is evaluated during training, if that is so."""
-    data = config.data
-    during = [] if config.train.do_test else data.test_datasets
-    held = during or data.val_set_size is not None
+    held = held_out(config.data, config.train.do_test)
     return None if held else "there is nothing to evaluate on"
 
 
-def nothing_scored(config: Config) -> str | None:
+def nothing_scored(config: Any) -> str | None:
     """Why nothing is evaluated, neither during training nor after it."""
     if config.train.do_test:
         return None
@@ -194,7 +196,7 @@ def nothing_scored(config: Config) -> str | None:
     return "nothing is evaluated" if never else nothing_held_out(config)
 
 
-def _weighs_some(config: Config) -> bool:
+def _weighs_some(config: Any) -> bool:
     given = [e.weight is not None for e in config.data.datasets]
     return any(given) and not all(given)
 
@@ -204,26 +206,12 @@ def no_size(size: float | None) -> bool:
     return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
 
 
-class Data(Section):
+class Data(Width):
     datasets: list[Dataset] = field(
-        ...,
-        Resume.OTHER_CONTENTS,
-        names={"transformers": "train_file", "ERNIEKit": "train_dataset_path", "NxDT": "train_dir"},
-        min_length=1,
-        examples=[[{"path": "dummy"}]],
-        certified=False,
+        ..., Resume.OTHER_CONTENTS, min_length=1, examples=[[{"path": "dummy"}]], certified=False
     )
     """What to train on."""
-    test_datasets: list[Dataset] = field(
-        [],
-        Resume.EVALUATION,
-        names={
-            "transformers": "validation_file",
-            "ERNIEKit": "eval_dataset_path",
-            "NxDT": "val_dir",
-        },
-        certified=False,
-    )
+    test_datasets: list[Dataset] = field([], Resume.EVALUATION, certified=False)
     """What to evaluate on."""
     mixing: Literal["concat", "random", "interleave_under", "interleave_over"] = field(
         "concat",
@@ -235,7 +223,6 @@ class Data(Section):
         Refuse(
             "a sample that is taken twice would be trained on and held out", "val_set_size"
         ).when(lambda c: c.data.mixing in REPEAT and c.data.val_set_size is not None),
-        differs=OURS,
     )
     """How datasets are merged. concat: every sample once; random: samples_per_epoch samples, each
     of a dataset drawn by its weight (null: its number of samples), in the dataset's order and from
@@ -246,12 +233,10 @@ class Data(Section):
         None,
         Resume.OTHER_CONTENTS,
         Only("mixing", "random").because("the other ways take what there is"),
-        differs=OURS,
         ge=1,
-        names={"ERNIEKit": "num_samples_each_epoch"},
     )
     """Samples that random draws; null: as many as there are."""
-    on_bad_row: Literal["error", "skip"] = field("error", Resume.OTHER_CONTENTS, differs=OURS)
+    on_bad_row: Literal["error", "skip"] = field("error", Resume.OTHER_CONTENTS)
     """What a row that its type cannot use does: it ends the run, or it is skipped, with a count and
     the first ten in the log. A file that cannot be read ends the run.
     """
@@ -262,16 +247,9 @@ class Data(Section):
     )
     """Columns to read; null: those that type names."""
     sample_packing_method: Literal["sequential", "multipack"] = field(
-        "sequential", Resume.OTHER_BINS, names={"TRL": "packing"}
+        "sequential", Resume.OTHER_BINS
     )
     """sequential: in order; multipack: first-fit decreasing within a group."""
-    sample_packing_sequence_len: int = field(
-        32000,
-        Resume.OTHER_BINS,
-        names={"TRL": "max_length max_seq_length", "NxDT": "encoder_seq_length"},
-        ge=2,
-    )
-    """Tokens of a packed bin, at most."""
     sample_packing_group_size: int = field(
         100000, Resume.OTHER_BINS, _grouped("sample_packing_group_size"), ge=1
     )
@@ -279,14 +257,7 @@ class Data(Section):
     sample_packing_sequentially: bool | None = field(None, Resume.OTHER_BINS)
     """true: sequential whatever the method."""
     sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
-        None,
-        Resume.COST,
-        _grouped("sample_packing_mp_start_method"),
-        differs=(
-            "a start method",
-            "the same; null packs in one process, which takes seconds for a million samples",
-        ),
-        certified=False,
+        None, Resume.COST, _grouped("sample_packing_mp_start_method"), certified=False
     )
     """Pack the groups of multipack in processes that are started so; null: in this process."""
     eval_sample_packing: bool | None = field(
@@ -297,19 +268,12 @@ class Data(Section):
         ).in_training(),
     )
     """false: one document a bin in evaluation."""
-    dataloader_num_workers: int = field(
-        0,
-        Resume.COST,
-        differs=("8", "batches are slices of a memory-mapped file; processes cost memory"),
-        ge=0,
-        certified=False,
-    )
+    dataloader_num_workers: int = field(0, Resume.COST, ge=0, certified=False)
     """Worker processes that read batches; 0: none."""
     dataloader_prefetch_factor: int | None = field(
         None,
         Resume.COST,
         Only("dataloader_num_workers", but=0).because("without workers it must be null"),
-        differs=("2", "it must be null without workers; 2 with them, as there"),
         ge=1,
         certified=False,
     )
@@ -318,19 +282,6 @@ class Data(Section):
     """Pin batches in memory where there is a CUDA device."""
     dataloader_drop_last: bool = field(True, Resume.NEXT_STEP)
     """Drop the last incomplete global batch of an epoch; false: fill it with empty bins."""
-    pad_to_multiple_of: int = field(
-        128,
-        Resume.ROUNDING,
-        differs=(
-            "128",
-            "the same; with context parallelism the least common multiple of it and 2 x ring x "
-            "Ulysses",
-        ),
-        ge=1,
-    )
-    """Micro-batches are padded to a multiple of this many tokens; with context parallelism to the
-    least common multiple of this and 2 x ring x Ulysses.
-    """
     val_set_size: int | float | None = field(
         None,
         Resume.OTHER_CONTENTS,
@@ -350,28 +301,11 @@ class Data(Section):
     """Held out of datasets for evaluation, with all their samples: a number of rows, or a fraction
     below 1.
     """
-    shuffle_merged_datasets: bool = field(
-        True,
-        Resume.OTHER_ORDER,
-        stored="shuffle",
-        names={"ERNIEKit": "random_shuffle"},
-        keyed=True,
-    )
+    shuffle_merged_datasets: bool = field(True, Resume.OTHER_ORDER, stored="shuffle", keyed=True)
     """Shuffle all samples, and the bins in every epoch."""
     shuffle_before_merging_datasets: bool = field(True, Resume.OTHER_CONTENTS, keyed=True)
     """Shuffle each dataset before merging."""
-    dataset_num_proc: int | None = field(
-        None,
-        Resume.COST,
-        differs=(
-            "XORL_DATASET_NUM_PROC, or the processors",
-            "TILEWRIGHT_DATASET_NUM_PROC, or the processors, from 64 MiB of data on; starting some "
-            "takes longer than small data",
-        ),
-        names={"transformers": "preprocessing_num_workers"},
-        ge=1,
-        certified=False,
-    )
+    dataset_num_proc: int | None = field(None, Resume.COST, ge=1, certified=False)
     """Processes for preparation; null: TILEWRIGHT_DATASET_NUM_PROC or the number of CPUs for a
     dataset of more than 64 MiB, this process alone for a smaller one.
     """
@@ -381,7 +315,6 @@ class Data(Section):
         Refuse(SHARDS, "dataset_shard_idx").when(
             lambda c: (c.data.dataset_shard_num is None) != (c.data.dataset_shard_idx is None)
         ),
-        differs=("splits the merged dataset", "splits each one first: the rest is not prepared"),
         ge=1,
         certified=False,
         keyed=True,
@@ -415,6 +348,11 @@ class Data(Section):
     """Push what was prepared to this Hub repository, privately."""
     hf_use_auth_token: bool | None = field(None, Resume.THIS_START)
     """Send the Hub token; null: if there is one."""
+
+    @property
+    def prepared(self) -> list[Dataset]:
+        """The data sets that are prepared."""
+        return [] if self.skip_prepare_dataset else [*self.datasets, *self.test_datasets]
 
     @model_validator(mode="after")
     def _prefetch(self) -> Data:
