@@ -107,7 +107,7 @@ def moved(fault: Fault) -> Fault | None:
             here = fault._replace(file=path.relative_to(ROOT).as_posix())
             try:
                 here.applied(text)
-            except ValueError:
+            except (ValueError, SyntaxError):  # a function of Python, sought in C++
                 continue
             found.append(here)
     own = [here for here in found if here.file == fault.file] or found

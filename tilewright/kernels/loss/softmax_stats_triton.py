@@ -584,7 +584,7 @@ def _gradient(
 # ---- losses
 
 # One program, since the derivatives of each row need the divisor, a count of all targets, and sums
-# keep one order: 10 us of 595 by counts (docs/predicted.md, Qwen3-8B). On an H100 the forward has
+# keep one order: 10 us of 595 by counts (bench/predicted, Qwen3-8B). On an H100 the forward has
 # 99 to 100 % of the bandwidth. If the last program of the statistics did this, it would save a
 # launch, 3 us, for an atomic addition in each.
 # Rows at a time: 32 warps, since the program waits for memory; 128 bits per thread.

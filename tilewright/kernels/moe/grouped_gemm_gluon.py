@@ -8,7 +8,7 @@ half of h is computed before the other half is stored: of the whole tile, the bi
 
 No epilogue adds rows to tokens. The down-projection of Qwen3-30B-A3B (32,768 tokens, 8 experts
 each, H = 2,048) writes 1.07 GB of rows while it multiplies, and `_collect` reads them: 1.21 GB with
-y, 0.28 ms at 4.3 TB/s after 4.1 ms of products (docs/predicted.md). A product that adds to y does
+y, 0.28 ms at 4.3 TB/s after 4.1 ms of products (bench/predicted). A product that adds to y does
 so in float32, since 16 bits would be rounded 8 times: 268 MB of zeros, 537 M additions that read
 and write 4 bytes each (4.3 GB, 1 ms, where L2 does not hold y), and a cast that moves 403 MB:
 1.2 ms for 0.28, in an order that changes, or with experts that wait for each other. The same holds
@@ -19,7 +19,7 @@ None has the gate's gradient, DSWIGLU. `_dswiglu` reads dh from memory, where th
 806 MB of such a layer (I = 768), 0.19 ms at 4.3 TB/s, beside 7 ms of products in its backward. In
 the epilogue a tile of 256 columns of dh needs 512 of gates and ups and makes 512 of their gradients
 and 256 of h: 128 KiB to load beside 192 of operands, or tiles of half the columns, whose operands
-are read from L2 a third more often, which bounds this product (docs/predicted.md).
+are read from L2 a third more often, which bounds this product (bench/predicted).
 
 None adds a residual. Rows are not tokens, so that only `_collect` could; `add_rmsnorm`, which adds
 it now, would move T H elements less, 31 us of such a layer's 4.4 ms.

@@ -209,7 +209,7 @@ def sort_and_map(expert_index, num_experts):
 
 def _sort(expert_index, num_experts, tiles):
     # In one launch a run would wait for the counts of those before it, which nothing promises to
-    # run meanwhile. That would save a launch, 3 us of 151 (docs/predicted.md, Qwen3-30B-A3B).
+    # run meanwhile. That would save a launch, 3 us of 151 (bench/predicted, Qwen3-30B-A3B).
     R = expert_index.numel()
     order = operators.sort(expert_index, num_experts)
     config = SORT.config(expert_index.device, num_experts)
