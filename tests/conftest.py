@@ -33,6 +33,10 @@ gc.disable()  # until the tests have been collected: most of what that allocates
 # the guards take: a tenth of the time of small compilations.
 torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
+# torch would write a structured trace of compilations, since its logger has handlers: pytest's.
+# With sizes that depend on data, that takes up to a tenth of the time.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ModuleNotFoundError):  # without Triton
         import interpreter

@@ -1299,13 +1299,24 @@ def base(name, known):
 
 
 def fixed():
-    """What `make test` runs: the first run of each op, and those in which faults are planted, so
-    that what sees them runs; of the faults, every sixth.
+    """What `make test` runs: the first run of each op; of the faults, every sixth, with the run in
+    which it is planted; and of the other faults' runs, the first of each op and architecture.
     """
     known = runs()
     first = {op_of(name, run[2:]): name for name, run in reversed(known.items())}
     faults = [name for name, run in known.items() if run[1] is planted]
-    return dict.fromkeys((*first.values(), *(base(name, known) for name in faults), *faults[::6]))
+    chosen = dict.fromkeys((*first.values(), *(base(name, known) for name in faults[::6])))
+
+    def whose(name):
+        op = op_of(name, known[name][2:])
+        return name if op == "several" else (known[name][0], op)
+
+    taken = {whose(name) for name in chosen}
+    for name in (base(name, known) for name in faults):
+        if whose(name) not in taken:
+            taken.add(whose(name))
+            chosen[name] = None
+    return dict.fromkeys((*chosen, *faults[::6]))
 
 
 def started():

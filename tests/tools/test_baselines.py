@@ -34,15 +34,21 @@ class Called(TorchDispatchMode):
 
 
 def deciding_cases(op):
-    """The smallest case, and one for each further operator that the twin calls."""
-    chosen, found = [], set()
+    """The smallest case, and one for each further operator that the twin calls; without those whose
+    operators all are in the others, since each takes a compilation.
+    """
+    chosen, found = {}, set()
     for case in whole_cases(op):
         with Called() as called:
             op.public(**case.make(DEVICE, torch.float32, 0), implementation="eager")
         if called.found - found or not chosen:
-            chosen.append(case)
+            chosen[case] = called.found
             found |= called.found
-    return chosen
+    for case, own in [*chosen.items()]:
+        others = [operators for other, operators in chosen.items() if other is not case]
+        if others and own <= set().union(*others):
+            del chosen[case]
+    return [*chosen]
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

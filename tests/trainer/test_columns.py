@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from preparing import config_of, prepare_of, write_rows
 
 from tilewright.ops.attention.context_parallel import ContextParallel
@@ -26,6 +27,8 @@ from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.losses.weighted import weighted_language_modeling
 
 pytestmark = [pytest.mark.packages, pytest.mark.usefixtures("own_cache")]
+# It would parse every module of the repository for numbers to try, in each process of the tests.
+providers._get_local_constants = lambda: providers._local_constants
 
 WIDE = {
     name: dataclasses.replace(COLUMNS[name], width=3, reader=None)

@@ -482,9 +482,9 @@ def test_a_step_waits_for_the_device_once(shape, mode, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    """Two ranks, FSDP2, asynchronous checkpoints: three kills at random moments."""
+    """Two ranks, FSDP2, asynchronous checkpoints: two kills at random moments."""
     script = str(ROOT / "scripts/kill_test.py")
-    arguments = ["--kills", "3", "--steps", "8", "--folder", str(tmp_path)]
+    arguments = ["--kills", "2", "--steps", "8", "--folder", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, script, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -492,7 +492,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.stdout.startswith("3 kills, 3 resumes, ")
+    assert done.stdout.startswith("2 kills, 2 resumes, ")
 
 
 def test_a_loss_that_reads_columns_has_a_plan(tmp_path):
