@@ -110,6 +110,11 @@ def autocasts(device: str) -> bool:
     ) and torch.is_autocast_enabled(device)
 
 
+def parameters_of(fn: Any) -> tuple[str, ...]:
+    """Their names, which `takes` has read already."""
+    return getattr(fn, "parameters", None) or tuple(inspect.signature(fn).parameters)
+
+
 def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]:
     """A decorator that gives a public function its torch.autocast behavior. `Op.autocast` reads it.
 
@@ -127,7 +132,7 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
         fn.autocast = Autocast(convention, arguments)
         if not arguments:
             return fn
-        names = tuple(inspect.signature(fn).parameters)
+        names = parameters_of(fn)
         groups = getattr(fn, "groups", {})
         fields = {n: kind for kind in groups.values() for n in kind._fields if n in arguments}
         assert names[0] == arguments[0] and set(arguments) <= {*names, *fields}
@@ -182,7 +187,7 @@ def torch_names(**ours: str) -> Callable[[Callable], Callable]:
     """
 
     def decorate(fn):
-        known = tuple(inspect.signature(fn).parameters)
+        known = parameters_of(fn)
         assert not set(ours) & set(known)  # a name that exists needs no answer
 
         @functools.wraps(fn)

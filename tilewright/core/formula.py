@@ -68,7 +68,7 @@ def _name(function: Callable) -> str:
 def _returned(function: Callable) -> Any:
     """The annotation of what a function or a NamedTuple returns; None if it has none."""
     if inspect.isfunction(function):
-        return typing.get_type_hints(function).get("return")
+        return typing.get_type_hints(function, include_extras=True).get("return")
     return function if hasattr(function, "_fields") else None
 
 

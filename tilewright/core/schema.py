@@ -92,6 +92,12 @@ class _Group(_Leaf):
         return (torch_names.group_by_name(flat[at]) if flat[at] else None), at + 1
 
 
+@functools.cache
+def _hints(structure: type) -> dict[str, Any]:
+    """Its fields' types: many operators take one."""
+    return typing.get_type_hints(structure, include_extras=True)
+
+
 class _Structure(_Leaf):
     """A NamedTuple. An optional one is absent where its first field is, a tensor.
 
@@ -100,7 +106,7 @@ class _Structure(_Leaf):
 
     def __init__(self, name: str, structure: type, optional: bool):
         self.name, self.structure, self.optional = name, structure, optional
-        hints = typing.get_type_hints(structure)
+        hints = _hints(structure)
         self.fields = [_argument(field, hints[field]) for field in structure._fields]
         self.tensors = any(f.tensors or f.list_of_tensors for f in self.fields)
         self.list_of_tensors = self.is_tensor = False
@@ -195,7 +201,7 @@ class Signature:
     """
 
     def __init__(self, function: Callable):
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
         self.arguments = [_argument(p.name, hints[p.name]) for p in parameters]
         self._leaves = [leaf for a in self.arguments for leaf in a.leaves]

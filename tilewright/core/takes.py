@@ -308,6 +308,8 @@ def _number(
 
 
 def _is_union(annotation: Any) -> bool:
+    if isinstance(annotation, type):  # as most are, and known by one call
+        return False
     return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
@@ -608,7 +610,8 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
             return text
 
         groups, fields = dict[str, Any](), dict[str, Any]()
-        for name, kind in annotations.items():
+        grouped = not declared.keys() <= annotations.keys()
+        for name, kind in annotations.items() if grouped else ():
             kind = around.get(kind) if isinstance(kind, str) else kind
             if (
                 name != "return"
@@ -617,7 +620,7 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
                 and hasattr(kind, "_fields")
             ):
                 groups[name] = kind
-                fields |= typing.get_type_hints(kind)
+                fields |= typing.get_type_hints(kind, include_extras=True)
 
         def hint(name: str) -> Any:
             return fields[name] if name in fields else _evaluated(annotations[name], around)
@@ -648,7 +651,7 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
             fn.__name__, parameters, {"_checked": fn, **defaults}, fn.__module__, fn.__globals__
         )
         functools.update_wrapper(checked, fn)
-        checked.takes, checked.groups = declaration, groups
+        checked.takes, checked.groups, checked.parameters = declaration, groups, tuple(signature)
         return checked
 
     return decorate
@@ -685,8 +688,7 @@ def spread(function: Any) -> Callable:
 
 def _evaluated(annotation: Any, around: dict[str, Any]) -> Any:
     """typing.get_type_hints evaluates all of a function's, in many more calls."""
-    value = eval(annotation, around) if isinstance(annotation, str) else annotation
-    return value.type if isinstance(value, dataclasses.InitVar) else value
+    return eval(annotation, around) if isinstance(annotation, str) else annotation
 
 
 def _condition(text: str, arguments: Mapping[str, Argument]) -> Condition:

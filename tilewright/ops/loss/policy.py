@@ -159,6 +159,7 @@ class Formula:
         return cls(**{n: v for n, v in given.items() if v or cls.defaults[n] is not None})
 
     def __post_init__(self) -> None:
+        checked(**{n: getattr(self, n) for n in self.reads})
         given = {n for n in self.reads if getattr(self, n) != self.defaults[n]}
         if wrong := contradiction(self.name, given, self):
             option, _, why = wrong
@@ -175,35 +176,47 @@ READ_WITH = {
     **dict.fromkeys(OF_TIS[1:], ("use_tis", "use_tis")),
 }
 
-# Declarations (core.takes) of the options.
-OPTIONS = {
-    **dict.fromkeys(("clip_low_threshold", "clip_high_threshold"), "number [0, inf)"),
-    "clip": "number (0, 1]",
-    "dual_clip": "number (1, inf)",
-    "use_tis": "bool",
-    "tis_clip_low": "number [0, inf)",
-    "tis_clip_high": "number [0, inf)",
-    "icepop_beta": "number [1, inf)",
-    "beta": "number [0, inf)",
-    "kl_type": KL_TYPES,
-    "ratio_type": RATIO_TYPES,
-}
+
+@takes(
+    clip="number (0, 1]",
+    **dict.fromkeys(THRESHOLDS, "number [0, inf)"),
+    dual_clip="number (1, inf)",
+    use_tis="bool",
+    tis_clip_low="number [0, inf)",
+    tis_clip_high="number [0, inf)",
+    icepop_beta="number [1, inf)",
+    beta="number [0, inf)",
+    kl_type=KL_TYPES,
+    ratio_type=RATIO_TYPES,
+)
+def checked(
+    clip: float | None = None,
+    clip_low_threshold: float = 0.0,
+    clip_high_threshold: float = 0.0,
+    dual_clip: float | None = None,
+    use_tis: bool = False,
+    tis_clip_low: float = 0.0,
+    tis_clip_high: float = 0.0,
+    icepop_beta: float | None = None,
+    beta: float = 0.0,
+    kl_type: str = "k3",
+    ratio_type: str = "token",
+) -> None:
+    """Raises TypeError or ValueError for options, of any formula, out of their ranges."""
+
+
 FORMULAS: dict[str, type[Formula]] = {}
 Class = TypeVar("Class", bound=type[Formula])
 
 
 @dataclass_transform(frozen_default=True)
 def formula(name: str) -> Callable[[Class], Class]:
-    """A decorator that makes a class a formula with checked options, and a row of FORMULAS."""
+    """A decorator that makes a class a formula, and a row of FORMULAS."""
 
     def decorate(cls: Class) -> Class:
         own = fields(dataclass(frozen=True)(cls))
         cls.name, cls.reads = name, tuple(f.name for f in own)
         cls.defaults = {f.name: f.default for f in own}
-        made: Any = cls
-        arguments = made.__init__.__annotations__
-        declared = {n: text for n, text in OPTIONS.items() if n in arguments}
-        made.__init__ = takes(**declared)(made.__init__)
         FORMULAS[name] = cls
         return cls
 
@@ -239,6 +252,7 @@ class Clipped(Formula):
     clip_high_threshold: float = 1.2
 
     def __post_init__(self, clip: float | None) -> None:
+        checked(clip=clip)
         if clip is not None:
             if given := [n for n in THRESHOLDS if getattr(self, n) != self.defaults[n]]:
                 raise ValueError(f"{given[0]} must not be given beside clip, got {clip!r} for that")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
@@ -90,27 +90,46 @@ class Answers(NamedTuple):
         return self.answer - self.reference
 
 
-# Declarations (core.takes) of options.
-OPTIONS = {
-    "beta": "number (0, inf)",
-    "label_smoothing": "number [0, 0.5)",
-    **dict.fromkeys(
-        (
-            "simpo_gamma",
-            "dpop_lambda",
-            "offset_alpha",
-            "kto_desirable_weight",
-            "kto_undesirable_weight",
-        ),
-        "number [0, inf)",
-    ),
-}
+OPTIONS = (
+    "beta",
+    "label_smoothing",
+    "simpo_gamma",
+    "dpop_lambda",
+    "offset_alpha",
+    "kto_desirable_weight",
+    "kto_undesirable_weight",
+)
+
+
+@takes(
+    beta="number (0, inf)",
+    label_smoothing="number [0, 0.5)",
+    **dict.fromkeys(OPTIONS[2:], "number [0, inf)"),
+)
+def checked(
+    beta: float = 1.0,
+    label_smoothing: float = 0.0,
+    simpo_gamma: float = 0.0,
+    dpop_lambda: float = 0.0,
+    offset_alpha: float = 0.0,
+    kto_desirable_weight: float = 0.0,
+    kto_undesirable_weight: float = 0.0,
+) -> None:
+    """Raises TypeError or ValueError for options, of any formula here, out of their ranges."""
+
+
+class _Fields:
+    """The names of a dataclass's fields, as an attribute of the class."""
+
+    def __get__(self, _: Any, of: Any) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(of)) if is_dataclass(of) else ()
 
 
 @dataclass(frozen=True)
 class Formula:
     """A preference loss, whose options are its fields. Called with `Pairs`, or with `Answers` where
-    not `paired`, it gives the loss of each, differentiable in the policy's log-probabilities.
+    not `paired`, it gives the loss of each, differentiable in the policy's log-probabilities. A
+    formula is a dataclass that is frozen.
 
     name: of the row of FORMULAS.   reads: the options.
     reference: whether it depends on the reference.
@@ -118,12 +137,15 @@ class Formula:
     """
 
     name: ClassVar[str] = ""
-    reads: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[Any] = _Fields()
     reference: ClassVar[bool] = True
     kl: ClassVar[bool] = False
     paired: ClassVar[bool] = True
 
     beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        checked(**{n: getattr(self, n) for n in self.reads if n in OPTIONS})
 
     def __call__(self, p: Any) -> torch.Tensor:
         raise NotImplementedError
@@ -133,21 +155,12 @@ Class = TypeVar("Class", bound=type[Formula])
 FORMULAS: dict[str, type[Formula]] = {}
 
 
-def checked(cls: Class) -> Class:
-    """A decorator of a formula, a dataclass: `reads` are its fields, and OPTIONS are checked."""
-    cls.reads = tuple(f.name for f in fields(cls))
-    declared = {n: text for n, text in OPTIONS.items() if n in cls.reads}
-    made: Any = cls
-    made.__init__ = takes(**declared)(made.__init__)
-    return cls
-
-
 @dataclass_transform(frozen_default=True)
 def formula(name: str) -> Callable[[Class], Class]:
     """A decorator that makes a class a formula, and a row of FORMULAS."""
 
     def decorate(cls: Class) -> Class:
-        made = checked(dataclass(frozen=True)(cls))
+        made = dataclass(frozen=True)(cls)
         made.name = name
         FORMULAS[name] = made
         return made
