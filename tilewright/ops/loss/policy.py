@@ -177,6 +177,7 @@ READ_WITH = {
 }
 
 
+# Wide: the options of nine formulas.
 @takes(
     clip="number (0, 1]",
     **dict.fromkeys(THRESHOLDS, "number [0, inf)"),
