@@ -139,7 +139,7 @@ Interval keys_of(const Shape& n, int64_t first, int64_t end, int64_t keys) {
   return {low / KEYS * KEYS, first < end ? high : low / KEYS * KEYS};
 }
 
-// Of a block of keys, those that the query at a position sees.
+// The keys of a block that the query at a position sees.
 TW_INLINE Interval seen(const Shape& n, int64_t position, int64_t key, int64_t keys) {
   const int64_t high = n.causal ? std::clamp<int64_t>(position + 1 - key, 0, keys) : keys;
   return {n.window ? std::clamp<int64_t>(position - n.window + 1 - key, 0, high) : 0, high};
@@ -557,7 +557,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   });
   int64_t parts = 1;
   for (const Task& t : tasks) parts = std::max(parts, t.parts);
-  // Of documents with several runs: [parts, B, HK, SK, LD + LV].
+  // The sums of documents with several runs: [parts, B, HK, SK, LD + LV].
   const int64_t wide = n.LD + n.LV;
   Tensor sums = torch::stable::new_empty(q, {parts > 1 ? parts : 0, n.B, n.HK, n.SK, wide}, ScalarType::Float);
   float* const all = out<float>(sums);

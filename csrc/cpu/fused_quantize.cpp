@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_mxfp8_both(const Tensor& gat
   return {data, scale, turned, turned_scale};
 }
 
-// Of matrices of R rows.
+// Quantizes silu(gate) * up as matrices of R rows.
 std::tuple<Tensor, Tensor, Tensor, Tensor> silu_mul_quantize(Tensor gate, Tensor up, int64_t R, int64_t block_rows,
                                                              int64_t block_columns, bool mx,
                                                              std::optional<int64_t> seed, bool transpose) {

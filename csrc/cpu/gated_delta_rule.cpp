@@ -281,7 +281,7 @@ void chunk_gradients(const Shape& n, Work& work, Gradients& to, const float* bet
   transpose(rows, n.DV, V, n.LV, to.VT.data(), n.LC);
   product(2 * rows, rows, n.DV, {dout, n.LV, 1}, to.VT.data(), n.LC, to.pairs.data(), n.LC, false);
 
-  // Of G and beta, and of the products q k and k k.
+  // The gradients of G and beta, and of the products q k and k k.
   std::fill(to.dG.begin(), to.dG.end(), 0.0f);
   for (int64_t i = 0; i < rows; ++i) {
     const float *const near = work.between.data() + i * n.LC, *const dp = to.pairs.data() + i * n.LC;
@@ -328,7 +328,7 @@ void chunk_gradients(const Shape& n, Work& work, Gradients& to, const float* bet
   product(rows, n.DK, rows, {to.dkk.data(), n.LC, 1}, work.k.data(), n.LK, dk, n.LK, true);
   product(rows, n.DK, rows, {to.dkk.data(), 1, n.LC}, work.k.data(), n.LK, dk, n.LK, true);
 
-  // Of v, in place of dV, and of the state at the start.
+  // The gradients of v, in place of dV, and of the state at the start.
   scale_row(to.dH.data(), n.DK * n.LV, last);
   for (int64_t i = 0; i < rows; ++i) {
     const float e = exp_(work.G[i]), by = beta[i * n.HV];
@@ -344,7 +344,8 @@ void chunk_gradients(const Shape& n, Work& work, Gradients& to, const float* bet
   product(n.DK, n.DV, rows, {work.k.data(), 1, n.LK}, X, n.LV, to.dH.data(), n.LV, true);
 }
 
-// Of rows of x [tokens, D], from those of scale x, or with `normalize` of scale times x divided by its norm.
+// Stores the gradients of rows of x [tokens, D], from the gradients d of scale x, or with `normalize` of scale times x
+// divided by its norm.
 template <class T>
 void store_gradients(const Rows<const T>& x, int64_t b, const Sequence& tokens, int64_t h, int64_t heads, int64_t S,
                      int64_t D, const float* d, int64_t row_length, float scale, bool normalize, T* to) {

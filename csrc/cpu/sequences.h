@@ -6,10 +6,10 @@
 namespace tw {
 
 struct Sequence {
-  int64_t begin, end;  // of its tokens, in a batch's element
+  int64_t begin, end;  // the range of its tokens in a batch's element
 };
 
-// Of cu_seqlens, or without it the one sequence that each element of a batch is.
+// The sequences that cu_seqlens bounds, or without it the one sequence that each element of a batch is.
 inline std::vector<Sequence> sequences(const std::optional<Tensor>& cu_seqlens, int64_t B, int64_t S) {
   if (!cu_seqlens.has_value()) return {{0, S}};
   check_row_major("cu_seqlens", *cu_seqlens);

@@ -3,10 +3,12 @@
 import ast
 import functools
 import gc
+import io
 import itertools
 import pathlib
 import re
 import subprocess
+import tokenize
 import tomllib
 
 import pytest
@@ -389,6 +391,25 @@ def pickled(tree):
     return [(line, what) for line, what in found if not any(line in lines for lines in allowed)]
 
 
+def fronted(tree):
+    """A docstring's or comment's sentence that begins with "Of": the subject comes first. A capital
+    before a word in lower case begins a sentence, wherever it stands.
+    """
+    told = [
+        (node.lineno, node.value.value)
+        for node in tree.nodes
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+    ]
+    comments = [""] * len(tree.lines)
+    if any("Of" in line for line in tree.lines):  # tokens take as long as a tree
+        for token in tokenize.generate_tokens(io.StringIO("\n".join(tree.lines)).readline):
+            if token.type == tokenize.COMMENT:
+                comments[token.start[0] - 1] = token.string.lstrip("#")
+    for first, text in [*told, (1, "\n".join(comments))]:
+        for begun in re.finditer(r"\bOf\s+[a-z]", text):
+            yield first + text.count("\n", 0, begun.start()), "a sentence begins with Of"
+
+
 def test_each_place_that_reads_pickles_is_there():
     for module, places in MAY_UNPICKLE.items():
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
@@ -396,6 +417,7 @@ def test_each_place_that_reads_pickles_is_there():
 
 
 RULES = [
+    (fronted, LIBRARY + TESTS),
     (pickled, LIBRARY),
     (crowded, LIBRARY),
     (long, LIBRARY),
@@ -501,6 +523,13 @@ FAULTS = {
         "import os\nx = os.getenv('X')",
         "from os import environ",
     ],
+    fronted: [
+        '"""Of a tensor: its scale."""',
+        'def f():\n    """The tiles.\n\n    t: Of\n        rows.\n    """',
+        'class A:\n    x: int\n    """Sorted. Of equal rows the first counts."""',
+        "# Of tile t: its expert.",
+        "x = 1  # counted: Of\n# rows, all",
+    ],
     pickled: [
         "import pickle",
         "from pickle import loads",
@@ -555,7 +584,7 @@ RIGHT = {
     ],
     long: [
         'def f():\n    """One.\n\n    Two.\n    """\n' + (MOST_LINES - 1) * "    x = 1\n",
-        "# Long: a table.\n# Of x.\n@cache\ndef f():\n" + MOST_LINES * "    x = 1\n",
+        "# Long: a table.\n# Sorted.\n@cache\ndef f():\n" + MOST_LINES * "    x = 1\n",
     ],
     crowded: [
         f"@triton.jit\ndef f({MANY}): pass",
@@ -575,6 +604,10 @@ RIGHT = {
     ],
     patched: ["import torch\nclass A: pass\nA.x = 1\nB = torch.nn.Linear"],
     environment: ["import os\nos.path.join('a')"],
+    fronted: [
+        '"""Offsets of tiles."""\nx = "Of a tensor"  # the scale of a tensor',
+        "# The paths of\n# Office files",
+    ],
     pickled: ["np.load(file, allow_pickle=False)\nmodel.load(file)"],
     undocumented: [
         "import torch\nself._x = torch.ops.aten._unsafe_view(x, torch.nn.Linear.__name__)"

@@ -25,7 +25,8 @@ ATOL = {
     torch.float16: torch.finfo(torch.float16).eps / 2,
 }
 ATOL[torch.float64] = 1e-12
-# Of float32 results of 16-bit inputs: the twin may be exact by chance where the terms are.
+# The same for float32 results of 16-bit inputs: the twin may be exact by chance where the terms
+# are.
 WIDE = 8 * torch.finfo(torch.float32).eps
 # What is always allowed relative to the median. It is below 2 %, so that an error of 2 % in an
 # ordinary element shows; and so far above what remains of a cancellation in float32 that an order
@@ -57,7 +58,7 @@ class Bound:
 def of(
     twin: Parts, truth: Parts, dtype: torch.dtype, atol: float, of_sums: bool = False
 ) -> tuple[Bound, ...]:
-    """dtype: of the result.   of_sums: see `Judged`."""
+    """dtype: the result's dtype.   of_sums: see `Judged`."""
     pairs = [(twin[k][1], t, at) for k, (at, t) in truth.items()]
     parts = [t for _, t, _ in pairs]
     if not parts[0].dtype.is_floating_point:
@@ -87,7 +88,7 @@ def exact(truth: Parts) -> Bound:
 def on_grid(
     twin: Parts, held: Parts, dtype: torch.dtype, pairs: Sequence[Triple], nearest: bool
 ) -> Iterator[tuple[Bound]]:
-    """Of codes and of their scales.
+    """The bounds for codes and for their scales.
 
     twin, held: the values that they hold, of the eager twin in the inputs' dtype and in float64.
     pairs: the twin's results, as `errors_on_grid` takes them.

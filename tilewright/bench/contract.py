@@ -414,10 +414,10 @@ def check_big(
     """Compares forward and backward of a case of more than 2^31 elements with the eager twin in the
     same dtype. Returns the tensors that exceed the budget.
 
-    Of tensors that large, only the last two slices along the first dimension are compared (all, if
-    there are no more): a wrapped 32-bit offset shows there, and float64 truth would not fit. Both
-    sides' roundings come to 1 eps of a 16-bit dtype; in float32 they sum in different orders. A
-    wrapped offset causes an error of about 1.
+    Only the last two slices along the first dimension are compared (all, if there are no more): a
+    wrapped 32-bit offset shows there, and float64 truth would not fit. Both sides' roundings come
+    to 1 eps of a 16-bit dtype; in float32 they sum in different orders. A wrapped offset causes an
+    error of about 1.
     """
     kwargs = case.make(device, dtype, 0)
     expected, grads = run(op, "eager", convert(kwargs, None), "expanded")

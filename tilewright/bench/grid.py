@@ -27,7 +27,7 @@ def steps(
         return torch.full((1,), float("inf"), dtype=torch.float64)
     each = _of_elements(scale, values)
     allowed = (slack + ARITHMETIC) * values.abs().clamp_min(least)
-    # Of the larger number: it may have been rounded across a power of two.
+    # The step at the larger number: the value may have been rounded across a power of two.
     size = ((values.abs() + allowed) / each).clamp_min(2.0**-6)
     step = each * 2.0 ** (torch.frexp(size).exponent - 4.0)
     beyond = ((codes.double() * each - values).abs() - allowed).clamp_min(0)

@@ -146,7 +146,7 @@ def timed(
     """The callable that a clock times for this configuration: a launch of kernels in isolation, its
     first call within the op's pass; constants of something else always within that pass.
 
-    passes: of the op (see `run.passes`).
+    passes: the op's passes (see `run.passes`).
     first: called before the configuration is first used.
     """
     pass_fn = passes.get(tunable.pass_name, passes["forward"])

@@ -36,7 +36,7 @@ class Piece:
 class Pieces:
     """All pieces of a call.
 
-    shapes: of the outputs that pieces compute parts of.
+    shapes: the shapes of the outputs that pieces compute parts of.
     parts: all pieces, in order.
     description: their description in a result.
     sample: indices of the parts whose own results are compared; None: all.

@@ -44,7 +44,7 @@ class Chosen:
     only: providers of timed cases; default: all.
     say: see `run.measure`.
     args: all of the command's options, for those of a plan's own.
-    meta: of the call (see `run.metadata`).
+    meta: the call's metadata (see `run.metadata`).
     """
 
     device: str
@@ -68,7 +68,8 @@ class Plan:
     units: (stage, ops, dtypes, chosen, cases) -> the units of a stage, most decisive first. Raises
         ValueError for what was asked for and cannot be done.
     describe: a finished document, for the terminal.
-    settings: of timed cases, for which the command has options; None: it has no such cases.
+    settings: settings of timed cases, for which the command has options; None: there are no such
+        cases.
     on_roof: stages that judge by the roofline, and need the stage `roofline`.
     decides: stages more than so many of whose units may not fail: what is timed after them would
         be thrown away.
@@ -109,14 +110,14 @@ class Plan:
 
 
 def supported(op: Op, dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Those of the dtypes that an implementation other than the twin takes."""
+    """The dtypes, among these, that an implementation other than the twin takes."""
     return [
         d for d in dtypes if any(d in i.dtypes for i in op.implementations if i.name != "eager")
     ]
 
 
 def tagged(ops: Iterable[Op], tag: str, cases: Collection[str] | None) -> list[tuple[Op, Case]]:
-    """The cases with a tag, of those named (None: of all)."""
+    """The cases with a tag among those that `cases` names; None: among all."""
     return [
         (op, case)
         for op in ops
@@ -275,7 +276,7 @@ def asked(
         device, date = platform.slug(meta["device"]), meta["date"][:10]
         args.out = pathlib.Path(plan.results.format(device=device, date=date))
         argv = [*argv, "--out", str(args.out)]  # for the workers too
-    # Of one case the first numbers, and how long the rest takes; of many, each when it is done.
+    # One case says its first numbers, and how long the rest takes; many say each when it is done.
     say = functools.partial(print, flush=True) if len(args.op) == 1 and args.case else None
     of = Chosen(args.device, settings, args.out, args.provider, say, args, meta)
     table = selection.operations()

@@ -308,8 +308,8 @@ def metadata(
 ) -> dict[str, Any]:
     """The metadata of a measurement: device, versions, commit, date and settings.
 
-    commit: of the sources, or a file of `record_commit`, for a copy of them whose git, if any, does
-        not know it.
+    commit: the commit of the sources, or a file of `record_commit`, for a copy of the sources whose
+        git, if any, does not know it.
     trainer: whether the trainer is measured too.
     """
     versions = {**platform.describe(), **peers.versions()}

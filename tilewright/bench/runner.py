@@ -221,9 +221,9 @@ def work(
 
 
 def begin_worker(parent: int) -> None:
-    """What a worker does once it has imported everything: the kernel (Linux) shall kill it when its
-    supervisor `parent` dies, and no collection go through what is there. Modules are a million
-    objects, and capturing a CUDA graph or releasing a case's memory collects each time.
+    """Prepares a worker once it has imported everything. The kernel (Linux) shall kill it when its
+    supervisor `parent` dies, and no garbage collection shall visit the present objects. Modules are
+    a million objects, and capturing a CUDA graph or releasing a case's memory collects each time.
     """
     gc.collect()
     gc.freeze()
@@ -358,7 +358,7 @@ def _record(
     state: dict[str, Any], out: pathlib.Path, reason: str, late: bool, stream: pathlib.Path | None
 ) -> None:
     """Writes why a unit did not end.   late: it may need just the time that was left, which is no
-    failure: what is there of it stays, and `work` takes it last.
+    failure: its document so far stays, and `work` takes it last.
     """
     name, document = state["unit"], state["document"]
     if late:

@@ -56,15 +56,15 @@ ON_GPUS = re.compile(r"^\s*(?:import|from) (?:triton|cutlass)\b", re.M)
 
 @functools.cache
 def digest(op: Op | None = None, device: str | None = None) -> str:
-    """The digest of an op; None: of the measuring core alone, for results without an op such as
-    the roofline.   device: "cpu" or "cuda", of what runs there; None: of everything.
+    """The digest of an op's sources. None: the measuring core alone, for results without an op,
+    such as the roofline.   device: "cpu" or "cuda", only what runs there; None: everything.
     """
     paths = [*CORE, *files([] if op is None else _modules_of(op), device)]
     return _hash("\0".join(sorted(_meaning(path, device) for path in paths)))[:16]
 
 
 def of_measured(op: Op, device: str) -> str:
-    """The digest of a measurement made now: of everything where Triton kernels run on CPUs."""
+    """The digest for a measurement made now; it covers everything if Triton kernels run on CPUs."""
     return digest(op, None if device == "cpu" and platform.interpreting() else device)
 
 

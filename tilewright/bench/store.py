@@ -1,7 +1,7 @@
 """Stores a call's documents: one line per unit in `suite.jsonl`, appended when the unit ends.
 
-Of a name, the last line counts. A call that ends writes the file anew: first its own document,
-under "unit": "suite", then the others by name.
+If lines have the same name, the last one counts. A call that ends writes the file anew: first its
+own document, under "unit": "suite", then the others by name.
 """
 
 from __future__ import annotations

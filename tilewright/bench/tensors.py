@@ -39,7 +39,7 @@ def error_of_parts(
 
 
 def root_mean_square(parts: Sequence[torch.Tensor]) -> float:
-    """That of the finite elements of a tensor given in parts; 0 for integers."""
+    """The root mean square of a tensor's finite elements, given in parts; 0 for integers."""
     if not parts[0].dtype.is_floating_point:
         return 0.0
     squares, count = 0.0, 0
@@ -51,8 +51,9 @@ def root_mean_square(parts: Sequence[torch.Tensor]) -> float:
 
 
 def ordinary(parts: Sequence[torch.Tensor], least: float = 0.0) -> float:
-    """The median magnitude of the finite elements above `least`, of a tensor given in parts; of a
-    large one, of evenly spaced elements. 0 for integers, and where there are none.
+    """The median magnitude of the finite elements above `least` of a tensor that is given in parts.
+    A large tensor's is the median of evenly spaced elements. 0 for integers, and where there are
+    none.
     """
     flat = _flat(parts)
     if not flat[0].dtype.is_floating_point:
@@ -104,8 +105,8 @@ def _deviation(r: torch.Tensor, t: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """The tensors in a result or in arguments: of a tensor, tuple, dictionary or quantized tensor
-    with tensors and other values.
+    """The tensors in a result or in arguments, which are a tensor, tuple, dictionary or quantized
+    tensor with tensors and other values.
     """
     if isinstance(value, torch.Tensor):
         return [value]

@@ -87,7 +87,7 @@ def search(
 
     shared: dict[tuple, torch.Tensor] = {}
     tasks = {i: task(c) for i, c in enumerate(candidates) if c not in crashed}
-    # Of the candidates' numbers, where `interleave` takes any keys.
+    # Keys are the candidates' numbers here, where `interleave` takes any.
     measure = cast(
         "Callable[..., tuple[dict[int, timing.Timing], dict[int, str]]]",
         functools.partial(timing.interleave, clock=clock, rounds=rounds, max_seconds=seconds),

@@ -111,7 +111,7 @@ def autocasts(device: str) -> bool:
 
 
 def parameters_of(fn: Any) -> tuple[str, ...]:
-    """Their names, which `takes` has read already."""
+    """The names of fn's parameters, which `takes` may have read already."""
     return getattr(fn, "parameters", None) or tuple(inspect.signature(fn).parameters)
 
 

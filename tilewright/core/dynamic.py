@@ -60,7 +60,7 @@ _define_operators()
 
 
 def places_of_floats(overload: torch_names.OpOverload) -> tuple[int, ...]:
-    """Of the arguments that are a float, or a float or None."""
+    """The indices of the arguments that are a float, or a float or None."""
     kinds = (str(a.type).removeprefix("Optional[") for a in overload._schema.arguments)
     return tuple(i for i, kind in enumerate(kinds) if kind.startswith("float"))
 

@@ -119,7 +119,7 @@ class _Code:
     took four times as long.
 
     globals: what they read.
-    lines: of `keep`, which set what is kept.
+    lines: the lines of `keep`, which set what is kept.
     tensors: variables that are tensors or None.
     values: variables without tensors in them.
     others: variables that may have tensors in them, folded (`_fold`).

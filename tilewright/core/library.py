@@ -20,7 +20,8 @@ from tilewright.core.schema import Signature
 from tilewright.core.torch_names import in_transform
 
 _LIBRARY = torch.library.Library(PACKAGE, "FRAGMENT")
-# The launchers of operators that are written in Python, by name; of flat arguments (`Signature`).
+# The launchers of operators that are written in Python, by name. They take flat arguments
+# (`Signature`).
 LAUNCHERS: dict[str, Callable] = {}
 _ADVICE = "use implementation='eager'"
 
@@ -473,7 +474,7 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
             _refuse_beneath(name, args)
             with torch_names.BelowAutograd():
                 result = op.overload.redispatch(keyset & torch_names.BELOW_AUTOGRAD, *args)
-            # Of this level, as long as it lasts.
+            # A tensor of this level, as long as the level lasts.
             ctx.level = next(t for t in _tensors(args) if t.requires_grad).new_empty(0)
             save(_WithoutFirst(ctx), args, result)
             return result

@@ -34,7 +34,7 @@ class _Leaf:
     """An argument that schemas have.
 
     leaves: the names and annotations of its flat arguments.
-    fields: of a NamedTuple.
+    fields: the fields of a NamedTuple.
     is_tensor: whether it is a tensor or None.
     types: those that launchers take unchanged; the dispatcher converts or refuses others. Empty
         for any.
@@ -94,7 +94,7 @@ class _Group(_Leaf):
 
 @functools.cache
 def _hints(structure: type) -> dict[str, Any]:
-    """Its fields' types: many operators take one."""
+    """The types of a structure's fields, cached: many operators take the same structure."""
     return typing.get_type_hints(structure, include_extras=True)
 
 
@@ -191,13 +191,13 @@ class Signature:
     """An operator's arguments and results, from the annotations of a function.
 
     arguments: as Python code has them.
-    names: of the flat arguments.
+    names: the names of the flat arguments.
     structured: whether the schema has other arguments or results than Python.
     result: the NamedTuple of the results, or None.
     annotated: the annotation of the results; None if there are none.
-    made: that, from a sequence of its fields.
+    made: makes the results from a sequence of their fields.
     direct: the arguments of a call that bypasses the dispatcher.
-    expands: whether those are more than Python's, which are NamedTuples with tensors.
+    expands: whether `direct` has more arguments than Python's: NamedTuples with tensors are split.
     """
 
     def __init__(self, function: Callable):

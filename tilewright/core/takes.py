@@ -27,13 +27,14 @@ float32, in which kernels compute, and so is its inverse where the interval is o
     int [1, E]
     float | int64 [] or number [0, inf)     a tensor, on any device, or a number
 
-"static" before it is of a number that changes with the model or the recipe, not from step to
+"static" before it marks a number that changes with the model or the recipe, not from step to
 step: compiled code has a graph for each value, since sizes, launches or the threshold of dropout
-depend on it. Of any other number one graph takes all values, but for 0 and 1.
+depend on it. One graph takes all values of any other number, but for 0 and 1.
 
     static int [1, E]
 
-A bool's is "bool"; that of a str, an int or a dtype with few accepted values, the tuple of those.
+A bool's declaration is "bool"; a str, an int or a dtype with few accepted values has the tuple of
+these values.
 An object of another class is declared as errors call it, with its shape if it has one (and then a
 device too):
 
@@ -544,7 +545,7 @@ class _Code:
         self.add(depth, f"if {wrong}:", f"    raise {error}")
 
     def devices(self, arguments: Iterable[Argument]) -> None:
-        """All on one device: that of the first tensor that is always there."""
+        """Checks that all tensors are on the device of the first one that is always given."""
         tensors = [a for a in arguments if isinstance(a, TensorArgument)]
         tensors = [a for a in tensors if a.shapes or not isinstance(a, ObjectArgument)]
         if len(tensors) < 2:

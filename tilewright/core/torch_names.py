@@ -87,8 +87,8 @@ _CPU_KERNELS = _C.DispatchKeySet(_C.DispatchKey.CPU)
 DelayedError = _C._functions.DelayedError
 SingleLevelFunction: Any = _SingleLevelFunction  # whose apply is not declared
 is_wrapped, unwrapped = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.get_unwrapped
-# Of a level of torch.func.grad or vjp that has ended: what a wrapper of it wraps (other tensors as
-# they are), and whether a tensor is one.
+# A level of torch.func.grad or vjp that has ended leaves wrappers. The first returns what such a
+# wrapper wraps, and other tensors as they are; the second says whether a tensor is such a wrapper.
 unwrapped_if_ended, has_ended = _C._functorch.unwrap_if_dead, _C._functorch.is_dead_tensor_wrapper
 
 # Within torch.func transforms, a single-level Function raises unless this is set.

@@ -21,8 +21,8 @@ class _Device:
     """A device's runs of counters, and those that are taken."""
 
     def __init__(self, device: torch.device):
-        # By a thread of its own: of this one a graph that warms up may take every allocation, and
-        # reuse its memory.
+        # By a thread of its own: a graph that warms up may take every allocation of this thread,
+        # and reuse its memory.
         with ThreadPoolExecutor(1) as thread:
             self.runs = thread.submit(_zeros, device).result()
         self.taken = 0

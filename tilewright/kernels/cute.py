@@ -215,7 +215,7 @@ def address(t: torch.Tensor) -> int:
 
 @functools.cache
 def _scalars(function: Callable) -> tuple:
-    """For each argument of a host function, its type's name if it is a number."""
+    """The name of each host function argument's type if it is a number, else None."""
     kinds = {cutlass.Int32: "i32", cutlass.Int64: "i64", cutlass.Float32: "fp32"}
     hints = typing.get_type_hints(function.__wrapped__)
     return tuple(kinds.get(hints[n]) for n in inspect.signature(function.__wrapped__).parameters)

@@ -47,7 +47,7 @@ def _arch(device: torch.device) -> int | None:
 
 
 def identity(launch: str, arch: int | None, key: dict[str, Any], config: Config) -> str:
-    """Of a candidate on a compute capability."""
+    """The identity of a candidate on a compute capability, as text."""
     return json.dumps([launch, arch, key, config], sort_keys=True)
 
 
@@ -177,8 +177,8 @@ class Tunable:
 
 
 class Specialized(Tunable):
-    """The same launch for `gluon`: by the kernel `run`, or by Triton's. Its configurations are
-    those of both, with ROLES.
+    """Triton's launch for `gluon`: by the kernel `run`, or by Triton's kernel. It has the
+    configurations of both, with ROLES.
 
     beside: Triton's launch.
     run: launches the kernel in Gluon on arguments that Triton's launcher has prepared.

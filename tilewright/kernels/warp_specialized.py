@@ -1,7 +1,7 @@
 """The parts of a persistent, warp-specialized matrix product for sm_90, in Gluon.
 
-A block has two partitions. The loading one fills a ring of stages in shared memory; two warpgroups,
-the other, multiply what is there and store the result:
+A block has two partitions. The loading one fills a ring of stages in shared memory; the other, two
+warpgroups, multiplies the stages' operands and stores the result:
 
     loads:        wait empty[s], expect bytes on full[s], copy both operands to stage s
     multiplies:   wait full[s], wgmma on stage s, wait for the product before, arrive empty[s - 1]
@@ -15,12 +15,12 @@ multiplied. TMA cannot leave out rows: the last tile of an expert, which others 
 from there by threads.
 
 No clusters. A tile of 128 x 256 reads 2 (128 + 256) bytes from L2 for 2 * 128 * 256 FLOPs of a
-column of 16 bits, 85 FLOPs a byte; of two blocks that share 256 columns by multicast, each reads
+column of 16 bits, 85 FLOPs a byte. If two blocks share 256 columns by multicast, each reads
 2 (128 + 128) bytes, 128 FLOPs a byte. An H100 did 699 TFLOP/s without (docs/predicted_measured.md),
-for which L2 gives 8.3 TB/s, and a large product 790: 11 % to gain at most, if L2 is what is
-missing. Gluon has multicast and barriers of clusters from Triton 3.9 on; 3.6, which GPUs are found
-with, has none, so that such a kernel would be a second one beside these. To be decided again where
-3.9 runs on a GPU and a profile shows waits for `full`.
+for which L2 gives 8.3 TB/s, and a large product 790: 11 % to gain at most, if L2 is the limit.
+Gluon has multicast and barriers of clusters from Triton 3.9 on; 3.6, which GPUs are found with, has
+none, so that such a kernel would be a second one beside these. To be decided again where 3.9 runs
+on a GPU and a profile shows waits for `full`.
 
 float32 sums. Deterministic. What Triton 3.6 and 3.9 call by different names has one here.
 """
@@ -45,7 +45,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def _named(of: object, name: str, before: str) -> Any:
-    """What has another name up to Triton 3.6."""
+    """The attribute `name`, which is called `before` up to Triton 3.6."""
     return getattr(of, name, None) or getattr(of, before)
 
 
@@ -85,13 +85,13 @@ _DTYPES = {
 
 
 def _layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    """With the widest swizzle that the block's rows have."""
+    """A layout with the widest swizzle that the block's rows have."""
     default_for: Any = gl.NVMMASharedLayout.get_default_for  # callable, which its type denies
     return default_for(block, dtype)
 
 
 def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """Of t, with contiguous rows at multiples of 16 bytes."""
+    """The TMA descriptor of t, whose rows must be contiguous and at multiples of 16 bytes."""
     dtype = _DTYPES[str(t.dtype).removeprefix("torch.")]
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _layout(block, dtype))
 

@@ -76,7 +76,7 @@ def add_lora(
             has its own adapters.
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
         rslora: See `alpha`.
-        dtype: Of the adapters.
+        dtype: The adapters' dtype.
         lora_dropout: As `dropout` in LoRALinear; experts have none.
         use_rslora: PEFT's name of `rslora`.
         use_dora: As in LoRALinear; experts have none.

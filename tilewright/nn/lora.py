@@ -105,8 +105,8 @@ class LoRALinear(nn.Module):
     where || is a row's norm, of float32 sums, through which no gradient flows, and
     lora_magnitude_change [rows] begins with zeros: the factor is then exactly 1. |W| + change is
     PEFT's lora_magnitude_vector; a small change survives where parameters are cast to 16 bits, and
-    weight decay draws it to 0. Dropout is of the adapter's input alone, where PEFT also computes
-    what it adds to W x from the input with dropout.
+    weight decay draws it to 0. Dropout applies to the adapter's input alone, where PEFT also
+    computes what it adds to W x from the input with dropout.
 
     Args:
         base: nn.Linear or QuantizedLinear; it is frozen.
@@ -116,7 +116,7 @@ class LoRALinear(nn.Module):
         parts: Names and rows of the projections that the layer fuses, in order. Each has its own
             adapter, as if it were separate; the products with A are fused.
         targets: The parts that have an adapter; default: all.
-        dtype: Of the adapters. They compute in it, or in autocast's dtype.
+        dtype: The adapters' dtype. They compute in it, or in autocast's dtype.
         dropout: The probability that an element of the adapter's input is zeroed in training
             mode; fused parts share a mask.
         use_dora: See above. Each call reads W once more, and dequantizes it if it is quantized.
@@ -187,7 +187,7 @@ class LoRALinear(nn.Module):
 
     @property
     def scale(self) -> float:
-        """Of the adapters; 0 switches them off. Compiled code is not recompiled for another one."""
+        """The adapters' scale; 0 switches them off. Another value causes no recompile."""
         return self._scale
 
     @scale.setter
@@ -256,7 +256,7 @@ class LoRALinear(nn.Module):
         return out.to(y.dtype).view(*lead, y.shape[1])
 
     def _factor(self, rows: int) -> torch.Tensor:
-        """By what DoRA scales this rank's rows, float32 [rows]; 1 where there is no adapter."""
+        """The factor of DoRA for this rank's rows, float32 [rows]; 1 where there is no adapter."""
         change = local(self.lora_magnitude_change)
         ranks = self.out_features // rows
         parts = change.split([stop - start for start, stop in self.slices.values()])
@@ -274,15 +274,15 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def _norms(self, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the rows with adapters on this rank: |W| and |W + scale B A|, float32 (of float64,
-        that).
+        """The norms |W| and |W + scale B A| of the rows with adapters on this rank, in float32
+        (float64 for a float64 W).
 
             |w + s b A|^2 = |w|^2 + s b . (2 A w + s A A^T b)
 
         needs no matrix of W's size: a product with r columns, and one of r x r. Where B is 0 the
         two norms are the same bits. The product is rounded to W's dtype once; its error counts by
-        the share of the adapter in the norm. Where the adapter cancels a row, what is left of the
-        sum is rounding: the square is at least the rounding of |w|^2.
+        the share of the adapter in the norm. Where the adapter cancels a row, only rounding error
+        is left of the sum: the square is at least the rounding of |w|^2.
         """
         base = self.base
         W = base.dense() if isinstance(base, QuantizedLinear) else local(base.weight)

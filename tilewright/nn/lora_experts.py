@@ -53,8 +53,8 @@ class LoRAExperts(nn.Module):
         rslora: See `alpha`.
         mode: The factors that experts share. "per_expert": none. "shared": all. "hybrid_shared": A
             of gate and up and B of down, the factors of model width.
-        dtype: Of the adapters. They compute in x's dtype, or in autocast's.
-        implementation: Of `ops.moe_lora`.
+        dtype: The adapters' dtype. They compute in x's dtype, or in autocast's.
+        implementation: As in `ops.moe_lora`.
 
     Raises:
         TypeError: A weight is neither a tensor nor quantized, or only one is quantized.
@@ -118,7 +118,7 @@ class LoRAExperts(nn.Module):
                 self.register_parameter(name, p)
         self.rank, self.alpha, self.rslora, self.scale = rank, alpha, rslora, scale
         self.mode, self.implementation = mode, implementation
-        # Of this module; before its experts are sharded, of all ranks.
+        # The experts of this module; before they are sharded, of all ranks.
         self.num_experts = E
         first, second, down_A, down_B = (n or E for n in MODES[mode])
         shapes = ((first, rank, H), (second, I, rank)) * 2 + ((down_A, rank, I), (down_B, H, rank))

@@ -40,9 +40,9 @@ class RMSNorm(nn.Module):
         offset: Added to the weight.
         cast: Where the normalized row is rounded.
         bias: Adds a bias [D].
-        implementation: Of `ops.rmsnorm`.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        implementation: As in `ops.rmsnorm`.
+        device: The parameters' device.
+        dtype: The parameters' dtype.
 
     Raises:
         TypeError: An option has a wrong type.
@@ -154,9 +154,9 @@ class SwiGLU(nn.Module):
         hidden: H, width of x [..., H] and of the result.
         inner: I, the inner width.
         bias: On both projections.
-        implementation: Of `ops.silu_mul`.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        implementation: As in `ops.silu_mul`.
+        device: The parameters' device.
+        dtype: The parameters' dtype.
 
     Raises:
         ValueError: A width is not an int >= 1, or the implementation does not exist.

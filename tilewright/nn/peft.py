@@ -176,7 +176,7 @@ def _has_magnitudes(module: Adapted) -> bool:
 
 
 def part_path(path: str, name: str) -> str:
-    """The path of a fused layer's part ("": of the layer itself)."""
+    """The path of a fused layer's part; with the name "" the layer's own path."""
     stem, dot, _ = path.rpartition(".")
     return f"{stem}{dot}{name}" if name else path
 

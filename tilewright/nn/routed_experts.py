@@ -34,9 +34,9 @@ def read_routed_experts(
     """The recorded choices of one sequence, for `tilewright.ops.route`'s `expert_index`.
 
     Args:
-        given: What the engine returned, of [tokens, layers, top_k] experts:
-            vLLM: `CompletionOutput.routed_experts`, an array (or a tensor, or nested lists); of its
-                server, a .npy file in base64 (a str) or its bytes.
+        given: What the engine returned, [tokens, layers, top_k] experts:
+            vLLM: `CompletionOutput.routed_experts`, an array (or a tensor, or nested lists); from
+                its server, a .npy file in base64 (a str) or its bytes.
             SGLang: `meta_info["routed_experts"]`, numbers in row-major order in base64; or the
                 mapping `meta_info` itself, whose "routed_experts_dtype" is then used.
         layers: Number of the model's decoder layers.
@@ -46,7 +46,7 @@ def read_routed_experts(
             return these layers alone.
         tokens: Number of tokens of prompt and generation; None: as many as `given` has. If `given`
             has one less, the last is not recorded.
-        dtype: Of numbers without a dtype of their own: uint8, uint16, int16, int32 or int64.
+        dtype: The dtype of numbers without their own: uint8, uint16, int16, int32 or int64.
 
     Returns:
         int32 [layers with experts, tokens, top_k], on the CPU; -1 for a token that is not recorded.

@@ -27,7 +27,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of each parameter that has another name before it, that name."""
+    """Maps each later name of a tied parameter to the parameter's first name."""
     first: dict[int, str] = {}
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -100,7 +100,7 @@ def shape_of(stored: Stored) -> tuple[int, ...]:
         stored: A parameter, or a module with a quantized weight.
 
     Returns:
-        The shape; of a sharded parameter, over all ranks.
+        The shape; a sharded parameter's is the shape over all ranks.
 
     Example:
         >>> import torch

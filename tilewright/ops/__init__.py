@@ -99,7 +99,7 @@ _ASSIGNS_AN_OP = re.compile(rb"^[A-Z][A-Z0-9_]* = (?:Op|\w+_op)\(", re.MULTILINE
 
 
 def _may_have_an_op(name: str) -> bool:
-    """From the source; True where there is none to read."""
+    """Whether the module's source assigns an op; True where there is no source to read."""
     spec = importlib.util.find_spec(name)
     if spec is None or not (spec.origin or "").endswith(".py"):
         return True

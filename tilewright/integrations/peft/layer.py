@@ -59,7 +59,7 @@ class QuantizedLoraLinear(Linear):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """As PEFT's: adds adapters to the weight, which is quantized again."""
+        """Adds adapters to the weight, as PEFT's `merge` does; the weight is quantized again."""
         base = cast(QuantizedLinear, self.get_base_layer())
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.lora_A:
@@ -76,7 +76,7 @@ class QuantizedLoraLinear(Linear):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """As PEFT's: takes all merged adapters out."""
+        """Takes all merged adapters out, as PEFT's `unmerge` does."""
         base = cast(QuantizedLinear, self.get_base_layer())
         while self.merged_adapters:
             self.merged_adapters.pop()

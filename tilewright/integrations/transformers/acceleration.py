@@ -104,8 +104,8 @@ def accelerate(
 
     - norm: every RMSNorm, QK norms and Gemma's 1 + weight included, by `ops.rmsnorm`, and those
       with a gate by `ops.rmsnorm_gated`.
-    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`; of tables that require a
-      gradient, as a learned embedding's, by the model's own.
+    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`. Tables that require a
+      gradient, as a learned embedding's, are applied by the model's own.
     - mlp: the gate of SwiGLU and GeGLU MLPs, merged or not, by `ops.silu_mul` and `ops.gelu_mul`.
     - attention, experts: `attn_implementation` and `experts_implementation` "tilewright"; see
       `register`. The model gets a copy of its configuration, which may belong to other models too.
@@ -123,8 +123,8 @@ def accelerate(
     Args:
         model: A transformers model, or a module that contains one (as of PEFT), before FSDP or
             another wrapper derives classes from its modules. Weights may be on the meta device.
-        parts: Of PARTS; None: all, but attention on a CPU, where nothing is gained. Named ones are
-            changed wherever an op can compute them.
+        parts: Names in PARTS; None: all, but attention on a CPU, where nothing is gained. Named
+            parts are changed wherever an op can compute them.
         logits: "eval": calls with labels return no logits in training mode, but do in evaluation
             mode, for metrics; "never": not there either, and None in a tuple; "always": the loss is
             left alone.

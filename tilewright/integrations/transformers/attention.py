@@ -99,8 +99,8 @@ def attention_entry(
             "implementation": implementation,
         }
         if drops:
-            # Of the CPU's default generator, whose state checkpointing restores before it
-            # recomputes a layer. Drawing it there makes no device wait.
+            # The seed is drawn from the CPU's default generator, whose state checkpointing restores
+            # before it recomputes a layer. No device waits for that.
             options |= {"dropout_p": dropout, "seed": int(torch.randint(2**62, (), device="cpu"))}
         with checks.no_autocast(query):
             if S > 1 and cu_seq_lens_q is not None:  # of all rows, concatenated
@@ -135,7 +135,7 @@ def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
                 # transformers' eager attention has no mask of its own.
                 raise NotComputed(f"{type(module).__name__}: eager attention without a mask")
             return ours(module, query, key, value, attention_mask, *arguments, **options)
-        # Of arguments, too: transformers checks fewer of them than ops.attention.
+        # Also errors of arguments: transformers checks fewer of them than ops.attention.
         except (NotComputed, TypeError, ValueError) as error:
             reason = str(error).partition(" (others:")[0]
             kind = re.sub(r"\d+", "", reason), other  # whatever its numbers

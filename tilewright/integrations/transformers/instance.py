@@ -23,9 +23,9 @@ BASE = "_tilewright_base"
 SPLIT, MERGED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 # Numbers and flags that replaced forwards read at each call, or that nothing depends on.
 READ, PLAIN = {"eps", "variance_epsilon", "training"}, (int, float, str, type(None))
-# Of its other attributes: whether one was given a callable, or another number or flag that the
-# module's own forward may read, since that was replaced; and the names and classes of the children
-# that it had then.
+# The first is set on a module whose other attributes were given a callable, or another number or
+# flag that the module's own forward may read, since that forward was replaced. The second holds the
+# names and classes of the children that the module had then.
 REPLACED, CHILDREN = "_tilewright_replaced", "_tilewright_children"
 
 
@@ -73,8 +73,8 @@ def was_given(module: nn.Module) -> bool:
 
 
 def was_changed(module: nn.Module) -> bool:
-    """Whether an attribute was set, since the module's forward was replaced, that its own forward
-    may read and the replacement does not.
+    """Whether an attribute that the module's own forward may read, and the replacement does not,
+    was set since the forward was replaced.
     """
     return REPLACED in module.__dict__
 
@@ -86,7 +86,7 @@ def _others(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _children(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Their names and those of their classes, which pickle holds and a replaced forward leaves."""
+    """Names and class names of `_others`; pickle holds them, and a replaced forward leaves them."""
     return tuple((name, type(child).__qualname__) for name, child in _others(module))
 
 

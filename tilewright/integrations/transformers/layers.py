@@ -46,7 +46,7 @@ DIFFERS = "computes something else in another dtype, or for another number of ro
 
 
 def _agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """To some roundings of their dtype, which must be one."""
+    """Whether the two agree to some roundings of their dtype, which must be the same."""
     within = 16 * torch.finfo(wanted.dtype).eps
     return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=within, atol=within)
 

@@ -8,8 +8,9 @@ import torch
 
 
 class Layout(NamedTuple):
-    """index: the tokens that are not padding, among B S; None: all.   cu_seqlens: of their
-    documents. longest: the longest document.   holes: whether there is padding within a document.
+    """index: the tokens that are not padding, among B S; None: all.   cu_seqlens: the bounds of
+    their documents.   longest: the length of the longest document.   holes: whether there is
+    padding within a document.
     """
 
     index: torch.Tensor | None

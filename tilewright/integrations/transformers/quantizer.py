@@ -78,7 +78,7 @@ class TilewrightConfig(QuantizationConfigMixin):
     Args:
         format: nf4 | nvfp4 | block_fp8 | mxfp8.
         group_size: As in `tilewright.nn.QuantFormat`.
-        double_quant: Of nf4: its scales are quantized too.
+        double_quant: Quantizes the scales too; nf4 only.
         modules_to_not_convert: Further modules to leave: names, runs of names ("layers.0.mlp"),
             patterns, or regular expressions after "re:".
 
@@ -128,7 +128,7 @@ class TilewrightConfig(QuantizationConfigMixin):
         return as_stored(QuantFormat(self.format, self.group_size)(weight))
 
     def to_dict(self) -> dict[str, Any]:
-        """Of a loaded model the quantization_config that the format's own readers need."""
+        """The configuration; a loaded model's is the one that the format's own readers need."""
         if self.written is not None:
             return copy.deepcopy(self.written)
         return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k != "written"}
@@ -482,7 +482,7 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
 
     Args:
         folder: A folder, or a name on the Hub.
-        kwargs: Of `AutoConfig.from_pretrained`.
+        kwargs: As in `AutoConfig.from_pretrained`.
 
     Returns:
         The model's configuration, whose quantization_config names this library.

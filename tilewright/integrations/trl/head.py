@@ -20,7 +20,7 @@ from tilewright.core.registry import ImplementationUnavailable
 from tilewright.integrations.trl.policy import Carried, Expected
 from tilewright.nn.sharded import is_sharded
 
-# Of the logits that `mean_logits` computes at a time under a softcap.
+# The size of the logits that `mean_logits` computes at a time under a softcap.
 BUDGET_BYTES = 64 * 2**20
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -83,9 +83,9 @@ def _peft_class(module: Any, where: str, name: str) -> Any:
 
 
 def _check_forward(module: nn.Module, kind: Any) -> None:
-    """Raises ImplementationUnavailable if a module has another forward than `kind`: of its class
-    (FSDP2's has nn.Linear's own), or set on the module, where accelerate's for a device map moves
-    inputs alone, as is done here.
+    """Raises ImplementationUnavailable if a module has another forward than `kind`, whether its
+    class defines it (FSDP2's class has nn.Linear's own) or it is set on the module. The forward
+    that accelerate sets for a device map is allowed: it only moves inputs, as is done here.
     """
     if type(module).forward is not kind.forward:
         cls = type(module)

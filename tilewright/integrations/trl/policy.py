@@ -34,7 +34,7 @@ class Expected(NamedTuple):
     check: bool = False
 
     def at(self, mask: torch.Tensor) -> Expected:
-        """[T]: of the tokens [B, S] that are computed."""
+        """The same, with fields [T]: the tokens of `mask` [B, S], which are computed."""
 
         def flat(t: torch.Tensor) -> torch.Tensor:
             whole = t.new_zeros(mask.shape)

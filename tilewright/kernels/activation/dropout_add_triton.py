@@ -76,7 +76,7 @@ def forward(x, residual, dropout, dtype):
 
 
 def gate() -> list[KernelSpec]:
-    """Forward, also into a float32 residual stream; backward; without dropout; of a part."""
+    """Forward, also into a float32 residual stream; backward; without dropout; on a part."""
     types = {"scale": "fp32", **dict.fromkeys(NUMBERS, "i64")}
     return [
         KernelSpec.of(

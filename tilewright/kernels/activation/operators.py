@@ -14,7 +14,7 @@ from tilewright.core.library import declare
 
 
 class Gradients(NamedTuple):
-    """Of gate and of up; of a packed gate one tensor, so that no slices are padded and added."""
+    """Gradients of gate and up. A packed gate has one tensor: no slices are padded and added."""
 
     dgate: torch.Tensor
     dup: torch.Tensor | None
@@ -47,9 +47,9 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
 
 class Dropout(NamedTuple):
     """threshold: an element whose 32 random bits are below it is dropped, 0 to 2^32.
-    scale: of the others.   seed, offset: what the bits are drawn from.
-    first, width, skip: of a part of a tensor, in blocks of four elements, which share a draw: its
-        block j is block first + j + j // width * skip of the whole.
+    scale: the factor of the others.   seed, offset: what the bits are drawn from.
+    first, width, skip: the place of a part of a tensor, in blocks of four elements, which share a
+        draw: block j of the part is block first + j + j // width * skip of the whole.
     """
 
     threshold: int

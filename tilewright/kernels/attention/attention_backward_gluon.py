@@ -22,13 +22,14 @@ operands from shared memory, and gradients have one stage: 160 registers, and 21
 
 Many blocks add to a row of dq, one after the other, from the last keys that it sees to the first:
 the order is fixed, so that results are deterministic. A counter per block of rows says whose turn
-it is. The last keys are launched first, and nobody waits for what is launched later: of the blocks
-that run, the one launched first waits for nobody, so that every wait ends. They start at the
-queries that no later keys see, so that nobody waits long; and a warp that adds has two steps'
+it is. The last keys are launched first, and no block waits for one that is launched later. So the
+running block that was launched first waits for none, and every wait ends. Blocks start at the
+queries that no later keys see, so that no block waits long; and a warp that adds has two steps'
 time. Query heads that share a key head add to its dk and dv in the same way.
 
-The first keys have the most queries, and what is launched last should be short: of the last heads
-(LATE), the first keys are launched and added first, and queries are walked from the last on.
+The first keys have the most queries, and the blocks that are launched last should be short. So in
+the last heads (LATE) the first keys are launched and added first, and queries are walked from the
+last on.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a step
-# Heads that are launched together at the end: of 8,192 tokens 128 tiles, one round on 132 SMs.
+# Heads that are launched together at the end: 8,192 tokens have 128 tiles, one round on 132 SMs.
 # Others were not measured.
 LATE = 2
 _STAGES = gl.constexpr(2)  # of queries and gradients, and of parts of dq
@@ -118,9 +119,9 @@ def _turn_of(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
-    """How many tiles of keys add to dq at rows from m on before that of keys from n on: those of
-    later keys, or of earlier ones where rows are walked backwards. A tile of keys sees them as
-    `rows_of` says.
+    """The number of tiles of keys that add to dq at rows from m on before the tile of keys from n
+    on does. These are the tiles of later keys, or of earlier ones where rows are walked backwards.
+    `rows_of` says which rows see a tile of keys.
     """
     top = (keys - 1) // KEYS
     if CAUSAL:
@@ -277,7 +278,7 @@ def _add_head(
 
 @gluon.jit
 def _operand(t, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """As the left operand, in registers, of a product with this layout."""
+    """t as the left operand, in registers, of a product with this layout."""
     return gl.convert_layout(t.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))
 
 
@@ -349,7 +350,8 @@ def _differentiate(
     j = n + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     dk = gl.zeros([KEYS, WIDTH], gl.float32, SUMS)
     dv = gl.zeros([KEYS, WIDTH], gl.float32, SUMS)
-    # Of products that begin anew: not carried by the loop, which would cost their registers.
+    # Accumulators of products that start anew. The loop does not carry them: that would cost
+    # registers.
     none = gl.zeros([KEYS, _ROWS], gl.float32, LAYOUT)
     none_of = gl.zeros([_ROWS, WIDTH], gl.float32, PART)
     if steps > 0:
@@ -616,7 +618,7 @@ def _backward(
 ):
     """q, k, v, g: descriptors [batch, heads, positions, D or DV].   part: one as q's, of dq without
     the scale, float32, zeros. EMPTY: not zeros, and tiles see all rows.
-    q_rest, k_rest, part_rest: of the REST columns that follow WIDTH, or None.
+    q_rest, k_rest, part_rest: the REST columns that follow WIDTH, or None.
     dk_sum, dv_sum: float32 [B, Hk, Sk, D or DV].   row_turn, key_turn: int32 [B, Hq, S] and
     [B, Hk, Sk], zeros.
     LATE: so many last heads are launched together, the first keys first.
@@ -645,8 +647,8 @@ def _backward(
     g_empty = alone  # not used
     if REST:
         g_empty = barriers(1, 1)
-    # The last keys of a document first; those of a head before the next head's. Of the last heads
-    # those with the most queries first, so that all SMs end at a time.
+    # The last keys of a document first; all keys of a head before the next head's. In the last
+    # heads, the keys with the most queries first, so that all SMs end at the same time.
     t, h, late = launched(LATE)
     t = gl.where(late, t, gl.num_programs(0) - 1 - t)
     there, batch, n, begin, queries, keys = place(

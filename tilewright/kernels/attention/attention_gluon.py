@@ -53,7 +53,7 @@ from tilewright.kernels.warp_specialized import (
 )
 
 _ROWS = gl.constexpr(64)  # queries of a warpgroup
-# Heads that are launched together at the end: of 8,192 tokens 512 tiles, four rounds on 132 SMs.
+# Heads that are launched together at the end: 8,192 tokens have 512 tiles, four rounds on 132 SMs.
 # Others were not measured.
 LATE = 8
 # Registers of a thread of a warpgroup, of narrow rows: what GATHERING_WIDE leaves.
@@ -77,8 +77,9 @@ def launched(LATE: gl.constexpr):
 
 @gluon.jit
 def _blocks(m, offset, keys, window, N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Of 128 queries from row m on: the last block of keys, and how many before it need a mask, how
-    many need none, and how many that a window ends in. One block at least, be it masked.
+    """The last block of keys that 128 queries from row m on see, and three counts of the blocks
+    before it: those that need a mask, those that need none, and those in which a window ends. There
+    is at least one block, which may be masked.
     """
     first = m + offset
     low, free, full, high = blocks_of_keys(first, first + 127, keys, window, N, CAUSAL, WINDOW)
@@ -168,8 +169,8 @@ def _softmax(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Of products s [rows, keys from n on]: exponentials, the largest logit so far (in base 2),
-    their sum, and the factor of earlier sums.
+    """The exponentials of products s [rows, keys from n on], the largest logit so far (in base 2),
+    the sum of exponentials so far, and the factor of earlier sums.
     """
     if SOFTCAP:
         s = tanh(s * (scale / cap))
@@ -379,7 +380,8 @@ def _forward(
     LATE: gl.constexpr,
 ):
     """q, k, v: descriptors [batch, heads, positions, D or DV], with boxes of WIDTH columns.
-    q_rest, k_rest: of the same q and k, with boxes of the REST columns that follow, or None.
+    q_rest, k_rest: descriptors of the same q and k, with boxes of the REST columns that follow, or
+        None.
     """
     q_s = stages(q.dtype, 2, _ROWS, WIDTH)
     k_s = stages(k.dtype, STAGES, N, WIDTH)
@@ -488,7 +490,7 @@ def _pieces(config: dict, constants: dict) -> dict[str, int]:
 
 
 def forward(tensors, numbers, constants: dict, config: dict, grid) -> None:
-    """As attention_triton's, of operands that TMA reads.
+    """Launches the forward like attention_triton's, with operands that TMA reads.
 
     tensors: from q to cu_seqlens.   numbers: from `capacity` to `cap`.
     constants: from GROUP to SINKS.

@@ -877,14 +877,14 @@ def _backward_kv(
 
 # ---- around the backward by specialized warps
 
-# Of a program of `_delta` and `_round`: in rows of 128, with four warps, 16 elements per thread,
-# two 128-bit loads of 16 bits. Others were not measured.
+# Rows of a program of `_delta` and `_round`. With rows of 128 and four warps a thread has 16
+# elements, two 128-bit loads in 16 bits. Other values were not measured.
 _FEW_ROWS = 16
 
 
 @triton.jit
 def _row_of(batch_stride, head_stride, row_stride, i):
-    """Of program (rows, head, batch): offsets of rows i."""
+    """The offsets of rows i for program (rows, head, batch)."""
     b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     return b * batch_stride + h * head_stride + i.to(tl.int64) * row_stride
 
@@ -1146,8 +1146,8 @@ def backward(*operands, others: Others = ALONE):
             given = problem, k, tensors, strided
             _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", *given, ALONE)
     if dsinks is not None:
-        # A sink is a logit whose value is 0: of its gradient p (dp - delta) only the second part is
-        # left.
+        # A sink is a logit without a value: dp is 0, and its gradient p (dp - delta) is -p delta.
+        # (p is `share`.)
         share = torch.exp(sinks.float()[:, None] - lse)
         torch.sum(share * delta, (0, 2), out=dsinks).neg_()
     return found
@@ -1199,10 +1199,10 @@ def _forward_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> 
 
 def _backward_q_heuristic(width: int, itemsize: int, large: bool, capped: bool) -> dict:
     """Tiles that do not spill: beside dq, logits and their gradients are in registers. In rows of
-    128, twice the keys, a third stage or half the warps spill; of 192, 64 keys; of 256 with a cap,
-    32; on smaller GPUs twice the keys or, in rows of 192, the queries. In float32 FMAs have their
-    operands in registers, too: larger tiles spill, and in rows of 256 these. 64 queries fit in
-    16-bit rows of 256, and are not measured.
+    128, twice the keys, a third stage or half the warps spill. In rows of 192, 64 keys spill; in
+    rows of 256 with a cap, 32. On smaller GPUs twice the keys spill or, in rows of 192, twice the
+    queries. In float32 FMAs have their operands in registers, too: larger tiles spill, and in rows
+    of 256 these. 64 queries fit in 16-bit rows of 256, and are not measured.
     """
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}

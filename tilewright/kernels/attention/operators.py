@@ -3,9 +3,9 @@
 B = batch, Hq / Hk = query / key heads, S / Sk = query / key positions, D / Dv = the width of a
 query's or key's / a value's head. q is [B, Hq, S, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], out and
 dout [B, Hq, S, Dv], sinks [Hq]. cu_seqlens are the bounds of packed documents, int64 [n + 1], with
-B = 1; of Triton's launchers, what `map_documents` makes of them, so that a call's forward and
-backward share a map of tiles. offset is the position of the first query minus that of the first
-key.
+B = 1. Triton's launchers take what `map_documents` makes of these bounds instead, so that a call's
+forward and backward share a map of tiles. offset is the position of the first query minus the
+position of the first key.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tilewright.kernels.moe.operators import map_size
 class Dropout(NamedTuple):
     """Dropout of probabilities, by counters (see `ops.attention`).
 
-    threshold: one whose 32 random bits are below it is dropped, 0 (none) to 2^32.
+    threshold: a probability whose 32 random bits are below it is dropped; 0 (none) to 2^32.
     inverse: what the others are multiplied by.
     seed: the generator's key.   draw: the number of the call, in the counter.
-    first_head: that of q's first head, in the counter.
+    first_head: the number of q's first head, in the counter.
     """
 
     threshold: int = 0
@@ -52,7 +52,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v, and of sinks if there are any, in float32."""
+    """Gradients of q, k and v, and of sinks if there are any, in float32."""
 
     dq: torch.Tensor
     dk: torch.Tensor

@@ -20,8 +20,8 @@ _BACKWARD: Config = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages"
 
 
 def _by_tma(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether TMA reads these tensors [B, H, positions, D]: of 16 bits, not empty, in rows at
-    multiples of 16 bytes.
+    """Whether TMA reads these tensors [B, H, positions, D]: they must have 16 bits, not be empty,
+    and have rows at multiples of 16 bytes.
     """
     return all(
         t.element_size() == 2
@@ -79,7 +79,9 @@ def _backward_roles(width: int, itemsize: int, large: bool, capped: bool) -> lis
 
 
 def _backward_usual(width: int, itemsize: int, large: bool, capped: bool) -> Config | None:
-    """Measured on an H100: in rows of 128 2.55 ms, for 6.29 by two kernels; of 64 1.74 for 3.64."""
+    """The usual one, by times on an H100: 2.55 ms in rows of 128, where two kernels take 6.29 ms,
+    and 1.74 ms in rows of 64, where two kernels take 3.64 ms.
+    """
     fits = width <= 128 and not capped
     return _BACKWARD if itemsize == 2 and large and fits else None
 

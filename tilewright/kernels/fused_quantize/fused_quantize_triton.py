@@ -49,9 +49,11 @@ BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
 
 @triton.jit
 def _places(bands, tiles, R, C, SIDE: tl.constexpr, LOW: tl.constexpr, WIDE: tl.constexpr):
-    """Of a program's tile of SIDE x SIDE of [B, R, C]: its matrix, row and column. Of its elements,
-    in rows of WIDE: a row, less its remainder by LOW; the remainder; the column; and
-    which are inside. The last four are relative to the tile.
+    """The place of a program's tile of SIDE x SIDE of [B, R, C], and of the tile's elements.
+
+    Returns the tile's matrix, row and column. Then, for its elements in rows of WIDE: the row less
+    its remainder by LOW, the remainder, the column, and whether the element is inside. The last
+    four are relative to the tile.
 
     A thread has 16 bytes of LOW neighboring rows, and a warp all rows of an MXFP8 block, so that
     most of a maximum is taken within a thread, in both directions, and codes of the transpose are
@@ -71,7 +73,7 @@ def _places(bands, tiles, R, C, SIDE: tl.constexpr, LOW: tl.constexpr, WIDE: tl.
 
 
 def _warps(random: bool) -> int:
-    """Of a tile of 64 x 64: 64 elements per thread, and 16 where each has random bits."""
+    """The warps for a tile of 64 x 64: 64 elements per thread, 16 where each has random bits."""
     return 8 if random else 2
 
 
@@ -92,7 +94,7 @@ def _by_rows(x, SIDE: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _magnitude_bits(v):
-    """As integers, in which a NaN is the largest."""
+    """The magnitudes of v in float32, as integers, in which a NaN is the largest."""
     return v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

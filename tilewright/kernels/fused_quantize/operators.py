@@ -16,8 +16,8 @@ from tilewright.kernels.quant.operators import FP8, Codes, fp8_codes
 
 
 class NormalizedCodes(NamedTuple):
-    """data, scale: of y.   y: what was quantized, like x, or None.   total: x + residual, like
-    residual, or None.
+    """data, scale: y's codes and scales.   y: what was quantized, like x, or None.   total: x +
+    residual, like residual, or None.
     """
 
     data: torch.Tensor

@@ -130,7 +130,7 @@ def _forward(
 
 @triton.jit
 def _gradient(dy_ptr, row, C, c, mask, rows, taps, b, SILU: tl.constexpr):
-    """That of the sum before the activation, of row `row`; 0 where masked."""
+    """The gradient of row `row` of the sum before the activation; 0 where masked."""
     g = _row(dy_ptr, row, C, c, mask)
     if SILU:
         y = _convolved(rows, taps, b)

@@ -62,7 +62,7 @@ def _rows(at, row_stride, row, live, first, WIDTH: tl.constexpr):
 
 @triton.jit
 def _of_heads(at, row, live, h, first, HV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The same, of head h of a contiguous [tokens, HV, D]."""
+    """`_rows` for head h of a contiguous [tokens, HV, D]."""
     return _rows(at + h * D, HV * D, row, live, first, WIDTH)
 
 
@@ -172,8 +172,8 @@ def _scores(
 
 @triton.jit
 def _chunks_of(cu_ptr, capacity, S, n, C: tl.constexpr, PACKED: tl.constexpr):
-    """Of sequence n: the number of its first chunk and of its chunks, its first row, and its end.
-    As the map of tiles has them.
+    """The index of sequence n's first chunk, the number of its chunks, its first row, and its end,
+    as the map of tiles has them.
     """
     if PACKED:
         begin = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), S)
@@ -560,7 +560,7 @@ def _row_gradients(
             to_end = tl.sum(wide * of_k, 1)
             dbeta = tl.sum(wide * of_a, 1)
             ddecay = tl.sum(q.to(tl.float32) * of_q, 1) - to_end + beta * dbeta
-            # Of a column: Triton 3.6 finds no layout for a sum of a sum of tensor memory.
+            # Sums a column: Triton 3.6 finds no layout for a sum of a sum of tensor memory.
             of_last = tl.sum(to_end[:, None], 0) + tl.sum(shrunk, 0) * tl.exp(last)
             ddecay += tl.where(row == tl.minimum(first + C, end) - 1, of_last, 0.0)
             at = (block * tokens.to(tl.int64) + row) * HV + h
@@ -754,8 +754,9 @@ class _Launcher:
 
 
 def _precision(itemsize: int) -> str:
-    """Of products: of the inverse, whose operands are float32 where the inputs have 16 bits, 10
-    bits, as many as float16 has, to which it is rounded.
+    """The input precision of products. The inverse's operands are float32 also where the inputs
+    have 16 bits. TF32 then suffices: its 10 bits are as many as float16 has, to which the inverse
+    is rounded.
     """
     return "tf32" if itemsize == 2 else "ieee"
 
@@ -904,9 +905,9 @@ def _outputs_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
 
 
 def _state_gradients_heuristic(DK: int, DV: int, itemsize: int, large: bool) -> dict:
-    """Few columns, as for the states: of DK = 256 and in float32 twice as many spill, as four warps
-    do on smaller GPUs. With one stage Triton 3.6 spills for compute capability 10.0. Not measured
-    on a GPU.
+    """Few columns, as for the states: twice as many spill with DK = 256 and in float32, as four
+    warps do on smaller GPUs. With one stage Triton 3.6 spills for compute capability 10.0. Not
+    measured on a GPU.
     """
     return {
         "BV": 32 if itemsize == 2 and DK <= 128 else 16,

@@ -42,7 +42,7 @@ class Delta(NamedTuple):
 
 
 class DeltaGradients(NamedTuple):
-    """Of the arguments of these names."""
+    """Gradients of the arguments of these names."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -66,7 +66,7 @@ class DeltaSaved(NamedTuple):
 
 
 class DeltaOptions(NamedTuple):
-    """scale: of q.   normalize: whether rows of q and k are divided by their norms."""
+    """scale: q's factor.   normalize: whether rows of q and k are divided by their norms."""
 
     scale: float
     normalize: bool
@@ -110,7 +110,7 @@ def delta_rule_backward(
 
 
 class ConvGradients(NamedTuple):
-    """Of x, of weight, and of bias if there is one."""
+    """Gradients of x, of weight, and of bias if there is one."""
 
     dx: torch.Tensor
     dweight: torch.Tensor

@@ -13,8 +13,8 @@ from tilewright.kernels.moe.grouped_gemm_triton import tile_map
 
 
 class Tiles(NamedTuple):
-    """map, cu_seqlens: of packed documents; None without.   capacity: of the map.   count: how many
-    tiles may exist.
+    """map, cu_seqlens: the map and bounds of packed documents; None without.   capacity: the map's
+    capacity.   count: how many tiles may exist.
     """
 
     map: torch.Tensor | None

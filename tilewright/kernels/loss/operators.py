@@ -39,8 +39,9 @@ class Scaling(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """Of the peak that kernels return, in that of the other statistics: without a softcap it
-        is that of the logits before their multiplication, which would round it.
+        """The unit of the peak that kernels return, in the unit of the other statistics. Without a
+        softcap the peak is in the unit of the logits before their multiplication, which would
+        round it.
         """
         return 1.0 if self.softcap else 1 / self.temperature
 
@@ -84,7 +85,7 @@ class Softmax(NamedTuple):
 
     @property
     def entropy(self) -> torch.Tensor:
-        """Of softmax z, in nats. Raises ValueError without a mean."""
+        """The entropy of softmax z, in nats. Raises ValueError without a mean."""
         if self.mean is None:
             raise ValueError("entropy needs the mean: ask for it by Wanted(mean=True)")
         return self.log_sum - self.mean

@@ -101,7 +101,7 @@ def _capped(x, cap: tuple, o: Options):
 
 
 def _cap(x: Float32, cap: tuple, o: Options) -> Float32:
-    """The same for a scalar, which `_tanh` takes as a vector."""
+    """`_capped` for a scalar, which `_tanh` takes as a vector."""
     if not o.capped:
         return x
     out = cute.make_rmem_tensor(1, Float32)

@@ -139,7 +139,7 @@ def _finite(x):
 
 @triton.jit
 def _loaded(x, CAPPED: tl.constexpr):
-    """In float32."""
+    """x in float32."""
     if CAPPED == BOUNDED:  # which is bound by instructions
         y = widened(x)
     else:
@@ -724,8 +724,8 @@ def losses(
     losses so far times their token weights, and its derivatives in these rows' log_sum, target and
     weighted (None without label smoothing).
 
-    stats: of these rows.   before: the total of the preceding rows; None for the first call, which
-    computes the divisor.
+    stats: these rows' statistics.   before: the total of the preceding rows; None for the first
+    call, which computes the divisor.
     """
     first, smooth = before is None, inputs.label_smoothing != 0
     number, tensor = 1.0, None

@@ -64,7 +64,7 @@ def gated(
 
 
 class Tokens(NamedTuple):
-    """The rows of a product: those of x, or, with slots, row r is x's row slots[r] // top_k.
+    """The rows of a product. They are x's rows; with slots, row r is x's row slots[r] // top_k.
 
     offsets: ends of the experts' rows.   tiles: `tile_map` of the offsets, if already computed.
     """

@@ -2,9 +2,9 @@
 the epilogues PLAIN and SWIGLU, for operands that TMA reads. Tiles, epilogues and results are those
 of that module, which prepares the arguments (specialized.py).
 
-Half of a tile's columns at a time get their bias and are rounded, and of interleaved gates and ups
-half of h is computed before the other half is stored: of the whole tile, the biases of a thread's
-64 columns, or gates, ups and results beside sums, exceed its 208 registers.
+Half of a tile's columns at a time get their bias and are rounded. With interleaved gates and ups
+half of h is computed before the other half is stored. For a whole tile at a time, the biases of a
+thread's 64 columns, or gates, ups and results beside sums, would exceed its 208 registers.
 
 No epilogue adds rows to tokens. The down-projection of Qwen3-30B-A3B (32,768 tokens, 8 experts
 each, H = 2,048) writes 1.07 GB of rows while it multiplies, and `_collect` reads them: 1.21 GB with
@@ -76,7 +76,7 @@ _BEHIND = gl.constexpr(2)
 def _tile(
     t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Of tile t: its expert, first row, end of rows, tile of columns, and steps along K, none in
+    """Tile t's expert, first row, end of rows, tile of columns, and steps along K, which are 0 in
     the tail.
     """
     m, n = grouped(t, m_tiles, n_tiles, GROUP)
@@ -276,7 +276,7 @@ def _h_of_pairs(
     UP_LIMIT: gl.constexpr,
     OFFSET: gl.constexpr,
 ):
-    """Of interleaved gates and ups."""
+    """h of interleaved gates and ups."""
     gate, up = t.reshape([t.shape[0], t.shape[1] // 2, 2]).split()
     return _h(gate, up, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
 
@@ -344,8 +344,8 @@ def _multiply(
             if STORE_PRE:
                 store_tile(left, staging, pre, pre_ptr, row, end, at, end_at, columns)
             if INTERLEAVED:
-                # Of one half before the other is stored: gates and results of both at a time take
-                # more registers than there are.
+                # h of one half is computed before the other half is stored: gates and results of
+                # both at a time take more registers than there are.
                 left = _h_of_pairs(left, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
             if STORE_PRE:
                 store_tile(right, staging, pre, pre_ptr, row, end, beside, columns, columns)
@@ -476,7 +476,7 @@ def _gemm(
 
 @gluon.jit
 def _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP: gl.constexpr):
-    """Of tile t: its expert, the first row and the end of its rows, and its tiles of N and K."""
+    """Tile t's expert, the first row and the end of its rows, and its tiles of N and K."""
     e = t // (n_tiles * k_tiles)
     n, k = grouped(t - e * (n_tiles * k_tiles), n_tiles, k_tiles, GROUP)
     begin = gl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
@@ -795,8 +795,8 @@ def gemm(
 
 
 def _weight_blocks(gathered: str, config: dict) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, BLOCK_R. The narrow one is the gathered operand's: of 256 columns the
-    addresses need more registers than the warps that load have.
+    """BLOCK_N, BLOCK_K, BLOCK_R. The narrow one is the gathered operand's: the addresses of 256
+    columns need more registers than the warps that load have.
     """
     n, k = config["BLOCK_N"], config["BLOCK_K"]
     narrow, wide = sorted((n, k))

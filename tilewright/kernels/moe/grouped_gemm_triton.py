@@ -1039,11 +1039,11 @@ def down_dswiglu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dpre [R, 2 I], dexpert_weight [T, K] fp32, weighted h [R, I] or None) of a MoE MLP.
 
-    dy [T, H]: of the layer's result.
+    dy [T, H]: the gradient of the layer's result.
     down_proj [E, H, I].
     pre [R, 2 I]: contiguous, as `up_swiglu` saved it.
     expert_weight [T, K] fp32.
-    bias [E, H]: that of the down-projection.
+    bias [E, H]: the down-projection's bias.
     gate: as in `up_swiglu`.
 
     With dh = dy[token] @ down_proj[e], which is stored only where the launch configuration has no
@@ -1218,8 +1218,8 @@ def _up_heuristic(
 def _up_space(
     N: int, K: int, itemsize: int, rows: int, aligned: bool, large: bool, plain: bool
 ) -> list[dict]:
-    """Of tiles with more elements per thread, those of 128 x 256 that a large shared memory feeds.
-    Which of them spill depends on the gate.
+    """The configurations of `_gemm_space` with at most 64 elements per thread, and tiles of 128 x
+    256 that a large shared memory feeds. Which of these spill depends on the gate.
     """
 
     def included(m: int, n: int, warps: int) -> bool:

@@ -8,7 +8,7 @@ program counts the experts of a run of slots, in tiles of TILE. `_place`: each p
 counts of all preceding runs, which together are small, and then places its tiles: within a tile a
 slot's rank is the number of equal ones before it. It can also write its share of the map of tiles
 that grouped products need (`grouped_gemm_triton.tile_map`), which is a function of the same counts.
-Of one tile, as of 16 tokens with 8 experts each, `_place` counts too: one launch.
+If there is one tile, as for 16 tokens with 8 experts each, `_place` counts too: one launch.
 
 `route` counts experts as well, and passes nothing on. Its tokens_per_expert is the sum over all
 slots, which `_place` has from what it reads anyway; it lacks the counts of each run before its own
@@ -36,7 +36,7 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 EXPERTS = 128  # per program of `_histogram`, each compared with every slot of a tile
-MAPPED = 32  # tiles of the map at a time, each compared with all experts: of 128, 32 per thread
+MAPPED = 32  # tiles of the map at a time, each compared with all experts (128: 32 per thread)
 # Programs that count used rows. Each that moves rows reads all counts, 256 bytes.
 COUNTS = 64
 
@@ -89,7 +89,7 @@ def _map(
     MAPPED: tl.constexpr,
 ):
     """Writes this run's share of the map: the expert, first row and end of each tile, 0 past the
-    last. total, ends: of each expert, its rows and their end.
+    last. total, ends: the number of each expert's rows, and their end.
     """
     expert = tl.arange(0, WIDTH)
     tiles = tl.cdiv(total, BLOCK_M)
@@ -174,8 +174,8 @@ def _place(
         counts = total
         if tile_ptr is not None:
             counts = tl.load(tile_ptr + tile * E + expert, mask=expert < E, other=0)
-        # Of the same expert, and before. (Comparisons of lanes alone are moved out of the loop, and
-        # spill.)
+        # Counts the slots of the same expert that come before. (Comparisons of lanes alone would be
+        # moved out of the loop, and spill.)
         least = own * TILE
         order = least + lane
         rank = tl.sum(
@@ -258,8 +258,8 @@ def _sort(expert_index, num_experts, tiles):
 
 def _sort_heuristic(experts: int) -> dict:
     """TILE: slots; ranks cost TILE comparisons per slot, and smaller tiles more counts. A tile has
-    a slot for each thread: of a smaller one Triton lets each thread load all slots that it compares
-    with, at three times the instructions, instead of reading them from shared memory.
+    a slot for each thread: with a smaller tile Triton lets each thread load all slots that it
+    compares with, at three times the instructions, instead of reading them from shared memory.
 
     RUNS: at most. Each program of `_place` reads the counts of all, 128 KiB for 256 experts. A
     run's tiles follow each other, about a microsecond each; the next one's slots are loaded ahead.
@@ -308,8 +308,8 @@ def _space(columns: int, itemsize: int) -> list[dict]:
     ]
 
 
-# Of the backward: registers per thread with which an SM holds this many programs of four warps.
-# With 128, for four, rows of odd strides spill, and under Triton 3.9 all of 16 bits.
+# Registers per thread with which an SM holds this many programs of the backward, of four warps.
+# With 128, for four programs, rows of odd strides spill, and under Triton 3.9 all 16-bit rows.
 LIMIT, PER_SM = 168, 3
 
 
@@ -651,7 +651,7 @@ def count_gate() -> list[KernelSpec]:
     return [_small(_count, "count", BLOCK=1024, num_warps=4)]
 
 
-# Of Qwen3-30B-A3B's experts, and of DeepSeek-V3's.
+# The keys are the experts of Qwen3-30B-A3B and of DeepSeek-V3.
 SORT = Tunable(
     "permute",
     "sort",

@@ -33,7 +33,7 @@ class Normalized(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of what was normalized, of weight, and of bias if there is one."""
+    """Gradients of what was normalized, of weight, and of bias if there is one."""
 
     dx: torch.Tensor
     dweight: torch.Tensor

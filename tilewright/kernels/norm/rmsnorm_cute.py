@@ -2,9 +2,10 @@
 tilewright/ops/norm/rmsnorm.py.
 
 T = rows / H, H = heads (1 unless the weight is 2-D), D = columns. Row (t, h) starts at (t * H + h)
-* D. A row is read once and stays in registers, whatever its width: of part of a warp, of a block,
-or, from 16,384 columns on (backward: 8,192), of a cluster of up to 8 blocks, which add their sums
-through distributed shared memory. Sums and the weight gradient are fp32; each block accumulates the
+* D. A row is read once and, whatever its width, stays in the registers of part of a warp, of a
+block, or, from 16,384 columns on (backward: 8,192), of a cluster of up to 8 blocks, which add their
+sums through distributed shared memory. Sums and the weight gradient are fp32; each block
+accumulates the
 weight gradient of its rows, and the blocks' partial sums are added in fixed order: no atomics, the
 same bits every run on one kind of device.
 """

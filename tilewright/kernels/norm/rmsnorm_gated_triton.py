@@ -176,8 +176,8 @@ def _forward_heuristic(D: int, itemsize: int) -> dict:
 def _backward_heuristic(D: int, itemsize: int) -> dict:
     """8 elements per thread, which holds six operands of each.
 
-    STAGES: blocks of rows in flight; all but one of them are copies to shared memory: of rows of
-    128 columns about 72 KiB per SM.
+    STAGES: blocks of rows in flight. All but one of them are copies to shared memory: about 72 KiB
+    per SM for rows of 128 columns.
     """
     return {**_config(D, 1024, 8), "STAGES": 3 if itemsize == 2 else 2}
 

@@ -112,7 +112,7 @@ def _adamw(
     tiles [2, tiles]: the tensor of each program, and its tile in it.
     step: None, or the number of the step; size is then the learning rate, without its correction,
         and root is computed here.
-    p, g, m, v, c: of any of the tensors, for their types.
+    p, g, m, v, c: those of any one of the tensors, for their types.
     VECTOR: neighboring elements of a thread, the same in all accesses: values need not move between
         threads, and a thread writes the elements that it has read.
     """
@@ -214,7 +214,7 @@ def update(params, grads, exp_avgs, exp_avg_sqs, compensations, numbers):
 
 
 def _log(beta: float) -> float:
-    """For 0 any number whose exponential is nothing beside 1."""
+    """The logarithm of beta; for 0, any number whose exponential is negligible beside 1."""
     return math.log(beta) if beta else -100.0
 
 

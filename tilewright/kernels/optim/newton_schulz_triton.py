@@ -7,9 +7,9 @@ is PyTorch's. Factors in x's dtype, float32 accumulation.
 x is read twice and its normalized iterate written once: `_norms` writes each program's part of the
 norm of a matrix, and `_normalize` adds the parts, in order, and divides. Squares are those of x
 over a power of two, which is exact, so that none leaves float32's range. One kernel would keep a
-matrix on chip while its programs wait for each other. The second read, which that saves, is from L2
-for one matrix of up to half of it (4,096 x 2,048 in bfloat16, 17 MB); of 128 experts of 768 x 2,048
-it is 403 MB, 0.1 ms beside 2.6 TFLOP of products, more than 3 ms.
+matrix on chip while its programs wait for each other. This would save the second read. For one
+matrix of up to half of L2 (4,096 x 2,048 in bfloat16, 17 MB) that read is from L2; for 128 experts
+of 768 x 2,048 it is 403 MB, 0.1 ms beside 2.6 TFLOP of products, more than 3 ms.
 """
 
 from __future__ import annotations

@@ -398,7 +398,8 @@ def _constants(e2m1: bool, config: dict) -> dict:
         "PER": 1 if e2m1 else 4,
         "GROUP": config["GROUP"],
         "STAGES": config["num_stages"],
-        # Of a step each, as many as shared memory leaves; of four, one beside that in use.
+        # As many slots of one step as shared memory leaves; or, with four steps a slot, one beside
+        # the slot in use.
         "SLOTS": (3 if n == 256 else 4) if e2m1 else 2,
         "num_warps": config["num_warps"],
     }

@@ -48,7 +48,7 @@ _STEP = 128  # summed columns of a tile: those of one scale
 
 @gluon.jit
 def _tile(t, end_ptr, across, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Of tile t: its expert, the steps that it begins and ends at, and its tiles of rows of a and
+    """Tile t's expert, the steps at which the tile begins and ends, and its tiles of rows of a and
     of b.
     """
     e = t // (m_tiles * n_tiles)

@@ -45,7 +45,7 @@ _STEP = 128  # summed columns of a tile: those of one scale
 
 @gluon.jit
 def _tile(t, expert_ptr, E, m_tiles, n_tiles, steps, GROUP: gl.constexpr):
-    """Of tile t: its expert, row, column and steps, none in the tail."""
+    """Tile t's expert, tile of rows, tile of columns, and steps, which are 0 in the tail."""
     m, n = grouped(t, m_tiles, n_tiles, GROUP)
     if expert_ptr is None:
         e = 0

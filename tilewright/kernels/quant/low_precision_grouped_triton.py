@@ -101,7 +101,7 @@ def _place(
 
 @triton.jit
 def _store_rows(acc, out_ptr, row_ptr, n, N):
-    """row_ptr: of each row of acc, that of out, which has N columns; -1 for none."""
+    """row_ptr: for each row of acc, the row of out, which has N columns; -1 for none."""
     row = tl.load(row_ptr).to(tl.int64)
     tl.store(
         out_ptr + row[:, None] * N + n[None, :],
@@ -143,8 +143,8 @@ def _rows(
     BLOCK_N: tl.constexpr,
 ):
     """out: rows of N.   x [P, K] with scales [P, across], w [E, N, K] with scales
-    [E, ceil(N / 128), across].   expert [P / 128]: of each block of rows; E for the tail, which is
-    0, and more for none.   row [P]: of the result; -1 for none.
+    [E, ceil(N / 128), across].   expert [P / 128]: the expert of each block of rows; E for the
+    tail, which is 0, and more for none.   row [P]: the row of the result; -1 for none.
     """
     n_tiles = tl.cdiv(N, BLOCK_N)
     first, n_tile = tl.program_id(0) // n_tiles * BLOCK_M, tl.program_id(0) % n_tiles
@@ -280,7 +280,7 @@ def _scaled_weights(
     """out [E, N, K].   dy [N, P], x [K, P]: rows of bytes and scale bytes, and totals, as `_scaled`
     of low_precision_triton.py has them.   end [E]: as in `_weights`.
 
-    A step of 256 codes may go past an expert's end, and what is there is left out.
+    A step of 256 codes may go past an expert's end; the codes past it are left out.
     """
     PART: tl.constexpr = 64 if E2M1 else 128  # bytes of 128 codes
     PART_SCALES: tl.constexpr = 8 if E2M1 else 4
@@ -310,7 +310,7 @@ def _scaled_weights(
 
 
 class Places(NamedTuple):
-    """Of `rows` rows, as `Placed` of low_precision_grouped_gemm.py has them, in int32."""
+    """Places of `rows` rows, as `Placed` of low_precision_grouped_gemm.py has them, in int32."""
 
     rows: int
     ends: torch.Tensor

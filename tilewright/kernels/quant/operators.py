@@ -25,7 +25,7 @@ class Noise(NamedTuple):
 class Codes(NamedTuple):
     """A quantized tensor, and its transpose or None.
 
-    data: codes.   scale: of its blocks.
+    data: codes.   scale: the scales of its blocks.
     """
 
     data: torch.Tensor
@@ -71,7 +71,7 @@ def nf4_dequantize(
     dtype: torch.dtype,
     noise: Noise,
 ) -> torch.Tensor:
-    """-> [n].   nested_absmax, table, offset: of double quantization; table: the values of the 256
+    """-> [n].   nested_absmax, table, offset: for double quantization; table: the values of the 256
     codes of scales.
     """
     return data.new_empty(n, dtype=dtype)
@@ -81,9 +81,9 @@ def nf4_dequantize(
 
 
 class NVFP4Options(NamedTuple):
-    """square: a scale for 16 x 16 elements, not 1 x 16.   seed: of stochastic rounding, or None.
-    hadamard: 0, or the size of the transform that is applied first.   hadamard_seed: of its signs.
-    transpose: also the transpose.
+    """square: a scale for 16 x 16 elements, not 1 x 16.   seed: for stochastic rounding, or None.
+    hadamard: 0, or the size of the transform that is applied first.   hadamard_seed: the seed of
+    its signs.   transpose: also the transpose.
     """
 
     square: bool
@@ -129,9 +129,9 @@ def nvfp4_dequantize(
 
 
 class FP8(NamedTuple):
-    """rows, columns: of a block, which has one scale: float32, or for MXFP8 (mx) the exponent of a
-    power of two in a byte.   seed: of stochastic rounding, or None.   transpose: also the
-    transpose.
+    """rows, columns: the size of a block, which has one scale: float32, or for MXFP8 (mx) the
+    exponent of a power of two in a byte.   seed: for stochastic rounding, or None.   transpose:
+    also the transpose.
     """
 
     rows: int
@@ -182,9 +182,9 @@ class Matrix(NamedTuple):
     """A quantized weight [N, K] as products read it, contiguous.
 
     data, scale: bytes; scale is float32 for NF4 without double quantization and for block FP8.
-    nested, table, extra: of double quantization: nested_absmax, the values of the 256 scale codes,
+    nested, table, extra: for double quantization: nested_absmax, the values of the 256 scale codes,
         and the offset; extra is also NVFP4's global scale.
-    format: of FORMATS.   rows, span: rows and columns that share a scale.
+    format: one of FORMATS.   rows, span: rows and columns that share a scale.
     """
 
     data: torch.Tensor

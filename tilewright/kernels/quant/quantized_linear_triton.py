@@ -2,7 +2,7 @@
 tilewright/ops/quant/quantized_linear.py.
 
     _few_rows    y = x w^T for few rows of x: codes are dequantized in registers, on their way to
-                 the tensor cores. Of K in pieces, the last program of a tile adds the partial sums.
+                 the tensor cores. If K is split in pieces, a tile's last program adds their sums.
     _sum_pieces  adds them in a second launch, where there are no counters for that.
     _fp8         y = x w^T of matrices in block-scaled FP8, without dequantizing.
 
@@ -71,7 +71,7 @@ def _tile(
     GROUP: columns of the tile that share a scale, of the SPAN columns per scale.
     ROWS: rows that share a scale (block FP8).
     extra: the offset of nested scales, or the global scale.
-    value: those of the 16 codes (NF4).
+    value: the values of the 16 codes (NF4).
     HARDWARE: see quantize_triton.
     """
     if FORMAT == 2:
@@ -150,7 +150,8 @@ def _few_rows(
 ):
     """out [T, N], or float32 sums [pieces, T, N], each over `piece` columns, a multiple of BLOCK_K.
 
-    count: of each tile, zero; with it, both: the last of SPLIT programs adds what is in sums.
+    count: a counter of each tile, zero at the start. With it, both are written: a tile's last of
+    SPLIT programs adds what is in sums.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = n < N
@@ -305,8 +306,8 @@ def few_rows(
     return out
 
 
-# With four warps two 128-bit loads of each piece per thread. Not measured on a GPU: of 64 rows and
-# 4,096 columns 256 programs, two for an SM.
+# With four warps a thread has two 128-bit loads of each piece. 64 rows and 4,096 columns have 256
+# programs, two for an SM. Not measured on a GPU.
 _SUM_BLOCK = 1024
 
 
@@ -339,7 +340,7 @@ def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
     configs.append({**default, "LAST": False})
     if rows <= 256:
         n, k = (64, 64) if itemsize == 2 else (32, 32)  # wider tiles spill, on sm_120 or in float32
-        # Of 16 rows they do not, and take a third fewer instructions an element.
+        # With 16 rows wider tiles do not spill, and take a third fewer instructions an element.
         steps = (k, 128) if itemsize == 2 and rows <= 16 else (k,)
         configs += [
             dict(zip(_NAMES, (True, n, step, split, True, 4, stages), strict=True))
@@ -350,7 +351,7 @@ def _space(format: int, N: int, K: int, itemsize: int, rows: int) -> list[dict]:
     return configs
 
 
-# Of a format: whether scales are nested, and HARDWARE.
+# The variants of each format: whether scales are nested, and HARDWARE.
 _VARIANTS = {
     NF4: ((False, 0), (True, 0)),
     NVFP4: ((False, 1), (False, 2)),

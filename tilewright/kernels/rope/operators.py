@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
     interleaved: bool = False
 
     def for_kernels(self) -> Rotation:
-        """With contiguous float32 tables."""
+        """The rotation with contiguous float32 tables."""
         cos, sin, positions, interleaved = self
         if cos.dtype is torch.float32 is sin.dtype and cos.is_contiguous() and sin.is_contiguous():
             return self
@@ -85,7 +85,7 @@ class Prepared(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of qkv, v's part included, and of the weights if there is a norm."""
+    """Gradients of qkv, v's part included, and of the weights if there is a norm."""
 
     dqkv: torch.Tensor
     dq_weight: torch.Tensor | None

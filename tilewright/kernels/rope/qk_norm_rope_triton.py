@@ -555,8 +555,8 @@ def _space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> li
 
 
 def _backward_heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
-    """As many programs as fit on an SM: of four warps, four with 128 registers per thread for D =
-    128, three with 168 for wider heads.
+    """As many programs as fit on an SM. Programs of four warps are four, with 128 registers per
+    thread, for D = 128, and three, with 168, for wider heads.
 
     The next token's x and dy are not loaded ahead: they are 16 registers more than the 128 of a
     thread, and what four programs load at a time, 32 KiB, covers the latency (an H100: 88 to 93 %

@@ -118,8 +118,8 @@ def attention(
     are multiplied by 0: with eager and sdpa all positions, with triton and cpp those that share a
     block of keys.
 
-    Dropout is as in torch.nn.functional.scaled_dot_product_attention: of the softmax's
-    probabilities each is dropped with probability dropout_p, and the others are divided by
+    Dropout is as in torch.nn.functional.scaled_dot_product_attention: each of the softmax's
+    probabilities is dropped with probability dropout_p, and the others are divided by
     1 - dropout_p. The mask is a function of counters: in batch b and query head h, query i of the
     sequence and key j of its document (of the sequence, without cu_seqlens) have the 32 bits of
     word j % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter words (j // 4, i,
@@ -156,8 +156,8 @@ def attention(
             2^31 - 1, and 0 unless B = 1.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
-        prefixes: of documents that begin with the first tokens of an earlier one, which are not
-            repeated, in order: (first, end, key_first, key_end), four ints on the host. The
+        prefixes: (first, end, key_first, key_end), four ints on the host, for each document that
+            begins with the first tokens of an earlier one, which are not repeated; in order. The
             document in rows first .. end is computed as if rows key_first .. key_end stood before
             it; they begin a document that has no prefix itself. Needs cu_seqlens, against which it
             is checked on a CPU, causal, and no dropout. native refuses it.
@@ -380,7 +380,7 @@ def _case(
     tags=cases.CONTRACT,
     **options,
 ):
-    """widths: of keys and of values, or of both."""
+    """widths: the widths of keys and of values, or one for both."""
     D, Dv = widths if isinstance(widths, tuple) else (widths, widths)
 
     def make(device, dtype, seed):

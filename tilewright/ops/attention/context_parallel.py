@@ -116,7 +116,7 @@ class ContextParallel:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those over whose ranks a sequence is sharded."""
+        """The process groups over whose ranks a sequence is sharded."""
         return tuple(g for g in (self.ulysses, self.ring) if g is not None)
 
     @property
@@ -189,7 +189,7 @@ def positions(
     Args:
         S: the whole sequence's length.
         cp: the layout; its process groups are not used.
-        device: of the result; None: PyTorch's default device.
+        device: the result's device; None: PyTorch's default device.
 
     Returns:
         int64 [S / ranks], in the order of `shard`.
@@ -314,8 +314,8 @@ def context_parallel_attention(
             a batch-invariant implementation gives the bits of `attention` in one process. Where
             ring_size does not divide Hq / U, keys are repeated for each query head, and heads of
             zeros are computed beside them.
-        implementation: of attention. A ring requires one that returns a part's log-sum-exp, but
-            with whole_documents.
+        implementation: as in `attention`. A ring requires one that returns a part's log-sum-exp,
+            except with whole_documents.
 
     Returns:
         [B, Hq, S / n, Dv] in q's dtype: `attention` of the whole sequence for this rank's tokens.

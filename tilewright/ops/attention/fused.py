@@ -96,7 +96,7 @@ def triton_refuses(request: Request) -> str | None:
 
 
 def gluon_refuses(request: Request) -> str | None:
-    """What specialized warps compute in neither pass."""
+    """Why specialized warps compute a request in neither pass; None if they do."""
     if reason := head_widths(request, 8, 256):
         return reason
     D, DV, latent = _widths(request)
@@ -108,7 +108,7 @@ def gluon_refuses(request: Request) -> str | None:
 
 
 def _widths(request: Request) -> tuple[int, int, bool]:
-    """Of keys and values, and whether they are latent attention's, whose keys are in two parts."""
+    """Widths of keys and of values, and whether they are latent attention's: keys in two parts."""
     D, DV = request.head_dim, request.value_dim or request.head_dim
     return D, DV, 128 < D <= 192 and 64 < DV <= 128
 

@@ -89,10 +89,10 @@ def request_of(
     dropout: bool = False,
     part: bool = False,
 ) -> Request:
-    """From options as the public functions take them. Raises ValueError for a window that is not
-    causal.
+    """Made from options as the public functions take them. Raises ValueError for a window that is
+    not causal.
 
-    widths: of keys and of values.
+    widths: the widths of keys and of values.
     """
     if window is not None and not causal:
         raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")

@@ -55,8 +55,8 @@ def _begins_one(ends: list[int], c: int, d: int) -> bool:
 
 
 def prefixes_of(ends: Sequence[int], shared: Iterable[int]) -> tuple[Prefix, ...]:
-    """From the bounds of documents, and how many tokens each has in common with the nearest
-    document before it that has none; 0: it is whole.
+    """The prefixes of documents, from their bounds and the number of tokens that each shares with
+    the nearest document before it that shares none; 0: the document is whole.
     """
     found, whole = [], 0
     for (a, b), count in zip(itertools.pairwise(ends), shared, strict=True):

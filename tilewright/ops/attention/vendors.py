@@ -452,10 +452,11 @@ FLASH = {
 
 
 def slower_than_gluon(device_type: str, request: Request | None) -> str | None:
-    """Of PyTorch's and FlashAttention 2's kernels, on compute capability 9.0: specialized
-    warps are faster in rows of 128, and with packed documents in rows of 64, 2.6 times (measured on
-    an H100, docs/performance.md); whole sequences in rows of 64 are faster by cuDNN, 4 %. request:
-    None for the usual call.
+    """This library's kernel that is faster than PyTorch's and FlashAttention 2's, or None.
+
+    On compute capability 9.0 specialized warps are faster in rows of 128, and 2.6 times as fast for
+    packed documents in rows of 64 (measured on an H100, docs/performance.md). For whole sequences
+    in rows of 64 cuDNN is 4 % faster. request: None for the usual call.
     """
     if device_type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         return None
@@ -486,13 +487,13 @@ def slower_than_sdpa(device_type: str, request: Request | None) -> str | None:
 
 
 def _major(device_type: str) -> int:
-    """Of the compute capability of a CUDA device; 0: another device."""
+    """The major compute capability of the CUDA device; 0 for another kind of device."""
     return torch.cuda.get_device_capability()[0] if device_type == "cuda" else 0
 
 
 def newer_than_2(device_type: str) -> str | None:
-    """Of kernels of FlashAttention 2's class, on Hopper and Blackwell: what would be faster there,
-    if it is not installed.
+    """The reason for which a newer FlashAttention, which is not installed, would be faster than
+    kernels of FlashAttention 2's class on this Hopper or Blackwell GPU; None if there is none.
     """
     major = _major(device_type)
     has = {n: FLASH[f"flash_attention_{n}"].missing(device_type) is None for n in (3, 4)}

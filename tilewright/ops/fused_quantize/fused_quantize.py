@@ -69,7 +69,7 @@ def silu_mul_quantize(
         seed: as in `quantize_block_fp8`.
         format: "block_fp8", with a float32 scale per 1 x 128 block, or "mxfp8", with a power of two
             per 32 elements of a row.
-        transpose: returns (q, that of the product's transpose), bit for bit as `quantize_mxfp8`
+        transpose: returns (q, q of the product's transpose), bit for bit as `quantize_mxfp8`
             does, from one read of gate and up (eager: two of the product): an operand of the
             gradient of the projection's weight. MXFP8 only, whose transposed blocks, 32 rows, a
             program holds; the result has 2 dimensions or more.

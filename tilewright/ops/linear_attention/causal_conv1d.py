@@ -182,7 +182,7 @@ def _atol(dtype, kwargs, name):
     return 8 * torch.finfo(dtype).eps if wide else None
 
 
-# Of Qwen3-Next-80B-A3B: 16 heads of q and of k and 32 of v, 128 wide.
+# The channels of Qwen3-Next-80B-A3B: 16 heads of q, 16 of k and 32 of v, each 128 wide.
 _CHANNELS = 8192
 CAUSAL_CONV1D = Op(
     "causal_conv1d",

@@ -4,10 +4,10 @@
 The rule: ranks exchange heads for tokens, those of a Ulysses group first, then those of a ring;
 each computes its heads over the whole sequence, in order, with the bits of one process. The
 alternative is to send states: each rank would first find, beside its chunks' last states from zero,
-the matrices by which they change the states before. Of Qwen3-Next-80B-A3B in 16 bits, heads are
-24 KB a token, states with their matrices 8 MB a rank, which is less to send where a rank has more
-than 333 tokens for each rank; but each would walk over its chunks twice, with twice the columns,
-and round where the layout cuts a document.
+the matrices by which they change the states before. In Qwen3-Next-80B-A3B in 16 bits, heads are
+24 KB a token, and states with their matrices 8 MB a rank. States are less to send where a rank has
+more than 333 tokens for each rank; but each rank would walk over its chunks twice, with twice the
+columns, and round where the layout cuts a document.
 
 The convolution: each interval of a shard needs the W - 1 tokens ahead of it. Ranks gather the last
 ones of all intervals.
@@ -99,7 +99,7 @@ def context_parallel_gated_delta_rule(
         scale, use_qk_l2norm: as in `gated_delta_rule`.
         cu_seqlens: as in `gated_delta_rule`, for the whole sequence, on every rank: 0 .. S.
             Requires B = 1.
-        implementation: of gated_delta_rule.
+        implementation: as in `gated_delta_rule`.
 
     Returns:
         [B, S / n, HV, DV] in q's dtype: o of the whole sequence for this rank's tokens.
@@ -187,7 +187,7 @@ def context_parallel_causal_conv1d(
         cp: the layout, with its process groups.
         cu_seqlens: as in `causal_conv1d`, for the whole sequence, on every rank: 0 .. S. Requires
             B = 1.
-        implementation: of causal_conv1d.
+        implementation: as in `causal_conv1d`.
 
     Returns:
         [B, S / n, C] in x's dtype: `causal_conv1d` of the whole sequence for this rank's tokens.

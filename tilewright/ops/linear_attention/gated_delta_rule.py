@@ -192,9 +192,9 @@ def gated_delta_rule_eager(q, k, v, g, beta, initial_state, cu_seqlens, scale, u
 class _Chunks(NamedTuple):
     """The chunks of [B, S, ..] tensors, each of one document.
 
-    token: [n, 64], S where there is none.   Of packed documents, whose chunks follow each other:
-    document: [n].   first: [n], whether a chunk is its document's first.   ends: [N], the number of
-    chunks up to the end of each document.
+    token: [n, 64], S where there is none.   The other fields are set for packed documents, whose
+    chunks follow each other.   document: [n].   first: [n], whether a chunk is its document's
+    first.   ends: [N], the number of chunks up to the end of each document.
     """
 
     token: torch.Tensor
@@ -302,7 +302,7 @@ def _triton_refuses(request: Request) -> str | None:
 
 
 class _Shape(NamedTuple):
-    """Of q, k and v."""
+    """The sizes of q, k and v."""
 
     B: int
     S: int

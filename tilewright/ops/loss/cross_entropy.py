@@ -215,7 +215,7 @@ class Options(NamedTuple):
     def of(
         cls, ignore_index, label_smoothing, z_loss, softcap, reduction, *returns: bool
     ) -> Options:
-        """As the public functions take them."""
+        """Makes options from arguments as the public functions take them."""
         softcap = 0.0 if softcap is None else float(softcap)
         return cls(
             ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, *returns
@@ -297,7 +297,7 @@ def combine(
     with e = label_smoothing. The differences are computed relative to the peak. Differentiable in
     the statistics.
 
-    stats: of whole rows, with `weighted` where label_smoothing is not 0.
+    stats: statistics of whole rows, with `weighted` where label_smoothing is not 0.
     presence: [T], as `presence` returns it.
     y_weight: [T], the class weight of each row's target, or None for ones.
     V: size of the whole vocabulary.

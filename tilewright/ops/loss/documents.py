@@ -8,8 +8,8 @@ import torch
 
 
 class Documents(NamedTuple):
-    """Of T tokens in a row.   cu_seqlens: [documents + 1] int64.   index: [T], the document of each
-    token.
+    """The documents of T consecutive tokens.   cu_seqlens: [documents + 1] int64.   index: [T], the
+    document of each token.
     """
 
     cu_seqlens: torch.Tensor
@@ -21,12 +21,12 @@ class Documents(NamedTuple):
         return cls(cu_seqlens, torch.searchsorted(cu_seqlens[1:], at, right=True))
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """[documents], of values [T]; 0 for a document without tokens."""
+        """Sums values [T] to [documents]; a document without tokens has 0."""
         # Differences of one running sum would take the digits of a small sum after large ones, and
         # index_add adds in any order on a GPU.
         sums = values.new_zeros(self.cu_seqlens.shape[0] - 1, dtype=torch.float64)
         return sums.index_put((self.index,), values.double(), accumulate=True)
 
     def each(self, values: torch.Tensor) -> torch.Tensor:
-        """[T], of values [documents]: that of each token's document."""
+        """Expands values [documents] to [T]: each token gets its document's value."""
         return values[self.index]

@@ -78,7 +78,7 @@ CHUNK = Tunable(
 BLOCK_BYTES = MiB
 ACCUMULATE = ("fp32", "bf16")
 
-# Declarations (core.takes): of a head and its targets, and of what some losses on it take.
+# Declarations (core.takes) of a head and its targets, and of what some losses on it take.
 HEAD = {"x": "float [*T, H]", "weight": "x [V, H]", "target": TARGET}
 SIZES = "H >= 1", "V >= 1"
 HEAD_OPTIONS = {
@@ -145,7 +145,7 @@ class Needs(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """Of the parts of a head; None for those that get none."""
+    """Gradients of the parts of a head; None for a part that gets none."""
 
     dx: torch.Tensor | None
     dweight: torch.Tensor | None
@@ -374,7 +374,7 @@ class Chunks:
             factor.add(rows, dlogits)
 
     def gradients(self, wide: bool = False) -> HeadGradients:
-        """wide: of weight and bias in `summed_dtype`."""
+        """wide: returns the gradients of weight and bias in `summed_dtype`."""
         base, *of_adapter = (factor.done(wide) for factor in self._sums)
         return HeadGradients(*base, *(of_adapter[0][:2] if of_adapter else ()))
 
@@ -499,7 +499,7 @@ def statistics_of(name: str) -> Callable:
 class HeadRows(NamedTuple):
     """A head and its targets, as a kind of loss gets them.
 
-    target: [T] int64.   valid: [T], see `targets.presence`.   shape: of the results.
+    target: [T] int64.   valid: [T], see `targets.presence`.   shape: the results' shape.
     """
 
     head: Head
@@ -523,8 +523,8 @@ class HeadRows(NamedTuple):
         chunk_size: int | None = None,
         group: Group = None,
     ) -> HeadRows:
-        """Of arguments that are as HEAD, HEAD_OPTIONS and ADAPTER declare them.   adapter: (A, B,
-        scale), None for none.
+        """Makes the rows from arguments as HEAD, HEAD_OPTIONS and ADAPTER declare them.   adapter:
+        (A, B, scale); A and B are None without an adapter.
         """
         low = low_rank(x, *adapter)
         valid = presence(target, world_size(group) * weight.shape[0], ignore_index).reshape(-1)

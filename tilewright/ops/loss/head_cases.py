@@ -42,8 +42,8 @@ def case(
     offset=0.0,
     **options,
 ):
-    """offset: of the bias. x and weight are then small multiples of 1/4 and 1/2: all sums are exact
-    in float32.   options: the op's; and lora, the rank of an adapter.
+    """offset: added to the bias. x and weight are then small multiples of 1/4 and 1/2: all sums are
+    exact in float32.   options: the op's; and lora, the rank of an adapter.
     """
     lora = options.pop("lora", 0)
     T, H, V = sizes

@@ -68,11 +68,11 @@ def kind_op(
     results that are not floating point stay as they are.
 
     Args:
-        name: of the op and of the function. They belong to the kind's module.
+        name: the op's and the function's name. They belong to the kind's module.
         kind: (Stats, its options) -> a tensor [T], or a tuple of several, in plain PyTorch,
             differentiable in the statistics. Its options have annotations and defaults. Its
             docstring says what it computes, then has a line for each option, `name: ...`.
-        cases: of the contract; `head_cases.case` makes one.
+        cases: the contract's cases; `head_cases.case` makes one.
         wanted: statistics beside log_sum and picked.
         judged, atol: as in `Op`.
         declared: a declaration for each option of the kind, in the language of `core.takes`

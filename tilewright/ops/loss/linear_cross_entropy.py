@@ -446,7 +446,7 @@ def _all_cases():
         case("everything", ((2, 5), 32, 300), **everything),
         case("fp32_logits", (11, 32, 100), chunk_size=4, bias=True, fp32_logits=True),
         case("everything_none", ((2, 5), 32, 300), reduction="none", **everything),
-        # Of as many rows for the same reason.
+        # As many rows as "bias" has, for the same reason.
         case("lora", (64, 16, 100), chunk_size=24, lora=5, frozen=True),
         case("lora_everything", ((2, 5), 32, 300), lora=3, lora_scale=0.5, **everything),
         case("lora_none", (64, 16, 100), chunk_size=24, lora=5, frozen=True, reduction="none"),

@@ -396,8 +396,9 @@ def fused(name: str) -> Callable:
 # thresholds, where gradients jump; a teacher is farther, since opd's loss is the difference itself.
 STEPS = (-0.5, -0.05, 0.05, 0.5), (0.5, 1.0, 1.5, 2.0)
 
-# Of advantages whose losses are positive: opcheck differentiates the magnitude of a loss, and where
-# that is its negative, finds gradients that forward returned and backward scaled in their memory.
+# The sign of advantages for which a loss is positive. opcheck differentiates the magnitude of a
+# loss: where the loss is negative, opcheck finds gradients that forward returned and backward
+# scaled in place.
 SIGN = {"reinforce": 1, "cispo": 1, "dro": 1}
 
 

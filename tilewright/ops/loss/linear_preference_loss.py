@@ -205,7 +205,7 @@ def logprobs(stats: Stats, valid: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def _case(name, sizes, documents, *, loss: Formula = DPO(), spread=1.0, **options):  # noqa: B008
-    """spread: of the reference's log-probabilities around those of uniform logits."""
+    """spread: the spread of the reference's log-probabilities around those of uniform logits."""
     made = case(name, sizes, **options)
 
     def make(device, dtype, seed):

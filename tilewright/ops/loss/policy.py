@@ -30,9 +30,9 @@ class Options(NamedTuple):
         tokens have none of their own.   dual_clip: where A < 0 the loss is at most -dual_clip * A;
         0: no limit.   use_tis: the loss is multiplied by exp(old - rollout), clipped to
         [tis_clip_low, tis_clip_high], a constant.   icepop_beta: the loss is 0 where r is outside
-        [1 / icepop_beta, icepop_beta]; 0: nowhere.   beta: of dro's square, or of dr_grpo's KL
-        to the reference, by the estimator kl_type.   ratio_type: r of a token, or exp(mean(lp -
-        old)) of its document.
+        [1 / icepop_beta, icepop_beta]; 0: nowhere.   beta: the factor of dro's square, or of
+        dr_grpo's KL to the reference, by the estimator kl_type.   ratio_type: r of a token, or
+        exp(mean(lp - old)) of its document.
     """
 
     clip_low_threshold: float = 0.8
@@ -73,14 +73,14 @@ class Tokens(NamedTuple):
     known: torch.Tensor | None = None
 
     def masked(self) -> Tokens:
-        """With zeros for whatever ignored tokens have."""
+        """A copy in which the values of ignored tokens are 0."""
         *tensors, documents, known = self
         ignored = self.valid == 0
         masked = (t if t is None else t.masked_fill(ignored, 0.0) for t in tensors)
         return Tokens._make((*masked, documents, known))
 
     def with_ratio(self) -> Tokens:
-        """With the ratios of documents, which the loss and its statistics then share."""
+        """A copy with the ratios of documents, which the loss and its statistics then share."""
         return self._replace(known=self.masked().log_of_document)
 
     @property
@@ -154,7 +154,7 @@ class Formula:
 
     @classmethod
     def of(cls, options: Options) -> Formula:
-        """That of `options`, in which 0 stands for None."""
+        """The formula with these options, in which 0 stands for None."""
         given = {name: getattr(options, name) for name in cls.reads}
         return cls(**{n: v for n, v in given.items() if v or cls.defaults[n] is not None})
 

@@ -53,7 +53,7 @@ class Pairs(NamedTuple):
 
     @property
     def down(self) -> torch.Tensor:
-        """That of the rejected one."""
+        """The log-ratio of the rejected answer to the reference."""
         return self.rejected - self.ref_rejected
 
     @property
@@ -131,7 +131,7 @@ class Formula:
     not `paired`, it gives the loss of each, differentiable in the policy's log-probabilities. A
     formula is a dataclass that is frozen.
 
-    name: of the row of FORMULAS.   reads: the options.
+    name: the name of its row of FORMULAS.   reads: the options.
     reference: whether it depends on the reference.
     kl: whether it depends on mean log-ratios: kl_chosen and kl_rejected, or kl.
     """

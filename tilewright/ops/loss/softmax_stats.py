@@ -130,7 +130,7 @@ def without_gradient(logits: torch.Tensor, ignored: torch.Tensor) -> torch.Tenso
 
 
 def reshaped(rows: torch.Tensor, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-    """In this shape, but not as a view: FSDP2 warns if a module returns one."""
+    """Rows in this shape, but not as a view: FSDP2 warns if a module returns a view."""
     return rows if rows.shape == shape else rows.reshape(shape).clone()
 
 
@@ -226,8 +226,8 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def kernels(name: str) -> Kernels:
-    """Those in Triton, in CuTe DSL (for sm_90 and sm_100), or in C++ (for the CPU, float32 and
-    bfloat16).
+    """The kernels in Triton, in CuTe DSL (for sm_90 and sm_100), or in C++ (for the CPU, float32
+    and bfloat16).
     """
     if name == "triton":
         from tilewright.kernels.loss import softmax_stats_triton as k

@@ -69,12 +69,12 @@ def across(
     per rank of `group` in rank order. Two all-reduces of at most [4, T] (four with argmax).
     Differentiable in this rank's statistics.
 
-    stats: those of this rank's shard, of the following.
+    stats: the statistics of this rank's shard, of the following arguments.
     logits: [T, V / world].
     target: [T], relative to the shard's first column.
     class_weight: [V / world] or None.
-    unit: of peaks, in that of the other statistics: kernels return the peak of logits that they
-        multiply by 1 / temperature before that.
+    unit: the unit of peaks, in the unit of the other statistics. Kernels return the peak of logits
+        that they multiply by 1 / temperature before that.
     """
     columns = logits.shape[-1]
     total = columns if class_weight is None else class_weight.sum()

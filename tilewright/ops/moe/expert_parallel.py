@@ -125,7 +125,7 @@ def ep_moe_mlp(
         dispatch: "alltoall"; "deepep", DeepEP's kernels (configured by `deepep`), with x in bf16;
             "eager", the definition: every rank gathers all tokens, computes its experts for them,
             and the results are summed.
-        implementation: of moe_mlp.
+        implementation: as in moe_mlp.
         recompute: save only the received rows, and recompute the experts in the backward. No row is
             sent a second time.
         kept: for a call within `torch.utils.checkpoint`: a list that the first call fills and the

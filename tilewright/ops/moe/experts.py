@@ -124,7 +124,7 @@ def over_grouped_gemm(name: str, load: Callable[[], Callable], **fields) -> Impl
     """The implementation of an op that is composed with this built-in one of `grouped_gemm`,
     available where that is.
 
-    fields: of the Implementation, where they differ.
+    fields: fields of the Implementation that differ.
     """
     base = next(i for i in GROUPED_GEMM.built_in if i.name == name)
     return replace(base, load=load, gate=no_kernels, **fields)

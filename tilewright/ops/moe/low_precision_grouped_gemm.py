@@ -130,9 +130,10 @@ def places(rows: int, experts: int) -> int:
 
 
 class Placed(NamedTuple):
-    """ends [E]: of each expert's places.   expert [P / 128]: of each block of places; E for the
-    tail, and E + 1 for none.   row [P]: the row at each place, the tail's too; -1 for none.
-    source [P]: the same, but -1 for the tail.   place [R]: of each row; -1 for the tail.
+    """ends [E]: the end of each expert's places.   expert [P / 128]: the expert of each block of
+    places; E for the tail, and E + 1 for none.   row [P]: the row at each place, the tail's too; -1
+    for none.   source [P]: the same, but -1 for the tail.   place [R]: the place of each row; -1
+    for the tail.
     """
 
     ends: torch.Tensor
@@ -245,7 +246,7 @@ class _Grouped(torch.autograd.Function):
 
 
 class _WithTangents(_Grouped):
-    """The same, with a forward-mode derivative, which Dynamo does not trace."""
+    """`_Grouped` with a forward-mode derivative, which Dynamo does not trace."""
 
     @staticmethod
     def jvp(ctx, dx, dw, *_):
@@ -299,7 +300,7 @@ def low_precision_grouped_gemm_eager(x, weight, offsets, options):
 
 
 class Gradients(NamedTuple):
-    """Those that are needed."""
+    """The gradients that are needed."""
 
     x: torch.Tensor | None
     weight: torch.Tensor | None
@@ -350,7 +351,7 @@ class _Fused:
     place: (t [R, C], offsets) -> t at its places [P, C], and what `rows` and `sums` take as placed.
     rows: (factor [P, K], factor [E, N, K], placed, options, dtype) -> [R, N].
     sums: (factor [N, P], factor [K, P], placed, options, dtype) -> [E, N, K].
-    rounds: the implementation that rounds the factors; None: that of this name.
+    rounds: the implementation that rounds the factors; None: the one of this name.
     """
 
     def __init__(
@@ -401,7 +402,7 @@ def _place_dense(t, offsets):
 
 
 def _rows_dense(name, a, b, placed, options, dtype):
-    """By PyTorch in float32."""
+    """The product by PyTorch in float32."""
     a, b = (values(t, options.recipe, name, torch.float32) for t in (a, b))
     with checks.no_autocast(a):
         return placed.collect(_by_expert(a, b, placed.ends)).to(dtype)
@@ -523,7 +524,7 @@ LOW_PRECISION_GROUPED_GEMM = Op(
         _case("nvfp4", "ragged", (9, 20, 0, 5), 20, 26, seed=2**62 + 5),
         *(_case(recipe, "tail", (10, 0, 14), 24, 32, tail=6) for recipe in RECIPES),
         _case("block_fp8", "two_scales", (140, 5, 130), 136, 144),
-        # Rows for TMA; of two experts, of one block and of two, and the tail's.
+        # Rows for TMA: those of two experts, of one block and of two, and those of the tail.
         *(_case(recipe, "aligned", (140, 0, 128), 144, 160, tail=9) for recipe in RECIPES),
         _case("nvfp4", "two_blocks", (40, 15), 40, 48, seed=3),
         *(_case(recipe, "float32_weight", (10, 15), 48, 40, wide=True) for recipe in RECIPES),

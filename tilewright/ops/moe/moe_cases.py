@@ -26,8 +26,8 @@ _GPT_OSS = Gate(alpha=1.702, limit=7.0, up_limit=7.0, up_offset=1.0, interleaved
 
 
 def case(name, sizes, kind="uniform", tags=cases.CONTRACT, format=None, **options):
-    """sizes: T, E, K, H, I.   kind: of `draw_routing`.   format: of quantized weights.   options:
-    of `_inputs`.
+    """sizes: T, E, K, H, I.   kind: as in `draw_routing`.   format: the format of quantized
+    weights.   options: as in `_inputs`.
     """
     small = tags == cases.CONTRACT
 

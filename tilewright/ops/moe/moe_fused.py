@@ -101,7 +101,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that are needed, else None; dweight: of the routing's weights."""
+    """Gradients, None for those that are not needed. dweight: the routing weights' gradient."""
 
     dx: _T | None
     dgate_up: _T | None
@@ -281,8 +281,8 @@ class _Triton:
         return Gradients(dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias)
 
 
-# The gradient of a bias is a product too: of an expert's rows with a column of ones, or with the
-# routing's weights.
+# The gradient of a bias is a product too, of an expert's rows with a column of ones, or with the
+# routing weights.
 
 
 def ones(rows: torch.Tensor) -> torch.Tensor:

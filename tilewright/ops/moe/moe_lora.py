@@ -105,7 +105,7 @@ def moe_lora(
         gate_B, up_B: [E, I, r], likewise.
         down_A: [E, r, I], likewise.
         down_B: [E, H, r], likewise.
-        scale: of the adapters, a number.
+        scale: a number, the adapters' scale.
         noise: added to quantized weights as in `dequantize_nf4`: gate_up_proj gets noise.layer,
             down_proj noise.layer + 1.
         implementation: "auto", or one that `tilewright explain moe_lora` lists.
@@ -161,8 +161,8 @@ def saved_bytes(
     """Bytes that one call of a fused implementation saves for backward, beside base and adapters:
     x, gate and up, A's results, the weights of the routing, and slots, positions and offsets.
 
-    ranks: of gate, up and down.   shared_A: of gate and up, whose results are then per token, not
-    per row.   shared_B: of down, likewise.
+    ranks: the ranks of gate, up and down.   shared_A: whether gate and up share A, whose results
+    are then per token, not per row.   shared_B: whether down shares B, likewise.
     """
     R, (gate, up, down) = T * K, ranks
     low = (T if shared_A else R) * (gate + up) + (T if shared_B else R) * down
@@ -203,7 +203,7 @@ MOE_LORA = Op(
     # another order here, and its largest error is that of a few rows: beyond twice the twin's it
     # reached 5 eps in float32, 6 in bfloat16 with AVX-512, and 8.1 in float32 with AVX2 (12 seeds,
     # every layout of gradients).
-    # Of what an ordinary element must be off by, half is thrice the twin's own error.
+    # Half of the error that is detected in an ordinary element is thrice the twin's own error.
     judged=Judged(
         detects={
             torch.bfloat16: {

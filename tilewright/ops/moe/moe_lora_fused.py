@@ -74,7 +74,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that are needed, else None; dweight: of the routing's weights."""
+    """Gradients, None for those that are not needed. dweight: the routing weights' gradient."""
 
     dx: _T | None
     dweight: _T | None

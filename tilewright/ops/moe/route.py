@@ -90,7 +90,7 @@ def route(
         groups, topk_groups: the E experts are `groups` equal runs, and only those of the
             `topk_groups` best runs can be chosen. A group's value is its largest score
             (DeepSeek-V2's softmax router); with a bias or with sigmoid scores it is the sum of its
-            two largest s + bias (DeepSeek-V3's; of one, if a group is a single expert).
+            two largest s + bias (DeepSeek-V3's), or the only one if a group is a single expert.
         scale: multiplies the weights, after renormalizing.
         round_to: M > 0 for token rounding, by `round_tokens` after everything else: every expert
             keeps a multiple of M tokens, its best ones. 0: off.

@@ -200,10 +200,10 @@ def _torch():
 
 
 def gradients(backward, g, normalized, more, dtype):
-    """Those of a norm's arguments, for the results' g.y and g.total.
+    """Gradients of a norm's arguments, for the results' g.y and g.total.
 
     backward: (dy, dtotal, normalized, *more) -> the gradients of what is normalized, of the weight
-        and of the bias.   dtype: of x.
+        and of the bias.   dtype: x's dtype.
     """
     dy, dtotal = g.y, g.total
     if dy is None:
@@ -218,7 +218,7 @@ def gradients(backward, g, normalized, more, dtype):
 
 
 def parameters(weight, bias, dtypes):
-    """As kernels read them: contiguous, and in float32 if they have none of these dtypes."""
+    """Weight and bias as kernels read them: contiguous, and in float32 if `dtypes` lacks theirs."""
     if weight.dtype not in dtypes:  # bias has weight's dtype
         weight, bias = weight.float(), None if bias is None else bias.float()
     return weight.contiguous(), None if bias is None else bias.contiguous()

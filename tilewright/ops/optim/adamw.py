@@ -311,9 +311,10 @@ def _with_compensations(results, kwargs):
 
 
 def _atol(dtype, kwargs, name):
-    """Of a parameter and its compensation: half an eps of the compensation, which is at most half
-    an eps of the parameter; and the update, which is about a hundredth of it in these cases, has an
-    error of 8 eps in float32.
+    """The bound for the sum of a parameter and its compensation has two terms. The first is half an
+    eps of the compensation, which is at most half an eps of the parameter. The second is the error
+    of the update, 8 eps in float32; the update is about a hundredth of the parameter in these
+    cases.
     """
     if _is_compensation(name, kwargs):
         return torch.finfo(dtype).eps ** 2 / 4 + torch.finfo(torch.float32).eps / 12

@@ -69,9 +69,10 @@ def newton_schulz(
         x: [..., M, N] fp32 | bf16 | fp16 (fp64 with eager), any strides; each matrix by itself.
         steps: >= 1.
         coefficients: "quintic": Keller Jordan's, the same in each step; singular values of x / |x|
-            of 0.01 and more become 0.68 to 1.14, those of 0.001, 0.47. "polar_express": another
-            polynomial in each step, which converges: those of 0.001 and more become 0.84 to 1.13
-            in 5 steps, 0.99 to 1.01 in 6. Or (a, b, c) of each step, the last of which repeats.
+            of 0.01 and more become 0.68 to 1.14, those of 0.001 become 0.47. "polar_express":
+            another polynomial in each step, which converges: singular values of 0.001 and more
+            become 0.84 to 1.13 in 5 steps, 0.99 to 1.01 in 6. Or (a, b, c) of each step, the last
+            of which repeats.
         eps: > 0; the least norm by which x is divided, so that zeros stay zeros.
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -170,7 +171,7 @@ BLOCK = 256
 
 
 def _factor(t):
-    """In the dtype whose products are the fastest: float32 where those are ATen's."""
+    """t in the dtype whose products are the fastest: float32 where products are ATen's."""
     return t if products.takes(torch.float32) and products.takes(t.dtype) else t.float()
 
 
@@ -208,7 +209,7 @@ def _cpp():
 
 
 def _flops(M: int, N: int, steps: int) -> int:
-    """With half of each symmetric product, in the form that `iterate` takes."""
+    """FLOPs with half of each symmetric product, in the form that `iterate` takes."""
     M, N = min(M, N), max(M, N)
     one, two = 3 * M * M * N + M**3, 3 * M * M * N + 5 * M**3
     return steps // 2 * (two if N >= WIDE * M else 2 * one) + steps % 2 * one

@@ -157,16 +157,18 @@ def arguments(noise: AQN | None) -> Noise:
 
 
 def _unscaled(noise: AQN) -> Noise:
-    """For draws, which do not use alpha: compiled code should not depend on it."""
+    """The noise with an alpha of 1, for draws, which do not use alpha: compiled code should not
+    depend on it.
+    """
     return Noise(1.0, noise.seed, noise.step, noise.layer)
 
 
 def add(values: torch.Tensor, noise: AQN, implementation: str = "auto") -> torch.Tensor:
     """values + noise.alpha * noise, in values' dtype. Differentiable in values.
 
-    implementation: of the op that adds noise to its weight. The noise comes from `aqn_noise`'s
-    implementation of that name if it exists, else from "auto", which for a named implementation
-    ignores `use`.
+    implementation: the implementation of the op that adds noise to its weight. The noise comes from
+    `aqn_noise`'s implementation of that name if it exists, else from "auto", which for a named
+    implementation ignores `use`.
     """
     run = AQN_NOISE.part(values, like=implementation)
     n = run(values.new_empty(0), 0, values.numel(), _unscaled(noise), values.dtype)

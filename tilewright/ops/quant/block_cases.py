@@ -32,7 +32,7 @@ def draw(device, dtype, seed, shape):
 
 
 def plain(device, dtype, seed, shape):
-    """For timed cases: torchao has no subnormal scales."""
+    """Normally distributed values, for timed cases: torchao has no subnormal scales."""
     return cases.randn(
         *shape, device=device, dtype=dtype, gen=cases.generator(device, seed), requires_grad=False
     )
@@ -68,7 +68,7 @@ def quantize_case(name, shape, **options):
 
 
 def dequantize_case(quantized, name, shape, noise=None, **options):
-    """quantized: of the format, called with the options."""
+    """quantized: the format's function that quantizes, called with the options."""
 
     def make(device, dtype, seed):
         return {"q": quantized(draw(device, dtype, seed, shape), **options), "noise": noise}

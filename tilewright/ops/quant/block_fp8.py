@@ -34,7 +34,7 @@ class BlockFP8(quantize.Quantized):
 
     data: float8_e4m3fn [..., R, C].   scale_inv: float32 [..., ceil(R / block[0]),
         ceil(C / block[1])]; an element is its code's value times its block's scale_inv.
-    block: rows and columns.   dtype: of the tensor that was quantized.
+    block: rows and columns.   dtype: the dtype of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -106,7 +106,7 @@ def quantize_block_fp8(
             (128, 128) for weights, (1, 128) for activations.
         seed: None rounds to nearest, ties to even. An int selects stochastic rounding, as in
             `quantize_nvfp4`.
-        transpose: returns (q, that of x.mT) with the same options, bit for bit as two calls would:
+        transpose: returns (q, q of x.mT) with the same options, bit for bit as two calls would:
             in blocks of 1 x 128, the operands of a layer's forward and of its weight gradient. x
             has 2 dimensions or more. Triton reads x once for blocks whose sides are powers of two
             up to 128 and no seed, C++ for blocks one side of which divides the other.
@@ -140,7 +140,7 @@ def of_codes(
     codes: Codes, shape, block: tuple[int, int], dtype: torch.dtype, name: str = "x"
 ) -> BlockFP8 | tuple[BlockFP8, BlockFP8]:
     """An implementation's codes, whose inverse scales are [matrices, bands, across], and their
-    transpose if they have it.   name: of the tensor that must be finite.
+    transpose if they have it.   name: the name of the tensor that must be finite.
     """
 
     def wrap(data, inverse, shape):
@@ -167,8 +167,8 @@ def dequantize_block_fp8(
 
     Args:
         q: the result of `quantize_block_fp8` or `BlockFP8.from_safetensors`.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
-            was quantized.
+        dtype: the result's dtype: fp32 | bf16 | fp16 (fp64 with eager); default: the dtype of the
+            tensor that was quantized.
         noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
             q.shape and step = 0.125 * scale_inv, the gap above 1. None, or an alpha of 0, adds
             nothing.

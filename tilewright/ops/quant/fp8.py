@@ -40,7 +40,7 @@ def quantize_eager(x, fp8):
 
 
 def _scales(blocks):
-    """What blocks are multiplied by, and the inverse."""
+    """The factor that each block is multiplied by, and its inverse."""
     most = blocks.abs().amax((2, 4))
     floor = most.clamp_min(LEAST)
     scale = torch.where(most == 0, 1.0, floor.reciprocal() * 448.0)

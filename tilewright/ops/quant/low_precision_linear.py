@@ -6,7 +6,8 @@
 
 T = rows of x, K = its columns, N = rows of w. Q rounds a matrix with scales for blocks along the
 dimension that its product sums over, so that a tensor of two products is rounded twice, from the
-same values: once as it is, once transposed. Of a weight in square blocks both have the same values.
+same values: once as it is, once transposed. Both have the same values for a weight in square
+blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ OTHER_KEY = 2**62
 class Request(NamedTuple):
     """The option of a call that an implementation may not support.
 
-    capability: of the CUDA device, as 90; None elsewhere.
+    capability: the CUDA device's compute capability, as 90; None elsewhere.
     """
 
     recipe: str
@@ -209,7 +210,7 @@ class Rounding(NamedTuple):
         return self._nvfp4(quantize.pad_to(t, -2, TRANSFORM).mT, given)[0]
 
     def _nvfp4(self, t: torch.Tensor, given: NVFP4Options) -> tuple[Factor, Factor | None]:
-        """Of t as it lies, which an implementation copies if it has to."""
+        """Rounds t with its present strides; an implementation copies t if it has to."""
         run = QUANTIZE_NVFP4.pick(self.by, t)
         total, codes = run(t if t.dim() == 3 else t[None], None, given, self.what)
         return _factors(t, codes, total, 1, given.transpose)
@@ -232,7 +233,7 @@ def _matrices(t: torch.Tensor) -> torch.Tensor:
 def _factors(
     t: torch.Tensor, codes: Codes, total: torch.Tensor | None, rows: int, transpose: bool
 ) -> tuple[Factor, Factor | None]:
-    """Of what was rounded from t as [matrices, rows, columns]."""
+    """The factors from the codes of t, which was rounded as [matrices, rows, columns]."""
 
     def one(data, scale, columns):
         parts = (data, scale) if t.dim() == 3 else (data[0], scale[0])
@@ -286,7 +287,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _WithTangents(_Linear):
-    """The same, with a forward-mode derivative, which Dynamo does not trace."""
+    """`_Linear` with a forward-mode derivative, which Dynamo does not trace."""
 
     @staticmethod
     def jvp(ctx, dx, dw, _):
@@ -359,7 +360,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that are needed."""
+    """The gradients that are needed."""
 
     x: torch.Tensor | None
     w: torch.Tensor | None
@@ -415,7 +416,7 @@ class _Fused:
     """One implementation: its operators, and their caller.
 
     multiply: (factor [M, K], factor [N, K], bias, options, dtype) -> [M, N].
-    rounds: the implementation that rounds the factors; None: that of this name.
+    rounds: the implementation that rounds the factors; None: the one of this name.
     """
 
     def __init__(self, name: str, multiply: Callable, rounds: str | None = None):
@@ -448,7 +449,7 @@ class _Fused:
 
 
 def _multiply_dense(name, a, b, bias, options, dtype):
-    """By PyTorch in float32."""
+    """The product by PyTorch in float32."""
     a, b = (values(t, options.recipe, name, torch.float32) for t in (a, b))
     with checks.no_autocast(a):
         y = torch.mm(a, b.mT) if bias is None else torch.addmm(bias.float(), a, b.mT)

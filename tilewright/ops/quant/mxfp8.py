@@ -35,7 +35,7 @@ class MXFP8(quantize.Quantized):
 
     data: float8_e4m3fn [..., C].   scale: float8_e8m0fnu [..., ceil(C / 32)], one per block, in
         rows (a product that needs them in tiles reorders them); an element is its code's value
-        times its block's scale.   dtype: of the tensor that was quantized.
+        times its block's scale.   dtype: the dtype of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -100,7 +100,7 @@ def quantize_mxfp8(
             multiple of 32.
         seed: None rounds to nearest, ties to even. An int selects stochastic rounding, as in
             `quantize_nvfp4`.
-        transpose: returns (q, that of x.mT) with the same seed, bit for bit as two calls would,
+        transpose: returns (q, q of x.mT) with the same seed, bit for bit as two calls would,
             from one read of x (eager: two): the operands of a layer's forward and of its backward.
             x has 2 dimensions or more.
         implementation: "auto", or one of triton, cpp, eager.
@@ -132,7 +132,7 @@ def of_codes(
     codes: Codes, shape, dtype: torch.dtype, name: str = "x"
 ) -> MXFP8 | tuple[MXFP8, MXFP8]:
     """An implementation's codes, whose scales are bytes [matrices, rows, blocks], and their
-    transpose if they have it.   name: of the tensor that must be finite.
+    transpose if they have it.   name: the name of the tensor that must be finite.
     """
 
     def wrap(data, scale, shape):
@@ -158,8 +158,8 @@ def dequantize_mxfp8(
 
     Args:
         q: the result of `quantize_mxfp8` or `MXFP8.from_safetensors`.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
-            was quantized.
+        dtype: the result's dtype: fp32 | bf16 | fp16 (fp64 with eager); default: the dtype of the
+            tensor that was quantized.
         noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
             q.shape and step = 0.125 * scale, the gap above 1. None, or an alpha of 0, adds nothing.
         implementation: "auto", or one that `tilewright explain dequantize_mxfp8` lists.

@@ -101,8 +101,8 @@ def dequantize_nf4(
 
     Args:
         q: the result of `quantize_nf4` or `NF4.from_safetensors`.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
-            was quantized.
+        dtype: the result's dtype: fp32 | bf16 | fp16 (fp64 with eager); default: the dtype of the
+            tensor that was quantized.
         noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
             q.shape and step = 0.5 * 0.0795803 * scale, half the gap next to 0. None, or an alpha of
             0, adds nothing.

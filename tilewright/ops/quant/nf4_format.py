@@ -39,7 +39,7 @@ class NF4(quantize.Quantized):
         its uint8 codes.
     nested_absmax, offset: float32 [ceil(blocks / 256)] and [], of double quantization: a block's
         scale is map[absmax] * nested_absmax + offset. Otherwise None.
-    shape, dtype: of the tensor that was quantized.   block_size: elements per block.
+    shape, dtype: those of the tensor that was quantized.   block_size: elements per block.
     """
 
     data: torch.Tensor

@@ -85,8 +85,9 @@ def quantize_nvfp4(
             x: in float32, not rounded to x's dtype in between, and never written to memory. C must
             be a multiple of it. `dequantize_nvfp4` then gives the transform;
             tilewright.ops.hadamard with inverse=True undoes it.
-        hadamard_seed: of the transform's signs, as in `hadamard`; None without a transform.
-        transpose: returns (q, that of x.mT) with the same options, bit for bit as two calls would,
+        hadamard_seed: the seed of the transform's signs, as in `hadamard`; None without a
+            transform.
+        transpose: returns (q, q of x.mT) with the same options, bit for bit as two calls would,
             from one read of x after that for the largest magnitude: a layer's forward needs one,
             its backward the other. x has 2 dimensions or more. Not with hadamard, since the
             transforms of the two differ.
@@ -149,8 +150,8 @@ def dequantize_nvfp4(
 
     Args:
         q: the result of `quantize_nvfp4` or `NVFP4.from_safetensors`.
-        dtype: of the result: fp32 | bf16 | fp16 (fp64 with eager); default: that of the tensor that
-            was quantized.
+        dtype: the result's dtype: fp32 | bf16 | fp16 (fp64 with eager); default: the dtype of the
+            tensor that was quantized.
         noise: adds alpha * n * step in float32, before the rounding, where n is the `aqn_noise` of
             q.shape and step = 0.5 * scale * global_scale, the gap next to 0. None, or an alpha of
             0, adds nothing.
@@ -205,7 +206,7 @@ _largest = _magnitude.define("largest_magnitude", _largest_of, plain=_largest_of
 
 
 class Scale(NamedTuple):
-    """Of a tensor, [] in float32: the largest magnitude, NaN if there is one, and the scale."""
+    """A tensor's largest magnitude, NaN if it has a NaN, and its scale; both [] in float32."""
 
     most: torch.Tensor
     total: torch.Tensor
@@ -215,7 +216,7 @@ class Scale(NamedTuple):
 def _scale(
     x: torch.Tensor, given: torch.Tensor | None, hadamard: int, hadamard_seed: int | None
 ) -> Scale:
-    """Of x [B, R, C] or its transform.   given: the scale of a finite x."""
+    """The scale of x [B, R, C] or of its transform.   given: the scale of a finite x."""
     return Scale(*(x.new_empty((), dtype=torch.float32) for _ in range(2)))
 
 
@@ -262,7 +263,7 @@ def scale_eager(most, given):
 
 
 def _composed_scale(largest):
-    """`scale_of` of `_whole`.   largest: of a transform."""
+    """`scale_of` of `_whole`.   largest: computes the largest magnitude of a transform."""
 
     def scale_of(x, given, options, name):
         hadamard = options.hadamard
@@ -341,7 +342,7 @@ def _cpp():
 
 
 def _turned_case(name, shape, **options):
-    """Of the transposed view of a matrix."""
+    """A case that quantizes the transposed view of a matrix."""
 
     def make(device, dtype, seed):
         return {"x": draw(device, dtype, seed, shape).mT, **options}

@@ -22,7 +22,7 @@ class NVFP4(quantize.Quantized):
     data: uint8 [..., ceil(C / 2)] of rows of C elements, the even one in the low nibble.
     scale: float8_e4m3fn [..., ceil(C / 16)], one per block.   global_scale: float32 [], one per
         tensor. An element is its code's value times scale * global_scale.
-    shape, dtype: of the tensor that was quantized.
+    shape, dtype: those of the tensor that was quantized.
     """
 
     data: torch.Tensor
@@ -95,8 +95,8 @@ quantize.register(NVFP4, ("data", "scale", "global_scale"))
 
 
 def _blank(data: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Which blocks with a scale of 0 their writers made so: those of zeros, and those too small for
-    a scale in FP8, by which modelopt has divided, so that all codes are the largest.
+    """Which blocks have a scale of 0 on purpose: blocks of zeros, and blocks too small for a scale
+    in FP8. modelopt has divided the latter by their scale, so that all codes are the largest.
 
     zero: [..., blocks].
     """

@@ -34,7 +34,8 @@ class Quantized:
     """Base class of the quantized tensors NF4, NVFP4, BlockFP8 and MXFP8, each a frozen dataclass
     and a pytree node.
 
-    data: the codes.   shape, dtype: of the tensor that was quantized.   names: of its tensors.
+    data: the codes.   shape, dtype: those of the tensor that was quantized.   names: the fields
+    that are tensors.
     """
 
     names: ClassVar[tuple[str, ...]]

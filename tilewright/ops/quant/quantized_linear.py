@@ -201,7 +201,7 @@ class _Fused:
 
 
 def _rows_of_a_part(x: torch.Tensor, weight: Packed) -> int:
-    """Of a weight that is dequantized in parts; 0: it is dequantized as a whole."""
+    """The rows of a part of a weight that is dequantized in parts; 0: it is dequantized whole."""
     N, K = weight.shape
     suits = x.is_cpu and x.dtype == torch.float32 and x.shape[0] <= _PART_ROWS and not weight.alpha
     if not suits or 4 * N * K < 2 * _PART_BYTES:

@@ -8,10 +8,12 @@ import torch
 
 
 def check(name: str, t: torch.Tensor, blank: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises ValueError for an infinity, a NaN, a negative number, and a 0 that takes the values of
-    a block with it, with the first of them and its place. On any device; nothing on meta.
+    """Raises ValueError for scales that are infinite, NaN, negative, or 0 for a block whose values
+    that would lose. The message has the first such scale and its index. Works on any device; on
+    meta nothing is checked.
 
-    blank: of a mask of the scales that are 0, those whose block can be one of zeros by its codes.
+    blank: takes a mask of the scales that are 0, and returns those whose block can be one of zeros
+        by its codes.
     """
     if t.is_meta:
         return

@@ -129,7 +129,7 @@ def unpack(p: Packed, dtype: torch.dtype) -> tuple[Quantized, AQN | None]:
 def dense(p: Packed, dtype: torch.dtype, implementation: str | None = None) -> torch.Tensor:
     """The dense tensor of a packed weight.
 
-    implementation: of `dequantize_*`; None: the `unpinned` one.
+    implementation: as in `dequantize_*`; None: the `unpinned` one.
     """
     if p.is_dense:
         return p.data

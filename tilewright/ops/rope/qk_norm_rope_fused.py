@@ -27,8 +27,8 @@ from tilewright.ops.rope.rope import rope_eager
 
 
 def pieces(qkv, heads):
-    """As `slices`; autograd does not allow in-place writes to them, and concatenates their
-    gradients.
+    """The same as `slices`; autograd does not allow in-place writes to the pieces, and concatenates
+    their gradients.
     """
     q, k, v = by_head(qkv, heads).split((heads.q, heads.kv, heads.kv), 2)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -38,7 +38,7 @@ def pieces(qkv, heads):
 
 
 def _gradients(op, dq, dk, dv, *of_forward):
-    """By name."""
+    """Gradients by the names of their arguments."""
     if dq is None and dk is None and dv is None:
         return {}
     found = op(dq, dk, dv, *of_forward)

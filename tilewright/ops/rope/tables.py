@@ -43,7 +43,7 @@ def rope_tables(
             frequencies depend beyond original_max_position_embeddings.
         scaling: settings by their names in a configuration's rope_parameters (rope_scaling), whose
             others are ignored; None: default.
-        device: of the result; default: torch's default device.
+        device: the result's device; default: torch's default device.
 
     Returns:
         (cos, sin), each float32 [length, dim / 2], times the attention factor (1 but for yarn and
