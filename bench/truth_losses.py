@@ -32,7 +32,7 @@ STEPS = {
 }
 Row = dict[str, Any]
 Ids = list[int]
-# Of a prompt and an answer: log-probabilities of all tokens at each place of the answer, float64.
+# (prompt, answer) -> log-probabilities of all tokens at each place of the answer, float64.
 Distributions = Callable[[Ids, Ids], torch.Tensor]
 
 
@@ -233,7 +233,7 @@ def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tenso
 
 
 class _Documents:
-    """Of tokens in order, as `ops.loss.documents.Documents`."""
+    """Documents of tokens in order, as `ops.loss.documents.Documents`."""
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = list(lengths)

@@ -122,7 +122,7 @@ def compared(device: Device) -> tuple[dict[str, list[Pair]], dict[str, int], dic
 
 
 def _means(pairs: Sequence[Pair]) -> list[float]:
-    """Of each op, the geometric mean over its cases."""
+    """The geometric mean of each op over its cases."""
     return [
         mean
         for op in dict.fromkeys(p.group.op for p in pairs)

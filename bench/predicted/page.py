@@ -139,8 +139,10 @@ def rates(on: Sequence[Roofs]) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a device. absent: kernels that have a budget, and that no row launches; of one that is
-    newer than Hopper, those that Hopper has not.
+    """What is predicted for a device.
+
+    absent: kernels that have a budget, and that no row launches; for a device that is newer than
+        Hopper, those that Hopper has not.
     """
 
     goals: list[Row]

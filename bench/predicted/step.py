@@ -109,7 +109,7 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> N
 
 
 def trainer(path: str, half: bool) -> Counting:
-    """Of a configuration.   half: whether products are in bfloat16."""
+    """Counts the trainer's step of a configuration.   half: whether products are in bfloat16."""
     config = load(path, [f"--train.enable_mixed_precision={half}"])
     names: Any = {f.name: "triton" for f in dataclasses.fields(Ops) if f.name != "numerics"}
     launch.clear_launch_cache()

@@ -424,7 +424,7 @@ def fused_head_gradients(model):
 
 
 def peak_bytes(fn):
-    """Of all allocations during fn that live at once, as the allocator reports them."""
+    """The peak of all allocations that live at once during fn, as the allocator reports them."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as p:
         fn()

@@ -115,7 +115,7 @@ def gate(*specs, argv=(), budgets=None):
 
 
 def digests(path):
-    """Of the kernel that calls another, as this file stands and with what a change makes of it."""
+    """The digest of the kernel that calls another, as this file stands and after each change."""
     text, made = pathlib.Path(path).read_text(), {}
     for name, old, new in (("same", "", ""), ("constant", "constexpr(2)", "constexpr(3)"),
                            ("called", "return x * FACTOR", "return FACTOR - x"), ("comment", "# of a program", "#"),

@@ -463,7 +463,7 @@ def read(folder):
 
 
 def entries(row):
-    """Of each label the log-probabilities of tokens."""
+    """The log-probabilities of tokens at each label."""
     ids = row.get("teacher_ids") or [[t] for t in row["input_ids"]]
     values = row.get("teacher_logprobs") or [[v] for v in row["teacher_logprob"]]
     each = zip(row["labels"], ids, values, strict=True)

@@ -60,7 +60,7 @@ def park(engine: Engine) -> Tenant:
     trained, optimizer = _trained(engine), engine.optimizer
     tenant = Tenant(
         {name: shard(p).clone() for name, p in trained.items()},
-        # Of DDP they are views of its buckets.
+        # Those of DDP are views of its buckets.
         {name: p.grad.clone() for name, p in trained.items() if p.grad is not None},
         {name: optimizer.state.pop(p) for name, p in trained.items() if p in optimizer.state},
         [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],

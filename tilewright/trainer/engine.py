@@ -91,7 +91,7 @@ class Sums:
 
     @classmethod
     def joined(cls, sums: list[Sums]) -> Sums:
-        """Of several calls with one loss, without what is per token or of routers."""
+        """The sums of several calls with one loss, without values per token and of routers."""
         totals = torch.stack([s.totals for s in sums]).sum(0)
         return cls(totals, [], names=sums[0].names, over=sums[0].over)
 
@@ -329,7 +329,7 @@ class Engine:
         set_values(self.optimizer, self.kinds, self.peaks, rest)
 
     def set_shaping(self, values: Mapping[str, float]) -> None:
-        """Of these, sets what losses read."""
+        """Sets those of these values that losses read."""
         of_losses = {name: v for name, v in values.items() if name in Shaping._fields}
         self.model.shaping = self.model.shaping._replace(**of_losses)
 

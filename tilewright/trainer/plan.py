@@ -44,7 +44,7 @@ class Plan:
         return schedule(step - shift, self.total - shift, self.train)
 
     def values(self, step: int) -> dict[str, float]:
-        """Of the fields that change from step to step, by name; step: from 0."""
+        """The values of the fields that change from step to step, by name; step: from 0."""
         names = (*IN_GROUPS, *Shaping._fields)
         found = {name: getattr(self.train, name) for name in names}
         at = step - self._scheduled

@@ -150,7 +150,7 @@ class Place(NamedTuple):
         return get(self.config, self.path)
 
     def paths(self, rule: Rule) -> tuple[str, ...]:
-        """Of the fields concerned; a name without a section is one beside this field."""
+        """The paths of the fields concerned. A name without a section is one beside this field."""
         beside = self.path.rpartition(".")[0]
         return (self.path, *(o if "." in o else f"{beside}.{o}" for o in rule.others))
 

@@ -26,8 +26,8 @@ TOLERANCE = {
     torch.float8_e5m2: 0.5,
     torch.float8_e5m2fnuz: 0.5,
 }
-# Of what the optimizer adds to weights: Adam divides by the gradient's size, so it amplifies the
-# rounding of small elements.
+# The same for what the optimizer adds to weights: Adam divides by the gradient's size, so it
+# amplifies the rounding of small elements.
 UPDATE = {
     torch.float64: 1e-6,
     torch.float32: 1e-2,
@@ -88,7 +88,7 @@ def _elements(t: torch.Tensor) -> torch.Tensor:
 
 
 def _eps(*tensors: torch.Tensor) -> float:
-    """Of the widest rounding among them."""
+    """The eps of the widest rounding among them."""
     return max(
         torch.finfo(t.dtype).eps if t.is_floating_point() or t.is_complex() else 0.0
         for t in tensors

@@ -287,7 +287,7 @@ def interpret(args: argparse.Namespace) -> None:
             differentiable(call)
         found = attempted(lambda: emulate(call, Driver(args.arch), unset, args.backward), args)
         given = arguments_of(call).items()
-        # Of every argument: what was written is known in the other process.
+        # Every argument is saved: the other process knows which were written.
         after = {n: t.detach() for n, t in given if isinstance(t, torch.Tensor)}
         save_tensors(args.results_to, after | found.tensors)
 

@@ -97,7 +97,8 @@ def differentiable(call: Call) -> None:
 
 
 def gradients(result, arguments, grads) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
-    """Of the outputs with respect to the arguments that require them; None: autograd has none.
+    """The gradients of the outputs with respect to the arguments that require them; None: autograd
+    has none.
 
     grads: upstream gradients, by the number of the output; None: they are drawn.
     """

@@ -5,8 +5,8 @@ renamed; found and resumed from.
 needed), each rank's random state, state.json (step, samples used, compatibility keys, op choices,
 checksums of the files before), and, in the last one, hf/.
 
-Of a model with adapters the frozen weights are left out where the folder that they were read from
-holds them still (`adapters_suffice`). Tied weights are stored once.
+The frozen weights of a model with adapters are left out where the folder that they were read from
+still holds them (`adapters_suffice`). Tied weights are stored once.
 """
 
 from __future__ import annotations

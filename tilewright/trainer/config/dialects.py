@@ -199,7 +199,7 @@ def named(model: type[BaseModel], product: str, name: str) -> list[str]:
 
 
 def by_value(model: type[BaseModel], product: str, name: str, value: str) -> Row | None:
-    """Of a row of a table that has the name of one there."""
+    """The row for a value that names a row of a table, here as there; None: it names none."""
     entry = dialects().get(product, {}).get(name, Entry())
     paths = [*entry.settings] or named(model, product, name)
     rows = [m for path in paths[:1] for m in _field(model, path).metadata if isinstance(m, RowOf)]

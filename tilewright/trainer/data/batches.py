@@ -481,7 +481,7 @@ def evaluation_batches(
 
 
 def _batches(bins: int, size: int, world_size: int, most: float | None) -> int:
-    """Of each rank. See `evaluation_batches`."""
+    """The number of batches of each rank. See `evaluation_batches`."""
     every = math.ceil(math.ceil(bins / size) / world_size)
     if not most:
         return every

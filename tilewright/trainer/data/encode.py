@@ -37,7 +37,7 @@ ALPACA = (
     "set type to prompt_completion"
 )
 LEFT_OUT = "; data.select_columns leaves a column out"
-# Of rows of texts these names are those of other things, such as who speaks.
+# Rows of texts have these names for other things, such as who speaks.
 STRUCTURE = ("pair", "role", "prefix")
 Row = Any  # names a row: its number, or a document's file and first byte
 Sample = tuple[np.ndarray, np.ndarray, dict[str, Any]]  # input_ids, labels, further columns
@@ -45,7 +45,7 @@ Columns = Mapping[str, Column]  # by name
 
 
 def schema(columns: Columns) -> pa.Schema:
-    """Of files of samples."""
+    """The schema of files of samples."""
     further = (pa.field(name, c.type) for name, c in columns.items())
     return pa.schema([*SCHEMA, pa.field(ROW, pa.int64()), *further])
 

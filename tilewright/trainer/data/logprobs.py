@@ -124,7 +124,7 @@ class Found:
             ends.append(e + at)
             at += len(v)
         self._ends, every = np.concatenate(ends), np.concatenate([np.empty(0, KEY), *keys])
-        # Of a document that two files hold, the first one's: on every rank, and when resumed.
+        # The first of two files that hold a document counts: on every rank, and when resumed.
         self._keys, self._at = np.unique(every, return_index=True)
 
     def __len__(self) -> int:

@@ -245,7 +245,9 @@ def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss:
 def _say_left_out(
     path: str, most: int, made: int, cut: int, unlabeled: int, short: int, kept: bool
 ) -> None:
-    """Of an entry's samples. most: tokens of one.   kept: whether those without labels are."""
+    """Logs which samples of an entry were cut or left out.   most: tokens of a sample.   kept:
+    whether samples without labels are kept.
+    """
     total = made + short + (0 if kept else unlabeled)
     if cut:
         log.warning(

@@ -93,7 +93,7 @@ def _build(
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
-            # Of samples, or where some belong together of units.
+            # The numbers of samples, or of units where some samples belong together.
             part = np.arange(first[0], writer.samples)
             if units.names:
                 part = np.arange(first[1], len(units.first))

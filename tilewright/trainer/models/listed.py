@@ -1,7 +1,7 @@
 """Log-probabilities of several tokens at each place, and of all others together, without logits in
 memory but those of a chunk of rows.
 
-z = x weight^T / temperature, p = softmax z. Of the tokens K that are listed in a row
+z = x weight^T / temperature, p = softmax z, and K are the tokens that are listed in a row:
 
     logprobs_i = log p_i,  others = log sum_{v not in K} p_v,  label = log p_y
 
@@ -79,7 +79,7 @@ class How(NamedTuple):
 
 
 def listed(head: Head, ids: torch.Tensor, labels: torch.Tensor, how: How) -> Listed:
-    """Of each row.
+    """Statistics of each row, by the formulas above.
 
     Args:
         head: with T rows, and without a bias.

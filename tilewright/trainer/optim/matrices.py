@@ -81,7 +81,7 @@ def merged(model: nn.Module) -> dict[nn.Parameter, Parts]:
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Of a projection; an adapter's are in parts of its own."""
+    """The trainable parameters of a projection. Those of an adapter are in parts of its own."""
     own = () if isinstance(module, LoRALinear) else module.parameters(recurse=False)
     return [p for p in own if p.requires_grad]
 
@@ -193,7 +193,7 @@ class _Stack:
             for i in self.nested:
                 at = self.path[0][i]
                 blocks = parts_of_shard(at)
-                # Of each block, this rank's share.
+                # This rank's share of each block.
                 cut = result.unflatten(dim_of(at), (blocks, mesh.size(i), -1))
                 own = cut.select(dim_of(at) + 1, mesh.get_local_rank(i))
                 result = own.flatten(dim_of(at), dim_of(at) + 1)

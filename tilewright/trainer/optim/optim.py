@@ -155,8 +155,8 @@ def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> list[Kind]:
-    """Of a new optimizer's groups. One that `parameter_groups` has not made, and that decays
-    nothing, is exempt.
+    """The kind of each group of a new optimizer. A group that `parameter_groups` has not made, and
+    that decays nothing, is exempt.
     """
     return [
         group.get("kind") or Kind(exempt=not group.get("weight_decay"))

@@ -17,7 +17,7 @@ from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.parallel.fields import Parallel
 
-# Of a batch, what positions are made of, and no loss reads.
+# Items of a batch that positions are made of, and that no loss reads.
 _OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
 
 

@@ -191,7 +191,7 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 
 
 def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
-    """Of columns of tokens, a prompt and answers to it, the sample of each answer."""
+    """The sample of each answer, from columns of tokens: a prompt and answers to it."""
     found = []
     for name in names:
         given = row.get(name)

@@ -64,8 +64,9 @@ def in_backward(names: Iterable[str]) -> list[str]:
 
 
 class Outputs:
-    """Of the modules of a model that is spread over ranks.   names: those of all ranks, in the
-    order of the forward. Every rank must make one.
+    """The outputs of the modules of a model that is spread over ranks. Every rank must make one.
+
+    names: the modules of all ranks, in the order of the forward.
     """
 
     def __init__(self, parts: Parts, mesh: Mesh):
