@@ -50,7 +50,7 @@ class Step(NamedTuple):
 class Kind(NamedTuple):
     """Losses of like data.
 
-    loss: train.loss.   type: of the data set.   rows: of a draw, some by the policy's
+    loss: train.loss.   type: the data set's type.   rows: rows of a draw, some by the policy's
     distributions.   expected: (step, losses by name) -> by name the terms whose mean the loss is.
     builds: fields of the loss's section with which a run reads all columns.   reference: whether
     the run has a second model.

@@ -306,7 +306,7 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
 def pages(results: pathlib.Path, root: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
     """Each page that is there with its figures as the raw results have them.
 
-    root: of the checkout; what is carried to a GPU's machine has some of its pages. Raises
+    root: the checkout; what is carried to a GPU's machine has some of its pages. Raises
     ValueError, naming it, for a phrase that is not once in its page.
     """
     known = Results(raw.read(results), results)

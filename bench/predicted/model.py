@@ -77,11 +77,11 @@ class Products:
     step: bytes of shared memory that a step of a tile's loop needs in each of its stages; 0 where
         that is not known.
     between: warp instructions between a tile's products; no epilogue's arithmetic is counted.
-        Attention's softmax: of PTX for the scores, all of their loop's, which the machine code of
-        products has fewer of (it moves no registers to their operands).
+        Attention's softmax: all PTX instructions of the loop for the scores, of which the machine
+        code of products has fewer (it moves no registers to their operands).
     what: what these do.
     dtype: whose products these are.
-    columns: of tensor memory that a block allocates; 0 where sums are in registers.
+    columns: columns of tensor memory that a block allocates; 0 where sums are in registers.
     unknown: what is not derived of these products alone, and why.
     """
 
@@ -102,7 +102,7 @@ class Steps:
     """A launch whose products are short beside what they wait for: each program takes steps, one
     after another, of a tile each.
 
-    flops: of matrix products of the inputs' type.
+    flops: FLOPs of matrix products of the inputs' type.
     ahead: steps whose loads are in flight.
     """
 
@@ -537,7 +537,7 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
     least, _ = traffic(cost, which)
     rest = max(0, least - sum(moved(op, launch) for launch in of.launches))
     streaming = [i for i, one in enumerate(of.launches) if (op, one.kernel) not in PRODUCTS]
-    # Bytes that no argument shows, as those behind a table of pointers: of the largest launch.
+    # The largest launch has the bytes that no argument shows, as those behind a table of pointers.
     main = max(streaming, key=lambda i: moved(op, of.launches[i]), default=None)
     if of.vendor:  # its operands are no launch's arguments, and are part of its FLOP/s
         rest = 0

@@ -25,7 +25,7 @@ class Row:
     goal: "" without one.
     seconds: None if it cannot be predicted; `words` says why.
     roof: the share of it, in percent.
-    verdict: of a goal: "met", "missed", or why it is not judged.
+    verdict: "met", "missed", or why it is not judged.
     unknown: what could not be derived, and why.
     """
 

@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python -m bench.predicted.step ASKED
 
 Both take two steps on tensors without values (`memory_tracker`), and the second is counted: each
-operator that is no view is a launch of the bytes that it reads and writes; of the trainer's ops,
-each launch of Triton. Attention's products are left out: they are the same. The peak is that of
+operator that is no view is a launch of the bytes that it reads and writes. The trainer's ops count
+by each launch of Triton. Attention's products are left out: they are the same. The peak is that of
 both steps, of tensors alone. TRL computes its head by PyTorch's operators. ASKED is as `main` says;
 `python -m bench preference --count` asks.
 """

@@ -186,7 +186,7 @@ def test_other_dtypes_are_rounded_once(name, dtype):
     assert found.dtype == dtype and (found == expected).double().mean() > 0.99
 
 
-# ---- the distribution: of the twin, whose values the others have; fixed seeds make these tests
+# ---- the distribution of the twin, whose values the others have; fixed seeds make these tests
 # deterministic
 
 

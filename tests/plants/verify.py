@@ -92,8 +92,8 @@ def with_adapter(dtype=torch.float32, **changes) -> Any:
 
 
 class Plant(NamedTuple):
-    """make: builds the model with its fault.   module: that is named first.   words: of its
-    message.   options: of `verify`.   unseen: documented as not seen.   also: other modules that
+    """make: builds the model with its fault.   module: the one named first.   words: words of its
+    message.   options: `verify`'s.   unseen: documented as not seen.   also: other modules that
     are named, None: any.   refused: the message is that of `Unverifiable`.
     """
 

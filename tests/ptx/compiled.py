@@ -1042,7 +1042,7 @@ def runs():
     for M, N, columns, dtype in ((272, 400, 1040, BF16), (144, 136, 2048, F32)):
         name = f"sm_90-low_precision_linear/by_rows ROLES-bits-{M}-{N}-{columns}-{short(dtype)}"
         found[name] = 90, fp8_dweight, M, N, columns, dtype
-    # The last scale of 32 is of 16 columns; of 128, a step is past a turn of the ring.
+    # The last scale of 32 columns has 16. One of the steps of 128 is past a turn of the ring.
     for recipe, K, dtype in (("mxfp8", 1008, BF16), ("nvfp4", 1792, F32)):
         run = 100, block_scaled, recipe, 144, 520, K, dtype
         found[f"sm_100-low_precision_linear/scaled ROLES-bits-{recipe}"] = run

@@ -223,7 +223,7 @@ def planted(compiling, tmp_path_factory):
     return run_python(compiling, script, folder / "budgets")
 
 
-# What a run says that fails: of a budget, of a need, of any kernel.
+# What a run that fails says about a budget, about a need, and about any kernel.
 RED = {
     "registers": "copy sm_90: registers a thread: ",
     "shared": "copy sm_90: bytes of shared memory: 0, budget -1",

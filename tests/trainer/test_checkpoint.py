@@ -175,7 +175,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(name, written, tmp_path):
             verify(folder, files)
 
     read()
-    # All of a small file; of a large one, its ends and what lies between.
+    # All bytes of a small file; a large one's ends, and some that lie between.
     for i in range(0, len(whole), max(1, len(whole) // 100)):
         for at in (i, len(whole) - 1 - i):
             flip(file, at, i % 8)

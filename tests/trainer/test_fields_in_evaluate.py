@@ -88,7 +88,7 @@ ERRORS = words(
     """
 )
 RANKS = "test_evaluate.py::test_bits_do_not_depend_on_ranks"
-# What another test sees: of several ranks, of another machine or of the network.
+# What another test sees, with several ranks, another machine or the network.
 HELD = {path: test for path, test in fields.HELD.items() if path not in BY_PATH} | {
     **{r.path: RANKS for r in ROWS if r.differs == "plan"},
     "model.batch_invariant": "test_evaluate.py::test_bits_do_not_depend_on_batches",

@@ -111,7 +111,7 @@ def preferences(reference):
 
 def columns(column, loss="language_modeling", shape=None, train=None, **sections):
     """Rows whose tokens are the same, and further columns of another seed.   column: (tokens,
-    number of the row, draw) -> columns.   shape: of drawn weights.
+    number of the row, draw) -> columns.   shape: the shape of drawn weights.
     """
 
     def written(folder):
@@ -488,7 +488,7 @@ def left_by(folder, said):
 
 def stops(settings, counts):
     """Names of stops, and what makes them: one at every second moment, the others in the next of
-    STOPS, in each at another of the times that a run is there; and signals.   counts: of these.
+    STOPS, in each at another of the times that a run is there; and signals.   counts: of moments.
     """
     turn = [*STOPS].index(settings)
     for i, moment in enumerate(MOMENTS):

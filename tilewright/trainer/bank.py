@@ -32,9 +32,9 @@ Tensors = dict[str, torch.Tensor]
 class Tenant:
     """What a parked tenant has; this rank's shards, by the names of parameters.
 
-    values: of trainable parameters.   gradients: that there are.   states: of the optimizer.
-    groups: the settings of its groups, in order.   peaks: their peak learning rates.
-    totals: the loss and the denominator of the calls since the last step.   scales: of adapters.
+    values: trainable parameters.   gradients: those that there are.   states: optimizer states.
+    groups: the settings of the optimizer's groups, in order.   peaks: their peak learning rates.
+    totals: the loss and the denominator of the calls since the last step.   scales: by adapter.
     """
 
     values: Tensors

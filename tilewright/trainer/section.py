@@ -307,7 +307,7 @@ def field(
     keyed: whether the name of a prepared set holds it.
     later: whether there are checkpoints or prepared sets from before there was the field: what they
     do not hold is the default.
-    limits: of pydantic's Field. An example of a required field stands in where it is missing.
+    limits: for pydantic's Field. An example of a required field stands in where it is missing.
     """
     made = Field(default, **limits)
     certified = certified and resume not in BESIDE

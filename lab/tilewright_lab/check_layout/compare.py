@@ -99,7 +99,7 @@ def _eps(*tensors: torch.Tensor) -> float:
 class Together:
     """A gradient summed over the ranks, where none of them shards it by a DTensor.
 
-    copies: of each element, over the ranks.
+    copies: the number of copies of each element, over the ranks.
     """
 
     total: Deviation
@@ -142,7 +142,7 @@ class Alone:
     """One process's step, without its tensors.
 
     order: names in the order in which the backward finished their gradients.
-    squares: of the gradients' norms.
+    squares: the squares of the gradients' norms.
     steps: whether it has an optimizer.   idle, drew, buffers: as in `Measured`.
     """
 

@@ -146,7 +146,7 @@ def emulated_gpu(arch: int, **options: Any) -> Iterator[tuple[Driver, Unset]]:
 def prepared(args: argparse.Namespace, grid: str | None = None) -> tuple[Call, pathlib.Path | None]:
     """The call that the options describe, checked; and the file of the target.
 
-    grid: of a kernel, if the options name none.
+    grid: the grid of a kernel, if the options name none.
     """
     target, file = load(args.target)
     torch.manual_seed(args.seed)

@@ -65,7 +65,7 @@ class Report:
 class Results:
     """Outputs and gradients of a call, by name.
 
-    grads: upstream gradients, by the number of the output.   names: of the outputs.
+    grads: upstream gradients, by the number of the output.   names: the outputs' names.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class Results:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """The arguments by name; of a function without a signature, by place."""
+    """The arguments by name, or by place if the function has no signature."""
     if call.kernel is not None:
         names = call.kernel.arg_names
     else:

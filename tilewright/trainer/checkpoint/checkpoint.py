@@ -135,7 +135,7 @@ def contents(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint stores, or is to fill; and the optimizers' whole state dictionary.
 
-    optimizers: of different parameters of the model; none: weights alone.
+    optimizers: those of different parameters of the model; none: weights alone.
     """
     if not optimizers:  # of one without states, DCP's function would make some, of a step
         weights, moments = get_model_state_dict(model), None
@@ -490,10 +490,10 @@ def restore(
     """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
 
     states: false: fills the parts alone, and restores no random state.
-    reference: that moves, filled with the states: of a run in which it did not, it is not yet.
+    reference: one that moves. It is filled with the states if it moved in the checkpoint's run.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
-    base).   checked: compare the checksums of all files.   made_of: of a run that goes on.
+    base).   checked: compare the checksums of all files.   made_of: a run's that goes on.
     Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
     or has changed since it was written; warns if ops were computed by other implementations.
     """
@@ -535,7 +535,7 @@ def restore(
     if states and state.get("reference"):
         tensors["reference"] = reference  # filled in place
     _load(folder, tensors, metadata, mesh, large)
-    # Names that are left out: of tied weights, and of those that are not the checkpoint's.
+    # Names of tied weights, and of weights that are not the checkpoint's, are left out.
     some = StateDictOptions(strict=False)
     if states:
         set_state_dict(

@@ -78,8 +78,8 @@ class Entry(BaseModel):
     ours: the field that takes it.   convert: the conversion of its values; None: they stay.
     settings: fields that say the same, with an example's values; "null" is null.
     sentence: what is done; with a `state` why there is nothing, or what is missing.
-    there: of the product whose names the fields have, what the default or the meaning is there,
-        "none" if it has no such field; `sentence` says why it is another here.
+    there: the default or the meaning in the product whose names the fields have, "none" if it has
+        no such field; `sentence` says why it is another here.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

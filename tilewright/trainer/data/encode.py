@@ -105,7 +105,7 @@ def check_columns(
     asked for, or say what to learn and are not read. Warns of another column that is not read,
     whose name is nearly that of one that would be.
 
-    features: of columns, as the datasets package has them, if a file declares them.
+    features: features of columns, as the datasets package has them, if a file declares them.
     """
     row = DATASETS[entry.type]
     if not row.fits(names):
@@ -208,8 +208,8 @@ class Encoder:
         number: int = 0,
         use: Use = ANY,
     ):
-        """names: of the rows' columns.   columns: further ones of samples.   skip: rows that cannot
-        be used.   number: of the data set among those that are prepared together.
+        """names: the rows' columns.   columns: further ones of samples.   skip: rows that cannot
+        be used.   number: the place of the data set among those that are prepared together.
         """
         self.skip, self.number = skip, number
         self.most, self.vocab, self.columns = most, vocab, columns or {}

@@ -53,7 +53,7 @@ def write(
 ) -> None:
     """Writes a file of documents, under a name made from their keys.
 
-    found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: of the process, for
+    found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: the process's, for
     the name aside.   tokenizer: a hash of what made tokens of the documents; "": their rows had
     tokens.
     """
@@ -155,8 +155,8 @@ def documents(
     """Where in a packed row each document with labels is, which of its tokens have one, and its
     key.
 
-    ids, labels: [T].   ends: of documents, from 0 on.
-    shared: of each document the first tokens that it has from the nearest one before it with none.
+    ids, labels: [T].   ends: ends of documents, from 0 on.
+    shared: how many first tokens each document has from the nearest one before it that has none.
     The row does not repeat them; they are in the key, since an answer's log-probabilities are those
     after its prompt.
     """

@@ -282,7 +282,7 @@ def prepare_entry(
     use: Use = ANY,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
-    samples.   units: those of the samples that have been written.   number: of the entry.
+    samples.   units: those of the samples that have been written.   number: the entry's number.
     """
     most, kind = longest(entry, data), DATASETS[entry.type]
     units.begin_set(kind.yields)

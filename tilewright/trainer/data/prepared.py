@@ -351,8 +351,8 @@ def _check_samples(prepared, vocab: int) -> None:
 
 def split_validation(dataset, size: int | float | None, seed: int, columns: Columns | None = None):
     """Returns (training, validation or None), both in the original order. size: a count, or a
-    fraction below 1, of rows of the data, all samples of which are in one of them; of samples, or
-    units of them, where rows are not known.
+    fraction below 1, of rows of the data, all samples of which are in one of them. Samples, or
+    units of them, are counted where rows are not known.
     """
     if size is None:
         return dataset, None

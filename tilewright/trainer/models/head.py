@@ -177,7 +177,7 @@ class TokenLosses(OfSequence):
     ) -> tuple[torch.Tensor, ...] | None:
         """The sum of a policy loss of single tokens, whose gradient the head computes in its
         forward pass, and log-probabilities [B, S] without gradient. tokens: further fields of
-        `ops.SampledTokens`, [B, S]. None where losses are to be made of `values`: of other losses,
+        `ops.SampledTokens`, [B, S]. None where losses are to be made of `values`: for other losses,
         with `batch_invariant`, and after `statistics`.
         """
         numerics = self._ops.numerics
@@ -337,7 +337,7 @@ def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class Head(NamedTuple):
     """A kind of head: a linear layer without a bias, by its name in the model and on disk.
 
-    rows: of its weight.
+    rows: rows of its weight.
     outputs: (hidden states [B, S, H], weight, around) -> [B, S, ...], what a model without a loss
         returns.
     values: (hidden states, weight, labels, around) -> what losses read. Hidden states are this

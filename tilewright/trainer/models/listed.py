@@ -32,9 +32,9 @@ FUSED = ("triton", "cpp")  # implementations with kernels; others compute in pla
 
 
 class Listed(NamedTuple):
-    """Float32, float64 of float64.
+    """In float32, or float64 for float64.
 
-    logprobs: [T, k]; of no token (-1) any finite number.   others: [T]; -inf if all are listed.
+    logprobs: [T, k]; any finite number for no token (-1).   others: [T]; -inf if all are listed.
     label: [T]; any finite number where there is none.   best: [T], int64, the most probable token.
     """
 

@@ -1,4 +1,4 @@
-"""Dropout in the layers of a model. A mask is a function of counters: of the run's seed, the step,
+"""Dropout in the layers of a model. A mask is a function of counters: the run's seed, the step,
 the layer, the site, the number of the token's bin in the step, the token's place in its bin, and
 the element or head. So forward, recomputation and backward draw the same one, nothing is stored,
 and it does not depend on how a step's bins are divided into micro-batches, nor on how bins, rows,

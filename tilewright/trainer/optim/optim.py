@@ -47,7 +47,7 @@ def rate_factors(model: nn.Module, bound: float, plus: float) -> Callable[[str],
     """What the peak learning rate of a parameter is multiplied by, from its name.
 
     model: with the names of all layers, of which there are L.
-    bound: of the embedding, at depth 0. At a depth d it is bound + (1 - bound) d / (L + 2): the
+    bound: the embedding's factor, at depth 0. At depth d it is bound + (1 - bound) d / (L + 2): the
         layers are at 1 to L, the final norm and the head at L + 2. A head that is tied to the
         embedding is at 0.
     plus: LoRA+ (arXiv:2402.12354): the further factor of adapters' matrices B.

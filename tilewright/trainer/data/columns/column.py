@@ -93,7 +93,7 @@ class Column:
     def read(self, given: Any, tokens: int) -> Any:
         """A row's value for a document: an array [tokens], or [tokens, width], or one value.
 
-        given: lists as Python's or Arrow's.   tokens: of the row.
+        given: lists as Python's or Arrow's.   tokens: how many the row has.
         Raises TypeError or ValueError.
         """
         if self.reader is not None:

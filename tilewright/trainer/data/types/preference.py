@@ -51,7 +51,7 @@ def _pair(
     answers: list[chat.Sample], asked: Asked, scores: tuple[float, ...] = (), number: int = 0
 ) -> Iterator[Sample]:
     """The two documents. Each has at most half of a bin, so that both are in one: answers are cut
-    from their ends.   number: of the pair in its row.
+    from their ends.   number: the pair's number in its row.
     """
     if answers[0] == answers[1]:
         raise Refused("its chosen answer is its rejected one")

@@ -6,7 +6,7 @@ resumes after step N, to certificate_N.json:
     {"schema", "start", "facts": {kind: {name: value}}, "trained": [names], "files": {name: [...]}}
 
 start: optimizer steps done.   trained: the order of tensors in checksums.jsonl (`assertion.py`).
-files: of the data, by the name of the fact that depends on them, with digests of their lines; they
+files: the data's, by the name of the fact that depends on them, with digests of their lines. They
 say where data differ that are not the same, and earlier versions wrote none.
 Not among the facts are fields that change no number, paths (their contents are), and how many steps
 a run takes (the learning rate of each step is compared).
@@ -311,7 +311,7 @@ def read(file: pathlib.Path) -> dict[str, Any]:
 class Certificate(Callback):
     """Certifies the run.
 
-    checksums: of its tensors.   made: its certificate.   apart: in what ranks differ from rank 0.
+    checksums: its tensors'.   made: its certificate.   apart: in what ranks differ from rank 0.
     """
 
     def __init__(self, run: Run):
