@@ -82,7 +82,7 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def gradients(model: torch.nn.Module, like: Transformer) -> dict[str, torch.Tensor]:
-    """By the trainer's parameter names.   like: the trainer's model."""
+    """Gradients by the trainer's parameter names.   like: the trainer's model."""
     from tilewright.trainer.checkpoint import hf
 
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -141,8 +141,8 @@ def _ordinary(t: torch.Tensor, where: torch.Tensor | None = None) -> int | None:
 def _step_away(
     codes: torch.Tensor, scale: torch.Tensor, truth: torch.Tensor, nearest: bool
 ) -> torch.Tensor:
-    """With an ordinary code, of a value that is not near a tie, off by a step; or by two where it
-    has been rounded up or down by chance.
+    """`codes` with an ordinary code, whose value is not near a tie, off by a step, or by two steps
+    where it has been rounded up or down by chance.
     """
     moved, raw = codes.clone(), codes.view(torch.uint8)
     mantissa = raw & 7  # of the least and the largest, a neighbor is in another binade

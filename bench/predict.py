@@ -189,7 +189,7 @@ def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: st
 
 
 def _row(op: Op, name: str, case: Case, dtype, which: str, passes, reason, on: Roofs) -> Row:
-    """Without a goal. name: the implementation. reason: why there are no passes."""
+    """A row without a goal.   name: the implementation.   reason: why there are no passes."""
     cost = case.cost(dtype.itemsize)
     base = Row(op.name, case.name, which, HEURISTIC, "")
     if reason is None and which not in passes:
@@ -216,7 +216,7 @@ def _row(op: Op, name: str, case: Case, dtype, which: str, passes, reason, on: R
 
 
 def _judged(row: Row, op: Op, goal: Goal, case: Case, dtype: torch.dtype, on: Roofs) -> Row:
-    """With what its goal says of it."""
+    """The row with what its goal says of it."""
     row = replace(row, goal=judging.goal_text(_alone(goal)))
     if row.seconds is None or row.roof is None:
         return replace(row, verdict="not derived")
@@ -249,7 +249,7 @@ def _judged(row: Row, op: Op, goal: Goal, case: Case, dtype: torch.dtype, on: Ro
 
 
 def _alone(goal: Goal) -> Goal:
-    """Without the cases, which a row names."""
+    """The goal without its cases, which a row names."""
     return replace(goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise))
 
 

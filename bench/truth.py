@@ -226,7 +226,7 @@ def needs_reference(name: str) -> bool:
 
 
 def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
-    """By their names in transformers' model, or PEFT's."""
+    """Gradients by their names in transformers' model, or PEFT's."""
     from tilewright.nn.peft import part_path
     from tilewright.nn.sharded import whole
     from tilewright.nn.weights import adapted, is_adapter

@@ -159,7 +159,7 @@ def _sampled(draw: int, of: Distributions) -> list[Row]:
 
 
 def _taught(draw: int, of: Distributions) -> list[Row]:
-    """By a teacher near the policy."""
+    """Rows with log-probabilities of a teacher near the policy."""
     generator, rows = torch.Generator().manual_seed(draw), []
     for prompt, answer in _documents(draw):
         own = of(prompt, answer)

@@ -124,7 +124,7 @@ def _step(provider: str) -> Callable[[Results], list[str]]:
 
 
 def _apart(r: Results) -> list[str]:
-    """In percent: losses of the step, which all have, and gradient norms, in the same call."""
+    """Percent by which losses of the step that all have, and gradient norms, differ in a call."""
     every = r.steps("trainer", "transformers", "accelerate")
     losses = max(of["loss_difference"] for of in every[1:])
     norms = [of["grad_norms"] for of in every]

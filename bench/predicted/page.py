@@ -52,7 +52,7 @@ OF_GOALS = ("launch", "goal", "predicted goal")
 
 
 def table(found: Sequence[Row], measured: bool = False) -> list[str]:
-    """Without the columns of goals, and of launches, where no row has another."""
+    """A table without the columns of goals and of launches where no row needs them."""
     goals = any(row.goal for row in found)
     asked = any(row.launch != HEURISTIC for row in found)
     hidden = set() if goals else {*OF_GOALS} - ({"launch"} if asked else set())
@@ -271,5 +271,5 @@ def _section(on: Roofs, found: Found) -> list[str]:
 
 
 def _listed(kernels: Sequence[str]) -> str:
-    """By module, without the path to it."""
+    """Kernels by module, without the path to it."""
     return ", ".join(f"`{k.split('.', 2)[2]}`" for k in kernels)

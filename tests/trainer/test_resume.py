@@ -488,7 +488,7 @@ def left_by(folder, said):
 
 def stops(settings, counts):
     """Names of stops, and what makes them: one at every second moment, the others in the next of
-    STOPS, in each at another of the times that a run is there; and signals.   counts: of moments.
+    STOPS, in each at another of the times that a run is there; and signals.   counts: by moment.
     """
     turn = [*STOPS].index(settings)
     for i, moment in enumerate(MOMENTS):

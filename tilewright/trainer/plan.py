@@ -51,7 +51,7 @@ class Plan:
         return {n: v.at(at) for n, v in found.items() if isinstance(v, PerStep)}
 
     def max_norm(self, step: int) -> float:
-        """To which gradients are clipped; step: from 0."""
+        """The norm to which gradients are clipped; step: from 0."""
         return at_step(self.train.max_grad_norm, step - self._scheduled)
 
     def problem(self) -> str | None:

@@ -74,7 +74,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _share_as_share(cls, value: Any, info: ValidationInfo) -> Any:
-        """On the command line, where pydantic takes "1.0" for the integer if both are accepted."""
+        """Keeps "1.0" of the command line a float: pydantic takes an int if both are accepted."""
         assert info.field_name is not None
         kinds = get_args(cls.model_fields[info.field_name].annotation)
         if isinstance(value, str) and {int, float} <= {*kinds} and re.search("[.eE]", value):

@@ -264,7 +264,7 @@ def _shares(
     relative: float,
     group: dist.ProcessGroup,
 ) -> tuple[float, ...]:
-    """By least squares over all gradients that every rank has whole; of each rank alone."""
+    """Each rank's share, by least squares over all gradients that every rank has whole."""
     whole = [n for n, k in found.kinds.items() if k == "copy" and n in found.early]
     names = set.intersection(*map(set, gathered(whole, group)))
     names = [n for n in want.gradients if n in names and not want.gradients[n].is_complex()]

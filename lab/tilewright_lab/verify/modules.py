@@ -134,7 +134,7 @@ class _Choices(TorchFunctionMode):
 
 
 class _RoundedSums(TorchFunctionMode):
-    """In the gradient of softmax P, dS = P (dP - sum of P dP), roundings of the sum, one for a row:
+    """Roundings of the sum in the gradient of softmax P, dS = P (dP - sum of P dP), one for a row:
     fused attention has it from its output, which was rounded. Where values are nearly equal, as
     behind a large bias, dP and the sum cancel.
     """

@@ -117,7 +117,7 @@ class Row(NamedTuple):
 
 @functools.cache
 def dialects() -> Mapping[str, Mapping[str, Entry]]:
-    """By product and name."""
+    """The entries, by product and name."""
     files = sorted(FOLDER.glob("*.toml"), key=lambda file: file.name.lower())
     read = {file.stem: tomllib.loads(file.read_text("utf-8")) for file in files}
     return {

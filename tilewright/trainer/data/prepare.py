@@ -213,7 +213,7 @@ def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool, lo
 
 
 def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss: str) -> Source:
-    """With the columns that are read. Raises ValueError for columns of another kind."""
+    """The source with the columns that are read. Raises ValueError for columns of another kind."""
     kind = DATASETS[entry.type]
     try:
         check_columns(entry, [*source.column_names], {}, columns, loss)

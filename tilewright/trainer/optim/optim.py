@@ -73,7 +73,7 @@ def parameter_groups(
     whole: nn.Module | None = None,
     factor: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, Any]]:
-    """For each rate two groups, with weight decay and without, and two more for each other factor.
+    """Two groups for each rate, with weight decay and without, and two more for each other factor.
     Every trainable parameter is in one: those of `apart` at the second rate, all others at the
     first. Each has its `kind`.
 

@@ -89,7 +89,7 @@ class Layout:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """In the order in which ranks count."""
+        """The sizes of the axes, in the order in which ranks count."""
         own = {name: getattr(self, name) for name in (*SAME_BATCH, "replicate", "shard")}
         known = {**self.apart, **own}
         return {axis.name: known.get(axis.name, 1) for axis, _ in axes()}

@@ -84,7 +84,7 @@ class Column:
 
     @property
     def type(self) -> pa.DataType:
-        """In files of samples."""
+        """The column's type in files of samples."""
         if not self.batched:
             return pa.string()
         one = pa.from_numpy_dtype(np.dtype(self.dtype))

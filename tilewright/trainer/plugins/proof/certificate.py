@@ -191,7 +191,7 @@ def launches(chosen: dict[str, str], device: torch.device) -> dict[str, str]:
 
 
 def differences(ours: Facts, theirs: Facts) -> Iterator[Difference]:
-    """By kind and name; what one of the two lacks is None there."""
+    """The differences, by kind and name; what one of the two lacks is None there."""
     for kind in dict.fromkeys((*ours, *theirs)):
         a, b = ours.get(kind, {}), theirs.get(kind, {})
         for name in dict.fromkeys((*a, *b)):
@@ -206,7 +206,7 @@ def listed(sentences: list[str]) -> str:
 
 
 def between_ranks(own: Facts, mesh: Mesh) -> str | None:
-    """In what ranks differ from rank 0, if they do, on every rank."""
+    """What ranks differ in from rank 0, if they do; the same on every rank."""
     first = mesh.control.broadcast(own if mesh.main else None)
     by_rank = [
         [Difference(*one) for one in found]
@@ -239,7 +239,7 @@ def files_of_data(data: Data) -> dict[str, list[dict[str, Any]]]:
 
 
 def between_runs(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """In what this run's certificate is not another one's."""
+    """What this run's certificate and another one differ in."""
     mine, facts = dict(ours["facts"]), dict(theirs["facts"])
     if ours["start"] != theirs["start"]:  # weights of other steps
         for found in (mine, facts):
