@@ -96,7 +96,7 @@ def without_padding(found: list[torch.Tensor], mask: torch.Tensor) -> list[torch
     rows = [
         t * kept.view(B, S, *(1,) * (t.dim() - 2)) if t.shape[:2] == (B, S) else t for t in found
     ]
-    # Nor is an attention weight of a query that is padding.
+    # Attention weights of queries that are padding are no result either.
     return [t * kept[:, None, :, None] if t.dim() == 4 and t.shape[2] == S else t for t in rows]
 
 

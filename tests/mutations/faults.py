@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     seen_by: how the name of the test begins that ought to see it, if it is known; it is run first.
     id: unique.   file: relative to the root.   function: by its path, as in `Engine.divide` and
     `_triton.loss`.   kind: the kind of change; "named" for faults that a person wrote down.
-    judgement: why a fault survives, "equivalent: ..." or "unseen: ...", with why; "" if it is red.
+    judgement: what a survivor is, "equivalent: ..." or "unseen: ...", with why; "" if it is red.
     """
 
     id: str

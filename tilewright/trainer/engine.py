@@ -91,7 +91,7 @@ class Sums:
 
     @classmethod
     def joined(cls, sums: list[Sums]) -> Sums:
-        """The sums of several calls with one loss, without values per token and of routers."""
+        """The sums of several calls with one loss, without per-token values and router reports."""
         totals = torch.stack([s.totals for s in sums]).sum(0)
         return cls(totals, [], names=sums[0].names, over=sums[0].over)
 

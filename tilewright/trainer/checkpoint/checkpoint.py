@@ -493,7 +493,7 @@ def restore(
     reference: one that moves. It is filled with the states if it moved in the checkpoint's run.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
-    base).   checked: compare the checksums of all files.   made_of: a run's that goes on.
+    base).   checked: compare the checksums of all files.   made_of: the resumed run's.
     Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
     or has changed since it was written; warns if ops were computed by other implementations.
     """

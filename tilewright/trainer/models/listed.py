@@ -79,7 +79,7 @@ class How(NamedTuple):
 
 
 def listed(head: Head, ids: torch.Tensor, labels: torch.Tensor, how: How) -> Listed:
-    """Statistics of each row, by the formulas above.
+    """Statistics of each row, by the module's formulas.
 
     Args:
         head: with T rows, and without a bias.

@@ -89,7 +89,7 @@ class Sequence:
     cos, sin: rotary angles by position.   local: those of layers with a window, if they are others;
     see `angles`.   position_ids: [B, S], this rank's, or None: from 0.
     rows: in cos and sin, by token: position_ids, but where angles depend on a document's length.
-    cu_seqlens: packed documents' in the whole sequence.   ends: its values on the host, which
+    cu_seqlens: the whole sequence's packed documents.   ends: its values on the host, which
     spare attention a synchronization in every layer.   longest: a power of two that bounds the
     documents' lengths, so that few values of it are compiled; None without ends.
     routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
