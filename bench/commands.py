@@ -34,7 +34,7 @@ def metadata(
     device: str = "cpu",
     commit: str | None = None,
 ) -> dict[str, Any]:
-    """Of a measurement of the trainer."""
+    """The metadata of a measurement of the trainer."""
     fields: Any = SimpleNamespace(**settings)  # `run.metadata` records those of any object
     return run.metadata(device, fields, [name, *argv], commit, trainer=True)
 

@@ -6,7 +6,7 @@ optimizer is left out, being PyTorch's in both.
 
 Times are wall clock, in interleaved rounds of one process. Memory: each model in its own process,
 the peak during a step (the kernel's high-water mark) above the level before it, so gradients count
-and weights do not. Errors are relative to transformers' model in float64: of the loss, and
+and weights do not. Errors are relative to transformers' model in float64: the loss's, and
 |g - truth| / |truth| over all gradients (Frobenius), and for the parameter where that is largest.
 
 With --device, whole optimizer steps of training runs instead (`bench/end_to_end_steps.py`).
@@ -82,7 +82,7 @@ def step(model: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def gradients(model: torch.nn.Module, like: Transformer) -> dict[str, torch.Tensor]:
-    """By the trainer's parameter names.   like: the trainer's model."""
+    """Gradients by the trainer's parameter names.   like: the trainer's model."""
     from tilewright.trainer.checkpoint import hf
 
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -63,8 +63,8 @@ OPTIMIZER = {
     "weight_decay": 0.0,
     "max_grad_norm": 1.0,
 }
-# The largest relative differences from the trainer, by the dtype of products: of a loss, and of the
-# norm of the first step's gradients, which shows sooner that something else is trained.
+# The largest relative differences from the trainer, by the dtype of products: a loss's, and that of
+# the norm of the first step's gradients, which shows sooner that something else is trained.
 AGREEMENT = {"float32": (1e-4, 1e-3), "bfloat16": (1e-2, 2e-2)}
 CURVE_TOKENS = 1024
 CURVE_CPU_STEPS = 20

@@ -39,7 +39,8 @@ def bare(model: Any, batches: list[dict[str, Any]], loss: Callable) -> float:
 
 
 def passes(folder: pathlib.Path, most: int) -> tuple[dict[str, tuple[Callable, Callable]], int]:
-    """By name, an evaluation and its bare loop, which return the same sum; and the tokens of one.
+    """An evaluation and its bare loop, which return the same sum, by name; and the tokens of one
+    evaluation.
 
     most: batches.
     """

@@ -18,7 +18,7 @@ from tilewright.bench.tensors import ordinary
 from tilewright.core.cases import DETECTED
 from tilewright.core.registry import Case, Op
 
-# Results that are 0 but for rounding: of one class, a gradient of the logits.
+# Results that are 0 but for rounding: a gradient of the logits of one class.
 RESIDUES = {("logprob_entropy", "one_class", "grad logits")}
 ELEMENT = "an element"
 OTHER = 1000  # added to the seeds of inputs and of upstream gradients
@@ -102,8 +102,8 @@ def unchanged(one: torch.Tensor, other: torch.Tensor, ulps: int) -> bool:
 
 
 def _moved(right: torch.Tensor, truth: torch.Tensor, amount: float) -> torch.Tensor:
-    """With an ordinary element moved away from truth by `amount` of it, and on to the dtype's next
-    value; of integers, and of numbers on a coarse grid, by one step.
+    """`right` with an ordinary element moved away from truth by `amount` of it, and on to the next
+    value of the dtype. Integers, and numbers on a coarse grid, move by one step.
     """
     moved = right.clone(memory_format=torch.contiguous_format)
     raw = moved.view(-1).view(INTEGERS[right.itemsize])  # a sign and a magnitude
@@ -141,8 +141,8 @@ def _ordinary(t: torch.Tensor, where: torch.Tensor | None = None) -> int | None:
 def _step_away(
     codes: torch.Tensor, scale: torch.Tensor, truth: torch.Tensor, nearest: bool
 ) -> torch.Tensor:
-    """With an ordinary code, of a value that is not near a tie, off by a step; or by two where it
-    has been rounded up or down by chance.
+    """`codes` with an ordinary code, whose value is not near a tie, off by a step, or by two steps
+    where it has been rounded up or down by chance.
     """
     moved, raw = codes.clone(), codes.view(torch.uint8)
     mantissa = raw & 7  # of the least and the largest, a neighbor is in another binade

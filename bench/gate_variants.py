@@ -61,7 +61,7 @@ def _collect(
                     assert not isinstance(way, str), "alternatives of a launch are configurations"
                     config = {**tunable.choice(arch, **named), **way}
                     for spec in labeled(tunable, named, config, f"{variant.name}: "):
-                        # Nothing counts on its blocks: it is measured. Of this GPU alone.
+                        # Nothing counts on its blocks: it is measured, on this GPU alone.
                         only = {"min_arch": arch, "max_arch": arch}
                         specs[f"{op.name}/{spec.label}"] = replace(spec, per_sm=1, **only)
     return specs

@@ -61,7 +61,7 @@ class Call:
     """Forward and backward of one implementation on one case; with `launch`, under this `config`
     of that launch.
 
-    layout: of the upstream gradients, whose strides specialize kernels.
+    layout: the layout of upstream gradients, whose strides specialize kernels.
     """
 
     op: str
@@ -104,7 +104,7 @@ def calls(
 ) -> list[Call]:
     """All calls of these parts of the plan on a device; call it inside `pretend.gpu`.
 
-    dtypes: of the part `parity`; the others have their own.
+    dtypes: the dtypes of the part `parity`; the other parts have their own.
     """
     planned: dict[Call, None] = {}
     ops = list(ops)

@@ -80,7 +80,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Of a step, on all ranks."""
+        """The rows of a step, on all ranks."""
         return self.micro_batches * (2 if self.layout in ("ddp", "fsdp2") else 1)
 
     @property

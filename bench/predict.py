@@ -7,8 +7,8 @@ GPU.
 The cases run on a simulated device (`tilewright_lab.pretend`), which tells their launches and
 computes nothing; committed budgets and counts of the kernels, and the device's rates, turn launches
 into seconds. With --roofs, a folder of the suite's results or its roofline.json, measured rates
-take the place of the defaults, and the folder's times stand beside the predicted ones. Of the B200
-it predicts only what Hopper's kernels refuse.
+take the place of the defaults, and the folder's times stand beside the predicted ones. It predicts
+for the B200 only what Hopper's kernels refuse.
 
 Without --device, --op and --roofs it writes bench/predicted/predicted.json, of all devices, which
 `make docs` makes a page of; with one of them it prints. Exit code: 0; 1 with --check if the file is
@@ -54,8 +54,8 @@ from tilewright_lab import pretend
 def rows(
     ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
 ) -> Iterator[Row]:
-    """Of the goals. seen: gets the kernels of these launches. measured: documents of the suite, by
-    name.
+    """The rows of the goals.   seen: gets the kernels of these launches.   measured: the suite's
+    documents, by name.
     """
     with launches.simulated(on.device, on.arch) as found:
         for op in ops:
@@ -81,9 +81,9 @@ def rows(
 def others(
     ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
 ) -> Iterator[Row]:
-    """Of each op without a goal, the case whose roof takes longest; and of each op, the cases that
-    launch a kernel that no row before does. In bfloat16; of ops that no case times, those with the
-    tag "predicted". seen: as in `rows`.
+    """The rows, in bfloat16, of the case of each op without a goal whose roof takes longest, and of
+    the cases of each op that launch a kernel that no row before launches. An op that no case times
+    has those with the tag "predicted".   seen: as in `rows`.
     """
     dtype = torch.bfloat16
     with launches.simulated(on.device, on.arch) as found:
@@ -110,8 +110,8 @@ def others(
 def newer(
     ops: Sequence[Op], on: Roofs, seen: set[str], measured: dict[str, Any] | None = None
 ) -> Iterator[Row]:
-    """Of each op, the timed cases that Hopper's kernels refuse, in bfloat16: under the heuristics'
-    launches, and under those that the suite is to time. seen: as in `rows`.
+    """The rows, in bfloat16, of the timed cases of each op that Hopper's kernels refuse: under the
+    heuristics' launches, and under those that the suite is to time.   seen: as in `rows`.
     """
     dtype = torch.bfloat16
     refused = {op.name: _refused(op, dtype) for op in ops if op.requests}
@@ -189,7 +189,7 @@ def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: st
 
 
 def _row(op: Op, name: str, case: Case, dtype, which: str, passes, reason, on: Roofs) -> Row:
-    """Without a goal. name: the implementation. reason: why there are no passes."""
+    """A row without a goal.   name: the implementation.   reason: why there are no passes."""
     cost = case.cost(dtype.itemsize)
     base = Row(op.name, case.name, which, HEURISTIC, "")
     if reason is None and which not in passes:
@@ -216,7 +216,7 @@ def _row(op: Op, name: str, case: Case, dtype, which: str, passes, reason, on: R
 
 
 def _judged(row: Row, op: Op, goal: Goal, case: Case, dtype: torch.dtype, on: Roofs) -> Row:
-    """With what its goal says of it."""
+    """The row with what its goal says of it."""
     row = replace(row, goal=judging.goal_text(_alone(goal)))
     if row.seconds is None or row.roof is None:
         return replace(row, verdict="not derived")
@@ -249,14 +249,14 @@ def _judged(row: Row, op: Op, goal: Goal, case: Case, dtype: torch.dtype, on: Ro
 
 
 def _alone(goal: Goal) -> Goal:
-    """Without the cases, which a row names."""
+    """The goal without its cases, which a row names."""
     return replace(goal, cases=(), dtypes=(), otherwise=goal.otherwise and _alone(goal.otherwise))
 
 
 def _measured(
     documents, op: Op, name: str, which: str, case: Case, dtype: torch.dtype
 ) -> float | None:
-    """Of an implementation, by the suite's goals, else by its times."""
+    """The median of an implementation in milliseconds, by the suite's goals, else by its times."""
     aim = Aim(op, case, dtype).name
     for unit in (aim, f"time/{aim.partition('/')[2]}"):
         for row in ((documents or {}).get(unit) or {}).get("rows") or ():
@@ -266,8 +266,8 @@ def _measured(
 
 
 def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
-    """Of each open question about a launch, and each pass that it changes: its words, the pass, the
-    predicted times now and of the other alternative, and the other's limit.
+    """The words of each open question about a launch, with each pass that it changes, the predicted
+    times now and of the other alternative, and the other's limit.
     """
     with launches.simulated(on.device, on.arch) as found:
         for v in variants.asked(tuning.arch_of_device()):

@@ -6,8 +6,8 @@
 Both begin from the same random weights, of SmolLM2-135M's shape, and take the same pairs in the
 same order, one a step: a prompt of a quarter of the tokens, and two answers. Weights, products and
 AdamW's states are float32, and the reference is a second model. Texts are numbers of tokens, which
-a tokenizer of words reads. Of activations, each recomputes nothing, or whole layers (the default of
-both); the trainer also the MLPs alone.
+a tokenizer of words reads. Each recomputes no activations, or those of whole layers (the default of
+both); the trainer also those of the MLPs alone.
 
 A step's time is that from the end of one to the end of the next; the first of each process is left
 out. Beside the clock's seconds are the processor's, of all threads, which other programs' load
@@ -156,7 +156,7 @@ def now() -> tuple[float, float]:
 
 
 def memory(resident: float) -> dict[str, float]:
-    """Of a step.   resident: `level_mib` before the first one."""
+    """The memory of a step.   resident: `level_mib` before the first step."""
     peak = status_mib("VmHWM")
     return {"peak_mib": peak, "above_mib": peak - resident}
 

@@ -4,7 +4,7 @@
 
 Each timed case of the ops is run by one implementation (default: what `auto` takes); each pass is
 warmed up, then profiled over a few calls with a cold L2 cache. DIR/profile.jsonl gets a line per
-case: of each pass, a call's kernels in order of their time, each with its launches and
+case: the kernels of a call of each pass, in order of their time, each with its launches and
 microseconds.
 """
 

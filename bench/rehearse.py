@@ -63,7 +63,7 @@ PIECES = 1.0
 class Ledger:
     """What a process, and the machine, have done.
 
-    seconds, launches, loaded, compiled: of the current unit.
+    seconds, launches, loaded, compiled: those of the current unit.
     cached: the kernels in Triton's cache; signatures: those that have a launcher.
     """
 
@@ -205,7 +205,7 @@ class Part:
     """A stage of the call: when it runs, and what of it.
 
     begin, end: seconds since the call began.
-    problems: of units that could not be rehearsed.
+    problems: those of units that could not be rehearsed.
     """
 
     stage: str

@@ -59,8 +59,8 @@ def _leaves(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(events: Sequence[dict[str, Any]], steps: int = AFTER - FIRST) -> dict[str, Any]:
-    """Of a step: milliseconds from the first kernel's begin to the last one's end (`span_ms`) and
-    in kernels (`busy_ms`), of each operator's kernels, longest first, launches and microseconds,
+    """Milliseconds of a step from the first kernel's begin to the last one's end (`span_ms`) and
+    in kernels (`busy_ms`); the launches and microseconds of each operator's kernels, longest first;
     and the waits without a kernel (`gaps`), longest first, by the operators before and after.
     """
     operators = [e for e in events if e.get("cat") == "cpu_op" and "dur" in e]

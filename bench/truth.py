@@ -226,7 +226,7 @@ def needs_reference(name: str) -> bool:
 
 
 def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
-    """By their names in transformers' model, or PEFT's."""
+    """Gradients by their names in transformers' model, or PEFT's."""
     from tilewright.nn.peft import part_path
     from tilewright.nn.sharded import whole
     from tilewright.nn.weights import adapted, is_adapter
@@ -278,7 +278,7 @@ def rank(folder: str, kind: str, name: str, dtype: str, losses: str) -> None:
 def by_trainer(
     kind: str, name: str, dtype: str, losses: Sequence[str], folder: pathlib.Path
 ) -> list[dict[str, Found]]:
-    """Of each draw."""
+    """The trainer's losses and gradients of each draw, by the name of the loss."""
     layout = LAYOUTS[name]
     if layout.processes == 1:
         from tilewright.trainer.parallel.mesh import Mesh
@@ -360,7 +360,7 @@ def by_transformers(
 
 
 def errors(found: Found, truth: Found) -> tuple[float, float]:
-    """Of a loss, relative to its terms' mean magnitude, and the largest of its gradients'."""
+    """A loss's error, relative to its terms' mean magnitude, and the largest of its gradients'."""
     if found.keys() != truth.keys():
         raise RuntimeError(f"other gradients: {sorted(found.keys() ^ truth.keys())}")
     of = {name: error(found[name].double(), truth[name].double())[0] for name in truth}

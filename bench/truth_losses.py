@@ -32,7 +32,7 @@ STEPS = {
 }
 Row = dict[str, Any]
 Ids = list[int]
-# Of a prompt and an answer: log-probabilities of all tokens at each place of the answer, float64.
+# (prompt, answer) -> log-probabilities of all tokens at each place of the answer, float64.
 Distributions = Callable[[Ids, Ids], torch.Tensor]
 
 
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 class Kind(NamedTuple):
     """Losses of like data.
 
-    loss: train.loss.   type: of the data set.   rows: of a draw, some by the policy's
+    loss: train.loss.   type: the data set's type.   rows: rows of a draw, some by the policy's
     distributions.   expected: (step, losses by name) -> by name the terms whose mean the loss is.
     builds: fields of the loss's section with which a run reads all columns.   reference: whether
     the run has a second model.
@@ -159,7 +159,7 @@ def _sampled(draw: int, of: Distributions) -> list[Row]:
 
 
 def _taught(draw: int, of: Distributions) -> list[Row]:
-    """By a teacher near the policy."""
+    """Rows with log-probabilities of a teacher near the policy."""
     generator, rows = torch.Generator().manual_seed(draw), []
     for prompt, answer in _documents(draw):
         own = of(prompt, answer)
@@ -233,7 +233,7 @@ def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tenso
 
 
 class _Documents:
-    """Of tokens in order, as `ops.loss.documents.Documents`."""
+    """Documents of tokens in order, as `ops.loss.documents.Documents`."""
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = list(lengths)

@@ -44,11 +44,11 @@ class Variant:
 
 # Those that decide designs first, and matmuls, which take most of a step, before the rest. Last
 # those that need a package beside PyTorch and Triton.
-# Of attention: specialized warps, forward and in one kernel for the gradients. Without a question:
-# that kernel for heads of 64 with a softcap, which no model that is known here has.
+# Attention: specialized warps, forward and in one kernel for the gradients. There is no question
+# about that kernel for heads of 64 with a softcap, which no model that is known here has.
 _FORWARD = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "ROLES": True}
 _TOGETHER = {"BLOCK_N": 128, "BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "ROLES": True}
-# Of FP8: two sums in turn by two warpgroups; or a sum each, of warpgroups that take turns, which
+# FP8: two sums in turn by two warpgroups; or a sum each, of warpgroups that take turns, which
 # leaves registers for tiles of 256 columns.
 _FP8_ROWS = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 6, "ROLES": True}
 _FP8_DWEIGHT = {**_FP8_ROWS, "num_warps": 4}

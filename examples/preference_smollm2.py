@@ -55,7 +55,7 @@ def pairs_of(play: pathlib.Path) -> list[dict[str, str]]:
 
 
 def make_data() -> None:
-    """Of all pairs of a folder of plays, so many at equal distances."""
+    """Writes so many of the pairs of a folder of plays, at equal distances."""
     for name, (folder, count) in SETS.items():
         found = [pair for play in sorted((PLAYS / folder).glob("*.txt")) for pair in pairs_of(play)]
         chosen = [found[i * len(found) // count] for i in range(count)]

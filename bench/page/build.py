@@ -7,7 +7,7 @@ Also the figures that README and other pages written by hand cite (cited.py).
 
 The pages depend only on the raw results, bench/results/reasons.toml, the tables of tuned constants,
 the counts of kernels, and the registry (ops, cases, goals), not on the day, machine or checkout.
-Of several results for the same device, op, case, dtype and provider, the newest is shown. A ratio
+The newest of several results for the same device, op, case, dtype and provider is shown. A ratio
 compares two rows of the same interleaved rounds, never of two runs.
 
 Exit code: 0; 1 with --check if a page or a picture is out of date, or a case in which `auto` is

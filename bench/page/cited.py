@@ -124,7 +124,7 @@ def _step(provider: str) -> Callable[[Results], list[str]]:
 
 
 def _apart(r: Results) -> list[str]:
-    """In percent: losses of the step, which all have, and gradient norms, in the same call."""
+    """Percent by which losses of the step that all have, and gradient norms, differ in a call."""
     every = r.steps("trainer", "transformers", "accelerate")
     losses = max(of["loss_difference"] for of in every[1:])
     norms = [of["grad_norms"] for of in every]
@@ -306,7 +306,7 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
 def pages(results: pathlib.Path, root: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
     """Each page that is there with its figures as the raw results have them.
 
-    root: of the checkout; what is carried to a GPU's machine has some of its pages. Raises
+    root: the checkout; what is carried to a GPU's machine has some of its pages. Raises
     ValueError, naming it, for a phrase that is not once in its page.
     """
     known = Results(raw.read(results), results)

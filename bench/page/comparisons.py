@@ -163,7 +163,7 @@ class Device:
 
     @property
     def slug(self) -> str:
-        """In names of files."""
+        """The name as it is in names of files."""
         return platform.slug(self.name)
 
     @property

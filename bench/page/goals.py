@@ -98,7 +98,7 @@ def _goal_cases(op: Op, goal: Goal, device: Device) -> tuple[list[Measured], lis
 def judge(goal: Goal, rows: Mapping[str, dict], peak: float | None) -> Judged | None:
     """The value of a goal's metric, and whether it is met; None if it was not measured.
 
-    rows: of the same rounds, by provider.
+    rows: rows of the same rounds, by provider.
     peak: measured FLOP/s.
     """
     row = (

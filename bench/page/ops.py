@@ -34,7 +34,7 @@ def written(text: str, ops: Iterable[Op] = OPS.values()) -> str:
 
 
 def own_names(op: Op) -> list[str]:
-    """Without the implementations that other packages have installed here."""
+    """An op's implementations without those that other packages have installed here."""
     return [*(implementation.name for implementation in op.built_in), "eager"]
 
 

@@ -107,7 +107,7 @@ class Folder:
     """A folder of results.
 
     complete: None if its files do not record it.
-    units: of a suite, by name.
+    units: the units of a suite, by name.
     """
 
     name: str

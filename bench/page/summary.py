@@ -102,8 +102,8 @@ def untimed(devices: Sequence[Device]) -> list[str]:
 
 
 def compared(device: Device) -> tuple[dict[str, list[Pair]], dict[str, int], dict[str, list[str]]]:
-    """By peer: the comparisons that count, in its fastest way, and how many are left out as old;
-    and by reason those that nobody would make.
+    """The comparisons that count, in a peer's fastest way, and how many are left out as old, by
+    peer; and those that nobody would make, by reason.
     """
     kept: dict[str, list[Pair]] = {}
     old: dict[str, int] = {}
@@ -122,7 +122,7 @@ def compared(device: Device) -> tuple[dict[str, list[Pair]], dict[str, int], dic
 
 
 def _means(pairs: Sequence[Pair]) -> list[float]:
-    """Of each op, the geometric mean over its cases."""
+    """The geometric mean of each op over its cases."""
     return [
         mean
         for op in dict.fromkeys(p.group.op for p in pairs)
@@ -131,7 +131,7 @@ def _means(pairs: Sequence[Pair]) -> list[float]:
 
 
 def _median(pairs: Sequence[Pair]) -> str:
-    """Over ops."""
+    """The median over ops."""
     return number(quantile(_means(pairs), 0.5)) if pairs else ""
 
 

@@ -112,7 +112,8 @@ class Pass:
     """What one pass of a case launches.
 
     vendor: FLOPs of matrix products that PyTorch's own operators do.
-    operators: names and bytes of PyTorch's other operators, each a launch; of OPERATORS alone.
+    operators: names and bytes of those of PyTorch's other operators that are in OPERATORS, each a
+        launch.
     """
 
     launches: tuple[Launch, ...]
@@ -297,7 +298,7 @@ def simulated(device: str, arch: int = 90) -> Iterator[list[Launch]]:
 class _Operators(TorchDispatchMode):
     """Counts PyTorch's operators inside the block.
 
-    flops: of the matrix products. PyTorch's own counter refuses those that write a given result.
+    flops: FLOPs of matrix products. PyTorch's own counter refuses those that write a given result.
     others: the name of each that is none and computes something, and the bytes of its tensors.
     """
 

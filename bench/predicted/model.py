@@ -62,7 +62,7 @@ ELEMENTS: dict[tuple[str, str], tuple[tuple[str, ...], int]] = {
 
 # Tensors that a launch reads in part: as many bytes as these have.
 READ_IN_PART: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
-    # Of a projection, queries and keys.
+    # The queries and keys of a projection.
     ("qk_norm_rope", "_forward"): {"x_ptr": ("q_ptr", "k_ptr")},
     ("qk_norm_rope", "_backward"): {"x_ptr": ("dq_ptr", "dk_ptr")},
 }
@@ -77,11 +77,11 @@ class Products:
     step: bytes of shared memory that a step of a tile's loop needs in each of its stages; 0 where
         that is not known.
     between: warp instructions between a tile's products; no epilogue's arithmetic is counted.
-        Attention's softmax: of PTX for the scores, all of their loop's, which the machine code of
-        products has fewer of (it moves no registers to their operands).
+        Attention's softmax: all PTX instructions of the loop for the scores, of which the machine
+        code of products has fewer (it moves no registers to their operands).
     what: what these do.
     dtype: whose products these are.
-    columns: of tensor memory that a block allocates; 0 where sums are in registers.
+    columns: columns of tensor memory that a block allocates; 0 where sums are in registers.
     unknown: what is not derived of these products alone, and why.
     """
 
@@ -102,7 +102,7 @@ class Steps:
     """A launch whose products are short beside what they wait for: each program takes steps, one
     after another, of a tile each.
 
-    flops: of matrix products of the inputs' type.
+    flops: FLOPs of matrix products of the inputs' type.
     ahead: steps whose loads are in flight.
     """
 
@@ -169,14 +169,14 @@ def _attention(launch: Launch, cost: Cost) -> Products:
     return Products(products * one, products * kept / 2, launch.programs, written, softmax)
 
 
-# Of FP8 products: how many scales an element of a sum of 128 columns is multiplied by; one is the
-# product of a row's and a tile's.
+# The number of scales that an element of a sum of 128 columns is multiplied by in FP8 products; one
+# scale is the product of a row's and a tile's.
 FP8 = {"_fp8": 1, "_fp8_wide": 1, "_rows": 1, "_by_rows": 2, "_weights": 2, "_dweight": 2}
 
 
 def _fp8(launch: Launch, cost: Cost) -> Products:
-    """Of an op whose three products have as many FLOPs each, of experts without the places that
-    have no row.
+    """The products of an op whose three products have as many FLOPs each, without the places of
+    experts that have no row.
     """
     v, out, flops = launch.values, _named(launch, "out"), cost.forward_flops
     m, n = v.get("BLOCK_M") or v["M"], v.get("BLOCK_N") or v["COLUMNS"]
@@ -194,18 +194,18 @@ def _fp8(launch: Launch, cost: Cost) -> Products:
     )
 
 
-# Of MXFP8 and NVFP4, whose scales the tensor cores apply.
+# The kernels of MXFP8 and NVFP4, whose scales the tensor cores apply.
 SCALED = ("_scaled", "_scaled_rows", "_scaled_weights")
 
 
 def _scaled(launch: Launch, cost: Cost) -> Products:
-    """Of an op whose three products have as many FLOPs each."""
+    """The products of an op whose three products have as many FLOPs each."""
     v, out = launch.values, _named(launch, "out")
     e2m1 = v["PER"] == 1 if launch.specialized else v["E2M1"]
     m, n, shared = v.get("BLOCK_M", 128), v["BLOCK_N"], 16 if e2m1 else 32
     # An element's code and its share of a scale: a tile's loop reads both from L2.
     itemsize = (1 / 2 if e2m1 else 1) + 1 / shared
-    # Of experts, the rows alone: no program multiplies the places between them that have none.
+    # The rows of experts alone: no program multiplies the places between them that have none.
     tiles = math.prod(out.shape[:-2]) * math.ceil(out.shape[-2] / m) * math.ceil(out.shape[-1] / n)
     unknown = [("copies of scales to tensor memory", "no count")]
     columns = TENSOR_MEMORY  # all of it: sums in turn, and scales of steps to come
@@ -244,8 +244,8 @@ PRODUCTS: dict[tuple[str, str], Callable[[Launch, Cost], Products]] = {
 }
 
 
-# Of a chunk and a value head, in each kernel of the gated delta rule: products of a chunk's rows
-# with the state, and of rows with each other, by the width that both have.
+# The products for a chunk and a value head in each kernel of the gated delta rule: those of the
+# chunk's rows with the state, those of rows with each other, and the width that both have.
 DELTA = {
     "_states": (2, 1, "BV"),
     "_outputs": (1, 1, "BV"),
@@ -355,7 +355,7 @@ def moved(op: str, launch: Launch) -> int:
 
 
 def elements(op: str, launch: Launch, work: Steps | None = None) -> int:
-    """Of all tiles of a streaming launch, masked ones too; or of all steps."""
+    """The elements of all tiles of a streaming launch, masked ones too; or of all steps."""
     if work is not None:
         return launch.covered * work.steps
     names, _ = ELEMENTS.get((op, launch.kernel), ((), 1))
@@ -537,7 +537,7 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
     least, _ = traffic(cost, which)
     rest = max(0, least - sum(moved(op, launch) for launch in of.launches))
     streaming = [i for i, one in enumerate(of.launches) if (op, one.kernel) not in PRODUCTS]
-    # Bytes that no argument shows, as those behind a table of pointers: of the largest launch.
+    # The largest launch has the bytes that no argument shows, as those behind a table of pointers.
     main = max(streaming, key=lambda i: moved(op, of.launches[i]), default=None)
     if of.vendor:  # its operands are no launch's arguments, and are part of its FLOP/s
         rest = 0
@@ -580,7 +580,7 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
         limit = "tensor cores" if seconds > longest_seconds else limit
     if gaps > total / 2:
         limit = "launches"
-    # Of launches that matter.
+    # The unknowns of launches that matter.
     unknown = dict.fromkeys(
         f"{what} of {name.partition(' ')[0]} ({why})"
         for name, t in timed

@@ -25,7 +25,7 @@ class Row:
     goal: "" without one.
     seconds: None if it cannot be predicted; `words` says why.
     roof: the share of it, in percent.
-    verdict: of a goal: "met", "missed", or why it is not judged.
+    verdict: "met", "missed", or why it is not judged.
     unknown: what could not be derived, and why.
     """
 
@@ -52,7 +52,7 @@ OF_GOALS = ("launch", "goal", "predicted goal")
 
 
 def table(found: Sequence[Row], measured: bool = False) -> list[str]:
-    """Without the columns of goals, and of launches, where no row has another."""
+    """A table without the columns of goals and of launches where no row needs them."""
     goals = any(row.goal for row in found)
     asked = any(row.launch != HEURISTIC for row in found)
     hidden = set() if goals else {*OF_GOALS} - ({"launch"} if asked else set())
@@ -139,8 +139,10 @@ def rates(on: Sequence[Roofs]) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a device. absent: kernels that have a budget, and that no row launches; of one that is
-    newer than Hopper, those that Hopper has not.
+    """What is predicted for a device.
+
+    absent: kernels that have a budget, and that no row launches; for a device that is newer than
+        Hopper, those that Hopper has not.
     """
 
     goals: list[Row]
@@ -269,5 +271,5 @@ def _section(on: Roofs, found: Found) -> list[str]:
 
 
 def _listed(kernels: Sequence[str]) -> str:
-    """By module, without the path to it."""
+    """Kernels by module, without the path to it."""
     return ", ".join(f"`{k.split('.', 2)[2]}`" for k in kernels)

@@ -59,8 +59,8 @@ DEVICES = {
     # L2 gives an SM as many bytes a cycle as Hopper's, an estimate too.
     "b200": Roofs("B200", 6.9e12, _BLACKWELL, l2=7.8e12, sms=148, clock=1.965e9, arch=100),
 }
-# In the page, beside the numbers; of products, by dtype. "Estimate": no data sheet has it, and no
-# result here.
+# The words beside the numbers in the page, by dtype for products. "Estimate": no data sheet has it,
+# and no result here.
 SOURCES: dict[str, str | dict[str, str]] = {
     "copy": "bytes/s of a copy: 90 % of the data sheet's memory bandwidth (B200: of 7.67e12 by "
     "the device's own clock and bus, where the data sheet says 8e12)",

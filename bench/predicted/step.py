@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python -m bench.predicted.step ASKED
 
 Both take two steps on tensors without values (`memory_tracker`), and the second is counted: each
-operator that is no view is a launch of the bytes that it reads and writes; of the trainer's ops,
-each launch of Triton. Attention's products are left out: they are the same. The peak is that of
+operator that is no view is a launch of the bytes that it reads and writes. The trainer's ops count
+by each launch of Triton. Attention's products are left out: they are the same. The peak is that of
 both steps, of tensors alone. TRL computes its head by PyTorch's operators. ASKED is as `main` says;
 `python -m bench preference --count` asks.
 """
@@ -109,7 +109,7 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> N
 
 
 def trainer(path: str, half: bool) -> Counting:
-    """Of a configuration.   half: whether products are in bfloat16."""
+    """Counts the trainer's step of a configuration.   half: whether products are in bfloat16."""
     config = load(path, [f"--train.enable_mixed_precision={half}"])
     names: Any = {f.name: "triton" for f in dataclasses.fields(Ops) if f.name != "numerics"}
     launch.clear_launch_cache()

@@ -17,7 +17,7 @@ from tilewright.bench.units import BY_NAME, constants, threads, time_unit
 from tilewright.core import platform, registry
 from tilewright.core.registry import Op, short
 
-# Of a unit of goals and of host time: each takes a few, and what takes longer
+# The limit of a unit of goals or of host time: each takes a few seconds, and what takes longer
 # hangs.
 SECONDS = 60.0
 

@@ -176,8 +176,8 @@ def implementation(
 
 
 def _verdicts(variant: Variant, timings: Mapping[Hashable, timing.Timing]) -> list[dict[str, Any]]:
-    """For each pass with both times: microseconds, by how much the other alternative is faster (in
-    percent of its time), and which one is faster by more than the spread, or None.
+    """The verdict of each pass with both times: microseconds, by how much the other alternative is
+    faster (in percent of its time), and which one is faster by more than the spread, or None.
     """
     verdicts = []
     for pass_name in report.PASSES:

@@ -16,7 +16,7 @@ from tests.lib.shards import cases
 DTYPES = {"float32", "bfloat16", "float16", "float64"}
 FOLDERS = ("tests/ops/", "tests/ptx/")  # of tests of ops
 NOT_PASSED = {"failure", "error", "skipped"}
-Cell = tuple[str, str, str, str]  # property, op, implementation, dtype; "": of all
+Cell = tuple[str, str, str, str]  # property, op, implementation, dtype; "": all
 
 
 def outcomes(reports: Iterable[str]) -> dict[str, int]:

@@ -96,7 +96,7 @@ def without_padding(found: list[torch.Tensor], mask: torch.Tensor) -> list[torch
     rows = [
         t * kept.view(B, S, *(1,) * (t.dim() - 2)) if t.shape[:2] == (B, S) else t for t in found
     ]
-    # Of attention weights, those of padding's queries.
+    # Attention weights of queries that are padding are no result either.
     return [t * kept[:, None, :, None] if t.dim() == 4 and t.shape[2] == S else t for t in rows]
 
 
@@ -282,7 +282,7 @@ def apart(found: list[torch.Tensor], truth: list[torch.Tensor]) -> str | None:
 
 
 def _norm(t: torch.Tensor) -> float:
-    """Of the finite elements."""
+    """The norm of the finite elements."""
     return t.double().nan_to_num(0, 0, 0).norm().item()
 
 

@@ -22,7 +22,7 @@ PACKAGES = {  # whose versions count
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of the packages that are installed."""
+    """The versions of the packages that are installed."""
     found = {}
     for package in PACKAGES[name]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -100,7 +100,8 @@ def grouped(rows, accepted):
     return groups
 
 
-# Of one model each, of no model with experts, of data of one kind, or of one cache.
+# Fields that no run combines: it has one model, which may have no experts, one kind of data, and
+# one cache.
 APART = (
     {"train.load_checkpoint_path"},
     {"model.model_path", "model.config_path"},

@@ -201,7 +201,7 @@ def python(imports, where, environment, *apart):
     """The path of a command that stands for Python's: it asks a server, which has run the imports,
     to fork.
 
-    environment: of the server. Each command has its own, whose PYTHONPATH begins with further
+    environment: the server's. Each command has its own, whose PYTHONPATH begins with further
     folders, if any.
     apart: modules whose commands are Python's own.
     """

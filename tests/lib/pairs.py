@@ -120,7 +120,7 @@ def plain(settings, reference="model", beta=0.1, after=lambda *_: None):
     """The losses, margins and accuracies of a loop over two of transformers' models, a pair at a
     time.
 
-    after: of (policy, reference model, steps done), called after each step.
+    after: called with (policy, reference model, steps done) after each step.
     """
     load_model = transformers.LlamaForCausalLM.from_pretrained
     policy, other = (load_model(settings[0] / name) for name in ("model", reference))

@@ -157,8 +157,8 @@ def run_modes(number, folder, modes):
 
 
 def selected(request, modes, *always):
-    """Of these modes, each of which is the parameter `mode` of a test of the fixture's module:
-    those of tests that are to run, and `always`.
+    """The modes of the tests that are to run, and `always`. Each mode is the parameter `mode` of a
+    test of the fixture's module.
     """
     items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
     run = {i.callspec.params.get("mode") for i in items}

@@ -26,7 +26,7 @@ def write_run(folder, loss, file, rows=(), *, model="model", length=64, train=No
     """The path of a configuration in a folder that has the model.
 
     file: (file in the folder, type of data set).   rows: which are written there, if any.
-    length: of a bin, in tokens.   train: what differs.   sections: what differs in others.
+    length: tokens of a bin.   train: what differs.   sections: what differs in others.
     """
     tree = {
         "model": {"model_path": str(folder / model)},
@@ -85,7 +85,7 @@ def built(settings, *options):
 def by_hand(settings, model, steps, terms, lr=1e-2, after=lambda step: None):
     """The steps of a plain loop over the batches of a run: (loss, *others) of each.
 
-    terms: of a step's batches -> (loss, *others).   after: of steps done, called after each.
+    terms: a step's batches -> (loss, *others).   after: called with the steps done after each.
     """
     batches, found = built(settings).batches.steps(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)

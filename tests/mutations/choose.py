@@ -1,6 +1,6 @@
 """Which tests ought to see a fault of a file. The one rule:
 
-1. The test files that are the source file's own: of its name, or in `OWN`. All their tests.
+1. The test files that are the source file's own, by its name or in `OWN`. All their tests.
 2. Other test files that name the module: their tests that name the function, the module, or what
    it has for others.
 

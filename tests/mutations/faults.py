@@ -23,8 +23,8 @@ class Fault(NamedTuple):
 
     seen_by: how the name of the test begins that ought to see it, if it is known; it is run first.
     id: unique.   file: relative to the root.   function: by its path, as in `Engine.divide` and
-    `_triton.loss`.   kind: of change; "named" for faults that a person wrote down.
-    judgement: of a survivor, "equivalent: ..." or "unseen: ...", with why; "" if it is red.
+    `_triton.loss`.   kind: the kind of change; "named" for faults that a person wrote down.
+    judgement: what a survivor is, "equivalent: ..." or "unseen: ...", with why; "" if it is red.
     """
 
     id: str

@@ -21,7 +21,7 @@ def last_rows(out: pathlib.Path) -> dict[str, dict]:
 
 
 def digest(fault: Fault, first: str) -> str:
-    """Of the source that has a fault, and of the test file that is the first to see it."""
+    """The digest of the source that has a fault and of the first test file that sees it."""
     names = (fault.file, first.partition("::")[0])
     parts = [fault.old, fault.new, *(code(ROOT / n) for n in names if (ROOT / n).is_file())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -35,7 +35,7 @@ def code(path: pathlib.Path) -> str:
 
 
 def digests(out: pathlib.Path) -> dict[str, str]:
-    """Of each fault today, where the test that saw it last is."""
+    """The digest of each fault today, with the file of the test that saw it last."""
     rows = last_rows(out)
     return {f.id: digest(f, rows.get(f.id, {}).get("first", "")) for f in load()}
 

@@ -175,8 +175,8 @@ def errors(found, truth):
 
 def assert_within(draws, slack):
     """The numerics contract, for the norms of errors. draws: (ours, theirs, truth) of each batch.
-    Eager's error is the root of its mean square over them: of a small tensor, one batch's is small
-    by luck.
+    Eager's error is the root of its mean square over them: one batch's, for a small tensor, may be
+    small by luck.
     """
     mine, eager = zip(*((errors(o, t), errors(e, t)) for o, e, t in draws), strict=True)
     for error in mine:

@@ -19,7 +19,7 @@ def inputs(bias=True, device="cpu"):
 
 
 def check(y, x, weight, bias, dy):
-    """Of 16-bit operands: the result is rounded once, gradients of parameters not at all."""
+    """Checks 16-bit operands: the result is rounded once, gradients of parameters not at all."""
     wide = [None if t is None else t.detach().bfloat16().double() for t in (x, weight, bias)]
     exact = F.linear(*wide)
     assert y.dtype == torch.bfloat16

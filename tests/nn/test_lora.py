@@ -1123,7 +1123,7 @@ def test_experts_that_are_stored_quantized_are_loaded(name, tmp_path):
 
 
 def test_experts_that_one_tensor_cannot_hold_are_refused(tmp_path):
-    """Of compressed-tensors, which has one global scale per projection and expert."""
+    """compressed-tensors has one global scale per projection and expert."""
     store(tmp_path, "compressed-tensors", experts=True)
     model = empty(tmp_path / "stored", STORED["compressed-tensors"][2], True)
     message = r"experts\.gate_up_proj: the experts are stored in nvfp4 in a way"

@@ -333,7 +333,7 @@ def test_a_scale_that_takes_the_values_of_codes_is_named(layout, dense, tmp_path
                 Folder(tmp_path).read(name)
 
 
-ZEROS = {  # codes by layout: of elements that are all 0, however a writer divides by 0
+ZEROS = {  # codes, by layout, of elements that are all 0, however a writer divides by 0
     "nf4": ("", [0x77, 0x00, 0x88]),
     "nvfp4": ("_packed", [0x00, 0x88, 0x77, 0x7F]),  # those of 7: too small for a scale in FP8
     "modelopt": ("", [0x00, 0x88, 0x77, 0x7F]),

@@ -22,7 +22,7 @@ from tilewright.ops.loss.head import Chunks
 
 pytestmark = pytest.mark.packages
 
-# Errors are relative to the norm: of gradients of one layer, a few roundings of sums of 30 tokens.
+# Errors are relative to the norm: gradients of one layer have a few roundings of sums of 30 tokens.
 SLACK = 2e-6
 HEADS = {"dense": None, "lora": LORA}
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -424,7 +424,7 @@ def fused_head_gradients(model):
 
 
 def peak_bytes(fn):
-    """Of all allocations during fn that live at once, as the allocator reports them."""
+    """The peak of all allocations that live at once during fn, as the allocator reports them."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as p:
         fn()

@@ -150,7 +150,7 @@ def test_noise_is_not_made_of_the_words_of_random_rounding():
 
 def test_the_largest_and_smallest_u(monkeypatch):
     """As in one block of 2^24: near 0 and 1, where float32 has no room for the half, nothing is
-    lost. Of the twin, since words cannot be put into a kernel.
+    lost. The twin is tested, since words cannot be put into a kernel.
     """
     words = torch.tensor([[0, 0, 2**32 - 1, 2**31], [2**32 - 1, 2**32 - 1, 255, 2**30]])
     monkeypatch.setattr(quantize, "philox", lambda *a, **k: words)
@@ -186,7 +186,7 @@ def test_other_dtypes_are_rounded_once(name, dtype):
     assert found.dtype == dtype and (found == expected).double().mean() > 0.99
 
 
-# ---- the distribution: of the twin, whose values the others have; fixed seeds make these tests
+# ---- the distribution of the twin, whose values the others have; fixed seeds make these tests
 # deterministic
 
 

@@ -127,7 +127,7 @@ def mask(ends, n, causal, window, prefixes=()):
 
 
 def random_prefixes(ends, seed):
-    """Of every second document, and of some more."""
+    """The prefixes of every second document, and of some more."""
     g, found, whole = torch.Generator().manual_seed(seed), [], None
     for a, b in itertools.pairwise(ends):
         if a == b:

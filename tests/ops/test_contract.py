@@ -203,8 +203,8 @@ def test_an_unwritten_element_breaks_the_contract_and_the_twin_holds_it(dtype):
 
 
 def test_elements_far_below_the_root_mean_square_are_judged():
-    """Of a softmax over many classes, the gradients of all but the targets, which the root mean
-    square does not see.
+    """They are the gradients of a softmax over many classes, of all but the targets. The root mean
+    square does not see them.
     """
     op, (dtype, V) = OPS["cross_entropy"], (torch.bfloat16, 50_000)
     gen = torch.Generator().manual_seed(0)
@@ -238,7 +238,7 @@ def test_the_smallest_code_is_held_to_the_twins(name):
 
 @pytest.mark.parametrize("up", [True, False])
 def test_a_scale_a_binade_away_breaks_the_contract(up):
-    """Of one block, whose codes change with it so that nearly the same values are stored."""
+    """The codes of one block change with its scale, so that nearly the same values are stored."""
     op, dtype = OPS["silu_mul_quantize"], torch.bfloat16
     kwargs = next(c for c in op.cases if c.name == "mxfp8").make("cpu", dtype, 0)
     by = contract.reference(op, kwargs, dtype)

@@ -800,7 +800,7 @@ def _rank(rank, world, folder, name):
 
 @pytest.mark.parametrize("name", ["eager", *FUSED])
 def test_two_shards_of_the_vocabulary_equal_one(name, tmp_path):
-    """Of every op that takes a group."""
+    """Every op that takes a group is tested."""
     if DEVICE == "cuda":
         pytest.skip("gloo takes CPU tensors: run without a CUDA device")
     skip_unless_usable(CROSS_ENTROPY, name, torch.float32)

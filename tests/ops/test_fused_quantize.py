@@ -163,7 +163,7 @@ def equals_a_copy(name, view, options):
 @pytest.mark.parametrize("name", ["triton", "cpp", "eager"])
 @pytest.mark.parametrize("shape, options", TURNED, ids=str)
 def test_nvfp4_of_a_transposed_view(name, shape, options, poisoned):
-    """Of a matrix, and of some of its columns."""
+    """The view is that of a matrix, and of some of its columns."""
     skip_unless_usable(OPS["nvfp4"], name, torch.float32)
     x = drawn(*shape)
     equals_a_copy(name, x.mT, options)

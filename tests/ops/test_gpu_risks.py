@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 GPU = DEVICE == "cuda"
 BF16, F32 = torch.bfloat16, torch.float32
 DTYPE = BF16 if GPU else F32  # the interpreter truncates on a cast to bfloat16
-# Of a process on a GPU, which imports PyTorch and compiles: some ten seconds.
+# Seconds of a process on a GPU, which imports PyTorch and compiles: that takes some ten.
 LIMIT = 180
 
 
@@ -273,7 +273,7 @@ SPECIALIZED = {
     for t in op.implementation("gluon").tunables()
     if t.name.startswith(f"{op.name}/") and specialized(t)
 }
-# Of products with several tiles an SM, and with rows that do not fill the last.
+# Products with several tiles an SM, and with rows that do not fill the last one.
 CASES = {
     "moe_mlp": lambda: moe_cases.case("specialized", (4099, 8, 2, 2048, 768)),
     "grouped_gemm": lambda: grouped_gemm_cases.case("specialized", 8, 20_011, 1536, 2048),

@@ -392,7 +392,7 @@ def test_a_second_derivative_is_refused(name):
 
 
 def losses(layer, steps=40):
-    """Of an MLP that learns another one's results."""
+    """The losses of an MLP that learns another one's results."""
     torch.manual_seed(0)
     teacher = [torch.randn(n, k) * k**-0.5 for n, k in ((64, 32), (16, 64))]
     weights = [(torch.randn_like(w) * w.shape[1] ** -0.5).requires_grad_() for w in teacher]

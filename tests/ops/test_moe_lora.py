@@ -158,8 +158,8 @@ def kept(fn):
     ids=str,
 )
 def test_what_is_kept_is_what_the_formula_says(name, mode, format):
-    """Apart from base and adapters: x, gate and up, A's results and the routing. Of a quantized
-    base only the base itself.
+    """x, gate and up, A's results and the routing are kept, beside the base and the adapters.
+    Nothing more is kept of a quantized base.
     """
     shared = {"shared_A": MODES[mode][0] == 1, "shared_B": MODES[mode][3] == 1}
     for dtype in (torch.float32, torch.bfloat16) if name in QUICK else (torch.float32,):

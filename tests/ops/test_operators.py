@@ -900,7 +900,9 @@ def says_it_is_differentiable(op):
 
 
 def gradients(op, name, kwargs, argument):
-    """Of the tensors of an argument, of the sum of all results times some numbers."""
+    """The gradients of the sum of all results times some numbers, with respect to the tensors of an
+    argument.
+    """
     outs = contract.leaves(op.public(**kwargs, implementation=name))
     real = [t for t in outs if t.is_floating_point() and t.itemsize > 1]
     numbers = contract.upstream([t.detach() for t in real], "contiguous", 1)
@@ -1228,7 +1230,7 @@ TRACED = set()  # outlines of arguments that AOTAutograd has traced, in a call o
 
 
 def outlines(func, args):
-    """Of each argument, beside whether the call needs a formula."""
+    """The outline of each argument, beside whether the call needs a formula."""
     formula = needs_gradient(args)
     return {(func, formula, i, outline(a)) for i, a in enumerate(args)} or {(func,)}
 

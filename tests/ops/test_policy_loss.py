@@ -52,7 +52,7 @@ def tokens(lp=LP, valid=None, **given):
 
 
 def by_hand(loss):
-    """Of each token, in Python's numbers."""
+    """The loss of each token, in Python's numbers."""
     name, o = loss.name, loss.options
     lp, old, adv, ref, out = (t.tolist() for t in (LP, OLD, A, REF, ROLLOUT))
     teacher = TEACHER.tolist()

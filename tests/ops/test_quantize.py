@@ -182,8 +182,8 @@ def test_compiled_kernels_divide_exactly(compiling):
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
 def test_quotients_are_exact_where_the_reciprocal_is_not(ulps):
     """The compiled branch, in NumPy: the emulator's reciprocal is exact, a GPU's is off by up to a
-    unit in the last place. Of the largest mantissa it must not be below the power of two, which
-    rounding to nearest excludes; NVIDIA's division has the same corrections.
+    unit in the last place. That of the largest mantissa must not be below the power of two, which
+    rounding to nearest excludes. NVIDIA's division has the same corrections.
     """
     pytest.importorskip("triton")
     from tilewright.kernels.quant import quantize_triton
@@ -269,8 +269,8 @@ def test_nf4_is_what_bitsandbytes_writes_and_reads(shape, double, dtype):
 
 @pytest.mark.packages
 def test_nf4_scales_are_those_of_bitsandbytes():
-    """Of other blocks, of zeros and subnormal numbers; in 8 bits more blocks than one of 256
-    scales, and a shorter one, and all of one size in the last tensor.
+    """Blocks have other sizes, zeros and subnormal numbers. The scales in 8 bits fill more than one
+    block of 256, and a shorter one; those of the last tensor are all of one size.
     """
     bnb = oracle("bitsandbytes.functional")
     x = randn(3, 5000)

@@ -184,7 +184,7 @@ def test_a_gradient_of_what_is_no_argument_is_refused(operator):
 
 
 def test_a_missing_gradient_is_none(operator):
-    """Of one result alone."""
+    """Only one result is differentiated."""
     args = given("a")
     found = operator(*args)
     (alone,) = torch.autograd.grad(found.total, args[0].a)

@@ -92,8 +92,8 @@ def with_adapter(dtype=torch.float32, **changes) -> Any:
 
 
 class Plant(NamedTuple):
-    """make: builds the model with its fault.   module: that is named first.   words: of its
-    message.   options: of `verify`.   unseen: documented as not seen.   also: other modules that
+    """make: builds the model with its fault.   module: the one named first.   words: words of its
+    message.   options: `verify`'s.   unseen: documented as not seen.   also: other modules that
     are named, None: any.   refused: the message is that of `Unverifiable`.
     """
 
@@ -126,7 +126,7 @@ PLANTS: dict[str, Plant] = {}
 
 
 def plant(module: str = "", words: str = "", **options):
-    """Of a function that makes the model."""
+    """Registers the plant of a function that makes the model."""
 
     def add(make):
         PLANTS[make.__name__] = Plant(make, module, words, **options)
@@ -141,7 +141,7 @@ def layers_until(module: str, model) -> Any:
 
 
 def changed(module: str = "", words: str = "", model=(), **options):
-    """Of a function that changes the model."""
+    """Registers the plant of a function that changes the model."""
 
     def add(change):
         def make():
@@ -156,8 +156,8 @@ def changed(module: str = "", words: str = "", model=(), **options):
 
 
 def forward_of(module: str, words: str, at: str | None = None, eager=False, model=(), **options):
-    """Of a module's new forward(own, ...).   at: the module, if another one is named.   eager: with
-    the eager attention.
+    """Registers the plant of a module's new forward(own, ...).   at: the module, if another one is
+    named.   eager: with the eager attention.
     """
 
     def add(forward):
@@ -309,7 +309,7 @@ def stale_cache(own, *args, **kwargs):
 
 @changed(FIRST, "its own config has max_position_embeddings 48, the model's has 64", model=BFLOAT16)
 def config_of_a_module(model):
-    """Of which nothing that is computed depends."""
+    """Nothing that is computed depends on it."""
     attention = model.model.layers[0].self_attn
     attention.config = copy.deepcopy(attention.config)
     attention.config.max_position_embeddings = 48
@@ -561,7 +561,7 @@ def head_tied(model):
 
 
 def loss_of(words, **options):
-    """Of a function(own, logits, labels, vocab_size, ...) in place of the model's loss."""
+    """Registers the plant of a function(own, logits, labels, vocab_size, ...) that is the loss."""
 
     def add(loss):
         def change(model):

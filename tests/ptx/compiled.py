@@ -305,7 +305,7 @@ def long_case(name):
     return getattr(importlib.import_module(module), make)("long_sums", *LONG[name])
 
 
-# Of experts with biases, with tiles of which both halves have columns.
+# Gates of experts with biases, with tiles of which both halves have columns.
 GATES = {
     "halves": {},
     "pairs": {
@@ -322,7 +322,7 @@ def biased(name):
     return moe_cases.case(f"biased {name}", sizes, "sentinels", biases=True, **GATES[name])
 
 
-# Of attention, with several blocks of keys: sizes, and options of its own case maker.
+# Attention with several blocks of keys: sizes, and options of its own case maker.
 ATTENDED = {
     "blocks": ((1, 2, 1, 300, 64), {}),
     "documents": ((1, 1, 1, 330, 64), {"documents": (0, 1, 140, 330)}),
@@ -896,8 +896,8 @@ def from_e4m3(driver, hardware):
 
 
 def nf4_codes(driver):
-    """Of every 16th float16 in [-1, 1], of the bounds between codes, and of their neighbors in
-    float32. A NaN, which the op refuses, has code 0.
+    """Codes of every 16th float16 in [-1, 1], of the bounds between codes, and of their neighbors
+    in float32. A NaN, which the op refuses, has code 0.
     """
     from tilewright.kernels.quant.nf4_tables import bounds
     from tilewright.kernels.quant.quantize_triton import nf4_quantize
@@ -1042,7 +1042,7 @@ def runs():
     for M, N, columns, dtype in ((272, 400, 1040, BF16), (144, 136, 2048, F32)):
         name = f"sm_90-low_precision_linear/by_rows ROLES-bits-{M}-{N}-{columns}-{short(dtype)}"
         found[name] = 90, fp8_dweight, M, N, columns, dtype
-    # The last scale of 32 is of 16 columns; of 128, a step is past a turn of the ring.
+    # The last scale of 32 columns has 16. One of the steps of 128 is past a turn of the ring.
     for recipe, K, dtype in (("mxfp8", 1008, BF16), ("nvfp4", 1792, F32)):
         run = 100, block_scaled, recipe, 144, 520, K, dtype
         found[f"sm_100-low_precision_linear/scaled ROLES-bits-{recipe}"] = run
@@ -1055,7 +1055,7 @@ def runs():
     for case in (c for c in op.cases if c.name in ("mxfp8 aligned", "nvfp4 aligned")):
         launch = f"{op.name}/scaled_{'rows' if case.name.startswith('mx') else 'weights'}"
         found[f"sm_100-{launch} ROLES-{case.name}"] = 100, alternative, op, case, launch, "ROLES"
-    # Of experts: scales that TMA does not read as they are; an expert of no rows, of one step, of a
+    # Experts: scales that TMA does not read as they are; an expert of no rows, of one step, of a
     # round and a step, and of an odd number of steps of 128; rows of a weight that end in a tile.
     for launch, recipe, N, K, counts, tail, dtype in (
         ("rows", "mxfp8", 328, 1040, (130, 0, 1), 130, BF16),
@@ -1065,7 +1065,7 @@ def runs():
     ):
         run = 100, scaled_experts, f"scaled_{launch}", recipe, N, K, counts, tail, dtype
         found[f"sm_100-low_precision_grouped_gemm/scaled_{launch} ROLES-bits-{recipe}"] = run
-    # Of many experts, which several threads share; rows of odd strides.
+    # Many experts, which several threads share; rows of odd strides.
     for columns, stride, offsets, dtype in (
         (1040, 1040, (130, 130, 131, 400), BF16),
         (70, 71, tuple(range(0, 300, 2)), BF16),
@@ -1253,7 +1253,7 @@ def runs():
         ),
     ):
         found[f"planted-roles-scaled-{name}"] = 100, planted, old, new, *scaled
-    # Of experts: another's weight; steps past the end, and half of one; sums before they are there.
+    # Experts: another's weight; steps past the end, and half of one; sums before they are there.
     for name, old, new, launch in (
         ("expert", r"(tensor\.3d\.shared[^{]*\{%r\d+, (%r\d+)), %r\d+\}", r"\1, \2}", "rows-mxfp8"),
         ("steps", r"min\.u32(\s+%r\d+), %r\d+, 4;", r"mov.b32\1, 4;", "weights-mxfp8"),

@@ -22,7 +22,7 @@ def groups():
 
 @functools.cache
 def digests():
-    """Of an op's sources, the emulator's, those of the runs, and the compiler's version."""
+    """Digests of each op's sources, the emulator's, the runs', and the compiler's version."""
     folder = ROOT / "lab/tilewright_lab"
     paths = [*(folder / "emulator").glob("*.py"), pathlib.Path(compiled.__file__)]
     common = sources.of_files(paths, compiled.triton.__version__)

@@ -180,7 +180,7 @@ def test_a_slow_peak_is_three_samples(monkeypatch):
         now[0] += calls
         return 1.0
 
-    kinds = iter([0.1, 4.0])  # seconds of a sample: of the copy, then of the product
+    kinds = iter([0.1, 4.0])  # seconds of a sample: the copy's, then the product's
     clock = SimpleNamespace(prepare=lambda fn: next(kinds), sample=sample)
     monkeypatch.setattr(timing, "clock", lambda device, seconds: clock)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))

@@ -115,7 +115,7 @@ def gate(*specs, argv=(), budgets=None):
 
 
 def digests(path):
-    """Of the kernel that calls another, as this file stands and with what a change makes of it."""
+    """The digest of the kernel that calls another, as this file stands and after each change."""
     text, made = pathlib.Path(path).read_text(), {}
     for name, old, new in (("same", "", ""), ("constant", "constexpr(2)", "constexpr(3)"),
                            ("called", "return x * FACTOR", "return FACTOR - x"), ("comment", "# of a program", "#"),
@@ -223,7 +223,7 @@ def planted(compiling, tmp_path_factory):
     return run_python(compiling, script, folder / "budgets")
 
 
-# What a run says that fails: of a budget, of a need, of any kernel.
+# What a run that fails says about a budget, about a need, and about any kernel.
 RED = {
     "registers": "copy sm_90: registers a thread: ",
     "shared": "copy sm_90: bytes of shared memory: 0, budget -1",

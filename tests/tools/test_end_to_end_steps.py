@@ -28,7 +28,7 @@ def forks():
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
-    """Of the command, on a tiny shape."""
+    """The document of the command, on a tiny shape."""
     out = tmp_path_factory.mktemp("results") / "steps"
     options = ["--shape", "tiny", "--steps", "3", "--skip", "1", "--out", str(out)]
     names = ",".join((*PROVIDERS, "liger"))
@@ -106,7 +106,7 @@ def test_kernels_of_a_step_are_those_of_the_trace(tmp_path):
     (row,) = json.loads((out / "step_kernels.json").read_text())["rows"]
     assert row["status"] == "ok" and len(row["samples_ms"]) == step_kernels.AFTER + 2
     launches = {k["kernel"]: k["launches"] for k in row["kernels"]}
-    # Of two layers with four products each, and of the head, each with both gradients.
+    # Two layers with four products each, and the head, each product with both gradients.
     assert sum(launches.get(n, 0) for n in ("aten::mm", "tilewright::product_cpp_")) == 27
     assert 0 < row["busy_ms"] <= row["span_ms"]
 

@@ -49,7 +49,7 @@ def row(folder, file, **wanted):
 
 
 def timed_row(unit, provider, folder=H100, stage="goals"):
-    """Of a suite."""
+    """A row of a suite."""
     units = {d.get("unit"): d for d in contents(folder, "suite.jsonl")}
     rows = units[f"{stage}/{unit}.bfloat16"]["rows"]
     [found] = [r for r in rows if r["provider"] == provider]
@@ -70,7 +70,7 @@ def head(variant):
 
 
 def of_data(command, of):
-    """Of the last row."""
+    """A number of the last row."""
     return raw(DATA, f"{command}.json", lambda d: of(d["rows"][-1]))
 
 

@@ -170,7 +170,7 @@ def test_every_variant_changes_the_launch_that_its_case_makes(ran):
 
 
 def test_the_gate_compiles_the_alternatives_of_launches(ran):
-    """Of kernels; linear_cross_entropy's chunks are none."""
+    """Only launches of kernels: linear_cross_entropy's chunks are none."""
     from bench.variants import asked
     from tilewright_lab.gate.verdict import budgeted
 

@@ -277,7 +277,7 @@ def test_an_installed_wheel_works_away_from_the_repository(site, with_torch):
     assert any("* cpp " in line and line.endswith("usable") for line in out.splitlines())
 
 
-# Of this process and of the workers that it starts.
+# Hides packages from this process and from the workers that it starts.
 ALONE = """
 import sys
 sys.modules.update(dict.fromkeys(("bench", "tilewright_lab", "triton")))

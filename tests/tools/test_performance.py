@@ -100,7 +100,7 @@ def jsonl(path, documents):
 
 
 def digest(op, device):
-    """Of today's sources."""
+    """The digest of today's sources."""
     return sources.digest(OPS[op], device) if op in OPS else "unknown"
 
 
@@ -394,7 +394,7 @@ def test_broken_reasons_name_the_file(root):
 
 
 def with_goal(monkeypatch, goal):
-    """Of all ops, rmsnorm alone has a goal."""
+    """Gives a goal to rmsnorm, and none to any other op."""
     for op in OPS.values():
         monkeypatch.setattr(op, "goals", (goal,) if op is RMSNORM else ())
 

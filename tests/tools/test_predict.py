@@ -306,7 +306,7 @@ def test_operators_that_copy_are_counted_with_what_they_read_and_write():
         torch.where((index >= 0)[:, None], t[index], 0)
     bytes_ = dict(operators.others)
     assert bytes_["index"] == 4 * 64 * (800 + 900) + 8 * 900
-    # Of the copies and of whether there are any, whose shape is [900, 1].
+    # The bytes of the copies, and of the condition, whose shape is [900, 1].
     assert bytes_["where"] >= 4 * 64 * 2 * 900 + 900
 
 
@@ -341,7 +341,7 @@ def test_what_hopper_refuses_has_rows_with_each_launch_that_changes_a_pass(monke
     assert devices == [90, 100] and seen == {"a", "b", ""}
     head = pages.table(found)[0]
     assert "| launch |" in head and "goal" not in head
-    # Of an op that refuses nothing, no row.
+    # An op that refuses nothing has no row.
     op.requests = ()
     assert not list(predict.newer([op], ON_100, seen))
 
@@ -371,7 +371,7 @@ def test_kernels_without_a_goal_are_those_of_the_largest_case_and_what_no_row_la
     seen: set[str] = set()
     assert [r.case for r in predict.others([op], ON, seen)] == ["large", "other"]
     assert seen == {"a", "b"} and not list(predict.rows([op], ON, seen))
-    # Of an op that has goals, kernels alone; and why an op has no line.
+    # An op that has goals has rows of kernels alone. A row says why an op has no line.
     has_goals.append("a goal")
     assert [r.case for r in predict.others([op], ON, {"a"})] == ["other"]
     has_goals.clear()
@@ -407,7 +407,7 @@ def test_every_op_with_a_triton_kernel_has_a_line_on_each_device_and_its_arithme
 
 
 def family(name):
-    """Of a budget of a scaled product, without its result's type and its tile's width."""
+    """The family of a scaled product's budget, without its result's type and its tile's width."""
     op, recipe = re.findall(r"\w+", name)[:2]
     return op, recipe, *(word in name for word in (" rows", " weights", " specialized"))
 
@@ -427,7 +427,7 @@ def test_every_scaled_product_has_a_row_on_the_b200(page):
             row = rf"\| `{op}` \| {recipe} [^|]* \| {re.escape(which)} \| heuristic \|"
             assert re.search(rf"{row}.* ms \| [\d.]+ \|", table), (op, recipe, which)
     assert "No timed case launches" not in arithmetic
-    # Of a device that is not simulated anew, the launches would be those of Hopper's conversions.
+    # A device that is not simulated anew would have the launches of Hopper's conversions.
     assert not re.search(r"_scaled\w* \([^)]*HARDWARE", arithmetic)
 
 

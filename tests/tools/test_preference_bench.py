@@ -14,7 +14,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytestmark = pytest.mark.packages
 
-# Of both, and of what counts.
+# The imports of both, and of what counts.
 IMPORTS = """
 import bench.predicted.step, bench.preference, tilewright.trainer.train
 import datasets, transformers.models.llama.modeling_llama, trl.trainer.dpo_trainer

@@ -665,8 +665,8 @@ def test_float8_is_checked_where_an_op_takes_it(monkeypatch):
 
 
 def test_the_cases_of_goals_come_before_the_others(tmp_path):
-    """Of this device only, with the implementation of `auto` and the peers; each result is also a
-    line of the stream.
+    """Only goals of this device are measured, with the implementation of `auto` and the peers. Each
+    result is also a line of the stream.
     """
     here = Goal("", "forward", "roofline_percent", at_least=1e-9, dtypes=("float32",))
     elsewhere = [
@@ -918,7 +918,7 @@ def test_a_call_ends_if_many_ops_fail_on_small_cases(
 
 
 def test_small_cases_are_of_our_own_kernels(monkeypatch):
-    """Of Triton by name: `auto` may be another library's kernel."""
+    """Triton is asked for by name: `auto` may be another library's kernel."""
     chosen = Chosen("cuda", run.Settings(), pathlib.Path())
     units = suite.units("smoke", OPS.values(), DTYPES, chosen)
     assert [u.name.partition("/")[2].partition(".")[0] for u in units] == list(OPS)
@@ -932,7 +932,7 @@ def test_small_cases_are_of_our_own_kernels(monkeypatch):
 
 
 def test_the_share_of_each_stage():
-    """Of the time, in the stages' order; all of it is given away."""
+    """The stages share the time in their order, and all of it is given away."""
     found = suite.SUITE.ends(["goals", "smoke", "products"], 100.0, 168.0)
     assert found == {"smoke": 117.0, "products": 117.0 + 51 * 30 / 54, "goals": 168.0}
     first = suite.SUITE.ends(suite.FIRST, 0.0, 480.0)
@@ -1537,8 +1537,8 @@ def of_triton(op, kwargs):
 
 
 def test_a_launch_is_timed_by_itself(monkeypatch):
-    """Of moe_mlp, whose passes start the same kernel for several launches: only that of the one
-    asked about.
+    """The passes of moe_mlp start the same kernel for several launches. Only the one asked about is
+    timed.
     """
     op = OPS["moe_mlp"]
     kwargs = next(c for c in op.cases if "contract" in c.tags).make("cpu", torch.float32, 0)

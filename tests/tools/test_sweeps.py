@@ -88,6 +88,6 @@ def test_a_package_that_is_missing_is_told(monkeypatch, capsys):
 
 
 def test_no_committed_row_is_wrong():
-    """Of today's sources or not: `make whole` says which are old."""
+    """Rows of older sources count, too: `make whole` says which are old."""
     for sweep in sweeps.every():
         assert not sweep.wrong(), sweep.what

@@ -31,7 +31,7 @@ LINE = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)(?: ; (.+))?")
 
 
 def environment(python):
-    """Of a minor version, or of one in full."""
+    """The environment of a minor version, or of one in full."""
     minor = ".".join(python.split(".")[:2])
     full = {"3.11": "3.11.7", "3.12": "3.12.1", "3.13": "3.13.0"}.get(python, python)
     return {"python_version": minor, "python_full_version": full, "sys_platform": "linux"}

@@ -58,7 +58,7 @@ def layout(**train):
 ADAM = {"optimizer": "adamw", "lr": 1e-3}
 RECOMPUTE = {"enable_gradient_checkpointing": "true"}
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=2"]
-# Of projections that are one tensor on disk, one has an adapter over all its rows.
+# One of the projections that are one tensor on disk has an adapter over all its rows.
 BEHIND = ["--lora.lora_target_modules=[o_proj, gate_up_proj, down_proj]"]
 MODES = {
     "mistral/train_ring": layout(ringattn_parallel_size=2),
@@ -264,7 +264,7 @@ def published(kind, sizes, **more):
 
 OLMO2 = {"rope_theta": 500_000, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 PUBLISHED_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-# Of published models, by their numbers of parameters.
+# Published models, by their numbers of parameters.
 PUBLISHED = {
     494_032_768: published(  # Qwen/Qwen2.5-0.5B
         "qwen2",

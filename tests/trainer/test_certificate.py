@@ -43,7 +43,7 @@ from tilewright.trainer.plugins.proof.computation import Outputs, in_backward
 from tilewright.trainer.section import properties
 
 CPU = torch.device("cpu")
-# Of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.
+# Layouts of four ranks. A vocabulary of 98 divides by two tensor-parallel ranks.
 LAYOUTS = {
     "ddp": ["--train.data_parallel_mode=ddp"],
     "fsdp2": fsdp2(),
@@ -274,8 +274,8 @@ def test_a_fault_of_a_forward_is_named_by_its_module(name, first, tmp_path, monk
 
 
 def test_gradients_are_named_in_the_order_of_the_backward(first, tmp_path, monkeypatch):
-    """Of three in which the lowest bit of one number has moved in the third step. Also against
-    checksums of an earlier version, which had none of outputs.
+    """The lowest bit of one number of three gradients has moved in the third step. The run is also
+    compared with checksums of an earlier version, which had none of outputs.
     """
     old = tmp_path / "old"
     shutil.copytree(first[0] / "out", old)
@@ -305,7 +305,7 @@ def test_gradients_are_named_in_the_order_of_the_backward(first, tmp_path, monke
     [("null", False), ("[self_attn]", False), ("null", True)],
 )
 def test_outputs_are_those_of_the_training_forward(modules, reentrant, first, tmp_path):
-    """Of one step, and not of an evaluation, which the first run has, nor of a recomputation."""
+    """They are of one step, not of an evaluation, which the first run has, or a recomputation."""
     run(
         first[1],
         *again(tmp_path / "again", "--train.checksum_steps=2", "--data.test_datasets=[]"),

@@ -175,7 +175,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(name, written, tmp_path):
             verify(folder, files)
 
     read()
-    # All of a small file; of a large one, its ends and what lies between.
+    # All bytes of a small file; a large one's ends, and some that lie between.
     for i in range(0, len(whole), max(1, len(whole) // 100)):
         for at in (i, len(whole) - 1 - i):
             flip(file, at, i % 8)
@@ -473,7 +473,7 @@ def test_what_safetensors_cannot_write_is_an_os_error(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "save_file", fills(module.save_file, 1))
         with pytest.raises(OSError, match=f"{tmp_path}.*cannot be written .*{FULL}"):
             write()
-    # Of one more it is `test_a_full_disk_is_one_sentence_that_speaks_of_space`.
+    # One more module is tested by `test_a_full_disk_is_one_sentence_that_speaks_of_space`.
     files = {module.__file__ for module in (*writers, checkpoint)}
     source = (ROOT / "tilewright").rglob("*.py")
     assert {str(f) for f in source if re.search(r"\bsave_file\(", f.read_text())} == files

@@ -233,7 +233,7 @@ def test_one_number_stands_for_every_token(tmp_path):
 
 
 def test_texts_have_columns_too(tmp_path):
-    """Of a row that makes several samples, each has what the row has."""
+    """Each of the samples that a row makes has what the row has."""
     rows = [
         {"text": "abcdef", "reward": 2, "weight": 0.5},
         {"text": "ab", "reward": 3, "weight": 1},

@@ -86,7 +86,7 @@ def errors(call, *arguments):
     return caught.value.problems
 
 
-# By their names, the paths of fields whose name one section alone has; of entries, the first's.
+# Paths of fields whose name one section alone has, by these names; for entries, the first one's.
 PATHS = {
     path.rpartition(".")[2]: path.replace("datasets.", "datasets.0.")
     for path in LEAVES

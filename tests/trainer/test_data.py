@@ -244,7 +244,7 @@ def test_batch_at_the_borders_of_documents():
 
 @pytest.mark.parametrize("multiple, tp", [(1, 1), (8, 1), (6, 4)])
 def test_micro_batches_are_padded_no_further_than_needed(make, multiple, tp):
-    """Of training and of evaluation: to the next multiple of what all ranks can divide."""
+    """Training and evaluation pad to the next multiple of what all ranks can divide."""
     fields = {"pad_to_multiple_of": multiple, "sample_packing_sequence_len": 32}
     bins = bins_of(make, **fields)
     loader = Batches(bins, make(**fields, train={"micro_batch_size": 2}), tp=tp)
@@ -386,7 +386,7 @@ def test_a_set_on_the_hub_is_read_from_its_files(make, monkeypatch, tmp_path):
 
 
 def test_texts_whose_types_were_guessed_are_not_taken_from_the_cache(make, monkeypatch):
-    """Of the datasets package, which has them where the Hub cannot be asked."""
+    """The datasets package's cache has them where the Hub cannot be asked."""
     made = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     unreachable_hub(monkeypatch, lambda *a, **k: made)
     monkeypatch.setattr(cache_key, "version", lambda entry, token: "commit")

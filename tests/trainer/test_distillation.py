@@ -26,7 +26,7 @@ from tilewright.trainer.models.listed import How, Listed, listed
 pytestmark = pytest.mark.packages
 
 VOCAB, ROWS = SHAPE["vocab_size"], 24
-# The arguments of a run, by a name: of the section distillation.
+# A run's arguments of the section distillation, by a name.
 CASES = {
     "forward": {"divergence": "forward", "top_k": 4},
     "jsd renormalized": {"divergence": "jsd", "top_k": 4, "outside": "renormalize"},
@@ -463,7 +463,7 @@ def read(folder):
 
 
 def entries(row):
-    """Of each label the log-probabilities of tokens."""
+    """The log-probabilities of tokens at each label."""
     ids = row.get("teacher_ids") or [[t] for t in row["input_ids"]]
     values = row.get("teacher_logprobs") or [[v] for v in row["teacher_logprob"]]
     each = zip(row["labels"], ids, values, strict=True)

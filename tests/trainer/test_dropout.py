@@ -37,7 +37,7 @@ SHORT = {"train__max_steps": 3, "train__save_hf_weights": False}
 
 
 def masks_of(rates, key, *bins):
-    """Of one process."""
+    """The masks of one process."""
     bins = tuple(Run(*one) for one in bins)
     return Masks(*rates, key, bins, bins, bins)
 
@@ -145,7 +145,7 @@ RECOMPUTED = {"enable_gradient_checkpointing": True}
 TENSOR, ULYSSES, ROUND = (
     {f"{name}_parallel_size": 2} for name in ("tensor", "ulysses", "ringattn")
 )
-# Of four ranks, in two pairs with a batch each, or all with the same one.
+# Layouts of four ranks, in two pairs with a batch each, or all with the same one.
 SAME = {"micro_batch_size": 2}
 FOUR = {
     "matrices": (RATES, TENSOR),

@@ -329,7 +329,7 @@ def test_a_run_counts_steps_without_labels_and_goes_on(tmp_path, capsys):
 
 
 def test_a_part_of_the_data_without_a_target_starts_no_run(tmp_path):
-    """Of two samples, one has a label; one is held out."""
+    """One of two samples has a label; one is held out."""
     said = set()
     for labeled in range(2):
         folder = tmp_path / str(labeled)
@@ -400,7 +400,7 @@ def test_gradients_are_exchanged_in_the_last_micro_batch_alone(tmp_path, monkeyp
 
 
 def test_weights_and_adapters_start_from_the_seed(tmp_path):
-    """Of runs with different seeds all weights differ; of equal ones none does."""
+    """All weights of runs with different seeds differ; those of equal seeds do not."""
     path = write_config(tmp_path, lora__enable_lora=True)
     first, again, other = (
         dict(engine_of(load(path, [f"--train.seed={seed}"])).model.named_parameters())

@@ -392,7 +392,7 @@ def test_a_run_s_limits_of_batches_are_those_of_evaluate(settings, tmp_path, cap
     for name in ("first", "second"):
         assert found[name]["loss"] == pytest.approx(want[f"eval_loss/{name}"], rel=1e-5)
     assert sums(settings, "--train.eval_max_batches=1.0", capsys=capsys) == whole
-    # Of test sets, beside rows that are held out of those to train on.
+    # Test sets have their own limit, beside rows that are held out of those to train on.
     tests = ["--train.do_test=true", "--train.test_max_batches=1", "--data.val_set_size=4"]
     found = sums(settings, *tests, capsys=capsys)
     assert [*found] == ["first", "second", "held_out"]

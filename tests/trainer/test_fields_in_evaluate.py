@@ -88,7 +88,7 @@ ERRORS = words(
     """
 )
 RANKS = "test_evaluate.py::test_bits_do_not_depend_on_ranks"
-# What another test sees: of several ranks, of another machine or of the network.
+# What another test sees, with several ranks, another machine or the network.
 HELD = {path: test for path, test in fields.HELD.items() if path not in BY_PATH} | {
     **{r.path: RANKS for r in ROWS if r.differs == "plan"},
     "model.batch_invariant": "test_evaluate.py::test_bits_do_not_depend_on_batches",
@@ -102,7 +102,7 @@ HELD = {path: test for path, test in fields.HELD.items() if path not in BY_PATH}
     "train.allow_other_base": "test_evaluate.py::test_adapters_over_other_weights_are_refused",
     "distillation.top_k": "test_distillation.py::test_a_teacher_writes_what_transformers_says",
 }
-# Of training, of its checkpoints and logs, and of costs: a configuration to train with has them.
+# Fields of training, its checkpoints and logs, and costs: a configuration to train with has them.
 SAME = [r for r in BY_PATH.values() if r.path not in {*SCORES, *SEEN, *ERRORS, *HELD}]
 
 

@@ -121,7 +121,7 @@ def test_an_interrupt_before_the_first_step_is_one_sentence(tmp_path, monkeypatc
 
 
 def _blocked(rank, number, path, folder):
-    """A process whose first step never returns to Python. Of rank 1 another process has ended."""
+    """A process whose first step never returns to Python. Another process of rank 1 has ended."""
     with pathlib.Path(folder, f"said_{rank}.txt").open("w") as said:
         os.dup2(said.fileno(), 2)
 
@@ -181,7 +181,7 @@ def said(folder, rank):
 
 
 def test_two_agents_train_as_one_and_a_signal_to_one_of_them_stops_both(tmp_path):
-    """Of two nodes, that is: each has an agent of torchrun and a rank."""
+    """There are two nodes, and each has an agent of torchrun and a rank."""
     options = {
         "train__data_parallel_mode": "fsdp2",
         "train__log_format": "structured",

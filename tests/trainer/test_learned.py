@@ -54,7 +54,7 @@ def learned(tokenizer, samples):
 
 # ---- marks of messages
 
-# Of other tools: parts of messages, shares, and the opposite.
+# Other tools' marks, for parts of messages, for shares, and for the opposite.
 OTHERS = (
     *("train_detail", "training_detail", "loss_scale", "loss_weight", "loss_weights"),
     *("step_loss_mask", "mask", "masked", "is_trainable", "train_on_turn", "learn", "ignore"),

@@ -133,7 +133,7 @@ PLANNED = {
 
 
 def full_config(folder, shape=QWEN3, **options):
-    """Of a run whose bins are full."""
+    """The configuration of a run whose bins are full."""
     path = write_config(folder, {**shape, **WIDE}, data__sample_packing_sequence_len=768, **options)
     return load(path)
 
@@ -216,7 +216,7 @@ def test_the_plan_says_whose_it_is_and_that_it_takes_routing_to_be_even(
 PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
 TURNS = {"pipeline_parallel_schedule": "Interleaved1F1B", "virtual_pipeline_size": 2}
-# Of two ranks: the shape, the options of `train`, and each rank's layers.
+# Stages of two ranks: the shape, the options of `train`, and each rank's layers.
 HALVES = [[0, 1], [2, 3]]
 STAGES = {
     "gpipe": (QWEN3, {"pipeline_parallel_schedule": "GPipe"}, HALVES),
@@ -329,7 +329,7 @@ def test_the_plan_of_a_layout_is_what_the_allocator_counts(case, tmp_path, recwa
     with symmetric_ranks(config.train, size) as ranks:
         counted = most_allocated(config, ranks)
     assert found.total == pytest.approx(counted, rel=0.06 if "experts" in case else 0.01)
-    # Of the views that blocks return: nothing works on them in place.
+    # There is no warning of the views that blocks return: nothing works on them in place.
     assert not [w for w in recwarn if "FSDP2-wrapped module" in str(w.message)]
 
 

@@ -169,7 +169,7 @@ def test_the_residual_stream_keeps_its_dtypes_under_autocast(monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek-v3"])
 def test_every_projection_is_asked_for_float32_gradients(name, tmp_path, monkeypatch):
-    """Of a model under autocast, as a step trains it: on a GPU PyTorch's would be rounded."""
+    """The model is under autocast, as in a step: PyTorch's gradients would be rounded on a GPU."""
     theirs(name, tmp_path)
     model, asked = ours(tmp_path / "theirs"), []
     monkeypatch.setattr(

@@ -330,7 +330,7 @@ OF_TWO = {
     for name in OPTIONS
     for mode in ["ddp" if name == "adafactor" else "fsdp2"]
 }
-# Of a tied weight each stage has a copy.
+# Each stage has a copy of a tied weight.
 DEPTHS = ["--train.optimizer=sgd", "--train.lr=0.5", "--train.layerwise_lr_bound=0.1"]
 SHARDS = [*DEPTHS, "--train.data_parallel_mode=fsdp2"]
 STAGES = [*SHARDS, "--train.pipeline_parallel_size=2", "--train.gradient_accumulation_steps=2"]

@@ -241,7 +241,7 @@ def test_a_run_sets_them_before_each_step_and_a_resumed_run_has_the_same_bits(
 
 
 def test_a_weight_decay_that_begins_with_0_rises():
-    """Of the groups that have one."""
+    """Groups that have none stay at 0."""
     rising = {"schedule": "linear", "from": 0.0, "to": 0.3, "steps": 4}
     decay = [f"--train.weight_decay={json.dumps(rising)}", '--train.no_decay_modules=["norm"]']
     train = load(None, [*LEAST, *decay]).train

@@ -832,7 +832,7 @@ def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys)
         ),
         ("preference.loss=kto preference.reference=column", "answers to other prompts"),
         ("preference.loss=simp", "did you mean simpo"),
-        # Of two fields the one that is wrong is blamed.
+        # The one of two fields that is wrong is blamed.
         ("train.z_loss=0.1", r"train\.z_loss = 0\.1, train\.loss = .*log-probabilities as they"),
         ("train.loss_temperature=2", r"train\.loss_temperature = \S+, train\.loss = .*as they are"),
         ("preference.reference=adapters_off", "there are no adapters"),

@@ -150,7 +150,7 @@ DEFECTS = {
     "line cut": (ROW * 2 + b'{"input_ids": [1,2,\n' + ROW * 2, "line 3: it ends within a JSON"),
     "blank lines before": (b"\n \n" + ROW + b"\n{\n" + ROW, "line 5: it ends within a JSON value"),
     "blank lines alone": (b"\n\n  \n", "there is nothing in it$"),
-    # Of the reader's blocks, of ten megabytes each, neither begins anew.
+    # Lines and rows are not counted anew in the reader's next block of ten megabytes.
     "second block": (LONG * 1000 + b"garbage\n" + ROW, "line 1001: it is not JSON: Expecting val"),
     "row of the second block": (
         (LONG + b"\n") * 1000 + ROW.replace(b"2", b"999"),
@@ -507,7 +507,7 @@ def test_contents_are_the_key_and_not_paths_or_times(tmp_path, made):
     texts(folder / "c.jsonl", "two")
     second = made(inside)["input_ids"][:]
     assert second != first
-    # Of the same length, in the same nanosecond: then the notes are trusted.
+    # A file of the same length, in the same nanosecond: then the notes are trusted.
     state = (folder / "c.jsonl").stat()
     texts(folder / "c.jsonl", "one")
     os.utime(folder / "c.jsonl", ns=(state.st_atime_ns, state.st_mtime_ns))

@@ -28,7 +28,7 @@ for given in json.loads(sys.argv[1]):
 
 
 def test_what_a_field_has_switched_off_is_not_imported(tmp_path):
-    """Of runs one after another in a fresh process."""
+    """The runs follow one another in a fresh process."""
     few = {"train__max_steps": 2, "train__save_strategy": "no", "train__save_hf_weights": False}
 
     def written(name, shape, rows, kind, **changes):

@@ -24,7 +24,7 @@ from tilewright.trainer.losses.language_modeling import language_modeling
 from tilewright.trainer.parallel.mesh import Mesh
 
 MODEL, CONFIG = ROOT / ".cache/smollm2", ROOT / "examples/chat_smollm2.yaml"
-# Of ten conversations, each of which five passes read.
+# Two of ten conversations, each of which five passes read.
 HELD_OUT = (ROOT / "examples/data/chat/heldout.jsonl").read_text().splitlines()[:2]
 STEPS = 2
 BIN = 128  # of 256 tokens
@@ -99,7 +99,7 @@ def cut(folder):
 
 @torch.no_grad()
 def held_out_loss(path):
-    """Of the answers in the held-out conversations, by transformers alone."""
+    """The loss of the answers in the held-out conversations, by transformers alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer, total, tokens = transformers.AutoTokenizer.from_pretrained(path), 0.0, 0
     for line in HELD_OUT:

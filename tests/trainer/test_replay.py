@@ -82,7 +82,7 @@ def test_what_each_engine_returns_is_read():
     assert torch.equal(found, want)
     assert torch.equal(read_routed_experts(routes, **options | {"tokens": None}), want[:, :5])
     assert torch.equal(read_routed_experts(routes, **options | {"tokens": 5}), want[:, :5])
-    # Of a model whose first layer is dense: an engine's buffer has zeros there, or no row.
+    # A model whose first layer is dense: an engine's buffer has zeros there, or no row.
     dense = {**options, "routed": (1, 2)}
     zeros = np.where(np.arange(3)[:, None] == 0, 0, routes)
     for given in (zeros, routes[:, 1:], text(zeros.tobytes()), text(routes[:, 1:].tobytes())):

@@ -111,7 +111,7 @@ def preferences(reference):
 
 def columns(column, loss="language_modeling", shape=None, train=None, **sections):
     """Rows whose tokens are the same, and further columns of another seed.   column: (tokens,
-    number of the row, draw) -> columns.   shape: of drawn weights.
+    number of the row, draw) -> columns.   shape: the shape of drawn weights.
     """
 
     def written(folder):
@@ -151,7 +151,7 @@ def samples(folder):
 
 
 def chats(**change):
-    """Of a tokenizer that is another by `change`."""
+    """Writes chats for a tokenizer that is another by `change`."""
 
     def written(folder):
         draw = random.Random(0)
@@ -285,7 +285,7 @@ def test_a_tokenizer_that_is_saved_again_is_the_same(tmp_path):
 
 
 def test_a_reference_of_another_shape_is_another_one(tmp_path):
-    """Of the same weights."""
+    """Its weights are the same."""
     config, _ = begun(tmp_path, preferences("precomputed"))
     trained(config, "--train.max_steps=1")
     file = tmp_path / "thing/config.json"
@@ -488,7 +488,7 @@ def left_by(folder, said):
 
 def stops(settings, counts):
     """Names of stops, and what makes them: one at every second moment, the others in the next of
-    STOPS, in each at another of the times that a run is there; and signals.   counts: of these.
+    STOPS, in each at another of the times that a run is there; and signals.   counts: by moment.
     """
     turn = [*STOPS].index(settings)
     for i, moment in enumerate(MOMENTS):
@@ -530,7 +530,7 @@ def test_a_run_that_was_stopped_leaves_what_one_that_was_not_leaves(
 
 
 def test_an_evaluation_that_is_made_up_again_is_reported_once(tmp_path, monkeypatch):
-    """Of a run that is killed once it has made it up, and goes on from the same checkpoint."""
+    """The run is killed once it has made it up, and goes on from the same checkpoint."""
     monkeypatch.setattr(loop, "evaluation", by_steps)
     path = a_run(tmp_path, STOPS["steps"])
     with signaled_at(2), pytest.raises(Stopped):
@@ -544,7 +544,7 @@ def test_an_evaluation_that_is_made_up_again_is_reported_once(tmp_path, monkeypa
 
 
 def test_a_test_is_of_the_sets_that_are_there_and_reported_once(tmp_path):
-    """Of a run that had ended: its sets may be others now, and a run without them leaves it."""
+    """The run had ended: its sets may be others now, and a run without sets keeps its test."""
     path = a_run(tmp_path, STOPS["steps"])
     found = []
     none = "--train.do_test=false", "--data.test_datasets=[]"

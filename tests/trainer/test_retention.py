@@ -240,8 +240,8 @@ def killed_at(number, work):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_kill_at_any_moment_leaves_whole_checkpoints_and_the_best(again, losses, tmp_path):
-    """Of a checkpoint's publication, with those that it supersedes, and of the clean-up by the next
-    start. again: the checkpoint replaces one of its step.
+    """The moments are of a checkpoint's publication, with those that it supersedes, and of the
+    clean-up by the next start.   again: the checkpoint replaces one of its step.
     """
     losses += [4.0, 2.0, 3.0, 3.0, 3.0]
     run(write_config(tmp_path, **HELD, **BEST, train__save_steps=1, train__max_steps=5))

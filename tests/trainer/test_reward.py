@@ -99,7 +99,7 @@ def test_extremes_are_finite_and_gradients_are_those_of_the_formula(gap):
 
 
 def test_a_reward_is_that_of_the_last_token_before_padding():
-    """Of documents [5 2 2], [2 2], [7] and [3 2 4], with 2 as padding."""
+    """The documents are [5 2 2], [2 2], [7] and [3 2 4], with 2 as padding."""
     ids = torch.tensor([[5, 2, 2, 2, 2, 7, 3, 2, 4]])
     batch = {
         "input_ids": ids,

@@ -137,7 +137,7 @@ def test_wsd_is_the_schedule_of_transformers(warm, constant, end, least, cycles)
 
 
 def nemo_warmup(step, warm):
-    """Of every policy but NoamAnnealing and CosineAnnealing with constant steps."""
+    """The warm-up of every policy but NoamAnnealing and CosineAnnealing with constant steps."""
     return PEAK * (step + 1) / (warm + 1)
 
 

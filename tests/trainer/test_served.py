@@ -214,7 +214,7 @@ def of_head(tmp_path, shape=QWEN3, **changes):
 @pytest.mark.parametrize("settings", ["", "lm_head_fp32"])
 @pytest.mark.parametrize("loss", [language_modeling, values, weighted_targets])
 def test_a_head_with_an_adapter_has_autograds_gradients(loss, settings, tmp_path):
-    """Of its logits, and nothing else than adapters is trained."""
+    """They are those of its logits, and nothing but adapters is trained."""
     options = {f"model__{settings}": True} if settings else {}
     engine = of_head(tmp_path, **options)
     head = engine.model.head_layer
@@ -401,7 +401,7 @@ STEPS, CALLS = 3, 2
 
 
 def calls_of(name):
-    """Of a tenant: the batches and settings of its calls, in order."""
+    """The batches and settings of a tenant's calls, in order."""
     at, bins = TENANTS.index(name), make_bins()
     for step in range(STEPS):
         for call in range(CALLS):

@@ -63,7 +63,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(settings):
-    """Of two documents for each pair."""
+    """A run with two documents for each pair."""
     return trained(settings, "whole")
 
 
@@ -129,7 +129,7 @@ def test_a_batch_has_the_prompt_once_and_every_label(settings):
     [(4, 1, "must be those of"), (0, 2, "predict no label"), (0, 3, "has 3 tokens, and a prefix")],
 )
 def test_a_prefix_that_is_none_is_refused(token, prefix, said, settings, tmp_path):
-    """Of rows that are tokens, whose columns are the user's."""
+    """The rows are tokens, whose columns are the user's."""
     same = {"labels": [IGNORE, IGNORE, 3], "pair": 1}
     rows = [
         {**same, "input_ids": [i * token, 2, 3], "role": i, "prefix": i * prefix} for i in range(2)
@@ -170,7 +170,7 @@ def test_with_adapters_and_without_a_reference(settings, orpo):
 
 
 def test_a_reference_in_a_column(settings, tmp_path):
-    """Of rows that are tokens: numbers per token are left out as their tokens are."""
+    """The rows are tokens: numbers per token are left out as their tokens are."""
     lines = []
     for i, row in enumerate(pairs(12, 3)):
         prompt, prefixes = row["prompt_ids"], (0, len(row["prompt_ids"]) - 1)

@@ -52,7 +52,7 @@ ODD = {**TIED, "num_attention_heads": 3, "num_key_value_heads": 1}
 
 
 def sharded(tp, data=None, **more):
-    """Of four processes that train on the eight bins of a step in two micro-batches."""
+    """Options of four processes that train on the eight bins of a step in two micro-batches."""
     micro_batch = 4 // (4 // tp if data is None else data)
     return fsdp2(tensor_parallel_size=tp, micro_batch_size=micro_batch, **more)
 

@@ -32,9 +32,9 @@ Tensors = dict[str, torch.Tensor]
 class Tenant:
     """What a parked tenant has; this rank's shards, by the names of parameters.
 
-    values: of trainable parameters.   gradients: that there are.   states: of the optimizer.
-    groups: the settings of its groups, in order.   peaks: their peak learning rates.
-    totals: the loss and the denominator of the calls since the last step.   scales: of adapters.
+    values: trainable parameters.   gradients: those that there are.   states: optimizer states.
+    groups: the settings of the optimizer's groups, in order.   peaks: their peak learning rates.
+    totals: the loss and the denominator of the calls since the last step.   scales: by adapter.
     """
 
     values: Tensors
@@ -60,7 +60,7 @@ def park(engine: Engine) -> Tenant:
     trained, optimizer = _trained(engine), engine.optimizer
     tenant = Tenant(
         {name: shard(p).clone() for name, p in trained.items()},
-        # Of DDP they are views of its buckets.
+        # Those of DDP are views of its buckets.
         {name: p.grad.clone() for name, p in trained.items() if p.grad is not None},
         {name: optimizer.state.pop(p) for name, p in trained.items() if p in optimizer.state},
         [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],

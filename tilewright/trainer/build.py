@@ -113,7 +113,7 @@ def check_experts(of: Section, section: str, layers: list[bool], *names: str) ->
 def shape_of_run(model: Model, head: str, mesh: Mesh | None = None) -> ModelConfig:
     """The shape of the model that a run trains.   head: the one that its loss reads.
 
-    mesh: of the run, whose ranks all call it: rank 0 looks at the weights. None: of this process.
+    mesh: the run's mesh, whose ranks all call it: rank 0 looks at the weights. None: one process.
     """
     shape, padding = hf.shape_of(model), None
     if head == "reward" and shape.pad_token_id is None:
@@ -553,8 +553,8 @@ def weights_read(
     """The weights that a run began from, and those that it compares with. Drawn weights have no
     content: the seed is in the identity.
 
-    path: of the model.   other: of a reference of its own.   compares: whether there is one, which
-    no column holds.   reference: its model; None: the policy's.
+    path: the model's.   other: a separate reference's.   compares: whether there is a reference
+    that no column holds.   reference: its model; None: the policy's.
     """
     found: Things = {}
     if policy.origin is not None and path is not None:

@@ -70,7 +70,7 @@ class Sums:
         entry per micro-batch.
     reports: the routers' [layers with experts, E + 2]: tokens per expert, load-balance loss and
         z-loss, over all ranks, padding left out; sums of `passes`.
-    names: of the further sums.   over: names of those that are means over another, by name.
+    names: names of the further sums.   over: names of those that are means over another, by name.
     """
 
     totals: torch.Tensor
@@ -91,7 +91,7 @@ class Sums:
 
     @classmethod
     def joined(cls, sums: list[Sums]) -> Sums:
-        """Of several calls with one loss, without what is per token or of routers."""
+        """The sums of several calls with one loss, without per-token values and router reports."""
         totals = torch.stack([s.totals for s in sums]).sum(0)
         return cls(totals, [], names=sums[0].names, over=sums[0].over)
 
@@ -133,7 +133,7 @@ class Engine:
     """A prepared model and its optimizer on a mesh. Every rank must make the same calls.
 
     empty_steps: the number of steps so far whose denominator was 0.
-    totals: the loss and the denominator of all calls since the last step, float64; None: of none.
+    totals: the loss and the denominator of all calls since the last step, float64; None: no call.
     reference: what losses compare with; None: nothing, or what the data hold.
     """
 
@@ -329,7 +329,7 @@ class Engine:
         set_values(self.optimizer, self.kinds, self.peaks, rest)
 
     def set_shaping(self, values: Mapping[str, float]) -> None:
-        """Of these, sets what losses read."""
+        """Sets those of these values that losses read."""
         of_losses = {name: v for name, v in values.items() if name in Shaping._fields}
         self.model.shaping = self.model.shaping._replace(**of_losses)
 
@@ -345,7 +345,7 @@ class Engine:
         of the optimizer (weight decay included), and `empty_steps` counts it.
 
         Args:
-            factor: of each group's peak learning rate.
+            factor: multiplies each group's peak learning rate.
             max_norm: gradients are clipped to this global norm; 0: no clipping.
             denominator: default: the sum of those of all calls since the last step.
 

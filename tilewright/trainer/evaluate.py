@@ -187,7 +187,7 @@ def evaluate(
 
 
 def shape_of(model: Model, head: str, mesh: Mesh) -> ModelConfig:
-    """With the head that the loss reads, or that the model's folder has."""
+    """The model's shape, with the head that the loss reads, or that the model's folder has."""
     stored = hf.shape_of(model).head
     return build.shape_of_run(model, stored if head == "language_model" else head, mesh)
 
@@ -202,7 +202,7 @@ def check_weights(model_path: str | None, checkpoint: str | None) -> None:
 
 
 def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
-    """With the weights of the model's folder, or of a checkpoint. Raises as `check_weights`."""
+    """An engine with the model folder's weights or a checkpoint's. Raises as `check_weights`."""
     path, m = config.train.load_checkpoint_path, config.model
     check_weights(m.model_path, path)
     if path is None and m.model_path is not None:

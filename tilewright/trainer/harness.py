@@ -54,7 +54,7 @@ class LanguageModel(Base):
 
     @classmethod
     def of(cls, path: str, overrides: list[str] | None = None) -> LanguageModel:
-        """Of a configuration, in the processes of this launch. The weights are those of
+        """The model of a configuration, in the processes of this launch. The weights are those of
         model.model_path, or of the checkpoint that train.load_checkpoint_path names.
 
         Raises ConfigError for the configuration, and what `evaluate` raises.
@@ -127,7 +127,7 @@ class LanguageModel(Base):
         )
 
     def _scores(self, pairs: Iterable[tuple[list[int], list[int]]]) -> list[Score]:
-        """Of each answer, after its context, in order."""
+        """The score of each answer, after its context, in order."""
         rows: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
         for context, answer in pairs:
             if len(answer) > self.max_length:

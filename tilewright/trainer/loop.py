@@ -129,7 +129,7 @@ class Run(Parts):
 
     def test(self) -> None:
         """Reports an evaluation on train.do_test's data sets, in place of one that an earlier run
-        of as many steps may have reported: of other sets, or of other batches.
+        of as many steps may have reported on other sets or other batches.
         """
         if not self.last:
             return

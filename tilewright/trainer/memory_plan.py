@@ -315,7 +315,7 @@ def plan_apart(
 def most(train: Batching, length: int, eager: bool, shape: ModelConfig) -> int:
     """A bound in bytes, several times what one process would need: smaller runs are not planned.
 
-    length: of a bin, in tokens.   eager: whether attention keeps all its probabilities.
+    length: a bin's, in tokens.   eager: whether attention keeps all its probabilities.
     """
     hidden, heads = shape.hidden_size, shape.num_attention_heads + shape.num_key_value_heads
     shared = shape.n_shared_experts or 0

@@ -11,7 +11,7 @@ from tilewright.trainer.tables import Table
 
 
 def given_options(options: type[BaseModel] | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """By keyword, with the defaults of those that are not given."""
+    """Options by keyword, with the defaults of those that are not given."""
     return {} if options is None else options.model_validate(dict(given)).model_dump()
 
 

@@ -44,14 +44,14 @@ class Plan:
         return schedule(step - shift, self.total - shift, self.train)
 
     def values(self, step: int) -> dict[str, float]:
-        """Of the fields that change from step to step, by name; step: from 0."""
+        """The values of the fields that change from step to step, by name; step: from 0."""
         names = (*IN_GROUPS, *Shaping._fields)
         found = {name: getattr(self.train, name) for name in names}
         at = step - self._scheduled
         return {n: v.at(at) for n, v in found.items() if isinstance(v, PerStep)}
 
     def max_norm(self, step: int) -> float:
-        """To which gradients are clipped; step: from 0."""
+        """The norm to which gradients are clipped; step: from 0."""
         return at_step(self.train.max_grad_norm, step - self._scheduled)
 
     def problem(self) -> str | None:

@@ -107,7 +107,7 @@ class Reference:
         else:
             [outcome] = self.parts.forward([batch], logprobs)
             self.parts.reshard()  # no backward pass does it
-        # Of a pipeline's stages the last has them, and reads them.
+        # Only the last stage of a pipeline has log-probabilities, and only it reads them.
         values = outcome.more or (torch.zeros_like(batch["labels"], dtype=torch.float32),)
         return {**batch, "reference_logprob": values[0]}
 

@@ -23,11 +23,11 @@ from tilewright.trainer.parallel.mesh import Mesh
 
 
 class Score(NamedTuple):
-    """Of one document.
+    """The score of one document.
 
-    document: its number in the data set.   tokens: labels that are not ignored, over which the
-    rest are sums, in nats.   hits: labels that are the most probable token.   logprobs: of each of
-    these labels, if asked for.
+    document: its number in the data set.   tokens: the number of labels that are not ignored. The
+    other numbers are sums over these labels, in nats.   hits: labels that are the most probable
+    token.   logprobs: the log-probability of each of these labels, if asked for.
     """
 
     document: int

@@ -74,7 +74,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _share_as_share(cls, value: Any, info: ValidationInfo) -> Any:
-        """On the command line, where pydantic takes "1.0" for the integer if both are accepted."""
+        """Keeps "1.0" of the command line a float: pydantic takes an int if both are accepted."""
         assert info.field_name is not None
         kinds = get_args(cls.model_fields[info.field_name].annotation)
         if isinstance(value, str) and {int, float} <= {*kinds} and re.search("[.eE]", value):
@@ -150,7 +150,7 @@ class Place(NamedTuple):
         return get(self.config, self.path)
 
     def paths(self, rule: Rule) -> tuple[str, ...]:
-        """Of the fields concerned; a name without a section is one beside this field."""
+        """The paths of the fields concerned. A name without a section is one beside this field."""
         beside = self.path.rpartition(".")[0]
         return (self.path, *(o if "." in o else f"{beside}.{o}" for o in rule.others))
 
@@ -307,7 +307,7 @@ def field(
     keyed: whether the name of a prepared set holds it.
     later: whether there are checkpoints or prepared sets from before there was the field: what they
     do not hold is the default.
-    limits: of pydantic's Field. An example of a required field stands in where it is missing.
+    limits: for pydantic's Field. An example of a required field stands in where it is missing.
     """
     made = Field(default, **limits)
     certified = certified and resume not in BESIDE

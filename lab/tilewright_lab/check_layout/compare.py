@@ -26,8 +26,8 @@ TOLERANCE = {
     torch.float8_e5m2: 0.5,
     torch.float8_e5m2fnuz: 0.5,
 }
-# Of what the optimizer adds to weights: Adam divides by the gradient's size, so it amplifies the
-# rounding of small elements.
+# The same for what the optimizer adds to weights: Adam divides by the gradient's size, so it
+# amplifies the rounding of small elements.
 UPDATE = {
     torch.float64: 1e-6,
     torch.float32: 1e-2,
@@ -88,7 +88,7 @@ def _elements(t: torch.Tensor) -> torch.Tensor:
 
 
 def _eps(*tensors: torch.Tensor) -> float:
-    """Of the widest rounding among them."""
+    """The eps of the widest rounding among them."""
     return max(
         torch.finfo(t.dtype).eps if t.is_floating_point() or t.is_complex() else 0.0
         for t in tensors
@@ -99,7 +99,7 @@ def _eps(*tensors: torch.Tensor) -> float:
 class Together:
     """A gradient summed over the ranks, where none of them shards it by a DTensor.
 
-    copies: of each element, over the ranks.
+    copies: the number of copies of each element, over the ranks.
     """
 
     total: Deviation
@@ -142,7 +142,7 @@ class Alone:
     """One process's step, without its tensors.
 
     order: names in the order in which the backward finished their gradients.
-    squares: of the gradients' norms.
+    squares: the squares of the gradients' norms.
     steps: whether it has an optimizer.   idle, drew, buffers: as in `Measured`.
     """
 
@@ -264,7 +264,7 @@ def _shares(
     relative: float,
     group: dist.ProcessGroup,
 ) -> tuple[float, ...]:
-    """By least squares over all gradients that every rank has whole; of each rank alone."""
+    """Each rank's share, by least squares over all gradients that every rank has whole."""
     whole = [n for n, k in found.kinds.items() if k == "copy" and n in found.early]
     names = set.intersection(*map(set, gathered(whole, group)))
     names = [n for n in want.gradients if n in names and not want.gradients[n].is_complex()]

@@ -227,7 +227,7 @@ def _origin(gradient: Finding, ranks: Sequence[Compared]) -> str:
     assert gradient.name is not None
     narrow = {c.narrow[gradient.name] for c in ranks if gradient.name in c.narrow}
     rest, factor = gradient.rest, gradient.factor
-    # Of a sum whose terms are rounded one after the other: a few roundings.
+    # A sum whose terms are rounded one after the other is off by a few roundings.
     if narrow and rest is not None and factor is not None:
         dtype = max(narrow, key=lambda d: torch.finfo(d).eps)
         most = len(ranks) * torch.finfo(dtype).eps

@@ -185,7 +185,7 @@ def measure(
 ) -> tuple[Step, Measured]:
     """Builds and runs a step.
 
-    group: of all ranks, not the step's own: a collective that a rank leaves out must not meet
+    group: all ranks, not the step's own group: a collective that a rank leaves out must not meet
     another here.   at: is told each part of the step before it starts.
     """
     torch.manual_seed(SEED)

@@ -146,7 +146,7 @@ def emulated_gpu(arch: int, **options: Any) -> Iterator[tuple[Driver, Unset]]:
 def prepared(args: argparse.Namespace, grid: str | None = None) -> tuple[Call, pathlib.Path | None]:
     """The call that the options describe, checked; and the file of the target.
 
-    grid: of a kernel, if the options name none.
+    grid: the grid of a kernel, if the options name none.
     """
     target, file = load(args.target)
     torch.manual_seed(args.seed)
@@ -287,7 +287,7 @@ def interpret(args: argparse.Namespace) -> None:
             differentiable(call)
         found = attempted(lambda: emulate(call, Driver(args.arch), unset, args.backward), args)
         given = arguments_of(call).items()
-        # Of every argument: what was written is known in the other process.
+        # Every argument is saved: the other process knows which were written.
         after = {n: t.detach() for n, t in given if isinstance(t, torch.Tensor)}
         save_tensors(args.results_to, after | found.tensors)
 

@@ -65,7 +65,7 @@ class Report:
 class Results:
     """Outputs and gradients of a call, by name.
 
-    grads: upstream gradients, by the number of the output.   names: of the outputs.
+    grads: upstream gradients, by the number of the output.   names: the outputs' names.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class Results:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """The arguments by name; of a function without a signature, by place."""
+    """The arguments by name, or by place if the function has no signature."""
     if call.kernel is not None:
         names = call.kernel.arg_names
     else:
@@ -97,7 +97,8 @@ def differentiable(call: Call) -> None:
 
 
 def gradients(result, arguments, grads) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
-    """Of the outputs with respect to the arguments that require them; None: autograd has none.
+    """The gradients of the outputs with respect to the arguments that require them; None: autograd
+    has none.
 
     grads: upstream gradients, by the number of the output; None: they are drawn.
     """

@@ -38,8 +38,8 @@ class Driver:
 
     keeps: whether the memory of every launch is kept.
     tolerated: kinds of faults that end no launch and are kept in `faults`: "replicas", "race".
-    unset, wrote: of memory by its addresses, which bytes nothing has written (`Memory.put`), and
-        what a launch wrote.
+    unset, wrote: the bytes of memory, by its addresses, that nothing has written (`Memory.put`),
+        and what a launch wrote.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Driver:
         from triton.runtime.cache import get_cache_manager
 
         cached = get_cache_manager(metadata.hash)
-        text, ttir = (  # Triton has just compiled them; of Gluon there is no ttir
+        text, ttir = (  # Triton has just compiled them; Gluon has no ttir
             pathlib.Path(file).read_text() if file else ""
             for kind in ("ptx", "ttir")
             for file in (cached.get_file(f"{metadata.name}.{kind}"),)

@@ -176,7 +176,7 @@ class Memory:
     def check_read(self, places, me, block, threads):
         """Fails if one of these threads may not read these bytes; notes that they do.
 
-        me: [threads, 1], the thread + 1 of the launch; block: its block; threads: of a block.
+        me: [threads, 1], the thread + 1 of the launch; block: its block; threads: threads a block.
         """
         self._check(self.writer, "reads", "writes", places, me, block, threads)
         self.read[places] = True

@@ -94,7 +94,7 @@ class Partitions(Part):
                 self.ordered_for(does, int(warp), at[warps == warp].reshape(-1), note)
 
     def ordered_for(self, does: str, warp: int, at: np.ndarray, note: bool | None = None) -> None:
-        """For one warp. note: only notes, or only checks."""
+        """`ordered` for one warp.   note: only notes, or only checks."""
         clocks = self.clocks
         if clocks is None:
             return

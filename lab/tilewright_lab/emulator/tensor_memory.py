@@ -503,7 +503,7 @@ class Product:
         return cls(m, n, k, named, turned, half, scales, first, bool(d >> 23 & 1))
 
     def lanes(self) -> np.ndarray:
-        """Of each row, from the first."""
+        """The lane of each row, from the first lane."""
         row = np.arange(self.m)
         return row if self.m == 128 else row // 16 * 32 + row % 16
 

@@ -19,8 +19,8 @@ class TensorMap:
         self.shape, self.strides = shape, strides
 
     def places(self, corner):
-        """For the box at `corner`, in memory order: the addresses of its bytes, and which are in
-        the tensor.
+        """The addresses of the bytes of the box at `corner`, in memory order, and which are in the
+        tensor.
         """
         at = np.indices(self.box).reshape(len(self.box), -1) + np.array(corner)[:, None]
         inside = ((at >= 0) & (at < np.array(self.shape)[:, None])).all(0)

@@ -293,8 +293,8 @@ class Transfers(Part):
                 self.ordered_for("reads", thread // 32, places[1])
 
     def box(self, operand, thread, text):
-        """Of a tensor map and a corner: the map, the addresses of the box's bytes in memory order,
-        and which are in the tensor.
+        """The tensor map of an operand, which names a map and a corner, the addresses of the box's
+        bytes in memory order, and which of them are in the tensor.
         """
         found = re.match(r"\[(\S+?),\{(.*)\}\]", operand.replace(" ", ""))
         if found is None:

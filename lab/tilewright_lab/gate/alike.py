@@ -46,7 +46,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
 _LOGITS, _GEMM, _WEIGHT = ("BLOCK",), ("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "BLOCK_K")
 _DELTA = "gated_delta_rule/{} one DK=128 DV=128 bf16"
 # By the name of a spec: the constants whose product is the elements of a tile, by which its
-# instructions are counted. Of products, those of the result.
+# instructions are counted. A product has the tile of its result.
 TILES: dict[str, tuple[str, ...]] = {
     **{f"cross_entropy/{which} bf16": _LOGITS for which in ("forward", "backward")},
     **{f"cross_entropy/{which} bf16 softcap": _LOGITS for which in ("forward", "backward")},

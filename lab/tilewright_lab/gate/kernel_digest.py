@@ -1,4 +1,4 @@
-"""Digests of kernels: of a kernel's syntax tree and of everything that it reaches, constants and
+"""Digests of kernels: a kernel's syntax tree and everything that it reaches, constants and
 functions included. Comments, docstrings, line breaks and the folders of files do not change them.
 """
 

@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
 def collected(
     args: argparse.Namespace, archs: tuple[int, ...]
 ) -> dict[str, tuple[LaunchSpec, set]]:
-    """By name, what a call compiles, and for which of the architectures."""
+    """What a call compiles, by name, and for which of the architectures."""
     found: dict[str, tuple[LaunchSpec, set]] = {}
     names: dict[str, str] = {}  # by what distinguishes it
     for arch in archs:

@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(ops: Iterable[Op]) -> dict[str, Candidate]:
-    """By the names of the specs that `collect` makes for a space."""
+    """Candidates by the names of the specs that `collect` makes for a space."""
     by_spec: dict[str, Candidate] = {}
     for op in ops:
         for tunable in (t for impl in op.implementations for t in impl.tunables()):

@@ -30,7 +30,7 @@ MOST_SUSPECTS = 8
 
 
 class Diagnosis:
-    """Of one failing value of one call."""
+    """The diagnosis of one failing value of one call."""
 
     def __init__(self, call: Call, row: Row, scene: Scene, replayer: Replayer):
         self.call, self.row, self.scene, self.replayer = call, row, scene, replayer

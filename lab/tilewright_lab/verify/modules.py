@@ -39,7 +39,7 @@ class Row:
 
     error, eager: deviations from float64 of the model's and of the eager twin's, in the units of
         `bench.contract.error`.   budget: what the contract allows.   where: the worst element.
-    factor: of the projection on the truth, minus 1: an error that all elements share.
+    factor: the factor of the projection on the truth, minus 1: an error that all elements share.
     factor_budget: what is allowed of it.
     by: the implementations that were seen.
     """
@@ -134,7 +134,7 @@ class _Choices(TorchFunctionMode):
 
 
 class _RoundedSums(TorchFunctionMode):
-    """In the gradient of softmax P, dS = P (dP - sum of P dP), roundings of the sum, one for a row:
+    """Roundings of the sum in the gradient of softmax P, dS = P (dP - sum of P dP), one for a row:
     fused attention has it from its output, which was rounded. Where values are nearly equal, as
     behind a large bias, dP and the sum cancel.
     """
@@ -335,7 +335,7 @@ def _short(path: str, child: Call) -> str:
 def observed(call: Call, forward: Callable, forwards: dict[str, Callable]) -> dict[str, Any]:
     """The model's own values, by the names of `Replay.values`.
 
-    forwards: of the reference's modules by path, for the names of arguments.
+    forwards: forwards of the reference's modules by path, for the names of arguments.
     """
     found = {f"output {n}".strip(): t for n, t in leaves(call.output).items() if _is_float(t)}
     found |= {f"gradient of {n}": g for n, g in by_name(call, forward).items()}

@@ -52,7 +52,7 @@ class Call:
     arguments: (args, kwargs), tensors detached.   output: likewise.
     into, out: gradients of inputs and outputs, by the names of `leaves` of arguments and output;
         zeros where none arrived.
-    parent, children: of the calls that are recorded.
+    parent, children: the nearest calls around and inside it that are recorded.
     picks: implementations that the registry took, and what autograd says of the rest.
     """
 

@@ -120,7 +120,7 @@ class Weights(NamedTuple):
 
     tensors: each in its dtype; quantized ones dequantized.
     names: the model's name of each, where it has one as a parameter.
-    adapters: of linear layers, by path.
+    adapters: adapters of linear layers, by path.
     paths: the path in the class of every module, by its path in the model.
     quantized: the number of quantized layers.
     """
@@ -247,7 +247,7 @@ class AdaptedLinear(nn.Module):
 class Twin(NamedTuple):
     """A reference.
 
-    model: of the pristine class.   wide: whether it computes in float64.
+    model: a model of the pristine class.   wide: whether it computes in float64.
     parameters: by the name in the model that is verified.
     """
 

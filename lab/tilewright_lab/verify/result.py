@@ -60,7 +60,7 @@ def apart(value: float, other: float, least: int = 2) -> tuple[str, str]:
 class Verification:
     """The result of `tilewright.verify`. `str()` is the table.
 
-    model: its class.   dtype: of its parameters.   scenes: the inputs it ran on.
+    model: its class.   dtype: the dtype of its parameters.   scenes: the inputs it ran on.
     findings: the breaks, values before gradients, worst first; empty if there are none.
     rows: a `Row` for every compared tensor, worst first.
     whole: those of the whole model, end to end.

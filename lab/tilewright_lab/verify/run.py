@@ -93,9 +93,9 @@ def _without_padding(g: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 class Compared(NamedTuple):
-    """rows: of modules.   whole: end to end.   unchecked: reasons by path.   ran, truth: the runs
+    """rows: the modules'.   whole: end to end.   unchecked: reasons by path.   ran, truth: the runs
     of the model and of the reference in float64.   flips: tokens that chose other experts.
-    replayers: of the references, in float64 and in the model's dtype.
+    replayers: replayers of the references, in float64 and in the model's dtype.
     """
 
     rows: list[Row]
@@ -142,7 +142,7 @@ def compare_forward(
 ) -> Compared:  # fmt: skip
     """Values alone, in the mode that the model is in; `gradients`: whether a graph is recorded.
 
-    earlier: of the same batch, for the references' masks.
+    earlier: what the same batch gave, for the references' masks.
     """
     recorder = Recorder(modules, gradients=False)
     with torch.set_grad_enabled(gradients), recorder.recording():

@@ -87,7 +87,7 @@ def verify(
         config: The configuration that is right, or a folder with one; None: the model's.
         tokens: The length of the random rows. A window or a scaling of the rotary embedding that is
             longer is not exercised.
-        lengths: Of further rows of random tokens, beside the batch.
+        lengths: The lengths of further rows of random tokens, beside the batch.
 
     Returns:
         A `Verification`: `.ok`, `.findings` (each with `.module` and `.message`), `.rows`, and as

@@ -19,7 +19,7 @@ class Best:
 
     metric: the number's name.   mode: min or max.
     over: identifies what evaluations are of (`over`): values of others do not compare.
-    value, step: of the checkpoint; None before there is one.
+    value, step: those of the checkpoint; None before there is one.
     """
 
     metric: str

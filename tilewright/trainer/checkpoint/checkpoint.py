@@ -5,8 +5,8 @@ renamed; found and resumed from.
 needed), each rank's random state, state.json (step, samples used, compatibility keys, op choices,
 checksums of the files before), and, in the last one, hf/.
 
-Of a model with adapters the frozen weights are left out where the folder that they were read from
-holds them still (`adapters_suffice`). Tied weights are stored once.
+The frozen weights of a model with adapters are left out where the folder that they were read from
+still holds them (`adapters_suffice`). Tied weights are stored once.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def contents(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint stores, or is to fill; and the optimizers' whole state dictionary.
 
-    optimizers: of different parameters of the model; none: weights alone.
+    optimizers: those of different parameters of the model; none: weights alone.
     """
     if not optimizers:  # of one without states, DCP's function would make some, of a step
         weights, moments = get_model_state_dict(model), None
@@ -490,10 +490,10 @@ def restore(
     """Fills the parts and the optimizer, and returns the saved state. Every rank must call it.
 
     states: false: fills the parts alone, and restores no random state.
-    reference: that moves, filled with the states: of a run in which it did not, it is not yet.
+    reference: one that moves. It is filled with the states if it moved in the checkpoint's run.
 
     run: compatibility keys that must equal the checkpoint's, by kind (model, optimizer, data,
-    base).   checked: compare the checksums of all files.   made_of: of a run that goes on.
+    base).   checked: compare the checksums of all files.   made_of: the resumed run's.
     Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
     or has changed since it was written; warns if ops were computed by other implementations.
     """
@@ -535,7 +535,7 @@ def restore(
     if states and state.get("reference"):
         tensors["reference"] = reference  # filled in place
     _load(folder, tensors, metadata, mesh, large)
-    # Names that are left out: of tied weights, and of those that are not the checkpoint's.
+    # Names of tied weights, and of weights that are not the checkpoint's, are left out.
     some = StateDictOptions(strict=False)
     if states:
         set_state_dict(

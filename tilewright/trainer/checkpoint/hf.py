@@ -125,8 +125,8 @@ def save_weights(
         model: the model, or its parts. Parameters may be sharded; one at a time is gathered.
         path: the folder, which may exist.
         tokenizer_path: a folder whose tokenizer's files are copied; None: none.
-        dtype: of the stored tensors, but for a router's bias for the choice; default: the
-            parameters' own.
+        dtype: the dtype of stored tensors, but for a router's bias for the choice; default:
+            the parameters' own.
         max_shard_bytes: maximum size of a file; tensors are not split.
 
     Raises:

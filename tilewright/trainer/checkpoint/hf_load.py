@@ -169,7 +169,7 @@ def load_weights(
         if isinstance(p, DTensor):
             first = None if mode == "all_ranks" else 0
             if first is not None and p.device_mesh.size() < dist.get_world_size(group):
-                # Of copies that train apart one has the rank that reads.
+                # Only one of the copies that train apart has the rank that reads.
                 dist.broadcast(full, src=source, group=group)
                 first = None
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=first))

@@ -52,5 +52,5 @@ class Shard:
 
 
 def _entry(name: str) -> int:
-    """At most the bytes of a tensor's entry in the header."""
+    """A bound on the bytes of a tensor's entry in the header."""
     return len(json.dumps(name)) + 160

@@ -50,8 +50,8 @@ class MadeOf(NamedTuple):
         }
 
     def unexplained(self, state: Mapping[str, Any], differ: dict[str, Any]) -> dict[str, Any]:
-        """What differs of a run's identity of the kind `data`, without what follows from another
-        thing that is in the samples.
+        """The differences in the `data` part of a run's identity, without those that follow from
+        another thing that is in the samples.
         """
         changed, recorded = self.changed(state).keys() & PARTS, "made_of" in state
         known = (
@@ -64,7 +64,7 @@ class MadeOf(NamedTuple):
     def refused(self, state: Mapping[str, Any], differ: Mapping[str, Any]) -> str | None:
         """Why a run is not the checkpoint's, in the words that follow the checkpoint's name.
 
-        differ: of the kind `data`: (checkpoint, configuration), what is not `unexplained`.
+        differ: what `unexplained` returned, as (checkpoint, configuration).
         """
         known = {*self.accepted, "base"}  # which has a sentence and a field of its own
         wrong = {n: both for n, both in self.changed(state).items() if n not in known}

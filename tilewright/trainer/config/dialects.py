@@ -78,8 +78,8 @@ class Entry(BaseModel):
     ours: the field that takes it.   convert: the conversion of its values; None: they stay.
     settings: fields that say the same, with an example's values; "null" is null.
     sentence: what is done; with a `state` why there is nothing, or what is missing.
-    there: of the product whose names the fields have, what the default or the meaning is there,
-        "none" if it has no such field; `sentence` says why it is another here.
+    there: the default or the meaning in the product whose names the fields have, "none" if it has
+        no such field; `sentence` says why it is another here.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -117,7 +117,7 @@ class Row(NamedTuple):
 
 @functools.cache
 def dialects() -> Mapping[str, Mapping[str, Entry]]:
-    """By product and name."""
+    """The entries, by product and name."""
     files = sorted(FOLDER.glob("*.toml"), key=lambda file: file.name.lower())
     read = {file.stem: tomllib.loads(file.read_text("utf-8")) for file in files}
     return {
@@ -199,7 +199,7 @@ def named(model: type[BaseModel], product: str, name: str) -> list[str]:
 
 
 def by_value(model: type[BaseModel], product: str, name: str, value: str) -> Row | None:
-    """Of a row of a table that has the name of one there."""
+    """The row for a value that names a row of a table, here as there; None: it names none."""
     entry = dialects().get(product, {}).get(name, Entry())
     paths = [*entry.settings] or named(model, product, name)
     rows = [m for path in paths[:1] for m in _field(model, path).metadata if isinstance(m, RowOf)]

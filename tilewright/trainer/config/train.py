@@ -40,7 +40,7 @@ def _wrong_callback_args(config: Any) -> str | None:
 
 
 def _batches(name: str) -> Refuse:
-    """Of a limit that is a count or a share."""
+    """The rule of a limit that is a count or a share."""
 
     def wrong(config: Any) -> bool:
         most = getattr(config.train, name) or 0

@@ -8,8 +8,8 @@ A batch is one packed row:
     `lengths` [documents], the number of each one's tokens that the rank has; with dropout, bin_ends
     int32 [bins]: the first token after each bin. Padding is a document of its own.
 Where a loss asks for it (`mismatched`), a batch also has `mismatched`, a batch of the documents'
-prompts with the answers of other documents: of the one before, in the order of a step's bins,
-round the step. It has `documents`, their number.
+prompts with the answers of other documents: each with that of the one before, in the order of a
+step's bins, round the step. It has `documents`, their number.
 With the column `prefix` a document's first tokens, as many as it says, are left out: they are those
 of the nearest document before it that has none, and its position_ids begin after them.
 With context parallelism what is per token is this rank's shard of the row, and the ranks of one row
@@ -334,7 +334,7 @@ def _mismatched(bins: list[list[Document]], multiple: int, cp: ContextParallel) 
 class Batches:
     """One rank's micro-batches, grouped by optimizer step, resumable at any step.
 
-    rank, world_size: of data parallelism; ranks of one `cp` have the same. A step takes world_size
+    rank, world_size: data parallelism's; ranks of one `cp` have the same. A step takes world_size
     * micro_batch_size * accumulation bins. The position is an epoch and the number of its bins that
     are used up, whatever the number of ranks, so a run can resume with another one.
     """
@@ -481,7 +481,7 @@ def evaluation_batches(
 
 
 def _batches(bins: int, size: int, world_size: int, most: float | None) -> int:
-    """Of each rank. See `evaluation_batches`."""
+    """The number of batches of each rank. See `evaluation_batches`."""
     every = math.ceil(math.ceil(bins / size) / world_size)
     if not most:
         return every

@@ -111,8 +111,8 @@ def known(said: Any) -> bool:
 
 
 def files_of(entries: list[Dataset], root: str, blocks: int) -> list[dict[str, Any]]:
-    """The local files that entries are read from, as `data_files.moved` compares them.   root: of
-    prepared sets.   blocks: of all together, at most, but one of each.
+    """The local files that entries are read from, as `data_files.moved` compares them.   root: the
+    folder of prepared sets.   blocks: their number for all files, at most, but one for each.
     """
     notes = Notes(pathlib.Path(root))
     found = [f for e in entries if e.path != "dummy" for f in located(e)[1] if "://" not in f]
@@ -168,7 +168,7 @@ def cache_key(
 
 def tokenized_by(entries: list[Dataset], model: Model, root: str) -> str:
     """A hash of the tokenizer that makes tokens of entries, with its chat template; "" if all rows
-    are tokens.   root: of the prepared sets.
+    are tokens.   root: the folder of prepared sets.
     """
     if not any(DATASETS[e.type].tokenizer for e in entries):
         return ""

@@ -32,7 +32,7 @@ Sample = tuple[list[int], list[int]]
 def check_tokenizer(path: str, kind: str, tokenizer: Any, *, template: bool = True) -> None:
     """Raises ValueError if `tokenizer` cannot prepare rows of this type.
 
-    path: of the data set.
+    path: the path of the data set.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(

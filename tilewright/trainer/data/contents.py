@@ -23,7 +23,7 @@ from tilewright.trainer.models.fields import Model
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARIES = (".model", ".tiktoken")
-# Of tokenizer_config.json: where and by what it was written, which no text depends on.
+# Items of tokenizer_config.json that say where and by what it was written; no text depends on them.
 WRITTEN = {
     "is_local",
     "local_files_only",

@@ -26,14 +26,14 @@ class Digests(NamedTuple):
     blocks: str = ""
 
     def within(self, most: int) -> Digests:
-        """With so many blocks at most."""
+        """The digests with at most so many blocks."""
         found = self
         while len(found.blocks.split()) > max(1, most):
             found = found.coarser()
         return found
 
     def coarser(self) -> Digests:
-        """With twice the lines in a block."""
+        """The digests with twice the lines in a block."""
         blocks = _pairs(self.blocks.split())
         return self._replace(every=2 * self.every, blocks=" ".join(blocks))
 

@@ -37,7 +37,7 @@ ALPACA = (
     "set type to prompt_completion"
 )
 LEFT_OUT = "; data.select_columns leaves a column out"
-# Of rows of texts these names are those of other things, such as who speaks.
+# Rows of texts have these names for other things, such as who speaks.
 STRUCTURE = ("pair", "role", "prefix")
 Row = Any  # names a row: its number, or a document's file and first byte
 Sample = tuple[np.ndarray, np.ndarray, dict[str, Any]]  # input_ids, labels, further columns
@@ -45,7 +45,7 @@ Columns = Mapping[str, Column]  # by name
 
 
 def schema(columns: Columns) -> pa.Schema:
-    """Of files of samples."""
+    """The schema of files of samples."""
     further = (pa.field(name, c.type) for name, c in columns.items())
     return pa.schema([*SCHEMA, pa.field(ROW, pa.int64()), *further])
 
@@ -105,7 +105,7 @@ def check_columns(
     asked for, or say what to learn and are not read. Warns of another column that is not read,
     whose name is nearly that of one that would be.
 
-    features: of columns, as the datasets package has them, if a file declares them.
+    features: features of columns, as the datasets package has them, if a file declares them.
     """
     row = DATASETS[entry.type]
     if not row.fits(names):
@@ -208,8 +208,8 @@ class Encoder:
         number: int = 0,
         use: Use = ANY,
     ):
-        """names: of the rows' columns.   columns: further ones of samples.   skip: rows that cannot
-        be used.   number: of the data set among those that are prepared together.
+        """names: the rows' columns.   columns: further ones of samples.   skip: rows that cannot
+        be used.   number: the place of the data set among those that are prepared together.
         """
         self.skip, self.number = skip, number
         self.most, self.vocab, self.columns = most, vocab, columns or {}

@@ -122,7 +122,7 @@ class Dataset(Section):
         ),
         keyed=True,
     )
-    """Format of the files; null: by their suffix. Of a folder, only such files are read."""
+    """Format of the files; null: by their suffix. Only such files of a folder are read."""
     max_seq_len: int | None = field(None, Resume.OTHER_CONTENTS, ge=2)
     """Tokens kept of a longer sample (text: of a piece of a document)."""
     shards: int | None = field(

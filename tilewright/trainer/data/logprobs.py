@@ -53,7 +53,7 @@ def write(
 ) -> None:
     """Writes a file of documents, under a name made from their keys.
 
-    found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: of the process, for
+    found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: the process's, for
     the name aside.   tokenizer: a hash of what made tokens of the documents; "": their rows had
     tokens.
     """
@@ -124,7 +124,7 @@ class Found:
             ends.append(e + at)
             at += len(v)
         self._ends, every = np.concatenate(ends), np.concatenate([np.empty(0, KEY), *keys])
-        # Of a document that two files hold, the first one's: on every rank, and when resumed.
+        # The first of two files that hold a document counts: on every rank, and when resumed.
         self._keys, self._at = np.unique(every, return_index=True)
 
     def __len__(self) -> int:
@@ -155,8 +155,8 @@ def documents(
     """Where in a packed row each document with labels is, which of its tokens have one, and its
     key.
 
-    ids, labels: [T].   ends: of documents, from 0 on.
-    shared: of each document the first tokens that it has from the nearest one before it with none.
+    ids, labels: [T].   ends: ends of documents, from 0 on.
+    shared: how many first tokens each document has from the nearest one before it that has none.
     The row does not repeat them; they are in the key, since an answer's log-probabilities are those
     after its prompt.
     """

@@ -10,11 +10,11 @@ from tilewright.trainer.data.types.dataset_type import Refused
 # OpenAI's and Mistral's weight; train, training and trainable of axolotl and others; loss of
 # ms-swift and xtuner; loss_mask of conversations for reinforcement learning.
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-# Names of others, which say it of parts of a message, or how much is learned, or with 1 for 0.
+# Other tools' names, for marks of parts of a message, of how much is learned, or with 1 for 0.
 OTHERS = re.compile(
     r"(.*_)?(loss(es)?|train(ing|able|ed)?|weights?|mask(s|ed)?|learn(ed|able)?|ignored?)(_.*)?"
 )
-# Of columns, whatever else rows have; what else has such a name may be of other things.
+# Columns that are marks, whatever else rows have; others of such a name may mean other things.
 OF_ROWS = re.compile(
     r"(loss|completion|assistants?|labels?|targets?|response|prompt)_masks?|trainable"
     r"|((loss|sample|token)_)?weights|(loss|sample|token)_weight|loss_scales?"

@@ -21,7 +21,7 @@ WHOLE = "loss_mask"
 PADDING = "attention_mask"
 BEGINS = ("position_ids", "seq_lengths")
 READ = (*PARTS, WHOLE, PADDING, *BEGINS)
-# Of other tools, beside masks: where documents begin, and labels.
+# Names of other tools, beside masks: for where documents begin, and for labels.
 OTHERS = re.compile(
     r"((seq|sequence|segment|doc|document|sample)_(ids|lens|lengths)|lengths)|(label|target)_ids|targets"
 )

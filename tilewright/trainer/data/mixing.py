@@ -30,8 +30,8 @@ def mixed(
             weights, the set's next one, and from its beginning again after its last; interleave_*,
             of sets in turns, or drawn by the weights, until the first set (under) or the last one
             (over) has ended, the others from their beginning again.
-        weights: of each set; None: its number of samples (random), or turns (interleave).
-        count: of samples, for random; None: as many as there are.
+        weights: one for each set; None: its number of samples (random), or turns (interleave).
+        count: number of samples, for random; None: as many as there are.
 
     Raises ValueError for a set with a weight and without a sample.
     """

@@ -213,7 +213,7 @@ def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool, lo
 
 
 def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss: str) -> Source:
-    """With the columns that are read. Raises ValueError for columns of another kind."""
+    """The source with the columns that are read. Raises ValueError for columns of another kind."""
     kind = DATASETS[entry.type]
     try:
         check_columns(entry, [*source.column_names], {}, columns, loss)
@@ -245,7 +245,9 @@ def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss:
 def _say_left_out(
     path: str, most: int, made: int, cut: int, unlabeled: int, short: int, kept: bool
 ) -> None:
-    """Of an entry's samples. most: tokens of one.   kept: whether those without labels are."""
+    """Logs which samples of an entry were cut or left out.   most: tokens of a sample.   kept:
+    whether samples without labels are kept.
+    """
     total = made + short + (0 if kept else unlabeled)
     if cut:
         log.warning(
@@ -280,7 +282,7 @@ def prepare_entry(
     use: Use = ANY,
 ) -> Counts:
     """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
-    samples.   units: those of the samples that have been written.   number: of the entry.
+    samples.   units: those of the samples that have been written.   number: the entry's number.
     """
     most, kind = longest(entry, data), DATASETS[entry.type]
     units.begin_set(kind.yields)

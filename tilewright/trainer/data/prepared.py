@@ -93,7 +93,7 @@ def _build(
             if not found.made and not found.unlabeled:
                 log.warning("%s: holds no sample of two tokens or more", entry.path)
             counts += found
-            # Of samples, or where some belong together of units.
+            # The numbers of samples, or of units where some samples belong together.
             part = np.arange(first[0], writer.samples)
             if units.names:
                 part = np.arange(first[1], len(units.first))
@@ -351,8 +351,8 @@ def _check_samples(prepared, vocab: int) -> None:
 
 def split_validation(dataset, size: int | float | None, seed: int, columns: Columns | None = None):
     """Returns (training, validation or None), both in the original order. size: a count, or a
-    fraction below 1, of rows of the data, all samples of which are in one of them; of samples, or
-    units of them, where rows are not known.
+    fraction below 1, of rows of the data, all samples of which are in one of them. Samples, or
+    units of them, are counted where rows are not known.
     """
     if size is None:
         return dataset, None

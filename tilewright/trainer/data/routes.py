@@ -23,7 +23,7 @@ CHECKED = 256  # samples of a prepared set that are checked at a time
 class Routes:
     """What a model's recorded routes look like.
 
-    layers: of the model.   routed: those with experts.   top_k: experts per token.
+    layers: the model's number of layers.   routed: those with experts.   top_k: experts per token.
     """
 
     layers: int
@@ -48,7 +48,7 @@ class Routes:
     def read(self, given: Any, tokens: int) -> np.ndarray:
         """A cell of the data: int16 [tokens, width], -1 for a token without a record.
 
-        given: as in `read_routed_experts`, lists also as an Arrow array.   tokens: of the sample.
+        given: as in `read_routed_experts`, lists also as an Arrow array.   tokens: the sample's.
         Raises TypeError or ValueError.
         """
         if given is None:
@@ -66,7 +66,7 @@ class Routes:
     def check(self, column: pa.ChunkedArray, tokens: pa.ChunkedArray) -> None:
         """Raises ValueError for the first sample of a prepared set whose routes are not such.
 
-        column: those of each sample, token after token.   tokens: of each sample.
+        column: those of each sample, token after token.   tokens: the tokens of each sample.
         """
         if not (
             any(is_list(column.type) for is_list in LISTS)

@@ -97,8 +97,8 @@ class File(Protocol):
 
 
 class _Index(NamedTuple):
-    """Of each segment of a file: its first byte, first row, and the lines before it.   rows: of
-    the file.
+    """The first byte and the first row of each segment of a file, and the number of lines before
+    it.   rows: the number of rows of the file.
     """
 
     bytes: array.array
@@ -234,11 +234,11 @@ class Rows:
 
     @property
     def column_names(self) -> list[str]:
-        """Of files' first rows."""
+        """The columns of the files' first rows."""
         return self._asked(n for file in self.files for n in file.names)
 
     def every_column(self) -> list[str]:
-        """Of all rows, all of which are read."""
+        """The columns of all rows. It reads every row."""
         return self._asked(n for file in self.files for n in file.every_name())
 
     def _asked(self, names: Iterable[str]) -> list[str]:

@@ -39,7 +39,8 @@ READERS = {
 DUMMY_SAMPLES = 512
 GUESSED = ("json", "csv")  # formats whose columns have no types
 READ = (*GUESSED, "parquet", "arrow")  # formats of files of rows
-# Of the datasets package's configurations: which files they are, and types, which rows have.
+# Attributes of the datasets package's configurations that say which files they are, and the types,
+# which rows have.
 OF_CONFIG = ("name", "version", "data_dir", "data_files", "description", "features")
 
 

@@ -82,7 +82,9 @@ def _rows(table: pa.Table, arrow: bool) -> Iterator[dict[str, Any]]:
 
 
 def _own(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Of a value of some type, as Python has it, what is a row's own; None: all of it."""
+    """A function that takes a value of this type, as Python has it, to what its row holds: JSON is
+    parsed, and fields that are null are left out. None: the row holds the value as it is.
+    """
     if isinstance(kind, pa.JsonType):
         return lambda text: None if text is None else json.loads(text)
     if isinstance(kind, pa.BaseExtensionType):

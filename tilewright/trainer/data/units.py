@@ -90,8 +90,8 @@ def has_rows(dataset: Any) -> bool:
 
 
 def held_together(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray:
-    """For each sample of a prepared set the number of what is held out with it, from 0 in the order
-    of the set: its row, or, where rows are not known, its unit.
+    """The number of what is held out with each sample of a prepared set, from 0 in the order of the
+    set: its row, or, where rows are not known, its unit.
     """
     if not has_rows(dataset):
         starts = starts_of(dataset, columns)

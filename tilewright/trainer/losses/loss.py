@@ -51,7 +51,7 @@ class Loss:
     """A row of LOSSES.
 
     function: (per_token, batch) -> (sum, denominator, *reported sums), one for each of `reports`.
-    columns: of a batch that it reads. A run whose batches have not all of them is refused.
+    columns: columns of a batch that it reads. A run whose batches have not all of them is refused.
     accepts: further columns that data may have: those that other settings of the run read. Another
         one that says what to learn, and is not read, is refused.
     reports: names of further sums, which are reported over the denominator.
@@ -64,10 +64,10 @@ class Loss:
     before: adds to a step's or an evaluation's micro-batches what the loss reads of all of them, or
         of a reference: see `losses.before`.
     over: names of reports that are means over another report, by name.
-    widths: of columns with several numbers per token, as many as the loss reads.
+    widths: widths of columns with several numbers per token, as many as the loss reads.
     asked: what makes the loss read a column, in errors, where it is not its name.
-    head: of the model, a name of HEADS.
-    settled: a section of the configuration -> the loss that a run has, of a row that depends on it.
+    head: the head of the model, a name of HEADS.
+    settled: a section of the configuration -> the loss that a run has, if the row depends on it.
     section: the name of that section.
     options: the pydantic model of `train.loss_args`, or None where there are none; the function
         gets them by keyword, too.

@@ -94,7 +94,7 @@ def settled(section: Policy) -> Loss:
     loss = formula(**{n: given[n] for n in formula.reads if given[n] is not None})
     reads = loss.needed
     columns = {tensor: column for tensor, column in COLUMNS.items() if tensor in reads}
-    # Of one token, for the names of the statistics.
+    # One token, which suffices for the names of the statistics.
     one = dict.fromkeys((*columns, "logprob"), torch.zeros(1)) | {"valid": torch.ones(1)}
     tokens = Tokens(**one, documents=OneSequence.of(torch.tensor([0, 1]), 1))
     named = policy.statistics(loss, tokens)

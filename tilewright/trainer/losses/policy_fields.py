@@ -82,7 +82,7 @@ class Policy(Section):
     icepop_beta: float | None = _option("icepop_beta", ge=1)
     """Nothing is learned where the ratio is not between 1 / this and this; null: everywhere."""
     beta: float | None = _option("beta", resume=COLUMNS_READ, ge=0)
-    """Of dro's square (null: 0.05), or of dr_grpo's KL to the reference (null: 0)."""
+    """Factor of dro's square (null: 0.05), or dr_grpo's KL to the reference (null: 0)."""
     kl_type: Literal["k1", "k2", "k3"] | None = _option("kl_type")
     """The estimate of that KL; null: k3."""
     ratio_type: Literal["token", "sequence"] | None = _option("ratio_type")

@@ -32,7 +32,7 @@ REPORTS = (
 # drift: how far answers are from the reference, in nats.   kl: mean log-ratios of other answers.
 DRIFT, KL = ("drift",), ("kl",)
 PARTS = ("preference_loss", "sft_loss")  # before their factors
-# Of answers that are not paired: of all of them, and over those that are desirable, or are not.
+# Reports on answers that are not paired: over all, and over the desirable or undesirable ones.
 KINDS = ("desirable", "undesirable")
 OVER = {f"{what}_{kind}": kind for kind in KINDS for what in ("reward", "logprob")}
 ALONE = ("saturated", "reward_accuracy", *KINDS, *OVER)
@@ -68,8 +68,8 @@ def _filled(sums: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 def pairs_of(
     per_token: TokenLosses, batch: Mapping[str, Any], reference: bool
 ) -> tuple[Pairs, torch.Tensor]:
-    """Of each document the pair that it is the chosen answer of, and whether it is one: its
-    rejected answer is the document after it. Elsewhere the pair is filled.
+    """The pair of each document that is a chosen answer, and a mask of these documents. The
+    document after the chosen answer is the rejected one. Elsewhere the pair is filled.
     """
     sums, is_pair = sums_of(per_token, batch, reference), batch["role"] == CHOSEN
     chosen, rejected = (_filled(t, is_pair) for t in (sums, sums.roll(-1, 1)))
@@ -83,7 +83,7 @@ def pairs_of(
 def answers_of(
     per_token: TokenLosses, batch: Mapping[str, Any], reference: bool
 ) -> tuple[Answers, torch.Tensor]:
-    """Of each document the answer, and whether it has one. Elsewhere the answer is filled."""
+    """The answer of each document, and a mask of those that have one. Elsewhere it is filled."""
     sums = sums_of(per_token, batch, reference)
     is_one = (batch["desirable"] >= 0) & (sums[1] > 0)
     answer, tokens, other = _filled(sums, is_one)
@@ -108,8 +108,8 @@ def answer_tokens(of: OfSequence, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def likelihood(answers: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Of answers' log-probabilities the terms whose mean, over the pairs or answers of a step, is
-    that of -log p over the tokens that are learned.
+    """Terms of the log-probabilities of answers. Their mean over the pairs or answers of a step is
+    the mean of -log p over the tokens that are learned.
     """
     count, tokens = batch["counts"]
     return -answers * (count / tokens.clamp_min(1.0))
@@ -143,8 +143,8 @@ def divergences(per_token: TokenLosses, sums: torch.Tensor) -> list[torch.Tensor
 
 @torch.enable_grad()
 def saturated(given: Pairs | Answers, names: tuple[str, ...], formula: Formula) -> torch.Tensor:
-    """Of each pair or answer, whether it learns nothing: the formula's gradients in these
-    log-probabilities are 0 in float32, in which they reach the head.
+    """Whether each pair or answer learns nothing: the formula's gradients with respect to these
+    log-probabilities are 0 in float32, the dtype in which they reach the head.
     """
     own = [getattr(given, name).detach().requires_grad_() for name in names]
     loss = formula(given._replace(**dict(zip(names, own, strict=True))))

@@ -73,7 +73,7 @@ class Adapter(NamedTuple):
     scale: float
 
     def arguments(self, like: torch.Tensor) -> dict[str, Any]:
-        """Of an op, in the dtype of the head's operands."""
+        """The arguments of an op, in the dtype of the head's operands."""
         A, B = (t.to(like.dtype) for t in self[:2])
         return {"lora_A": A, "lora_B": B, "lora_scale": self.scale}
 
@@ -177,7 +177,7 @@ class TokenLosses(OfSequence):
     ) -> tuple[torch.Tensor, ...] | None:
         """The sum of a policy loss of single tokens, whose gradient the head computes in its
         forward pass, and log-probabilities [B, S] without gradient. tokens: further fields of
-        `ops.SampledTokens`, [B, S]. None where losses are to be made of `values`: of other losses,
+        `ops.SampledTokens`, [B, S]. None where losses are to be made of `values`: for other losses,
         with `batch_invariant`, and after `statistics`.
         """
         numerics = self._ops.numerics
@@ -200,9 +200,10 @@ class TokenLosses(OfSequence):
 
     @torch.no_grad()
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each label [B, S], without gradients: its log-probability, the entropy of the
-        distribution (float32, nats), and whether it is the most probable token. 0 and False where
-        it is IGNORE. Losses that are asked for afterwards, without gradients, are made of these.
+        """The log-probability of each label [B, S], the entropy of the distribution (float32, nats)
+        and whether the label is the most probable token, all without gradients. They are 0 and
+        False where the label is IGNORE. Losses that are asked for afterwards, without gradients,
+        are made of these.
         """
         numerics, labels = self._ops.numerics, self._labels
         if numerics.batch_invariant:
@@ -336,7 +337,7 @@ def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class Head(NamedTuple):
     """A kind of head: a linear layer without a bias, by its name in the model and on disk.
 
-    rows: of its weight.
+    rows: rows of its weight.
     outputs: (hidden states [B, S, H], weight, around) -> [B, S, ...], what a model without a loss
         returns.
     values: (hidden states, weight, labels, around) -> what losses read. Hidden states are this

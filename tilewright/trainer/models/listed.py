@@ -1,7 +1,7 @@
 """Log-probabilities of several tokens at each place, and of all others together, without logits in
 memory but those of a chunk of rows.
 
-z = x weight^T / temperature, p = softmax z. Of the tokens K that are listed in a row
+z = x weight^T / temperature, p = softmax z, and K are the tokens that are listed in a row:
 
     logprobs_i = log p_i,  others = log sum_{v not in K} p_v,  label = log p_y
 
@@ -32,9 +32,9 @@ FUSED = ("triton", "cpp")  # implementations with kernels; others compute in pla
 
 
 class Listed(NamedTuple):
-    """Float32, float64 of float64.
+    """In float32, or float64 for float64.
 
-    logprobs: [T, k]; of no token (-1) any finite number.   others: [T]; -inf if all are listed.
+    logprobs: [T, k]; any finite number for no token (-1).   others: [T]; -inf if all are listed.
     label: [T]; any finite number where there is none.   best: [T], int64, the most probable token.
     """
 
@@ -79,7 +79,7 @@ class How(NamedTuple):
 
 
 def listed(head: Head, ids: torch.Tensor, labels: torch.Tensor, how: How) -> Listed:
-    """Of each row.
+    """Statistics of each row, by the module's formulas.
 
     Args:
         head: with T rows, and without a bias.

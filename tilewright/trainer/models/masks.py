@@ -1,4 +1,4 @@
-"""Dropout in the layers of a model. A mask is a function of counters: of the run's seed, the step,
+"""Dropout in the layers of a model. A mask is a function of counters: the run's seed, the step,
 the layer, the site, the number of the token's bin in the step, the token's place in its bin, and
 the element or head. So forward, recomputation and backward draw the same one, nothing is stored,
 and it does not depend on how a step's bins are divided into micro-batches, nor on how bins, rows,
@@ -18,16 +18,16 @@ from tilewright import ops as tw
 from tilewright.trainer.models.shared import TensorParallel
 
 AFTER_ATTENTION, AFTER_MLP, WITHIN_MLP = range(3)
-# Of the counters of `ops.attention`, whose offset has 29 bits.
+# What the counters of `ops.attention` have room for: its offset has 29 bits.
 MOST_BINS, MOST_LAYERS = 2**20, 2**9
 
 
 class Run(NamedTuple):
     """Tokens of one bin that follow each other in a tensor.
 
-    number: of the bin in the step.
-    first, end: of the tokens in the tensor.
-    place: of the first one in the bin.
+    number: the bin's number in the step.
+    first, end: where the tokens begin and end in the tensor.
+    place: where the first token is in the bin.
     """
 
     number: int
@@ -49,14 +49,14 @@ def runs(bins: Sequence[Run], at: torch.Tensor) -> tuple[Run, ...]:
 
 @dataclass(frozen=True)
 class Masks:
-    """Of a micro-batch [1, T].
+    """The dropout masks of a micro-batch [1, T].
 
-    hidden, attention, ffn: the probabilities of an element to be dropped: of what is added to the
-        residual stream, of attention's weights, of an MLP's inner activations.
-    key: of the run's seed and the step; see `key_of`.
+    hidden, attention, ffn: the dropout probabilities of what is added to the residual stream, of
+        attention's weights, and of an MLP's inner activations.
+    key: made of the run's seed and the step; see `key_of`.
     bins: whole ones, in order, as attention has them.
     inner: what an MLP has of them: this rank's shard of the sequence.
-    rows: what the residual stream has: of that, a tensor-parallel rank's part.
+    rows: what the residual stream has: a tensor-parallel rank's part of `inner`.
     """
 
     hidden: float
@@ -109,8 +109,8 @@ def _dropped(
     run: Run,
     columns: tuple[int, int],
 ) -> torch.Tensor:
-    """Of a run of rows.   of_call: the key, and the number of layer and site.   columns: the first
-    of x's, and how many a whole row has.
+    """residual + dropout(x) in the rows of a run.   of_call: the key, and the number of layer and
+    site.   columns: the number of x's first column, and how many columns a whole row has.
     """
     (key, call), (first, row), rows = of_call, columns, slice(run.first, run.end)
     return tw.dropout_add(

@@ -174,8 +174,8 @@ class Transformer(nn.Module):
                 for a token that is routed as usual.
             real: bool [B, S], false for padding, which routers' reports leave out; default: none
                 is.
-            masks: of dropout, which is off outside of training; with ends, and those of attention
-                not with a ring.
+            masks: masks of dropout, which is off outside of training; with ends, and those of
+                attention not with a ring.
             loss: see `losses.loss`; called with what the head gives, input_ids, labels,
                 position_ids and `more`.
             more: further tensors of the batch, for the loss.

@@ -92,7 +92,7 @@ class ModelConfig:
     routed_scaling_factor: float | None = None
     n_shared_experts: int | None = None
     head: str = "language_model"  # or "reward"
-    # Of a reward model: sequences end before it.
+    # A reward model's sequences end before this token.
     pad_token_id: int | None = None
     own: tuple[tuple[str, Any], ...] = ()  # items of config.json that its family alone reads
 

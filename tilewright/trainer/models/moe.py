@@ -118,8 +118,8 @@ def _gate_of(config: ModelConfig) -> Gate:
 class Router(nn.Linear):
     """Logits of experts. fp32: in float32, from x and weight in the dtypes of the call.
 
-    Of a sigmoid router e_score_correction_bias is added to scores for the choice alone. It has no
-    gradient, and stays whole and in float32 on every rank.
+    A sigmoid router adds e_score_correction_bias to its scores for the choice alone. The bias has
+    no gradient, and stays whole and in float32 on every rank.
     """
 
     def __init__(self, config: ModelConfig, fp32: bool, bias: bool, sigmoid: bool):
@@ -151,7 +151,7 @@ class MoE(nn.Module):
         """
         super().__init__()
         config, ops = place.config, place.ops
-        # Of layers with experts before this one.
+        # The number of layers with experts before this one.
         self.number = sum(config.is_moe(i) for i in range(place.layer))
         self.gate = Router(config, ops.numerics.router_fp32, router_bias, score == "sigmoid")
         self.experts = Experts(config, ops, expert_bias)
@@ -194,7 +194,7 @@ class MoE(nn.Module):
         return (y if self.shared_experts is None else y + self.shared_experts(x)), report
 
     def _completed(self, logits_TE, recorded_TK):
-        """Recorded routes; of tokens without a whole record today's."""
+        """Recorded routes; tokens without a whole record have today's."""
         bias = self.gate.e_score_correction_bias
         today = tw.route(logits_TE, self.top_k, bias=bias, **self.options).expert_index
         return torch.where((recorded_TK < 0).any(-1, keepdim=True), today, recorded_TK.long())
@@ -227,8 +227,10 @@ def reported(
 
 
 def statistics(sums: torch.Tensor) -> torch.Tensor:
-    """Of whole rows' sums [rows, layers, 2 E + 2], added over rows, [layers, E + 3]: tokens per
-    expert, the load-balance losses, the z-losses, and the number of rows with a token.
+    """Statistics of whole rows, added over rows, [layers, E + 3]: tokens per expert, load-balance
+    losses, z-losses, and the number of rows with a token.
+
+    sums: [rows, layers, 2 E + 2], those of `reported`.
     """
     E = sums.shape[-1] // 2 - 1
     chosen, shares, z, tokens = sums.split((E, E, 1, 1), -1)

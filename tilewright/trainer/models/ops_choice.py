@@ -73,7 +73,7 @@ class Ops:
 
         Args:
             attn_implementation, moe_implementation: names, or auto (None).
-            device_type, dtype: of the tensors of calls.
+            device_type, dtype: those of the calls' tensors.
             attention_request: the request that calls of attention will make.
             sharded_head: whether the head's rows are sharded over ranks.
             numerics: the switches; those that select an implementation have precedence.

@@ -88,13 +88,13 @@ class Sequence:
 
     cos, sin: rotary angles by position.   local: those of layers with a window, if they are others;
     see `angles`.   position_ids: [B, S], this rank's, or None: from 0.
-    rows: of cos and sin, by token: position_ids, but where angles depend on a document's length.
-    cu_seqlens: of packed documents, of the whole sequence.   ends: its values on the host, which
+    rows: in cos and sin, by token: position_ids, but where angles depend on a document's length.
+    cu_seqlens: the whole sequence's packed documents.   ends: its values on the host, which
     spare attention a synchronization in every layer.   longest: a power of two that bounds the
     documents' lengths, so that few values of it are compiled; None without ends.
     routes: recorded experts [layers with experts, K, tokens of this rank's hidden states], or None;
     a layer is called with its own.
-    masks: of dropout, or None.   prefixes: of documents, see `ops.attention`.
+    masks: dropout masks, or None.   prefixes: prefixes of documents, see `ops.attention`.
     real: bool [tokens of this rank's hidden states], false for padding, which routers do not
     report; or None: every token is real.
 

@@ -31,7 +31,7 @@ class Scores(OfSequence):
     def rewards(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """[documents], float64, differentiable; on every rank that shares the sequence.
 
-        batch: of one packed row, with input_ids and position_ids [1, T], and `lengths`, the number
+        batch: one packed row, with input_ids and position_ids [1, T], and `lengths`, the number
         of these tokens that each document has, in order.
         """
         ids, at, lengths = batch["input_ids"][0], batch["position_ids"][0], batch["lengths"]

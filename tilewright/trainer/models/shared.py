@@ -66,7 +66,7 @@ class TensorParallel:
 
 
 class RepeatedAttention(TensorParallel):
-    """Of attention that each rank computes whole."""
+    """The tensor parallelism of attention that each rank computes whole."""
 
     @property
     def heads(self) -> int:

@@ -20,7 +20,7 @@ def _ending() -> list[str]:
 
 
 def _endless(config: Any) -> bool:
-    """Of a schedule without an end; `constant` has always taken the fields of the others."""
+    """Whether the schedule has no end, but for `constant`, which has always taken all fields."""
     style = config.train.lr_decay_style
     return style != "constant" and not SCHEDULES[style].ends
 

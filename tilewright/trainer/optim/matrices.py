@@ -1,8 +1,8 @@
 """Which of the model's own matrices a parameter merges or stacks, for optimizers that take each by
 itself; those that Muon orthogonalizes, and in which shards.
 
-A shard says nothing of the whole matrix's singular values, so matrices are gathered: of K equal
-ones, each rank gets K / ranks whole ones, computes those, and sends every rank its shard back.
+A shard says nothing of the whole matrix's singular values, so matrices are gathered: each rank
+gets K / ranks whole ones of K equal ones, computes those, and sends every rank its shard back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tilewright.trainer.models.shared import dim_of
 class Parts:
     """How the rows of a merged projection belong to its parts.
 
-    rows: of each part; () for a matrix that is not merged.
+    rows: rows of each part; () for a matrix that is not merged.
     blocks: the rows are this many blocks, each with an equal share of every part.
     stacked: the first dimension counts tensors of experts, each in these parts.
     """
@@ -81,7 +81,7 @@ def merged(model: nn.Module) -> dict[nn.Parameter, Parts]:
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Of a projection; an adapter's are in parts of its own."""
+    """The trainable parameters of a projection. Those of an adapter are in parts of its own."""
     own = () if isinstance(module, LoRALinear) else module.parameters(recurse=False)
     return [p for p in own if p.requires_grad]
 
@@ -159,7 +159,7 @@ def compute_whole(
     """Replaces this rank's shards by those of the computed whole matrices, in place.
 
     kinds: from `alike`. Every rank must pass the same parameters in the same order.
-    shards: of each parameter, contiguous, in any dtype.
+    shards: the shard of each parameter, contiguous, in any dtype.
     compute: takes and returns a stack of whole matrices [..., rows, columns] per kind; some may be
         empty.
     """
@@ -193,7 +193,7 @@ class _Stack:
             for i in self.nested:
                 at = self.path[0][i]
                 blocks = parts_of_shard(at)
-                # Of each block, this rank's share.
+                # This rank's share of each block.
                 cut = result.unflatten(dim_of(at), (blocks, mesh.size(i), -1))
                 own = cut.select(dim_of(at) + 1, mesh.get_local_rank(i))
                 result = own.flatten(dim_of(at), dim_of(at) + 1)

@@ -22,7 +22,7 @@ class Whole:
     shape: tuple[int, ...] = ()  # of what there is of each tensor
 
     def sums(self, t: torch.Tensor) -> torch.Tensor:
-        """Of this rank's shard, by the parameter's tensors."""
+        """The sum of this rank's shard of each of the parameter's tensors."""
         return t.sum()
 
     def spread(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -31,9 +31,9 @@ class Whole:
 
 
 class Several(Whole):
-    """A parameter that is several, one after the other, in runs of this rank's rows.
+    """A parameter that is several tensors, one after the other, in runs of this rank's rows.
 
-    numbers: the tensor of each run.   lengths: of runs, in rows.
+    numbers: the tensor of each run.   lengths: the rows of each run.
     """
 
     def __init__(self, p: torch.Tensor, parts: Parts):
@@ -76,10 +76,11 @@ class Several(Whole):
 def squared_norms(
     tensors: list[torch.Tensor], several: Mapping[int, Several] | None = None
 ) -> list[torch.Tensor]:
-    """Of the model's own tensors, in float32, on every rank: one all-reduce for those sharded
-    alike.
+    """The squared norms of the model's own tensors, in float32, on every rank. Tensors that are
+    sharded alike share one all-reduce.
 
-    several: of those that are merged, by their place; of others [], of these [tensors].
+    several: the parameters that are merged, by their place. Their norms are [tensors], those of
+    the others [].
     """
     from torch.distributed.tensor import DTensor, Partial
 

@@ -84,7 +84,7 @@ def row(
 
 
 class Rprop(torch.optim.Rprop):
-    """On shards: the rule is elementwise, and PyTorch's cannot be computed on DTensors."""
+    """Rprop on shards: the rule is elementwise, and PyTorch's cannot be computed on DTensors."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -113,8 +113,8 @@ class Rprop(torch.optim.Rprop):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """By the model's own tensors: what a parameter merges or stacks has factors, a clipping and a
-    rate of its own.
+    """Adafactor by the model's own tensors: what a parameter merges or stacks has factors, a
+    clipping and a rate of its own.
     """
 
     def __init__(

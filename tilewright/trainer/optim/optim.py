@@ -47,7 +47,7 @@ def rate_factors(model: nn.Module, bound: float, plus: float) -> Callable[[str],
     """What the peak learning rate of a parameter is multiplied by, from its name.
 
     model: with the names of all layers, of which there are L.
-    bound: of the embedding, at depth 0. At a depth d it is bound + (1 - bound) d / (L + 2): the
+    bound: the embedding's factor, at depth 0. At depth d it is bound + (1 - bound) d / (L + 2): the
         layers are at 1 to L, the final norm and the head at L + 2. A head that is tied to the
         embedding is at 0.
     plus: LoRA+ (arXiv:2402.12354): the further factor of adapters' matrices B.
@@ -73,7 +73,7 @@ def parameter_groups(
     whole: nn.Module | None = None,
     factor: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, Any]]:
-    """For each rate two groups, with weight decay and without, and two more for each other factor.
+    """Two groups for each rate, with weight decay and without, and two more for each other factor.
     Every trainable parameter is in one: those of `apart` at the second rate, all others at the
     first. Each has its `kind`.
 
@@ -155,8 +155,8 @@ def peaks(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> list[Kind]:
-    """Of a new optimizer's groups. One that `parameter_groups` has not made, and that decays
-    nothing, is exempt.
+    """The kind of each group of a new optimizer. A group that `parameter_groups` has not made, and
+    that decays nothing, is exempt.
     """
     return [
         group.get("kind") or Kind(exempt=not group.get("weight_decay"))

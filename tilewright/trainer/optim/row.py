@@ -23,14 +23,14 @@ class Optimizer:
 
     build: (parameter groups, `apart` of the model, and by keyword the values of `fields` and of
         `options`) -> the optimizer. A group has params, lr and weight_decay.
-    fields: of the section `train` that it reads, beside those of the groups.
+    fields: fields of the section `train` that it reads, beside those of the groups.
     options: the pydantic model of `train.optimizer_args`, or None where there are none.
     apart: model -> trainable parameters in groups of their own, with what the optimizer must know
         of each.
     apart_lr: the field with their peak learning rate.
     merged: model -> the parameters in which it merges several tensors of its own, of an optimizer
         that takes each by itself; `build` gets them as `merged`.
-    version: of the states: one that checkpoints have, unless it is 1.
+    version: the version of the states, which checkpoints have unless it is 1.
     needs_whole: why it cannot train parameters that are sharded, or None.
     ignores: fields of the section `train` that every other optimizer reads, with the reason.
     """
@@ -70,7 +70,7 @@ class Schedule:
     share: the share of the decay that is done, 0 to 1, or with `by_step` a `Position`, and by
         keyword the values of `fields` -> part of the way from lr_min to the peak.
     decays: False for a rate that stays at its peak.
-    fields: of the section `train` that it reads, beside those of every schedule.
+    fields: fields of the section `train` that it reads, beside those of every schedule.
     needs: those of `fields` that have no default.
     ends: whether lr_decay_steps and lr_decay_ratio say where it ends.
     floor: the share is one of the peak, and lr_min the least rate, not the end of the way.

@@ -14,12 +14,12 @@ Purposes, and the ranks of each group:
     batch     ranks with the same batch rank read the same bins: the shards of one sequence, the
               shards of one matrix, and the stages
     loss      ranks whose losses are added: those with the same tp coordinate. Tensor-parallel
-              ranks compute the same loss; of the stages only the last has one
+              ranks compute the same loss; only the last of the stages has one
     params    ranks that hold the model's parameters, shards and stages of them: all ranks. Norms
               of gradients are summed over them
     apart     the copies that train apart, by axis
     stage     ranks of the same pipeline stage: statistics of its layers are summed
-    row       of these, the ones that share a row of tokens (ring, ulysses, tp)
+    row       the ones among these that share a row of tokens (ring, ulysses, tp)
     tensor    ranks that shard matrices (tp);   pipeline: the stages of one model, in order
     experts   the ranks of a stage as (replicate, expert_shard, expert)
     control   all ranks, on gloo: agreement, barriers; its timeout allows for preparing data
@@ -73,7 +73,7 @@ _PARAMETER_ORDER = {
 class Layout:
     """Sizes of the axes, and which of them shard parameters and experts.
 
-    apart: of those along which copies of the model train apart, unless it is 1.
+    apart: sizes of the axes along which copies of the model train apart, unless they are 1.
     """
 
     pp: int = 1
@@ -89,7 +89,7 @@ class Layout:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """In the order in which ranks count."""
+        """The sizes of the axes, in the order in which ranks count."""
         own = {name: getattr(self, name) for name in (*SAME_BATCH, "replicate", "shard")}
         known = {**self.apart, **own}
         return {axis.name: known.get(axis.name, 1) for axis, _ in axes()}

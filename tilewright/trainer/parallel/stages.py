@@ -17,7 +17,7 @@ from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.parallel.fields import Parallel
 
-# Of a batch, what positions are made of, and no loss reads.
+# Items of a batch that positions are made of, and that no loss reads.
 _OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
 
 
@@ -38,7 +38,7 @@ def split_layers(weights: list[int], ends: tuple[int, int], stages: int) -> list
     before[0] = 0
     before[-1] += ends[1]
     n = len(weights)
-    # least[i]: of the first i layers on the stages so far, (largest stage, their numbers).
+    # least[i]: (largest stage, their numbers) of the first i layers on the stages so far.
     least: list[tuple[int, list[int]] | None] = [(0, [])] + [None] * n
     for stage in range(1, stages + 1):
         least = [None] + [

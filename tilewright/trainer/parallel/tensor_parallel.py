@@ -164,7 +164,7 @@ def _placement(model: nn.Module, path: str, name: str) -> Placement:
     owner = path.removesuffix(".base")
     projection, adapted = owner.rpartition(".")[2], model.get_submodule(owner)
     if projection in BY_ROWS and name in ("weight", "lora_B"):
-        # Of fused projections each rank has rows of every part.
+        # Each rank has rows of every part of a fused projection.
         parts = 2 if projection == "gate_up_proj" else 1
         if name == "lora_B" and isinstance(adapted, LoRALinear):
             if len(adapted.parts) > 1:

@@ -73,7 +73,7 @@ class Callback:
 
 
 def _rows() -> list[tuple[str, Plugin]]:
-    """In order; of entry points too."""
+    """The rows in order, with those of entry points."""
     rows = [(name, CALLBACKS[name]) for name in CALLBACKS.names()]
     return sorted(rows, key=lambda row: row[1].order)
 

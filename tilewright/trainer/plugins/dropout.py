@@ -59,7 +59,7 @@ def operations(train: Dropouts, device_type: str, dtype: torch.dtype) -> dict[st
 
 
 def part_of_target(train: Dropouts, done: int) -> float:
-    """By what the probabilities are multiplied after so many optimizer steps."""
+    """The factor of the probabilities after so many optimizer steps."""
     return min(1.0, done / train.dropout_warmup_steps) if train.dropout_warmup_steps else 1.0
 
 

@@ -67,8 +67,8 @@ class Metrics:
         owed: bool = False,
         tests: bool = False,
     ):
-        """steps: (done, total).   tokens: of the steps done.   work: FLOPs per token, and devices.
-        settings: of the run, for Weights & Biases.   owed: whether the run begins with the
+        """steps: (done, total).   tokens: in the steps done.   work: FLOPs per token, and devices.
+        settings: the run's settings, for Weights & Biases.   owed: whether the run begins with the
         evaluation after its last step.   tests: whether it ends with a test.
         """
         (self.start, self.total), (self.flops, self.devices) = steps, work

@@ -10,7 +10,7 @@ from tilewright.trainer.plugins.callback import Callback, Step
 
 
 class Report(Callback):
-    """By `Metrics`."""
+    """Reports a step by `Metrics`."""
 
     def after_step(self, step: Step) -> None:
         run, sums = self.run, step.sums

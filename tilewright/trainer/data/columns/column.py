@@ -84,7 +84,7 @@ class Column:
 
     @property
     def type(self) -> pa.DataType:
-        """In files of samples."""
+        """The column's type in files of samples."""
         if not self.batched:
             return pa.string()
         one = pa.from_numpy_dtype(np.dtype(self.dtype))
@@ -93,7 +93,7 @@ class Column:
     def read(self, given: Any, tokens: int) -> Any:
         """A row's value for a document: an array [tokens], or [tokens, width], or one value.
 
-        given: lists as Python's or Arrow's.   tokens: of the row.
+        given: lists as Python's or Arrow's.   tokens: how many the row has.
         Raises TypeError or ValueError.
         """
         if self.reader is not None:
@@ -150,7 +150,7 @@ class Column:
         if values.dtype.kind not in "iuf":
             raise TypeError(f"it holds {values.dtype}; accepted are numbers")
         if wanted.kind in "iu" and (broken := flat != np.trunc(flat)).any():
-            # Of one such number a file's reader makes a column of floats.
+            # One such number suffices for a file's reader to make the column one of floats.
             i = int(broken.argmax())
             raise TypeError(f"token {i // width + 1}: {flat[i]}: accepted are integers")
         self._check_values(flat, lambda i: f"token {i // width + 1}")
@@ -213,7 +213,7 @@ class Column:
         return f"{name}: {error}" if self.reader is None else str(error)
 
     def filled(self, tokens: int) -> Any:
-        """Of a document of `tokens` that nothing is learned from."""
+        """The value for a document of `tokens` tokens from which nothing is learned."""
         if self.each == "document":
             return np.dtype(self.dtype).type(self.fill) if self.batched else ""
         shape = (tokens,) if self.width is None else (tokens, self.width)

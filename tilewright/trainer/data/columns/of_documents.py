@@ -10,7 +10,7 @@ COLUMNS.add("reward", Column("document", "float32", instructs=True))
 COLUMNS.add("pair", Column("document", "int64", instructs=True, fill=-1, least=0, together=True))
 COLUMNS.add("desirable", Column("document", "int64", instructs=True, fill=-1, least=0, most=1))
 COLUMNS.add("role", Column("document", "int64", instructs=True, fill=-1, least=0))
-# By how much a chosen answer's reward should exceed the rejected one's; of a pair, that of the
+# By how much a chosen answer's reward should exceed the rejected one's. A pair's is that of the
 # chosen answer.
 COLUMNS.add("margin", Column("document", "float32", instructs=True, default=0.0))
 # How many of its first tokens are those of the chosen answer's document, and predict no label.

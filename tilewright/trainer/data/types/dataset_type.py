@@ -33,11 +33,11 @@ WHOLE = Prompts()
 
 @dataclass(frozen=True)
 class Asked:
-    """What samples are made for.   path: of the data set, for errors.   kind: the type's name.
+    """What samples are made for.   path: the data set's path, for errors.   kind: the type's name.
     most: tokens of a sample.   columns: names of the rows' columns, as far as the first rows tell.
-    prompts: of types that cut them.   told: for the log, how often each sentence holds of a sample.
-    stops: tokens at which generation stops, beside the tokenizer's own (`data.ends`).   options: of
-    a type that has some.
+    prompts: how a type cuts them.   told: for the log, how often each sentence holds of a sample.
+    stops: tokens at which generation stops, beside the tokenizer's own (`data.ends`).   options:
+    those of a type that has some.
     """
 
     path: str
@@ -59,8 +59,8 @@ class Span(NamedTuple):
     of: int
 
 
-# (input_ids, labels), or with a third item: values of columns that the type `yields`, by name; of a
-# type that is `aligned` with a fourth one, a Span, if a sample has not all tokens of its row.
+# (input_ids, labels), or with a third item: values of columns that the type `yields`, by name. An
+# `aligned` type has a fourth one, a Span, if a sample has not all tokens of its row.
 Sample = Iterable[Any]
 
 

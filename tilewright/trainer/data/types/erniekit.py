@@ -16,7 +16,7 @@ from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, DatasetT
 def _samples(
     asked: Asked, system: str, src: list[str], tgt: list[str], label: list[int] | None = None
 ) -> list[chat.Sample]:
-    """Of the user's and the assistant's turns.   label: 1 for each of tgt that is learned."""
+    """Samples of the user's and the assistant's turns.   label: 1 for each learned item of tgt."""
     texts = itertools.chain(*zip(src, tgt, strict=True))
     learned = None
     if label is not None and not all(label):

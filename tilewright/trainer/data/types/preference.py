@@ -51,7 +51,7 @@ def _pair(
     answers: list[chat.Sample], asked: Asked, scores: tuple[float, ...] = (), number: int = 0
 ) -> Iterator[Sample]:
     """The two documents. Each has at most half of a bin, so that both are in one: answers are cut
-    from their ends.   number: of the pair in its row.
+    from their ends.   number: the pair's number in its row.
     """
     if answers[0] == answers[1]:
         raise Refused("its chosen answer is its rejected one")
@@ -191,7 +191,7 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
 
 
 def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
-    """Of columns of tokens, a prompt and answers to it, the sample of each answer."""
+    """The sample of each answer, from columns of tokens: a prompt and answers to it."""
     found = []
     for name in names:
         given = row.get(name)

@@ -118,7 +118,7 @@ def dense(hf: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
 def windows(hf: dict[str, Any], layer_types: list[str] | None) -> dict[str, Any]:
     """The sliding window, and which layers have it.
 
-    layer_types: of a config.json without them; None: all layers have the window.
+    layer_types: layer types for a config.json without them; None: all layers have the window.
     """
     if hf.get("sliding_window") is None:
         return {}

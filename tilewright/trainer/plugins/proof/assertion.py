@@ -22,7 +22,7 @@ from tilewright.trainer.plugins.records import CHECKSUMS, METRICS, certificates,
 from tilewright.trainer.plugins.run import Run
 
 FIELD = "train.assert_deterministic"
-# Of a row of metrics.jsonl, what no bits of the run decide.
+# Items of a row of metrics.jsonl that the bits of the run do not decide.
 OF_TIME = ("tokens_per_second", "data_seconds", "seconds", "seconds_left", "mfu", "memory_gb")
 
 

@@ -6,7 +6,7 @@ resumes after step N, to certificate_N.json:
     {"schema", "start", "facts": {kind: {name: value}}, "trained": [names], "files": {name: [...]}}
 
 start: optimizer steps done.   trained: the order of tensors in checksums.jsonl (`assertion.py`).
-files: of the data, by the name of the fact that depends on them, with digests of their lines; they
+files: the data's, by the name of the fact that depends on them, with digests of their lines. They
 say where data differ that are not the same, and earlier versions wrote none.
 Not among the facts are fields that change no number, paths (their contents are), and how many steps
 a run takes (the learning rate of each step is compared).
@@ -191,7 +191,7 @@ def launches(chosen: dict[str, str], device: torch.device) -> dict[str, str]:
 
 
 def differences(ours: Facts, theirs: Facts) -> Iterator[Difference]:
-    """By kind and name; what one of the two lacks is None there."""
+    """The differences, by kind and name; what one of the two lacks is None there."""
     for kind in dict.fromkeys((*ours, *theirs)):
         a, b = ours.get(kind, {}), theirs.get(kind, {})
         for name in dict.fromkeys((*a, *b)):
@@ -206,7 +206,7 @@ def listed(sentences: list[str]) -> str:
 
 
 def between_ranks(own: Facts, mesh: Mesh) -> str | None:
-    """In what ranks differ from rank 0, if they do, on every rank."""
+    """What ranks differ in from rank 0, if they do; the same on every rank."""
     first = mesh.control.broadcast(own if mesh.main else None)
     by_rank = [
         [Difference(*one) for one in found]
@@ -239,7 +239,7 @@ def files_of_data(data: Data) -> dict[str, list[dict[str, Any]]]:
 
 
 def between_runs(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """In what this run's certificate is not another one's."""
+    """What this run's certificate and another one differ in."""
     mine, facts = dict(ours["facts"]), dict(theirs["facts"])
     if ours["start"] != theirs["start"]:  # weights of other steps
         for found in (mine, facts):
@@ -311,7 +311,7 @@ def read(file: pathlib.Path) -> dict[str, Any]:
 class Certificate(Callback):
     """Certifies the run.
 
-    checksums: of its tensors.   made: its certificate.   apart: in what ranks differ from rank 0.
+    checksums: its tensors'.   made: its certificate.   apart: in what ranks differ from rank 0.
     """
 
     def __init__(self, run: Run):

@@ -50,8 +50,8 @@ def checksum(t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 class Checksums:
-    """Of the tensors of a model that is sharded over ranks: this rank's shard of each, times an odd
-    number that depends on the rank, added over all ranks.
+    """Checksums of the tensors of a model that is sharded over ranks: those of each rank's shards,
+    times an odd number that depends on the rank, added over all ranks.
     """
 
     def __init__(self, parts: Parts, mesh: Mesh):
@@ -62,17 +62,17 @@ class Checksums:
         self.factor = factors(ROW, mesh.device)
 
     def weights(self) -> list[int]:
-        """Of all parameters and buffers, in the order of `names`."""
+        """The checksums of all parameters and buffers, in the order of `names`."""
         held = (*self.model.named_parameters(), *self.model.named_buffers())
         return self.read(self.of(held, self.names))
 
     def of_gradients(self) -> torch.Tensor:
-        """Of the trained parameters' gradients, in the order of `trained`: this rank's part."""
+        """This rank's part for the trained parameters' gradients, in the order of `trained`."""
         held = ((name, p.grad) for name, p in self._trained() if p.grad is not None)
         return self.of(held, self.trained)
 
     def of_trained(self) -> torch.Tensor:
-        """Of the trained parameters, in the order of `trained`: this rank's part."""
+        """This rank's part for the trained parameters, in the order of `trained`."""
         return self.of(self._trained(), self.trained)
 
     def _trained(self) -> Iterable[tuple[str, nn.Parameter]]:

@@ -1,7 +1,7 @@
 """The order in which a step computes, and checksums of what a model's modules return in it.
 
 Checksums are taken of the embedding, of each module of a layer (norms, attention, MLP) and of the
-last norm; of a layer whose code is one compiled graph, of the layer. The head has none: it is
+last norm. A layer whose code is one compiled graph has a single checksum. The head has none: it is
 computed within the loss.
 """
 
@@ -64,8 +64,9 @@ def in_backward(names: Iterable[str]) -> list[str]:
 
 
 class Outputs:
-    """Of the modules of a model that is spread over ranks.   names: those of all ranks, in the
-    order of the forward. Every rank must make one.
+    """The outputs of the modules of a model that is spread over ranks. Every rank must make one.
+
+    names: the modules of all ranks, in the order of the forward.
     """
 
     def __init__(self, parts: Parts, mesh: Mesh):

@@ -26,7 +26,7 @@ def compare(engine: Engine, batches: Sequence[Batch]) -> dict[str, float]:
     """
     today = [{k: v for k, v in b.items() if k != "routed_experts"} for b in batches]
     with_records, without = (engine.forward(given, _values) for given in (batches, today))
-    # Of a pipeline's stages the last has values.
+    # Only the last stage of a pipeline has values.
     apart = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     for a, b, batch in zip(with_records.per_token, without.per_token, batches, strict=True):
         if a is not None and b is not None:

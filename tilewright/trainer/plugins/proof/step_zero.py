@@ -116,7 +116,7 @@ class StepZero(Callback):
         return Compared(differing, count, max(largest), firsts[0] if firsts else None)
 
     def begins(self) -> str:
-        """With what a policy begins that is not its reference's, if that are adapters."""
+        """Names adapters with which the policy begins and its reference does not, if any."""
         parts = self.run.engine.parts
         added = _union(self.run.mesh.control.gather(list(adapters_that_add(parts.model))))
         return f"; {added[0]}" if added else ""
