@@ -382,7 +382,7 @@ def test_what_the_name_stands_for(hf, calls):
     integration.register("eager")
     experts(*arguments)
     assert calls == ["auto", "eager"]
-    message = r"moe_mlp: unknown implementation 'fast'; have \['auto', 'triton'"
+    message = r"moe_mlp: unknown implementation 'fast'; have \['auto', 'gluon'"
     with pytest.raises(ValueError, match=message):
         integration.register("fast")
 

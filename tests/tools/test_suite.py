@@ -835,7 +835,7 @@ def stored(out):
 
 def test_the_command_end_to_end_and_resumed(tmp_path, capfd, monkeypatch):
     assert suite_command(tmp_path, PARITY + "ragged,gemma") == 0
-    monkeypatch.setattr(runner, "subprocess", forked.CHILDREN)
+    monkeypatch.setattr(runner, "subprocess", forked.IN_PLACE)
     first = stored(tmp_path)
     whole = first.pop("suite")
     others = {"time/rope.qwen3-8b.bfloat16", "roofline"}

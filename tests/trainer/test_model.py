@@ -606,7 +606,7 @@ def test_what_is_not_built_is_refused_by_name(change, message):
 def test_unknown_and_unusable_implementations_are_refused_before_anything_is_built():
     for options, said in (
         ({"attn_implementation": "flash_attention_9"}, "attention: unknown .* 'flash_attention_9'"),
-        ({"moe_implementation": "nosuch"}, r"moe_mlp: unknown .* have \['auto', 'triton'"),
+        ({"moe_implementation": "nosuch"}, r"moe_mlp: unknown .* have \['auto', 'gluon'"),
     ):
         with pytest.raises(ValueError, match=said):
             Ops.resolve(**options)

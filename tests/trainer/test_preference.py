@@ -796,9 +796,9 @@ def test_a_quantized_policy_beside_a_reference_that_is_not_is_named(settings):
 
 
 def test_a_resumed_run_is_not_checked_again_and_goes_on(settings, alone, capsys):
-    trained(settings, "half", "--train.save_strategy=steps", "--train.save_steps=1", ONE)
+    trained(settings, "resumed half", "--train.save_strategy=steps", "--train.save_steps=1", ONE)
     capsys.readouterr()
-    found = trained(settings, "half", "--train.load_checkpoint_path=auto", TWO)
+    found = trained(settings, "resumed half", "--train.load_checkpoint_path=auto", TWO)
     assert "reference:" not in capsys.readouterr().out
     assert [r["loss"] for r in found] == [r["loss"] for r in alone[:2]]
 

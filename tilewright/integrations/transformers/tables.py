@@ -71,7 +71,7 @@ def register(implementation: str = "auto", attn_implementation: str = "auto") ->
     Example:
         >>> from tilewright.integrations.transformers import register
         >>> register()[:2]
-        ('tilewright', 'tilewright:triton')
+        ('tilewright', 'tilewright:gluon')
     """
     for op, name in ((MOE_MLP, implementation), (ATTENTION, attn_implementation)):
         if name != "auto":

@@ -279,7 +279,7 @@ LINEAR_PREFERENCE_LOSS = head_op(
                 "out 3": 0.029,
                 "grad x": 0.14,
                 "grad weight": 1.0,
-                "grad bias": 0.39,
+                "grad bias": 0.48,
                 "grad lora_A": 0.058,
                 "grad lora_B": 1.1,
             },

@@ -159,7 +159,7 @@ class Formula:
         return cls(**{n: v for n, v in given.items() if v or cls.defaults[n] is not None})
 
     def __post_init__(self) -> None:
-        checked(**{n: getattr(self, n) for n in self.reads})
+        check_options(Given(**{n: getattr(self, n) for n in self.reads}))
         given = {n for n in self.reads if getattr(self, n) != self.defaults[n]}
         if wrong := contradiction(self.name, given, self):
             option, _, why = wrong
@@ -177,7 +177,22 @@ READ_WITH = {
 }
 
 
-# Wide: the options of nine formulas.
+class Given(NamedTuple):
+    """Options as they are given, of any formula; None: not."""
+
+    clip: float | None = None
+    clip_low_threshold: float = 0.0
+    clip_high_threshold: float = 0.0
+    dual_clip: float | None = None
+    use_tis: bool = False
+    tis_clip_low: float = 0.0
+    tis_clip_high: float = 0.0
+    icepop_beta: float | None = None
+    beta: float = 0.0
+    kl_type: str = "k3"
+    ratio_type: str = "token"
+
+
 @takes(
     clip="number (0, 1]",
     **dict.fromkeys(THRESHOLDS, "number [0, inf)"),
@@ -190,20 +205,8 @@ READ_WITH = {
     kl_type=KL_TYPES,
     ratio_type=RATIO_TYPES,
 )
-def checked(
-    clip: float | None = None,
-    clip_low_threshold: float = 0.0,
-    clip_high_threshold: float = 0.0,
-    dual_clip: float | None = None,
-    use_tis: bool = False,
-    tis_clip_low: float = 0.0,
-    tis_clip_high: float = 0.0,
-    icepop_beta: float | None = None,
-    beta: float = 0.0,
-    kl_type: str = "k3",
-    ratio_type: str = "token",
-) -> None:
-    """Raises TypeError or ValueError for options, of any formula, out of their ranges."""
+def check_options(given: Given) -> None:
+    """Raises TypeError or ValueError for options out of their ranges."""
 
 
 FORMULAS: dict[str, type[Formula]] = {}
@@ -253,7 +256,7 @@ class Clipped(Formula):
     clip_high_threshold: float = 1.2
 
     def __post_init__(self, clip: float | None) -> None:
-        checked(clip=clip)
+        check_options(Given(clip))
         if clip is not None:
             if given := [n for n in THRESHOLDS if getattr(self, n) != self.defaults[n]]:
                 raise ValueError(f"{given[0]} must not be given beside clip, got {clip!r} for that")
