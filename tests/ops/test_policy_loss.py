@@ -11,6 +11,7 @@ from helpers import DEVICE, skip_unless_usable
 
 from tilewright.ops import (
     CISPO,
+    DPO,
     GSPO,
     OPD,
     OPS,
@@ -19,10 +20,12 @@ from tilewright.ops import (
     GuardedPPO,
     HeadOptions,
     ImportanceSampling,
+    PairedAnswers,
     Reinforce,
     SampledTokens,
     linear_logprob,
     linear_policy_loss,
+    linear_preference_loss,
 )
 from tilewright.ops.loss import head, policy
 from tilewright.ops.loss.documents import Documents
@@ -438,6 +441,36 @@ def test_mean_divides_by_the_tokens(name):
     mean, grads = call(name, reduction="mean")
     torch.testing.assert_close(mean.loss, total.loss / 7)
     torch.testing.assert_close(grads[0], of_total[0] / 7)
+
+
+def of_policy(x, w, head, name):
+    sampled = SampledTokens(*(t.to(DEVICE) for t in (Y, ADVANTAGE, STALE)))
+    return linear_policy_loss(x, w, sampled, PPO(), head, implementation=name).loss
+
+
+def of_pairs(x, w, head, name):
+    ends, ref = torch.tensor([0, 3, 8]), torch.tensor([-9.0, -20.0])
+    answers = PairedAnswers(*(t.to(DEVICE) for t in (Y, ends, ref)))
+    return linear_preference_loss(x, w, answers, DPO(), head, implementation=name).loss
+
+
+@pytest.mark.parametrize("loss", [of_policy, of_pairs])
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_casts_the_tensors_of_the_heads_options_too(name, loss):
+    """As if the caller had cast each of them; gradients return in their own dtype."""
+    skip_unless_usable(OP, name, torch.bfloat16)
+    g = torch.Generator().manual_seed(1)
+    shapes = {"bias": (62,), "lora_A": (3, 16), "lora_B": (62, 3)}
+    options = {n: torch.randn(shape, generator=g) for n, shape in shapes.items()}
+    found = []
+    for cast in (False, True):
+        leaves = [t.to(DEVICE).clone().requires_grad_() for t in (X, W, *options.values())]
+        x, w, *more = (t.bfloat16() for t in leaves) if cast else leaves
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=not cast):
+            value = loss(x, w, HeadOptions(**dict(zip(options, more, strict=True))), name)
+        found.append((value, *torch.autograd.grad(value, leaves)))
+    assert all(map(torch.equal, *found))
+    assert {t.dtype for t in found[0]} == {torch.float32}
 
 
 def own(loss=PPO(), **given):  # noqa: B008
