@@ -8,15 +8,14 @@ from typing import Any
 
 from tilewright.trainer.models.block import Block, Norms
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import dense
+from tilewright.trainer.models.families.reading import dense, unpadded
 from tilewright.trainer.models.items import READ, flag
 from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import Stored
 
 BIAS, PART = "attention_bias", "partial_rotary_factor"
-PADDING = 151_329  # transformers' default, which must be a token
-UNPADDED = {"pad_token_id": None}
+PADDING = 151_329  # transformers' default
 NORMS = Norms(
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -32,7 +31,7 @@ def _read(hf: dict[str, Any]) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         PART: dict(config.rope_scaling).get(PART, 1.0),
-        **({} if config.pad_token_id is not None or config.vocab_size > PADDING else UNPADDED),
+        **unpadded(config, PADDING),
     }
 
 

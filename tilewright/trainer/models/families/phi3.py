@@ -9,13 +9,12 @@ from typing import Any
 
 from tilewright.ops.rope import tables
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import rope, sizes, windows
+from tilewright.trainer.models.families.reading import rope, sizes, unpadded, windows
 from tilewright.trainer.models.items import READ, number
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import FUSED, Stored
 
-PADDING = 32_000  # transformers' default, which must be a token
-UNPADDED = {"pad_token_id": None}
+PADDING = 32_000  # transformers' default
 KINDS = {name: tables.ROPE_TYPES[name] for name in ("default", "longrope")}
 
 
@@ -47,7 +46,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
         tables.CONTEXT: rope.get(tables.CONTEXT, config.max_position_embeddings),
-        **({} if config.pad_token_id is not None or config.vocab_size > PADDING else UNPADDED),
+        **unpadded(config, PADDING),
     }
 
 

@@ -115,6 +115,15 @@ def dense(hf: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
     return {**rope(hf, partial=partial), **sizes(hf)}
 
 
+def unpadded(config: Any, default: int) -> dict[str, Any]:
+    """The item of config.json that says that a `ModelConfig` has no padding token, where the
+    default of transformers' class would be no token of the vocabulary, which that class refuses.
+    """
+    if config.pad_token_id is not None or config.vocab_size > default:
+        return {}
+    return {"pad_token_id": None}
+
+
 def windows(hf: dict[str, Any], layer_types: list[str] | None) -> dict[str, Any]:
     """The sliding window, and which layers have it.
 
