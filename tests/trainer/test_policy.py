@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import types
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tilewright.trainer import evaluate, loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses import policies
 from tilewright.trainer.losses.policies import COLUMNS
+from tilewright.trainer.models.head import Shaping, TokenLosses
 from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
@@ -159,6 +161,19 @@ def test_a_step_computes_the_logits_of_a_policy_of_tokens_once(case, passes, set
     monkeypatch.setattr(head.Chunks, "__iter__", lambda self: (made.append(self), chunks(self))[1])
     trained(settings, f"once {case}", ONE, AT_ONCE, *arguments(case))
     assert len(made) == passes
+
+
+@pytest.mark.parametrize(("z_loss", "fused"), [(0.0, True), (0.1, False)])
+def test_a_z_loss_is_not_dropped_where_an_engine_has_one(z_loss, fused):
+    """Configurations refuse it with a policy; the head's forward has none beside that loss."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(1, 3, 8, generator=g), torch.randn(11, 8, generator=g)
+    numerics = types.SimpleNamespace(batch_invariant=False, lm_head_fp32=False)
+    ops = types.SimpleNamespace(numerics=numerics, linear_cross_entropy="eager")
+    shaping, labels = Shaping(z_loss=z_loss), torch.tensor([[1, 2, 3]])
+    given = dict.fromkeys(("advantage", "old_logprob"), torch.zeros(1, 3))
+    found = TokenLosses(hidden, weight, labels, ops, shaping=shaping).policy(policy.PPO(), **given)
+    assert (found is not None) == fused
 
 
 # ---- evaluations

@@ -178,11 +178,11 @@ class TokenLosses(OfSequence):
         """The sum of a policy loss of single tokens, whose gradient the head computes in its
         forward pass, and log-probabilities [B, S] without gradient. tokens: further fields of
         `ops.SampledTokens`, [B, S]. None where losses are to be made of `values`: for other losses,
-        with `batch_invariant`, and after `statistics`.
+        with `batch_invariant` or a z_loss, and after `statistics`.
         """
         numerics = self._ops.numerics
         scored = self._scored is not None and not torch.is_grad_enabled()
-        if not loss.by_token or numerics.batch_invariant or scored:
+        if not loss.by_token or numerics.batch_invariant or self._z_loss or scored:
             return None
         x, weight = in_autocast(*self._operands)
         result = tw.linear_policy_loss(
