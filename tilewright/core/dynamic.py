@@ -118,8 +118,8 @@ def known(flat: Sequence, places: Sequence[int]) -> list:
 
 
 def _with(flat: Sequence, places: Sequence[int], numbers: Sequence) -> list:
-    found, values = iter(numbers), list(flat[:-1])
+    remaining, values = iter(numbers), list(flat[:-1])
     for i in places:
         if values[i] == _AMONG_NUMBERS:
-            values[i] = next(found)
+            values[i] = next(remaining)
     return values

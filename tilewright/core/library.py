@@ -133,8 +133,8 @@ class Operator:
             return self._launch(*args)
         if self._apply is None:
             return self.through_dispatcher(*args)
-        found, made = self._apply(*direct), self.signature.made
-        return found if made is None else made(found)
+        outputs, made = self._apply(*direct), self.signature.made
+        return outputs if made is None else made(outputs)
 
     def through_dispatcher(self, *args):
         """Calls the operator of PyTorch."""
@@ -150,8 +150,8 @@ class Operator:
         direct = self.signature.expand(args)
         if not (self._apply and _recording() and _any_requires_grad(*direct)):
             return self._launch(*args)
-        found, made = self._apply(*direct), self.signature.made
-        return found if made is None else made(found)
+        outputs, made = self._apply(*direct), self.signature.made
+        return outputs if made is None else made(outputs)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
         """The first tensor's index in arguments of these types; -1 unless the launcher takes all of
@@ -406,9 +406,9 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
         def by_name(ctx, *grads):
             need, grad = ctx.needs_input_grad, grads[0] if made is None else made(grads)
             needs = _Needs(need, places) if declared.asks else None
-            found = declared(ctx, grad, needs, backward_op)
+            gradients = declared(ctx, grad, needs, backward_op)
             in_order: list[torch.Tensor | None] = [None] * len(need)
-            for argument, grad in found.items():
+            for argument, grad in gradients.items():
                 if argument not in places:
                     raise TypeError(
                         f"the formula of {name} must return gradients of {names}, got {argument!r}"

@@ -157,7 +157,7 @@ def newer_than_tested(*names: str) -> list[str]:
     """A sentence for each of these installed packages (default: all in `TESTED`) that is newer than
     the newest version there.
     """
-    found = []
+    sentences = []
     for name in names or TESTED:
         tested = TESTED[name]
         try:
@@ -165,8 +165,8 @@ def newer_than_tested(*names: str) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         if _order(version)[:2] > _order(tested)[:2]:
-            found.append(f"{name} {version} is newer than {tested}, the newest that was tested")
-    return found
+            sentences.append(f"{name} {version} is newer than {tested}, the newest that was tested")
+    return sentences
 
 
 def _order(version: str) -> list[float]:

@@ -279,11 +279,11 @@ def on_shards(
 
     class OnShards(cast(Any, kind)):
         def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-            found = super()._init_group(group, *lists)
+            returned = super()._init_group(group, *lists)
             if not group.get("momentum"):
                 for tensors in lists:
                     tensors[:] = map(shard, tensors)
-            return found
+            return returned
 
     OnShards.__name__ = kind.__name__
     return OnShards

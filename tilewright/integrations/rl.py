@@ -105,11 +105,13 @@ def entropy_from_logits(
     if not requires_grad:
         logits = logits.detach()
     parts = (logits,) if chunk_size is None else logits.split(chunk_size, dim=-2)
-    found = []
+    entropies = []
     for part in parts:
         nothing = torch.zeros(part.shape[:-1], dtype=torch.int64, device=part.device)
-        found.append(ops.logprob_entropy(part, nothing, temperature=temperature, group=group)[1])
-    entropy = found[0] if len(found) == 1 else torch.cat(found, -1)
+        entropies.append(
+            ops.logprob_entropy(part, nothing, temperature=temperature, group=group)[1]
+        )
+    entropy = entropies[0] if len(entropies) == 1 else torch.cat(entropies, -1)
     return entropy if attention_mask is None else entropy * attention_mask
 
 

@@ -253,8 +253,8 @@ def _experts(model: nn.Module, left: dict[str, str], skip: list[str]) -> list[st
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
     names = ("weight", "gate_up_proj", "down_proj")
-    found = (getattr(module, name, None) for name in names)
-    return [p for p in found if isinstance(p, nn.Parameter)]
+    attributes = (getattr(module, name, None) for name in names)
+    return [p for p in attributes if isinstance(p, nn.Parameter)]
 
 
 def _format(format: Format) -> Callable[[torch.Tensor], Quantized]:

@@ -119,9 +119,9 @@ def not_read_back(model: Any, conversions: list[Any], keys: Iterable[str]) -> st
     name_of = {id(mark): key for key, mark in marks.items()}
     for name, mark in stored.items():
         key = name_of[id(mark)]
-        found, by = rename(name, renamings, converters, model.base_model_prefix, {key: True})
-        if found != key or by is not None:
-            return f"{key}, which is stored as {name} and which transformers reads as {found}"
+        renamed, by = rename(name, renamings, converters, model.base_model_prefix, {key: True})
+        if renamed != key or by is not None:
+            return f"{key}, which is stored as {name} and which transformers reads as {renamed}"
     return None
 
 

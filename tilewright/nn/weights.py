@@ -29,11 +29,11 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Maps each later name of a tied parameter to the parameter's first name."""
     first: dict[int, str] = {}
-    found = {}
+    tied = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if (earlier := first.setdefault(id(p), name)) != name:
-            found[name] = earlier
-    return found
+            tied[name] = earlier
+    return tied
 
 
 def is_adapter(name: str) -> bool:

@@ -208,8 +208,8 @@ def report_of(model: nn.Module) -> Report | None:
         >>> report_of(model) is report
         True
     """
-    found = (module.__dict__.get(REPORT) for module in model.modules())
-    return next((report for report in found if report is not None), None)
+    reports = (module.__dict__.get(REPORT) for module in model.modules())
+    return next((report for report in reports if report is not None), None)
 
 
 def restore(model: nn.Module) -> None:
@@ -347,8 +347,8 @@ class _Work:
     def norm(self) -> None:
         def options(module):
             if layers.is_gated_norm(module):
-                found = layers.gated_norm_options(module)
-                return "rmsnorm_gated", found, layers.gated_norm_forward
+                arguments = layers.gated_norm_options(module)
+                return "rmsnorm_gated", arguments, layers.gated_norm_forward
             return "rmsnorm", layers.norm_options(module), layers.norm_forward
 
         self._replace("norm", layers.is_norm, options, layers.norm_unknown)
@@ -361,9 +361,9 @@ class _Work:
 
     def mlp(self) -> None:
         def options(module):
-            found = layers.mlp_options(module)
-            silu = isinstance(found, str) or found[0] == layers.SILU
-            return "silu_mul" if silu else "gelu_mul", found, layers.mlp_forward
+            arguments = layers.mlp_options(module)
+            silu = isinstance(arguments, str) or arguments[0] == layers.SILU
+            return "silu_mul" if silu else "gelu_mul", arguments, layers.mlp_forward
 
         self._replace("mlp", layers.is_mlp, options, layers.mlp_unknown)
 
@@ -377,8 +377,8 @@ class _Work:
             return
 
         def options(model):
-            found = causal_lm.loss_reason(model) or (self.logits,)
-            return "linear_cross_entropy", found, causal_lm.loss_forward
+            arguments = causal_lm.loss_reason(model) or (self.logits,)
+            return "linear_cross_entropy", arguments, causal_lm.loss_forward
 
         tops = set(map(id, self.tops))
         self._replace("loss", lambda m: id(m) in tops, options)
@@ -389,14 +389,14 @@ class _Work:
 
         unknown: (module, *arguments) -> why it may compute something else elsewhere, or None.
         """
-        found = [m for m in self.modules if is_one(m)]
-        if not found:
+        modules = [m for m in self.modules if is_one(m)]
+        if not modules:
             self.left[part] = "the model has none"
-        if not found or self._is_left(part):
+        if not modules or self._is_left(part):
             return
         changed: dict[str, Counter] = {}
         reasons: Counter = Counter()
-        for module in found:
+        for module in modules:
             name = type(module).__name__
             ops, arguments, make = options(module)
             ops = (ops,) if isinstance(ops, str) else ops
@@ -417,9 +417,9 @@ class _Work:
             self.left[part] = "; ".join(f"{n} x {reason}" for reason, n in reasons.items())
 
     def attention(self) -> None:
-        found = [m for m in self.modules if _attends(m)]
+        attentions = [m for m in self.modules if _attends(m)]
         tops = [m for m in self.tops if _asks_for(m, "attn")]
-        if not found or not tops:
+        if not attentions or not tops:
             self.left["attention"] = "the model has none that can be set"
         elif not self._is_left("attention"):
             for model in tops:
@@ -495,8 +495,8 @@ class _Work:
         """The names in the model's configuration, and in those within it."""
         configs = {"": model.config}
         configs |= {key: getattr(model.config, key, None) for key in model.config.sub_configs}
-        found = {k: getattr(c, f"_{table}_implementation", None) for k, c in configs.items()}
-        return {key: name for key, name in found.items() if name is not None}
+        names = {k: getattr(c, f"_{table}_implementation", None) for k, c in configs.items()}
+        return {key: name for key, name in names.items() if name is not None}
 
     def _is_left(self, part: str) -> bool:
         """Notes the reason if this part was not asked for."""
@@ -526,7 +526,7 @@ def _models(model: nn.Module) -> list[Any]:
 
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [found for child in model.children() for found in _models(child)]
+    return [top for child in model.children() for top in _models(child)]
 
 
 def _asks_for(model, table: str) -> bool:

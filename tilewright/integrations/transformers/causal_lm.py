@@ -317,11 +317,11 @@ class Logits:
         **kwargs,
     ) -> torch.Tensor | None:
         """transformers' ForCausalLMLoss of these logits, or None if the op does not compute it."""
-        found = None if self._tensor is not None else _scale_and_cap(self._steps)
+        scaling = None if self._tensor is not None else _scale_and_cap(self._steps)
         weight, bias = self._head.weight, self._head.bias
-        if found is None or (found[0] != 1 and bias is not None):
+        if scaling is None or (scaling[0] != 1 and bias is not None):
             return None
-        scale, cap = found
+        scale, cap = scaling
         x = self._x if scale == 1 else self._x * scale
         if not self._grad:  # the head was called under no_grad
             x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()

@@ -81,8 +81,8 @@ def was_changed(module: nn.Module) -> bool:
 
 def _others(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The children that are no projections."""
-    found = module._modules.items()
-    return [(n, c) for n, c in found if c is not None and n not in (*SPLIT, *MERGED)]
+    children = module._modules.items()
+    return [(n, c) for n, c in children if c is not None and n not in (*SPLIT, *MERGED)]
 
 
 def _children(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -447,8 +447,8 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict
     beside = re.compile(rf"(.*\bweight)({'|'.join(map(re.escape, BESIDE[format]))})")
     checked = set()
     for key, dtype in dtypes.items():
-        if found := beside.fullmatch(key):
-            name = found[1]
+        if matched := beside.fullmatch(key):
+            name = matched[1]
         elif key.endswith(".weight") and dtype not in DENSE_DTYPES:
             name = key
         else:
@@ -504,40 +504,42 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
         ('tilewright', 'nf4')
     """
     config = AutoConfig.from_pretrained(folder, **kwargs)
-    found = getattr(config, "quantization_config", None)
-    if not found:
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
         raise ValueError(
             f"{folder} is not quantized; from_pretrained(..., quantization_config="
             'TilewrightConfig("nf4")) quantizes it'
         )
-    found = found if isinstance(found, dict) else found.to_dict()
-    format, size = _format_of(folder, found)
-    nested = format == "nf4" and bool(found.get("bnb_4bit_use_double_quant"))
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    format, size = _format_of(folder, quantization)
+    nested = format == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant"))
     read = TilewrightConfig(format, group_size=size, double_quant=nested)
     config.quantization_config = read.to_dict()
     return config
 
 
-def _format_of(folder: str | pathlib.Path, found: dict[str, Any]) -> tuple[str, int | None]:
+def _format_of(folder: str | pathlib.Path, quantization: dict[str, Any]) -> tuple[str, int | None]:
     """The name and the group size of the format that a quantization_config describes."""
-    method = found.get("quant_method")
-    if found.get("load_in_4bit") and found.get("bnb_4bit_quant_type") == "nf4":
+    method = quantization.get("quant_method")
+    if quantization.get("load_in_4bit") and quantization.get("bnb_4bit_quant_type") == "nf4":
         return "nf4", None
-    if method == "compressed-tensors" and found.get("format") == "nvfp4-pack-quantized":
+    if method == "compressed-tensors" and quantization.get("format") == "nvfp4-pack-quantized":
         return "nvfp4", None
-    if method == "compressed-tensors" and found.get("format") == "mxfp8-quantized":
+    if method == "compressed-tensors" and quantization.get("format") == "mxfp8-quantized":
         return "mxfp8", None
-    block = found.get("weight_block_size")
+    block = quantization.get("weight_block_size")
     if (
         method == "fp8"
         and isinstance(block, (list, tuple))
         and len(block) == 2
         and block[0] == block[1]
-        and found.get("scale_fmt", "float") == "float"
+        and quantization.get("scale_fmt", "float") == "float"
     ):
         return "block_fp8", block[0]
     details = {
-        k: found[k] for k in ("bnb_4bit_quant_type", "format", "weight_block_size") if k in found
+        k: quantization[k]
+        for k in ("bnb_4bit_quant_type", "format", "weight_block_size")
+        if k in quantization
     }
     raise ValueError(
         f"{folder}: quant_method {str(method)!r} ({details}) is not read; accepted are bitsandbytes "

@@ -20,9 +20,9 @@ from tilewright.ops.attention.options import Request, head_widths
 def _backward(op, g, tensors, sinks, variant, offset):
     if g.out is None:
         return {}
-    found = op(g.out, *tensors, sinks, variant, offset)
-    dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
-    return {"q": found.dq, "k": found.dk, "v": found.dv, "sinks": dsinks}
+    gradients = op(g.out, *tensors, sinks, variant, offset)
+    dsinks = None if sinks is None else gradients.dsinks.to(sinks.dtype)
+    return {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "sinks": dsinks}
 
 
 class _Fused:
@@ -46,14 +46,14 @@ class _Fused:
     def part(self, q, k, v, cu_seqlens, variant, offset):
         with torch.no_grad():
             documents = self._documents(cu_seqlens, q.shape[2])
-            found = self._forward(q, k, v, documents, None, variant, offset)
-        return found.out, found.lse
+            outputs = self._forward(q, k, v, documents, None, variant, offset)
+        return outputs.out, outputs.lse
 
     def part_backward(self, dout, q, k, v, out, lse, cu_seqlens, variant, offset):
         with torch.no_grad():
             documents = self._documents(cu_seqlens, q.shape[2])
-            found = self._backward(dout, q, k, v, out, lse, documents, None, variant, offset)
-        return found.dq, found.dk, found.dv
+            gradients = self._backward(dout, q, k, v, out, lse, documents, None, variant, offset)
+        return gradients.dq, gradients.dk, gradients.dv
 
 
 @functools.cache

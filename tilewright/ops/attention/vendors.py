@@ -235,8 +235,8 @@ def no_native(device_type: str) -> str | None:
         return f"cuDNN's attention and varlen_attn take CUDA tensors, not {device_type}"
     if reason := platform.no_cuda(80):
         return reason
-    found = varlen()
-    return found if isinstance(found, str) else None
+    available = varlen()
+    return available if isinstance(available, str) else None
 
 
 _native_lacks = _aligned_at_the_first_key(
@@ -259,9 +259,9 @@ def native():
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
     ]
-    found = varlen()
-    assert not isinstance(found, str), found
-    attend, grouped = found
+    available = varlen()
+    assert not isinstance(available, str), available
+    attend, grouped = available
 
     def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
         if not q.numel() or (cu_seqlens is None and not variant.window):

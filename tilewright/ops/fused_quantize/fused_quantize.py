@@ -155,9 +155,9 @@ def rmsnorm_quantize(
     quantize.on_device("x", x)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     run, into = RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
-    found = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
-    q = _wrap(_of(found), x.shape, x.dtype, "the normalized x", format)
-    return (q, found.y) if return_normalized else q
+    outputs = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
+    q = _wrap(_of(outputs), x.shape, x.dtype, "the normalized x", format)
+    return (q, outputs.y) if return_normalized else q
 
 
 # Wide: what add_rmsnorm takes, and the quantization's options.
@@ -207,9 +207,9 @@ def add_rmsnorm_quantize(
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
     run, into = ADD_RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
-    found = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
-    q = _wrap(_of(found), x.shape, x.dtype, "the normalized x + residual", format)
-    return (q, found.total, found.y) if return_normalized else (q, found.total)
+    outputs = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
+    q = _wrap(_of(outputs), x.shape, x.dtype, "the normalized x + residual", format)
+    return (q, outputs.total, outputs.y) if return_normalized else (q, outputs.total)
 
 
 def _into(format: str, seed: int | None, transpose: bool = False) -> FP8:

@@ -298,8 +298,8 @@ class _Before(torch.autograd.Function):
     def forward(ctx, x, before, cp):
         ctx.cp, ctx.s = cp, x.shape[1]
         ctx.plan = _plan(ctx.s * cp.size, before, cp.layout(), x.device)
-        found = _at(_gathered(_at(x.transpose(0, 1), ctx.plan.row), cp), ctx.plan.slot)
-        return tuple(t.transpose(0, 1) for t in found.split(before))
+        gathered = _at(_gathered(_at(x.transpose(0, 1), ctx.plan.row), cp), ctx.plan.slot)
+        return tuple(t.transpose(0, 1) for t in gathered.split(before))
 
     @staticmethod
     @once_across("context_parallel_causal_conv1d")

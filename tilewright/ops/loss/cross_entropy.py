@@ -587,11 +587,13 @@ def fused(name: str) -> Callable:
         token_weight, each = labels.token_weight, options.reduction == "none"
         if each:
             labels = labels._replace(token_weight=None)
-        found = launch(rows, labels, options, inplace)
-        loss = found.losses if each else found.total
+        outputs = launch(rows, labels, options, inplace)
+        loss = outputs.losses if each else outputs.total
         if each and token_weight is not None:
             loss = loss * token_weight.to(loss.dtype)
-        return loss, *options.extra(Softmax(found.peak, found.log_sum, found.mean), found.argmax)
+        return loss, *options.extra(
+            Softmax(outputs.peak, outputs.log_sum, outputs.mean), outputs.argmax
+        )
 
     return cross_entropy_fused
 

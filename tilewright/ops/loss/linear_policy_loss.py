@@ -373,7 +373,7 @@ def fused(name: str) -> Callable:
         head, on = of.head._replace(x=of.head.x.contiguous()), torch.is_grad_enabled()
         needs = Needs(*(on and t is not None and t.requires_grad for t in head))
         plan = of.plan._replace(learns=needs.need_weight)
-        found = launch(
+        outputs = launch(
             head,
             of.target.contiguous(),
             own,
@@ -384,7 +384,7 @@ def fused(name: str) -> Callable:
             needs,
             of.group,
         )
-        return found.total / by, found.logprob, found.entropy
+        return outputs.total / by, outputs.logprob, outputs.entropy
 
     return linear_policy_loss_fused
 

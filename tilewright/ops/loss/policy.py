@@ -527,20 +527,20 @@ def statistics(formula: Formula, tokens: Tokens) -> dict[str, torch.Tensor]:
         values = torch.where(learned == 0, 0.0, values.double())
         return (values.sum() / count).to(t.logprob.dtype)
 
-    found = {}
+    means = {}
     if t.old_logprob is not None:
         r = t.of_document if "documents" in formula.needed else t.ratio
-        found["ratio_mean"] = mean(r)
+        means["ratio_mean"] = mean(r)
         most = torch.where(learned == 0, 0.0, r)
-        found["ratio_max"] = most.amax() if most.numel() else most.sum()
+        means["ratio_max"] = most.amax() if most.numel() else most.sum()
         if isinstance(formula, Clipped):
             clipped = t.clipped(r, formula)
-            found["clipped_low"], found["clipped_high"] = mean(r < clipped), mean(r > clipped)
+            means["clipped_low"], means["clipped_high"] = mean(r < clipped), mean(r > clipped)
     if getattr(formula, "use_tis", False):
-        found["tis_weight"] = mean(t.tis(formula))
+        means["tis_weight"] = mean(t.tis(formula))
     others = {"old": t.old_logprob, "ref": t.ref_logprob, "rollout": t.rollout_logprob}
     for name_of, other in others.items():
         if other is not None:
             for of in KL_TYPES:
-                found[f"{of}_{name_of}"] = mean(kl(of, t.logprob, other))
-    return found
+                means[f"{of}_{name_of}"] = mean(kl(of, t.logprob, other))
+    return means

@@ -159,8 +159,8 @@ class _Fused(NamedTuple):
 
     def add_layernorm(self, x, residual, weight, bias, eps):
         weight, bias = parameters(weight, bias, self.dtypes)
-        found = self.standardize(x.contiguous(), residual.contiguous(), weight, bias, float(eps))
-        return found.y, found.total
+        outputs = self.standardize(x.contiguous(), residual.contiguous(), weight, bias, float(eps))
+        return outputs.y, outputs.total
 
 
 @functools.cache

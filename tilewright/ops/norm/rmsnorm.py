@@ -266,8 +266,8 @@ class _Fused(NamedTuple):
         # The llama cast rounds to x's dtype only if the sum that is normalized has it: with a
         # float32 residual stream there is no rounding.
         norm = Norm(float(eps), float(offset), cast == "llama" and residual.dtype == x.dtype)
-        found = self.normalize(x.contiguous(), residual.contiguous(), weight, bias, norm)
-        return found.y, found.total
+        outputs = self.normalize(x.contiguous(), residual.contiguous(), weight, bias, norm)
+        return outputs.y, outputs.total
 
 
 @functools.cache

@@ -403,13 +403,13 @@ def gradients(
 
 @product.formula(constants=("scale", "total"), turned=Saved)
 def _backward(op, g, w, bias, turned, options, needs):
-    found = {}
+    gradients = {}
     if needs["x"] or needs["w"]:
         needed = Needs(needs["x"], needs["w"])
-        found = op(g.y, w, turned, options, needed)._asdict()
+        gradients = op(g.y, w, turned, options, needed)._asdict()
     if needs["bias"]:
-        found["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
-    return found
+        gradients["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
+    return gradients
 
 
 class _Fused:
