@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies as actors of reinforcement learning call for them.
+"""Log-probabilities and entropies for the actors of reinforcement learning.
 
 Functions with the signatures of verl's and SkyRL's own, computed by `ops.logprob_entropy` and
-`ops.linear_logprob`, so that a line puts them in place:
+`ops.linear_logprob`, so that one line substitutes them:
 
     from tilewright.integrations import rl
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
@@ -80,7 +80,7 @@ def entropy_from_logits(
         logits: [..., V] fp32 | bf16 | fp16; differentiable.
         requires_grad: Whether the entropy is differentiable.
         attention_mask: [...]; the entropy is multiplied by it.
-        chunk_size: Elements of the last dimension but one that are computed at a time, or None:
+        chunk_size: How many elements of the second-to-last dimension are computed at a time; None:
             all. Memory does not depend on it: no temporary is as large as the logits.
         temperature: > 0, divides the logits.
         group: As in `logprobs_from_logits`.
@@ -90,7 +90,7 @@ def entropy_from_logits(
 
     Raises:
         TypeError: As `ops.logprob_entropy`.
-        ValueError: attention_mask does not have the shape of the rows, or as there.
+        ValueError: attention_mask does not have the shape of the rows; or as `ops.logprob_entropy`.
 
     Example:
         >>> from tilewright.integrations import rl

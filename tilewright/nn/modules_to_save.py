@@ -50,7 +50,9 @@ def modules_to_save_of(
     for path, module in modules.items():
         inside = [p for p in adapted if f"{p}.".startswith(f"{path}.")]
         if inside:
-            raise ValueError(f"modules_to_save: {inside[0]} has an adapter; it is one or the other")
+            raise ValueError(
+                f"modules_to_save: {inside[0]} has an adapter; a module has one or is saved whole"
+            )
         kinds = (QuantizedLinear, QuantizedExperts)
         if any(isinstance(m, kinds) for m in module.modules()):
             raise ValueError(

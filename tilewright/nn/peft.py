@@ -281,7 +281,7 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     """Reads the two files. Raises for adapters of an unsupported kind."""
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder}: no {name} there")
+            raise FileNotFoundError(f"{folder} has no {name}")
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}")

@@ -175,8 +175,8 @@ class Logits:
     """Stands for the logits: a record of what happens to head(x).
 
     Scaling by numbers, tanh, casts to float32 and `contiguous` are recorded as steps, in place or
-    not. At anything else the logits so far are computed, once, and from there this object is that
-    tensor: what is written into it, or into a view of it, is in the loss.
+    not. For any other operation the logits so far are computed, once, and from then on this object
+    stands for that tensor: what is written into it, or into a view of it, is in the loss.
 
     steps: (name, number) in order: "mul" and "div" by a number, "tanh", "float".
     """
@@ -427,8 +427,8 @@ def _scale_and_cap(steps: tuple) -> tuple[float, float | None] | None:
 
 
 def _without_logits(output: Any, logits: str) -> Any:
-    """An output without logits that stand for a tensor; what was computed is returned. A tuple's
-    items have their places: its logits are computed, or with logits="never" None.
+    """An output without records in place of logits; logits that were computed are returned. A
+    tuple's items keep their places: its logits are computed, or None with logits="never".
     """
     if isinstance(output, tuple):
         if logits == "never":

@@ -223,8 +223,8 @@ class TilewrightHfQuantizer(HfQuantizer):
         return weight_conversions + self.get_weight_conversions()
 
     def unreadable(self, name: str, error: Exception) -> None:
-        """Notes a weight of the checkpoint that cannot be read. An exception would leave
-        transformers, which collects them, as one without the name.
+        """Notes a weight of the checkpoint that cannot be read. transformers collects exceptions,
+        and would raise one without the name.
         """
         # The file's names may have a further part in front, or one less.
         files = (
@@ -387,7 +387,7 @@ def _in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def _is_codes(t: torch.Tensor) -> bool:
-    """Whether a tensor cannot be a dense weight; with what is missing, its reader names it."""
+    """Whether a tensor cannot be a dense weight."""
     return not t.is_floating_point() or t.element_size() == 1
 
 
@@ -434,9 +434,9 @@ def _finish_biases(model: nn.Module) -> None:
 
 
 def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError for checkpoints of which a quantized weight lacks
-    a tensor, which would be read as a dense one; and for those whose experts are quantized one by
-    one: transformers stacks their weights, and would stack the codes without their scales.
+    """The file of each tensor. Raises ValueError if a quantized weight of the checkpoint lacks a
+    tensor, since it would be read as a dense one, and if experts are quantized one by one:
+    transformers stacks their weights, and would stack the codes without their scales.
     """
     dtypes, file_of = {}, {}
     for file in files or ():
@@ -459,8 +459,8 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict
         stem = name.rpartition(".")[0]
         if re.search(r"\.experts\.\d+\.", key) and stem not in modules:
             raise ValueError(
-                f"{file_of[key]}: {stem} is quantized, and transformers stacks experts; quantized "
-                "ones are read by the trainer, or by the format's own reader"
+                f"{file_of[key]}: {stem} is quantized, and transformers stacks experts; the "
+                "trainer, or the format's own reader, reads quantized experts"
             )
         if missing := absent(format, name, dtypes.get):
             have = ", ".join(f"{k} ({dtypes[k]})" for k in sorted(dtypes) if k.startswith(name))
@@ -475,10 +475,10 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
     """The configuration of a quantized folder, so that this library reads its weights:
     `from_pretrained(folder, config=quantized_config(folder))`.
 
-    Without it transformers loads the folder by the package that its configuration names. Reads what
-    `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of bitsandbytes, NVFP4 and
-    MXFP8 of compressed-tensors (weights alone; scales of activations are ignored), and fine-grained
-    FP8.
+    Without it transformers loads the folder by the package that its configuration names. This
+    library reads what `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of
+    bitsandbytes, NVFP4 and MXFP8 of compressed-tensors (weights alone; scales of activations are
+    ignored), and fine-grained FP8.
 
     Args:
         folder: A folder, or a name on the Hub.
@@ -489,7 +489,8 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
 
     Raises:
         OSError: There is no such folder.
-        ValueError: It has no config.json of a model, or is not quantized, or in another way.
+        ValueError: It has no config.json of a model, is not quantized, or is quantized in another
+            way.
 
     Example:
         >>> import tempfile

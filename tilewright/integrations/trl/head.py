@@ -149,8 +149,8 @@ def statistics(
     outputs: Sequence[str],
     expected: Expected | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `outputs` names of OUTPUTS, float32 [T] (is_top1 bool), for rows x [T, H] and their
-    target [T]. log_probs and entropy are differentiable. With `expected` the gradient of
+    """The statistics of OUTPUTS that `outputs` names, float32 [T] (is_top1: bool), of rows x [T, H]
+    with their target [T]. log_probs and entropy are differentiable. With `expected` the gradient of
     log_probs is that of this loss, and entropy has none.
     """
     resolved = resolve(head)

@@ -124,8 +124,8 @@ def build_trainer(trainer_class: Callable, model: nn.Module, *args: Any, **kwarg
         trainer_class: SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer.
         model: A transformers model or a `peft.PeftModel`, not a name: adapters of the head are
             those of `model`, or of peft_config.
-        *args: Further arguments of the trainer, as are kwargs.
-        **kwargs: See there.
+        *args: Further positional arguments of the trainer.
+        **kwargs: Further keyword arguments of the trainer.
 
     Returns:
         The trainer, after `accelerate_trainer(trainer, quiet=True)`.
@@ -254,7 +254,7 @@ def fuse(model: Any, context: Callable = contextlib.nullcontext) -> tuple[str, .
 
 
 def _forward(model: Any, choices: Mapping[str, Any], context: Callable) -> Callable:
-    """A forward as TRL's. context: what the fused part runs in."""
+    """A forward with the contract of TRL's. context: what the fused part runs in."""
     theirs, trl_function = model.forward, _trl_forward(model)
     scaling = Scaling(
         choices["temperature"],
@@ -318,8 +318,8 @@ def token_statistics(
     outputs: Any,
     expected: policies.Expected | None = None,
 ) -> dict[str, torch.Tensor]:
-    """`head.statistics` of tokens x [B, S, H] with labels [B, S], of which those with a label are
-    computed: [B, S], 0 where the label is -100. Differentiable where no token has a label, too.
+    """`head.statistics` of tokens x [B, S, H] with labels [B, S], computed for the tokens that have
+    a label: [B, S], 0 where the label is -100. Differentiable even if no token has a label.
     """
     mask = (labels != -100).to(x.device)
     cast = contextlib.nullcontext()

@@ -22,7 +22,7 @@ Prefix = tuple[int, int, int, int]
 def check_prefixes(
     prefixes: Sequence[Prefix], cu_seqlens: torch.Tensor | None, tokens: int
 ) -> tuple[Prefix, ...]:
-    """Raises ValueError for what are no prefixes. Compared with cu_seqlens on a CPU alone."""
+    """Raises ValueError for invalid prefixes. They are compared with cu_seqlens on a CPU only."""
     if cu_seqlens is None:
         raise ValueError("prefixes need cu_seqlens: they are of packed documents")
     checked, before = tuple((a, b, c, d) for a, b, c, d in prefixes), 0
@@ -37,7 +37,10 @@ def check_prefixes(
             )
         before = b
         if any(c < other[1] and other[0] < d for other in checked):
-            raise ValueError(f"prefixes must be of whole documents, got {prefix} of another prefix")
+            raise ValueError(
+                f"prefixes must be of whole documents, got {prefix}, whose keys are in a document "
+                "with a prefix"
+            )
         if ends is not None and not (_is_document(ends, a, b) and _begins_one(ends, c, d)):
             raise ValueError(
                 "prefixes must be of documents: cu_seqlens has no document of rows "

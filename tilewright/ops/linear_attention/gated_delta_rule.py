@@ -102,9 +102,10 @@ def gated_delta_rule(
     cast to its dtype. Deterministic.
 
     Keys are expected to have a norm of about 1 (`use_qk_l2norm`), and beta to lie in [0, 1]: where
-    beta times a key's squared norm exceeds 2, the state grows without bound. NaN and infinity of a
-    token (of q: in itself alone), and keys whose products overflow, may reach all tokens of its
-    chunk of 64, the earlier ones too, and those behind it, of its own head and document alone.
+    beta times a key's squared norm exceeds 2, the state grows without bound. A NaN or infinity in a
+    token, and keys whose products overflow, may reach all tokens of its chunk of 64, also the
+    earlier ones, and all later tokens, but only in its own head and document; in q it reaches its
+    own token alone.
 
     Args:
         q, k: [B, S, HK, DK] fp32 | bf16 | fp16 (fp64 with eager).

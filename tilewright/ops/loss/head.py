@@ -190,8 +190,8 @@ def replicated(x: torch.Tensor, group: Group) -> torch.Tensor:
         return x
     if torch.compiler.is_compiling():
         raise ValueError(
-            "group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
-            "that it cannot see; leave the sharded loss outside the compiled region"
+            "group is refused under torch.compile, which does not see the loop over chunks and "
+            "their all-reduces; leave the sharded loss outside the compiled region"
         )
     return _Replicated.apply(x, group)
 

@@ -40,15 +40,15 @@ Args:
     implementation: "auto", or one of triton, cpp, eager.
 
 Returns:
-    [...] fp32 (fp64 for fp64), 0 where target is ignore_index; of a kind with several results, a
-    tuple of such.
+    [...] fp32 (fp64 for fp64), 0 where target is ignore_index; a tuple of these for a kind with
+    several results.
 
 Raises:
     TypeError, ValueError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
 
 Example:
     >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
-    >>> found = {name}(x, weight, torch.tensor([0, 3]))
+    >>> loss = {name}(x, weight, torch.tensor([0, 3]))
 """
 
 

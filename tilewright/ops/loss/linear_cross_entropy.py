@@ -104,7 +104,7 @@ def linear_cross_entropy(
     implementation: str = "auto",
 ) -> torch.Tensor | CrossEntropyOutput:
     """The head and its cross-entropy, `cross_entropy(x @ weight.T + bias, target, ...)`, without
-    all logits: a chunk of rows at a time.
+    all logits, which are computed a chunk of rows at a time.
 
     GEMMs run as torch.mm does in x's dtype (on a CPU with AVX-512, those into float32 by
     tilewright's own, accumulated in float32). Logits are rounded to x's dtype (except with

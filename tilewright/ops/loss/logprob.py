@@ -194,7 +194,7 @@ def linear_logprob(
 
 
 def scaling_of(temperature: float, softcap: float | None) -> Scaling:
-    """Raises ValueError for a cap that is none in units of the temperature."""
+    """Raises ValueError unless softcap / temperature is a finite number > 0 in float32."""
     if softcap and not SMALLEST <= softcap / temperature <= LARGEST:
         raise ValueError(
             "softcap / temperature must be a finite number > 0 (in float32), got "

@@ -184,9 +184,9 @@ def _look_at_position(position):
         seen[used.clamp(max=used.shape[0])] = True
         if position.min() < -1 or not seen[:-1].all():
             raise IndexError(
-                f"position must be -1 or a row, and its {used.shape[0]} rows be 0 to "
-                f"{used.shape[0] - 1}, "
-                f"each once; got rows from {int(position.min())} to {int(position.max())}"
+                f"position must hold -1 or a row, and its {used.shape[0]} rows must be 0 to "
+                f"{used.shape[0] - 1}, each once; got rows from {int(position.min())} to "
+                f"{int(position.max())}"
             )
     return position.clone(memory_format=torch.contiguous_format)
 

@@ -57,8 +57,8 @@ def rmsnorm(
     policies, bias, and a weight for each head.
 
     Differentiable once in x, weight and bias (eager and torch: any number of times, and in forward
-    mode). Gradients of weight and bias accumulate in float32, on a CPU over 64 rows and in float64
-    beyond (fixed order, no atomics).
+    mode). Gradients of weight and bias accumulate in float32, on a CPU in float32 over 64 rows and
+    in float64 beyond (in a fixed order, without atomics).
 
     Args:
         x: [..., D], float32 | bfloat16 | float16 (float64 with eager and torch), any strides,

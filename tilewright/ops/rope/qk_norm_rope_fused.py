@@ -170,8 +170,8 @@ def in_place(
     ]
     if norm.q_weight is not None and differentiable and torch.is_grad_enabled():
         raise ValueError(
-            "inplace=True with weights overwrites qkv, which the gradient is made from, and "
-            f"{' and '.join(differentiable)} would get one; pass inplace=False, or call it under "
+            "inplace=True with weights overwrites qkv, from which the gradient of "
+            f"{' and '.join(differentiable)} is computed; pass inplace=False, or call it under "
             "torch.no_grad()"
         )
     compiling = torch.compiler.is_compiling()
