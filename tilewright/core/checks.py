@@ -260,8 +260,8 @@ def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     """
     if wait and cu.is_meta:
         raise ValueError(
-            "cu_seqlens must be on a device that holds values, which decide how many documents "
-            "there are; got one on meta"
+            "cu_seqlens must be on a device that holds values, since the number of documents "
+            "depends on them; got one on meta"
         )
     return _checked_cu_seqlens(cu, tokens, wait)
 

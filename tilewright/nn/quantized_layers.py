@@ -377,8 +377,8 @@ class QuantizedLinear(_Bytes):
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The codes of the first weight as bytes: the name by which PEFT and others find where a
-        quantized layer is.
+        """The codes of the first weight as bytes. PEFT and others read this attribute to find a
+        quantized layer's device.
         """
         return self.get_buffer("data_0")
 

@@ -102,7 +102,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def as_before(base: type) -> Callable:
-    """A forward that stays: its instance only remembers, when it is unpickled, what it needs."""
+    """The class's own forward, for a model that must register this library's entries when it is
+    unpickled.
+    """
     return base.forward
 
 

@@ -80,8 +80,8 @@ def silu_mul_quantize(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: The product is not finite (not checked on CUDA, which would synchronize: such a
-            block's scale is not finite).
+        ValueError: The product is not finite (not checked on CUDA, where a check would synchronize:
+            such a block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -143,8 +143,8 @@ def rmsnorm_quantize(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: Normalized rows are not finite (not checked on CUDA, which would synchronize:
-            such a block's scale is not finite).
+        ValueError: Normalized rows are not finite (not checked on CUDA, where a check would
+            synchronize: such a block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

@@ -57,8 +57,8 @@ def sort_by_expert(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
-            as a sentinel).
+        IndexError: An index out of range (not checked on CUDA, where a check would synchronize: it
+            counts as a sentinel).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -137,9 +137,9 @@ def unpermute(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        IndexError: Positions other than those above (not checked on CUDA, which would synchronize:
-            one outside rows counts as -1, and the gradient of rows that share a position is
-            undefined).
+        IndexError: Positions other than those above (not checked on CUDA, where a check would
+            synchronize: one outside rows counts as -1, and the gradient of rows that share a
+            position is undefined).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

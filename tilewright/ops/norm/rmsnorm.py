@@ -150,8 +150,8 @@ def _with_noise(weight, bias, offset, noise, dtype, implementation):
 
 
 def _shifted(weight, offset):
-    """weight + offset. Adds no zero: from torch 2.14 on, inductor does not compile the sum of a
-    graph's input and zero under activation checkpointing.
+    """weight + offset; the weight itself if the offset is 0: from torch 2.14 on, inductor does not
+    compile the sum of a graph's input and zero under activation checkpointing.
     """
     return weight if offset == 0 else weight + offset
 
