@@ -133,12 +133,12 @@ def needed(cache: pathlib.Path) -> list[pathlib.Path]:
     compiled launchers. What torch.compile and other libraries compiled is left out.
     """
     names = own_kernels()
-    found = []
+    files = []
     for folder in sorted(p for p in cache.iterdir() if p.is_dir()):
         ours = any(p.stem in names for p in folder.glob("*.cubin"))
         wanted = (".cubin", ".json") if ours else (".so",)
-        found += [p for p in sorted(folder.iterdir()) if p.suffix in wanted]
-    return found
+        files += [p for p in sorted(folder.iterdir()) if p.suffix in wanted]
+    return files
 
 
 def cache(source: pathlib.Path, out: pathlib.Path, limit: int) -> int:

@@ -97,13 +97,13 @@ def gradients(model: torch.nn.Module, like: Transformer) -> dict[str, torch.Tens
 
 def errors(
     loss: torch.Tensor,
-    found: dict[str, torch.Tensor],
+    gradients: dict[str, torch.Tensor],
     truth: tuple[torch.Tensor, dict[str, torch.Tensor]],
 ) -> dict[str, float]:
     """Errors of a loss and gradients relative to float64."""
     exact, grads = truth
     apart = {
-        name: ((found[name].double() - g).square().sum(), g.square().sum())
+        name: ((gradients[name].double() - g).square().sum(), g.square().sum())
         for name, g in grads.items()
     }
     total = [torch.stack(parts).sum() for parts in zip(*apart.values(), strict=True)]

@@ -290,13 +290,13 @@ def figures(
     peak: float | None,
 ) -> dict[str, Any]:
     """Times, rates and memory of the steps after the first ones.   peak: FLOP/s, if known."""
-    found: dict[str, Any] = {
+    curves: dict[str, Any] = {
         "losses": [s["loss"] for s in steps],
         "grad_norms": [s["grad_norm"] for s in steps],
     }
     samples = [s["seconds"] for s in steps[skip:]]
     if not samples:
-        return found
+        return curves
     t = timing.Timing.of(samples)
     rate = job.shape.tokens / t.median
     mfus = [None if peak is None else rate * each / peak for each in work]
@@ -309,13 +309,13 @@ def figures(
         "mfu": mfus[0],
         "mfu_documents": mfus[1],
         "peak_mib": steps[-1]["memory_gb"] * 1e9 / 2**20,
-        **found,
+        **curves,
     }
 
 
-def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
     """Relative, over the steps that both have."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=False))
+    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=False))
 
 
 def compare(row: dict[str, Any], ours: dict[str, Any] | None) -> None:
@@ -323,13 +323,13 @@ def compare(row: dict[str, Any], ours: dict[str, Any] | None) -> None:
     if not (ours and ours.get("losses") and row.get("losses")):
         return
     norms = row["grad_norms"], ours["grad_norms"]
-    found = {
+    differences = {
         "loss_difference": largest_difference(row["losses"], ours["losses"]),
         "first_grad_norm_difference": largest_difference(*(n[:1] for n in norms)),
         "grad_norm_difference": largest_difference(*norms),
     }
-    row |= found
-    for (name, apart), allowed in zip(found.items(), AGREEMENT[row["dtype"]], strict=False):
+    row |= differences
+    for (name, apart), allowed in zip(differences.items(), AGREEMENT[row["dtype"]], strict=False):
         if row["status"] == "ok" and not apart <= allowed:
             row["status"] = "differs"
             row["reason"] = f"{name} is {apart:.2g}; {allowed:g} is allowed"
@@ -398,9 +398,9 @@ def profile(job: Job, limit: float) -> dict[str, Any]:
     config = configuration(job)
     config["train"] |= step_kernels.fields(job.path("trace"))
     store.write_json(job.path("trainer.yaml"), config)
-    found, reason, said = launch(job, "trainer", limit)
+    steps, reason, said = launch(job, "trainer", limit)
     row = {"status": "error" if reason else "ok", "reason": reason, "printed": said}
-    row |= {"samples_ms": [s["seconds"] * 1e3 for s in found]}
+    row |= {"samples_ms": [s["seconds"] * 1e3 for s in steps]}
     if reason:
         return row
     return row | step_kernels.summary(step_kernels.read(job.path("trace")))
@@ -426,8 +426,8 @@ def curve(shape: Shape, device: str, dtype: str, steps: int, limit: float) -> It
             config = configuration(job, datasets=text)
             config["model"] = {"model_path": str(pathlib.Path(folder, "model"))}
             store.write_json(job.path("trainer.yaml"), config)
-            found, reason, said = launch(job, "trainer", limit)
-            losses = [s["loss"] for s in found]
+            rows, reason, said = launch(job, "trainer", limit)
+            losses = [s["loss"] for s in rows]
             yield {
                 "device": where,
                 "dtype": half,

@@ -71,8 +71,8 @@ def plant(
             chance = op.judged.together and name in judged and right.numel() < 8
             if not chance and not unchanged(value, right, 0 if fault == ELEMENT else 4):
                 results = {**eager, name: value}
-                found = contract.compared(op, results, kwargs, _only(by, name))
-                yield Planted(name, fault, contract.broken(found))
+                findings = contract.compared(op, results, kwargs, _only(by, name))
+                yield Planted(name, fault, contract.broken(findings))
 
 
 def detectable(by: contract.Reference, name: str) -> float | None:

@@ -174,13 +174,13 @@ def rank(folder: pathlib.Path) -> None:
     hook = register_optimizer_step_post_hook(
         lambda *_: clocks.append((time.perf_counter(), time.process_time()))
     )
-    found = (trainer_rank if job.provider == "trainer" else peer_rank)(job, folder)
+    measured = (trainer_rank if job.provider == "trainer" else peer_rank)(job, folder)
     hook.remove()
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
-    found["seconds"], found["cpu_seconds"] = map(list, zip(*steps, strict=True))
-    found["peak_mib"] = status_mib("VmHWM")
+    measured["seconds"], measured["cpu_seconds"] = map(list, zip(*steps, strict=True))
+    measured["peak_mib"] = status_mib("VmHWM")
     number, _, _ = platform.launched() or (0, 1, 0)
-    (folder / f"rank{number}.json").write_text(json.dumps(found))
+    (folder / f"rank{number}.json").write_text(json.dumps(measured))
 
 
 # ---- launches
@@ -209,12 +209,12 @@ def launch(job: Job) -> dict[str, Any]:
         if done.returncode:
             last = "\n".join(done.stdout.splitlines()[-30:])
             raise RuntimeError(f"{job.provider} {job.layout}: {last}")
-        found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+        by_rank = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     return {
-        **found[0],
-        "peak_mib": max(each["peak_mib"] for each in found),
-        "imported_mib": max(each["imported_mib"] for each in found),
-        "cpu_seconds": [sum(s) for s in zip(*(r["cpu_seconds"] for r in found), strict=True)],
+        **by_rank[0],
+        "peak_mib": max(each["peak_mib"] for each in by_rank),
+        "imported_mib": max(each["imported_mib"] for each in by_rank),
+        "cpu_seconds": [sum(s) for s in zip(*(r["cpu_seconds"] for r in by_rank), strict=True)],
     }
 
 
@@ -236,10 +236,10 @@ def measure(
     rounds: int,
 ) -> list[dict[str, Any]]:
     """One row per job, from launches of all jobs in turn; every other round is backwards."""
-    found: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
+    by_job: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     for i in range(rounds):
         for job in jobs if i % 2 == 0 else reversed(jobs):
-            found[job].append(one := launch(job))
+            by_job[job].append(one := launch(job))
             seconds, cpu = (
                 " ".join(f"{s:.1f}" for s in one[n]) for n in ("seconds", "cpu_seconds")
             )
@@ -250,7 +250,7 @@ def measure(
                 flush=True,
             )
     rows = []
-    for job, runs in found.items():
+    for job, runs in by_job.items():
         samples = [s for each in runs for s in each["seconds"]]
         t = timing.Timing.of(samples)
         rows.append(

@@ -57,7 +57,7 @@ class Row(NamedTuple):
 def rows(op: Op, implementations: Iterable[str] | None = None) -> Iterator[Row]:
     """implementations: default: those that run here."""
     for dtype in FLOATS:
-        found: dict[str, tuple[dict[str, float], list[float]]] = {}
+        by_label: dict[str, tuple[dict[str, float], list[float]]] = {}
         usable = [
             n for n in op.usable("cpu", dtype) if implementations is None or n in implementations
         ]
@@ -67,7 +67,7 @@ def rows(op: Op, implementations: Iterable[str] | None = None) -> Iterator[Row]:
                 labels = _labels(op, kwargs)
                 by = contract.reference(op, kwargs, dtype, layout)
                 for name in by.truth:
-                    _, detected = found.setdefault(labels.get(name, name), ({}, []))
+                    _, detected = by_label.setdefault(labels.get(name, name), ({}, []))
                     least = faults.detectable(by, name)
                     detected += [] if least is None else [least]
                 for implementation in usable:
@@ -78,11 +78,11 @@ def rows(op: Op, implementations: Iterable[str] | None = None) -> Iterator[Row]:
                     except ImplementationUnavailable:
                         continue
                     for f in findings:
-                        shares, _ = found[labels.get(f.name, f.name)]
+                        shares, _ = by_label[labels.get(f.name, f.name)]
                         shares[implementation] = max(shares.get(implementation, 0.0), f.share)
                         if not f.holds:
                             print(f"{op.name}[{implementation}], {case.name}, {short(dtype)}: {f}")
-        for label, (shares, detected) in found.items():
+        for label, (shares, detected) in by_label.items():
             yield Row(op.name, label, short(dtype), shares, max(detected, default=None))
 
 
@@ -125,10 +125,10 @@ def planted(op: Op) -> tuple[int, int]:
     return count, accepted
 
 
-def undeclared(op: Op, found: Iterable[Row]) -> list[str]:
+def undeclared(op: Op, measured: Iterable[Row]) -> list[str]:
     """What `Judged.detects` says otherwise: less than is detected, or more than twice as much."""
     wrong = []
-    for row in found:
+    for row in measured:
         if row.detected is None:
             continue
         said = op.judged.detected(getattr(torch, row.dtype), row.result)
@@ -141,10 +141,10 @@ def undeclared(op: Op, found: Iterable[Row]) -> list[str]:
     return wrong
 
 
-def text(found: Sequence[Row], made: str) -> str:
+def text(measured: Sequence[Row], made: str) -> str:
     """JSON, a row in a line. Numbers have four significant digits, of which the page shows two."""
     lines = []
-    for row in found:
+    for row in measured:
         shares = {name: float(f"{share:.4g}") for name, share in row.shares.items()}
         least = None if row.detected is None else float(f"{row.detected:.4g}")
         lines.append(json.dumps([row.op, row.result, row.dtype, shares, least]))
@@ -157,10 +157,10 @@ def committed(file: pathlib.Path = FILE) -> str:
     return page([Row(*row) for row in made["rows"]], made["made"])
 
 
-def page(found: Sequence[Row], made: str) -> str:
+def page(measured: Sequence[Row], made: str) -> str:
     head = ["op", "result", "dtype", "error / allowed", "detected in an ordinary element"]
     rows = []
-    for row in found:
+    for row in measured:
         shares = (f"{n} {s:.2f}" for n, s in row.shares.items() if n != "eager")
         least = row.detected
         rows.append(
@@ -175,7 +175,7 @@ def page(found: Sequence[Row], made: str) -> str:
                 (),
             )
         )
-    interpreted = any("triton" in row.shares for row in found)
+    interpreted = any("triton" in row.shares for row in measured)
     return "\n".join(
         [
             "# What the contract leaves",
@@ -217,10 +217,10 @@ def main(argv: list[str] | None = None) -> int:
         count, accepted = (sum(n) for n in zip(*counts, strict=True))
         print(f"{count} faults planted, {accepted} hold the contract")
         return int(accepted > 0)
-    found, wrong = [], []
+    measured, wrong = [], []
     for op in ops:
         of_op = list(rows(op, args.implementation))
-        found += of_op
+        measured += of_op
         wrong += undeclared(op, of_op)
         wrong += [
             f"{op.name}[{n}], {r.result}, {r.dtype}: breaks the contract"
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     made = f"commit {report.commit(meta)}, {datetime.date.today()}, {platform.cpu_name()}"
     out = args.out or (FILE if args.op is args.implementation is None else None)
     if out is None:
-        print(page(found, made))
+        print(page(measured, made))
     else:
-        out.write_text(text(found, made))
+        out.write_text(text(measured, made))
     return int(bool(wrong))

@@ -274,9 +274,9 @@ def main(argv: Sequence[str]) -> int:
         if not (left := [name for name in schedules if name not in there]):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            for schedule, found in measure(layout, left, pathlib.Path(folder)):
+            for schedule, measured in measure(layout, left, pathlib.Path(folder)):
                 about = {"layout": layout, "schedule": schedule, "commit": report.commit(meta)}
-                rows += [{**about, **row} for row in found]
+                rows += [{**about, **row} for row in measured]
         rows.sort(key=_place)
         document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
         store.write_json(path, document)

@@ -57,7 +57,7 @@ def rows(
     """The rows of the goals.   seen: gets the kernels of these launches.   measured: the suite's
     documents, by name.
     """
-    with launches.simulated(on.device, on.arch) as found:
+    with launches.simulated(on.device, on.arch) as recorded:
         for op in ops:
             cached: dict[tuple, tuple] = {}
             for goal, case, dtype in goals_on(op, "cuda"):
@@ -65,7 +65,7 @@ def rows(
                 for question, by, launch, config in _alternatives(op, case, name):
                     key = (case.name, dtype, name, question)
                     if key not in cached:
-                        cached[key] = _passes(found, op, by, case, dtype, launch, config)
+                        cached[key] = _passes(recorded, op, by, case, dtype, launch, config)
                     passes, reason = cached[key]
                     usual, _ = cached[(*key[:3], HEURISTIC)]
                     if question != HEURISTIC and passes.get(goal.which) == usual.get(goal.which):
@@ -86,12 +86,12 @@ def others(
     has those with the tag "predicted".   seen: as in `rows`.
     """
     dtype = torch.bfloat16
-    with launches.simulated(on.device, on.arch) as found:
+    with launches.simulated(on.device, on.arch) as recorded:
         for op in ops:
             name, shown, reason = op.choose("cuda", dtype), any(goals_on(op, "cuda")), None
             listed = run.timed(op, "cuda") or run.timed(op, "predicted")
             for case in sorted(listed, key=lambda c: -_whole(c, dtype, on)):
-                passes, refused = _passes(found, op, name, case, dtype, "", {})
+                passes, refused = _passes(recorded, op, name, case, dtype, "", {})
                 reason = reason or refused
                 whiches = _whiches(passes)
                 kernels = {k for which in whiches for k in _kernels(passes[which])}
@@ -115,12 +115,12 @@ def newer(
     """
     dtype = torch.bfloat16
     refused = {op.name: _refused(op, dtype) for op in ops if op.requests}
-    with launches.simulated(on.device, on.arch) as found:
+    with launches.simulated(on.device, on.arch) as recorded:
         for op in ops:
             for case in refused.get(op.name, ()):
                 name, usual = op.choose("cuda", dtype), {}
                 for question, by, launch, config in _alternatives(op, case, name):
-                    passes, reason = _passes(found, op, by, case, dtype, launch, config)
+                    passes, reason = _passes(recorded, op, by, case, dtype, launch, config)
                     if reason is not None:
                         yield Row(op.name, case.name, "", question, reason)
                     for which in _whiches(passes):
@@ -137,12 +137,12 @@ def newer(
 
 def _refused(op: Op, dtype: torch.dtype) -> list[Case]:
     """Timed cases whose options the kernels of a Hopper GPU do not have."""
-    with launches.simulated("H200") as found:
+    with launches.simulated("H200") as recorded:
         name = op.choose("cuda", dtype)
         return [
             case
             for case in run.timed(op, "cuda")
-            if not _passes(found, op, name, case, dtype, "", {})[0]
+            if not _passes(recorded, op, name, case, dtype, "", {})[0]
         ]
 
 
@@ -175,14 +175,14 @@ def _alternatives(op: Op, case: Case, name: str) -> Iterator[tuple[str, str, str
                 yield v.name, impl.name, v.launch, dict(v.other)
 
 
-def _passes(found, op: Op, name: str, case: Case, dtype: torch.dtype, launch: str, config: dict):
+def _passes(recorded, op: Op, name: str, case: Case, dtype: torch.dtype, launch: str, config: dict):
     """(passes, None), or ({}, why they cannot be had)."""
     try:
         if not launch:
-            return launches.passes(found, op, name, case, dtype), None
+            return launches.passes(recorded, op, name, case, dtype), None
         impl = op.implementation(name)
         with launches.configured(op, impl, case, dtype, launch, config):
-            return launches.passes(found, op, name, case, dtype), None
+            return launches.passes(recorded, op, name, case, dtype), None
     except (NotImplementedError, ImplementationUnavailable) as error:
         # Values on the host, which a simulated device has not.
         return {}, f"{name} cannot be simulated: {str(error).splitlines()[0]}"
@@ -269,7 +269,7 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
     """The words of each open question about a launch, with each pass that it changes, the predicted
     times now and of the other alternative, and the other's limit.
     """
-    with launches.simulated(on.device, on.arch) as found:
+    with launches.simulated(on.device, on.arch) as recorded:
         for v in variants.asked(tuning.arch_of_device()):
             if not v.launch or isinstance(v.other, str) or isinstance(v.now, str):
                 continue
@@ -279,7 +279,9 @@ def asked(on: Roofs) -> Iterator[tuple[str, ...]]:
             if impl is None or "cuda" not in case.tags:
                 continue
             ways = [
-                _passes(found, op, impl.name, case, torch.bfloat16, v.launch if way else "", way)[0]
+                _passes(
+                    recorded, op, impl.name, case, torch.bfloat16, v.launch if way else "", way
+                )[0]
                 for way in (dict(v.now), dict(v.other))
             ]
             for which in ("forward", "backward"):
@@ -336,14 +338,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"predict: {error}", file=sys.stderr)
         return 2
     if partly:
-        by_device = {d: found for d, found in by_device.items() if found.rows}
+        by_device = {d: predictions for d, predictions in by_device.items() if predictions.rows}
         if not by_device:
             print("predict: Hopper has all cases of these ops too; name h200 or h100")
             return 2
-        for device, found in by_device.items():
-            parts = (table(r, measured is not None) for r in (found.goals, found.others) if r)
+        for device, predictions in by_device.items():
+            parts = (
+                table(r, measured is not None) for r in (predictions.goals, predictions.others) if r
+            )
             lines = [line for part in parts for line in part]
-            print(f"## {roofs.DEVICES[device].device}\n", *lines, *arithmetic(found.rows), sep="\n")
+            print(
+                f"## {roofs.DEVICES[device].device}\n",
+                *lines,
+                *arithmetic(predictions.rows),
+                sep="\n",
+            )
         return 0
     version = platform.describe()["triton"].split("+")[0]
     first = roofs.DEVICES[next(iter(by_device))]

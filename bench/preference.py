@@ -261,20 +261,20 @@ def run_once(
     more = ["env", *(f"{name}={value}" for name, value in environment.items())]
     command = [*more, sys.executable, "-m", "bench.preference", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True)
-    found = [row for row in rows(pathlib.Path(out, "metrics.jsonl")) if "loss" in row]
-    if done.returncode or len(found) != job.steps:
+    steps = [row for row in rows(pathlib.Path(out, "metrics.jsonl")) if "loss" in row]
+    if done.returncode or len(steps) != job.steps:
         raise RuntimeError(f"{provider}: {(done.stderr or done.stdout)[-2000:]}")
-    return found
+    return steps
 
 
 def figures(
     provider: str,
     recomputed: str,
     held: list[dict[str, Any]],
-    found: list[list[dict[str, Any]]],
+    timed: list[list[dict[str, Any]]],
 ) -> dict[str, Any]:
-    """held, found: the lines of the steps of memory, and of each timed process."""
-    later = [row for steps in found for row in steps[1:]]
+    """held, timed: the lines of the steps of memory, and of each timed process."""
+    later = [row for steps in timed for row in steps[1:]]
     t = timing.Timing.of([row["seconds"] for row in later])
     return {
         "provider": provider,
@@ -286,8 +286,8 @@ def figures(
         "median_cpu_s": statistics.median(row["cpu_seconds"] for row in later),
         "peak_mib": held[-1]["peak_mib"],
         "above_mib": held[-1]["above_mib"],
-        "timed_above_mib": max(steps[-1]["above_mib"] for steps in found),
-        "losses": [row["loss"] for row in found[0]],
+        "timed_above_mib": max(steps[-1]["above_mib"] for steps in timed),
+        "losses": [row["loss"] for row in timed[0]],
     }
 
 
@@ -334,13 +334,13 @@ def main(argv: Sequence[str]) -> int:
             return 0
         brief = dataclasses.replace(job, steps=min(job.steps, 2))
         held = [run_once(brief, *provider, "memory", MALLOC) for provider in PROVIDERS]
-        found: list[list] = [[] for _ in PROVIDERS]
+        timed: list[list] = [[] for _ in PROVIDERS]
         for number in range(args.rounds):
             for i, provider in enumerate(PROVIDERS):
-                found[i].append(run_once(job, *provider, number, {}))
+                timed[i].append(run_once(job, *provider, number, {}))
                 rows = {
                     i: figures(*PROVIDERS[i], held[i], steps)
-                    for i, steps in enumerate(found)
+                    for i, steps in enumerate(timed)
                     if steps
                 }
                 print(shown(rows[i]), flush=True)

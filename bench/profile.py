@@ -60,13 +60,13 @@ def profiled(op: Op, case: Case, name: str, clock: timing.CudaClock) -> dict[str
     if provider.reason:
         raise RuntimeError(provider.reason)
     kwargs = case.make("cuda", DTYPE, run.SEED)
-    found = run.passes(provider, kwargs)
+    passes = run.passes(provider, kwargs)
     return {
         "op": op.name,
         "case": case.name,
         "dtype": short(DTYPE),
         "provider": name,
-        "passes": {p: kernels(fn, clock) for p, fn in found.items() if p != "forward_backward"},
+        "passes": {p: kernels(fn, clock) for p, fn in passes.items() if p != "forward_backward"},
     }
 
 

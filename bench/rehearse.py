@@ -190,10 +190,10 @@ def _case_of(unit: Unit) -> registry.Case | None:
     op = selection.operations().get(name.partition(".")[0])
     tag = "contract" if unit.name.startswith("smoke/") else "cuda"
     rest = name.partition(".")[2]
-    found = (
+    cases = (
         [c for c in op.cases if tag in c.tags and f"{rest}.".startswith(f"{c.name}.")] if op else []
     )
-    return max(found, key=lambda c: len(c.name), default=None)
+    return max(cases, key=lambda c: len(c.name), default=None)
 
 
 # Seconds of a unit of stages that only a real device can run.

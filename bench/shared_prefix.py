@@ -85,12 +85,12 @@ def passes(folder: pathlib.Path, part: int, tokens: int, share: bool) -> Any:
         yield batches[0]["input_ids"].shape[1], sums.reported()["logprob_rejected"], seconds
 
 
-def figures(part: int, found: dict[bool, list[tuple[int, float, float]]]) -> dict[str, Any]:
-    """found: by whether prompts are shared; without the first step, which fills caches."""
-    tokens = {share: sum(step[0] for step in steps[1:]) for share, steps in found.items()}
-    samples = {share: [step[2] for step in steps[1:]] for share, steps in found.items()}
+def figures(part: int, by_share: dict[bool, list[tuple[int, float, float]]]) -> dict[str, Any]:
+    """by_share: by whether prompts are shared; without the first step, which fills caches."""
+    tokens = {share: sum(step[0] for step in steps[1:]) for share, steps in by_share.items()}
+    samples = {share: [step[2] for step in steps[1:]] for share, steps in by_share.items()}
     times = {share: statistics.median(s) for share, s in samples.items()}
-    logprobs = [[step[1] for step in found[share]] for share in (False, True)]
+    logprobs = [[step[1] for step in by_share[share]] for share in (False, True)]
     promised, saved = 1 - tokens[True] / tokens[False], 1 - times[True] / times[False]
     return {
         "prompt_to_answer": f"{part}:1",
@@ -126,11 +126,11 @@ def main(argv: Sequence[str]) -> int:
             file, count = folder / f"{part}.jsonl", args.rounds + 1
             write_pairs(file, args.tokens, part, count, shape.vocabulary)
             runs = {share: passes(folder, part, args.tokens, share) for share in (False, True)}
-            found: dict[bool, list] = {share: [] for share in runs}
+            by_share: dict[bool, list] = {share: [] for share in runs}
             for _ in range(count):
                 for share, steps in runs.items():
-                    found[share].append(next(steps))
-            rows.append(row := figures(part, found))
+                    by_share[share].append(next(steps))
+            rows.append(row := figures(part, by_share))
             print(
                 f"{row['prompt_to_answer']}  {row['median_s']:.2f} s, shared "
                 f"{row['median_shared_s']:.2f} s: saved {row['saved']:.1%} of {row['promised']:.1%} "

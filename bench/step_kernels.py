@@ -38,24 +38,24 @@ def read(folder: pathlib.Path) -> list[dict[str, Any]]:
 
     Raises FileNotFoundError if it has none, or several.
     """
-    found = [*folder.glob("*.json"), *folder.glob("*.json.gz")]
-    if len(found) != 1:
-        raise FileNotFoundError(f"{folder.name} must hold one trace, has {len(found)}")
-    read = gzip.open if found[0].suffix == ".gz" else open
-    with read(found[0], "rt") as file:
+    paths = [*folder.glob("*.json"), *folder.glob("*.json.gz")]
+    if len(paths) != 1:
+        raise FileNotFoundError(f"{folder.name} must hold one trace, has {len(paths)}")
+    read = gzip.open if paths[0].suffix == ".gz" else open
+    with read(paths[0], "rt") as file:
         return json.load(file)["traceEvents"]
 
 
 def _leaves(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Operators that no other one of their thread begins within."""
-    found: list[dict[str, Any]] = []
+    leaves: list[dict[str, Any]] = []
     events = (e for e in events if e["name"] not in PREPARING)
     for e in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
-        last = found[-1] if found else None
+        last = leaves[-1] if leaves else None
         if last and last["tid"] == e["tid"] and e["ts"] < last["ts"] + last["dur"]:
-            found.pop()
-        found.append(e)
-    return found
+            leaves.pop()
+        leaves.append(e)
+    return leaves
 
 
 def summary(events: Sequence[dict[str, Any]], steps: int = AFTER - FIRST) -> dict[str, Any]:
@@ -96,21 +96,21 @@ def summary(events: Sequence[dict[str, Any]], steps: int = AFTER - FIRST) -> dic
     }
 
 
-def _count(found: dict[tuple[str, str], list[float]], key: tuple[str, str], us: float) -> None:
-    entry = found.setdefault(key, [0, 0.0])
+def _count(totals: dict[tuple[str, str], list[float]], key: tuple[str, str], us: float) -> None:
+    entry = totals.setdefault(key, [0, 0.0])
     entry[0] += 1
     entry[1] += us
 
 
-def table(found: dict[str, Any], most: int = 45) -> str:
-    lines = [f"a step takes {found['span_ms']:.1f} ms, {found['busy_ms']:.1f} ms of it in kernels"]
+def table(step: dict[str, Any], most: int = 45) -> str:
+    lines = [f"a step takes {step['span_ms']:.1f} ms, {step['busy_ms']:.1f} ms of it in kernels"]
     lines += [
         f"  {r['us']:9.0f} us {r['launches']:6.1f} x {r['operator'][:44]:<44} {r['kernel'][:60]}"
-        for r in found["kernels"][:most]
+        for r in step["kernels"][:most]
     ]
     lines += [
         f"  {g['us']:9.0f} us {g['times']:6.1f} x without a kernel between {g['after'] or '-'} and "
         f"{g['before'] or '-'}"
-        for g in found["gaps"]
+        for g in step["gaps"]
     ]
     return "\n".join(lines)

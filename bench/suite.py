@@ -182,9 +182,9 @@ def _questions(here, device: str, settings: run.Settings) -> list[Unit]:
         if impl is not None and impl.why_not(device, torch.bfloat16) is None:
             about.setdefault(at, []).append(v)
     return [
-        ab_unit(v, *cases[at], device, settings, keep=v is not found[-1])
-        for at, found in about.items()
-        for v in found
+        ab_unit(v, *cases[at], device, settings, keep=v is not asked[-1])
+        for at, asked in about.items()
+        for v in asked
     ]
 
 

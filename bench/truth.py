@@ -207,7 +207,7 @@ def of_trainer(
         load_adapter(engine.model, folder / "adapter")
     for name, p in engine.model.named_parameters():
         p.requires_grad_(p.requires_grad and not name.endswith(layout.frozen))
-    batches, rows, found = next(made.batches.steps()), read_rows(folder), {}
+    batches, rows, results = next(made.batches.steps()), read_rows(folder), {}
     for name in losses:
         loss = loss_of(kind.loss, {kind.loss: LOSSES[name].section()})
         engine.reference = reference if kind.reference and needs_reference(name) else None
@@ -216,9 +216,9 @@ def of_trainer(
             raise RuntimeError(f"{name}: a mean over {sums.denominator}, not {count}")
         engine.divide()
         value = torch.tensor(sums.mean, dtype=torch.float64)
-        found[name] = Found(loss=value, **gradients(engine.model, made.shape))
+        results[name] = Found(loss=value, **gradients(engine.model, made.shape))
         engine.zero()
-    return found
+    return results
 
 
 def needs_reference(name: str) -> bool:
@@ -232,14 +232,14 @@ def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
     from tilewright.nn.weights import adapted, is_adapter
     from tilewright.trainer.checkpoint import hf
 
-    found = {}
+    grads = {}
     of_adapters: dict[str, Any] = dict(adapted(model))
     for path, module in of_adapters.items():
         A, B, r, at = module.lora_A.grad, module.lora_B.grad, module.rank, 0
         for i, (part, (first, stop)) in enumerate(module.slices.items()):
             key = f"base_model.model.{part_path(path, part)}"
-            found[f"{key}.lora_A.default.weight"] = A[i * r : (i + 1) * r]
-            found[f"{key}.lora_B.default.weight"] = B[at : at + stop - first]
+            grads[f"{key}.lora_A.default.weight"] = A[i * r : (i + 1) * r]
+            grads[f"{key}.lora_B.default.weight"] = B[at : at + stop - first]
             at += stop - first
     for name, p in model.named_parameters():
         if p.grad is None or is_adapter(name):
@@ -249,8 +249,8 @@ def gradients(model: torch.nn.Module, shape: Any) -> dict[str, torch.Tensor]:
             if of_adapters:  # a new head
                 *above, kind = of_part.split(".")
                 of_part = ".".join(["base_model.model", *above, "modules_to_save.default", kind])
-            found[of_part] = part
-    return {name: g.detach().clone() for name, g in found.items()}
+            grads[of_part] = part
+    return {name: g.detach().clone() for name, g in grads.items()}
 
 
 def rank(folder: str, kind: str, name: str, dtype: str, losses: str) -> None:
@@ -258,16 +258,16 @@ def rank(folder: str, kind: str, name: str, dtype: str, losses: str) -> None:
     from tilewright.trainer.config import load
     from tilewright.trainer.parallel import mesh
 
-    of, layout, found, root = KINDS[kind], LAYOUTS[name], [], pathlib.Path(folder)
+    of, layout, draws, root = KINDS[kind], LAYOUTS[name], [], pathlib.Path(folder)
     joined = mesh.join(load(None, arguments(of, layout, dtype, root / "0")).train)
     wanted = losses.split(";")
     for draw in range(len([*root.iterdir()])):
-        found.append(of_trainer(of, layout, dtype, wanted, root / str(draw), joined))
+        draws.append(of_trainer(of, layout, dtype, wanted, root / str(draw), joined))
     dist.barrier()
     if dist.get_rank() == 0:
         flat = {
             f"{d}/{k}/{n}": t
-            for d, of_draw in enumerate(found)
+            for d, of_draw in enumerate(draws)
             for k, v in of_draw.items()
             for n, t in v.items()
         }
@@ -290,11 +290,11 @@ def by_trainer(
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     what = ["-m", "bench.truth", str(folder), kind, name, dtype, ";".join(losses)]
     subprocess.run([*start, str(layout.processes), *what], cwd=ROOT, check=True)
-    found: list[dict[str, Found]] = [{} for _ in range(DRAWS)]
+    draws: list[dict[str, Found]] = [{} for _ in range(DRAWS)]
     for key, t in load_file(folder / "found").items():
         draw, loss, name_of = key.split("/")
-        found[int(draw)].setdefault(loss, Found())[name_of] = t
-    return found
+        draws[int(draw)].setdefault(loss, Found())[name_of] = t
+    return draws
 
 
 # ---- transformers
@@ -347,25 +347,25 @@ def by_transformers(
         for n, p in policy.named_parameters()
         if p.requires_grad and not n.endswith(layout.frozen)
     }
-    found = {}
+    results = {}
     for name, terms in kind.expected(step, {name: LOSSES[name] for name in losses}).items():
         loss = terms.mean()
         grads = torch.autograd.grad(loss, list(learns.values()), retain_graph=True)
-        found[name] = Found(loss=loss.detach(), **dict(zip(learns, grads, strict=True)))
-        found[name].size = float(terms.detach().abs().mean())
-    return found
+        results[name] = Found(loss=loss.detach(), **dict(zip(learns, grads, strict=True)))
+        results[name].size = float(terms.detach().abs().mean())
+    return results
 
 
 # ---- what is compared
 
 
-def errors(found: Found, truth: Found) -> tuple[float, float]:
+def errors(computed: Found, truth: Found) -> tuple[float, float]:
     """A loss's error, relative to its terms' mean magnitude, and the largest of its gradients'."""
-    if found.keys() != truth.keys():
-        raise RuntimeError(f"other gradients: {sorted(found.keys() ^ truth.keys())}")
-    of = {name: error(found[name].double(), truth[name].double())[0] for name in truth}
+    if computed.keys() != truth.keys():
+        raise RuntimeError(f"other gradients: {sorted(computed.keys() ^ truth.keys())}")
+    of = {name: error(computed[name].double(), truth[name].double())[0] for name in truth}
     of.pop("loss")
-    return abs(float(found["loss"] - truth["loss"])) / truth.size, max(of.values())
+    return abs(float(computed["loss"] - truth["loss"])) / truth.size, max(of.values())
 
 
 def row(compared: Sequence[tuple[Found, Found, Found]], half: bool) -> dict[str, float]:
@@ -400,13 +400,13 @@ def _measure(kind: str, name: str, dtype: str, losses: Sequence[str]) -> Iterato
         for draw, folder in enumerate(folders):
             folder.mkdir()
             write_inputs(KINDS[kind], folder, draw, layout.adapters)
-        found = by_trainer(kind, name, dtype, losses, pathlib.Path(made))
+        ours = by_trainer(kind, name, dtype, losses, pathlib.Path(made))
         twin, truth = (
             [by_transformers(KINDS[kind], layout, p, losses, f) for f in folders]
             for p in (eager, Precision(torch.float64))
         )
     for loss in losses:
-        compared = [(found[d][loss], twin[d][loss], truth[d][loss]) for d in range(DRAWS)]
+        compared = [(ours[d][loss], twin[d][loss], truth[d][loss]) for d in range(DRAWS)]
         yield {"loss": loss, "layout": name, "dtype": dtype, **row(compared, half)}
 
 
@@ -472,7 +472,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         stamp = {"commit": report.commit(meta), "code": code()}
         rows = [r for r in rows if r["layout"] != layout or r["loss"] not in left]
-        rows += [found | stamp for found in measure(layout, left)]
+        rows += [row | stamp for row in measure(layout, left)]
         document = {"schema": report.SCHEMA, "meta": meta, "rows": rows}
         store.write_json(path, document)
         store.write_text(args.page, page(document))

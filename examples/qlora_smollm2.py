@@ -149,11 +149,11 @@ def train(write: Callable[[list], None], formats: list[str]) -> list[dict[str, A
                 *arguments,
             ]
             subprocess.run(command, cwd=ROOT, check=True)
-            found = [
+            records = [
                 json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
             ]
-            losses = [r["loss"] for r in found if "loss" in r]
-            held = [r["eval_loss"] for r in found if "eval_loss" in r]
+            losses = [r["loss"] for r in records if "loss" in r]
+            held = [r["eval_loss"] for r in records if "eval_loss" in r]
             rows.append(
                 {
                     "format": format,
@@ -162,7 +162,7 @@ def train(write: Callable[[list], None], formats: list[str]) -> list[dict[str, A
                     "heldout_first": held[0],
                     "heldout_last": held[-1],
                     "loss": losses,
-                    "seconds": [r["seconds"] for r in found if "loss" in r],
+                    "seconds": [r["seconds"] for r in records if "loss" in r],
                 }
             )
             write(rows)

@@ -48,18 +48,18 @@ def errors(project: pathlib.Path) -> list[str]:
     )
     if run.returncode not in (0, 1):
         raise SystemExit(run.stdout + run.stderr)
-    found = []
+    messages = []
     for one in json.loads(run.stdout)["generalDiagnostics"]:
         path, begin = pathlib.Path(one["file"]), one["range"]["start"]
         line = begin["line"] + 1
         if UNSEEN.search(one["message"]) or any(line in lines for lines in kernels(path)):
             continue
         message = f"{one['severity']}: {one['message']} ({one.get('rule')})"
-        found.append(f"{path}:{line}:{begin['character'] + 1} - {message}")
-    return found
+        messages.append(f"{path}:{line}:{begin['character'] + 1} - {message}")
+    return messages
 
 
 if __name__ == "__main__":
-    found = errors(ROOT)
-    print(*found, f"types: {len(found)} errors", sep="\n")
-    sys.exit(bool(found))
+    messages = errors(ROOT)
+    print(*messages, f"types: {len(messages)} errors", sep="\n")
+    sys.exit(bool(messages))

@@ -87,8 +87,8 @@ def main(root: pathlib.Path, target: pathlib.Path) -> None:
     row = {"about": about, "bytes": sum(f.stat().st_size for f in files), "seconds": times}
     target.write_text(json.dumps(row, indent=1) + "\n")
     print(f"{row['bytes'] / 1e9:.2f} GB on {mesh.device}; the least of 9, in seconds:")
-    for name, found in times.items():
-        print(f"{name:40} {min(found):.3f}")
+    for name, samples in times.items():
+        print(f"{name:40} {min(samples):.3f}")
 
 
 if __name__ == "__main__":

@@ -148,14 +148,14 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     out = f" --out {arguments.out.name}" if arguments.out else ""
-    found = {
+    document = {
         "command": f"python scripts/determinism_cost.py --rounds {arguments.rounds}{out}",
         "environment": platform.describe(),
         "load": os.getloadavg(),
         "training": training(arguments.rounds),
         "unpermute": unpermuting(arguments.rounds),
     }
-    text = json.dumps(found, indent=1)
+    text = json.dumps(document, indent=1)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")

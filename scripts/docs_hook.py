@@ -75,10 +75,10 @@ def _expanded(entry: str | dict[str, list], paths: list[str]) -> list:
     if isinstance(entry, str):
         return [p for p in paths if fnmatch.fnmatch(p, entry)] if "*" in entry else [entry]
     [(title, children)] = entry.items()
-    found: list = []
+    expanded: list = []
     for child in children:
-        found += [e for e in _expanded(child, paths) if e not in found]
-    return [{title: found}] if found else []
+        expanded += [e for e in _expanded(child, paths) if e not in expanded]
+    return [{title: expanded}] if expanded else []
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -86,11 +86,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     roots = {to: source for source, to in AT_ROOT.items()}
     folder = pathlib.PurePosixPath(roots.get(path, f"docs/{path}")).parent
 
-    def link(found: re.Match) -> str:
-        target, anchor = found[2], found[3] or ""
+    def link(matched: re.Match) -> str:
+        target, anchor = matched[2], matched[3] or ""
         if not target or "://" in target or target.startswith("mailto:"):
-            return found[0]
-        return found[1] + _address(folder / target, path, files, config) + anchor + found[4]
+            return matched[0]
+        return matched[1] + _address(folder / target, path, files, config) + anchor + matched[4]
 
     parts = CODE.split(markdown)
     parts[::2] = [LINK.sub(link, text) for text in parts[::2]]
@@ -114,9 +114,9 @@ def _address(target: pathlib.PurePosixPath, page: str, files: Files, config: MkD
 def _with_links_to_ops(text: str) -> str:
     """Ops that the first column of a table names lead to their pages."""
 
-    def row(found: re.Match) -> str:
+    def row(matched: re.Match) -> str:
         return re.sub(
-            r"`(\w+)`", lambda n: f"[{n[0]}](ops/{n[1]}.md)" if n[1] in OPS else n[0], found[0]
+            r"`(\w+)`", lambda n: f"[{n[0]}](ops/{n[1]}.md)" if n[1] in OPS else n[0], matched[0]
         )
 
     return re.sub(r"^\| .*?`.*?\|", row, text, flags=re.MULTILINE)

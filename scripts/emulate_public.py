@@ -40,14 +40,14 @@ def tried(case: Case, arch: int) -> dict:
         call = Call(case.run, named=case.inputs())
         kept = convert(call.named, None)
         try:
-            found = attempted(
+            results = attempted(
                 lambda: emulate(call, driver, unset), argparse.Namespace(target=case.name)
             )
             if not driver.launches:
                 raise Rejected("it launched no Triton kernel")
             row["ended"] = "runs"
             if case.truth is not None:
-                worst = max(compared(call, case.truth, found, kept, False), key=lambda f: f.error)
+                worst = max(compared(call, case.truth, results, kept, False), key=lambda f: f.error)
                 row |= {"error": worst.error, "eager": worst.eager, "holds": worst.holds}
         except Fault:
             row["ended"] = "breaks"
@@ -83,8 +83,8 @@ def table(results: dict) -> str:
         error = f"{row['error']:.1e} ({row['eager']:.1e})" if "error" in row else "not compared"
         error += " †" if row.get("holds") is False else ""
         kinds = dict.fromkeys(f.partition(":")[0] for f in row["findings"])
-        found = "; ".join(KINDS[k] for k in kinds) or row.get("reason", "nothing")
-        cells = (row["library"], f"`{row['function']}`", row["ended"], launched, error, found)
+        findings = "; ".join(KINDS[k] for k in kinds) or row.get("reason", "nothing")
+        cells = (row["library"], f"`{row['function']}`", row["ended"], launched, error, findings)
         lines.append(f"| {' | '.join(c.replace('|', '/') for c in cells)} |")
     return "\n".join(lines) + "\n"
 

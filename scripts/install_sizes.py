@@ -20,20 +20,20 @@ from packaging.utils import canonicalize_name
 from tilewright.core import platform
 
 
-def closure(name: str, extras: frozenset[str], found: set[str]) -> set[str]:
+def closure(name: str, extras: frozenset[str], names: set[str]) -> set[str]:
     """A distribution's name, and those of what it requires, as far as they are installed."""
     try:
         requires = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
-        return found
-    found.add(canonicalize_name(name))
+        return names
+    names.add(canonicalize_name(name))
     for text in requires:
         r = Requirement(text)
         asked = r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras or {""})
         # One with extras is followed again: they may ask for more.
-        if asked and (canonicalize_name(r.name) not in found or r.extras):
-            closure(r.name, frozenset(r.extras), found)
-    return found
+        if asked and (canonicalize_name(r.name) not in names or r.extras):
+            closure(r.name, frozenset(r.extras), names)
+    return names
 
 
 def size(name: str) -> int:
@@ -54,7 +54,7 @@ def main(target: str) -> None:
             brought -= {"triton"}
         rows[extra] = {name: size(name) for name in sorted(brought)}
     about = {"date": str(datetime.date.today()), **platform.provenance()}
-    sizes = {extra: sum(found.values()) for extra, found in rows.items()}
+    sizes = {extra: sum(packages.values()) for extra, packages in rows.items()}
     pathlib.Path(target).write_text(
         json.dumps({"about": about, "bytes": sizes, "packages": rows}, indent=1) + "\n"
     )

@@ -104,10 +104,10 @@ def drawing(step: Callable[..., float]) -> Callable[..., float]:
 
 def start(path: str, ranks: int, log: pathlib.Path, port: int) -> list[int]:
     """Forks the ranks of a run, which meet at the store on `port`; returns their process ids."""
-    found = []
+    pids = []
     for rank in range(ranks):
         if child := os.fork():
-            found.append(child)
+            pids.append(child)
             continue
         code = 1
         try:
@@ -130,7 +130,7 @@ def start(path: str, ranks: int, log: pathlib.Path, port: int) -> list[int]:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    return found
+    return pids
 
 
 def attempt(
@@ -167,19 +167,19 @@ def end_of(folder: pathlib.Path) -> dict[str, object]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     steps = [r for r in rows if "loss" in r]
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         f"step {r['step']}": (r["loss"], r["lr"], r["grad_norm"], r["tokens"]) for r in steps
     }
-    found["steps"] = [r["step"] for r in steps]
-    found["evaluations"] = [(r["step"], r["eval_loss"]) for r in rows if "eval_loss" in r]
+    values["steps"] = [r["step"] for r in steps]
+    values["evaluations"] = [(r["step"], r["eval_loss"]) for r in rows if "eval_loss" in r]
     last = max(folder.glob("checkpoints/global_step_*"), key=lambda p: int(p.name.split("_")[-1]))
     state = json.loads((last / "state.json").read_text())
     best = folder / f"checkpoints/global_step_{state['best']['step']}"
-    found["best"] = (best / "state.json").is_file() or f"{best} is gone"
+    values["best"] = (best / "state.json").is_file() or f"{best} is gone"
     # Files have times and places in them; what they hold is compared below.
-    found["state"] = {k: v for k, v in state.items() if k not in ("written", "files", "checksum")}
+    values["state"] = {k: v for k, v in state.items() if k not in ("written", "files", "checksum")}
     for file in sorted(last.glob("random_*")):
-        found[file.name] = {k: v.tolist() for k, v in load_file(file).items()}
+        values[file.name] = {k: v.tolist() for k, v in load_file(file).items()}
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(last / "dcp", folder / "last.pt")
@@ -190,7 +190,7 @@ def end_of(folder: pathlib.Path) -> dict[str, object]:
             stack += [(f"{name}/{k}", v) for k, v in value.items()]
         else:
             flat[name] = value.tolist() if torch.is_tensor(value) else value
-    return found | flat
+    return values | flat
 
 
 def differences(a: dict[str, object], b: dict[str, object]) -> list[str]:
@@ -229,8 +229,8 @@ def main() -> int:
                 whole = min(whole, time.monotonic() - begin)  # the first run prepares the data too
                 break
             resumes += 1
-        found = end_of(root / f"run_{runs}") if good else {}
-        if wrong := differences(found, wanted):
+        end = end_of(root / f"run_{runs}") if good else {}
+        if wrong := differences(end, wanted):
             print(f"run {runs}, after {kills} kills: {wrong[:10]} differ")
             print(log.read_text()[-4000:])
             return 1

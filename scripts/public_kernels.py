@@ -310,14 +310,14 @@ def qkv(**more):
     """q, k, v [B, T, H, D], and more by shape: the log of a decay ("decay"), or in (0, 1)."""
 
     def make():
-        found = {n: normal(B, T, H, D) for n in "qkv"}
-        found["k"] = F.normalize(found["k"].float(), dim=-1).to(BF16)
+        tensors = {n: normal(B, T, H, D) for n in "qkv"}
+        tensors["k"] = F.normalize(tensors["k"].float(), dim=-1).to(BF16)
         for name, (kind, shape) in more.items():
             x = torch.randn(shape)
-            found[name] = (F.logsigmoid(x) if kind == "decay" else x.sigmoid()).to(
+            tensors[name] = (F.logsigmoid(x) if kind == "decay" else x.sigmoid()).to(
                 F32 if kind == "decay" else BF16
             )
-        return found
+        return tensors
 
     return make
 

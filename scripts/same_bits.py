@@ -75,37 +75,39 @@ def run(folder: pathlib.Path, shape: dict, ranks: int, fields: dict) -> str:
     write_model(folder, shape, fields, {"checksum_steps": 1, "gradient_accumulation_steps": 2})
     train(folder, ranks, "--train.max_steps", "2")
     train(folder, ranks, "--train.load_checkpoint_path", "auto")
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     rows = (folder / "out/metrics.jsonl").read_text().splitlines()
     for row in map(json.loads, rows):
         kept = {k: row[k] for k in ("step", "loss", "grad_norm", "eval_loss") if k in row}
-        found.update(json.dumps(kept, sort_keys=True).encode())
+        digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in sorted((folder / "out").glob("checksums*.jsonl")):
-        found.update(path.read_bytes())
+        digest.update(path.read_bytes())
     for path in sorted((folder / "out").rglob("hf/*.safetensors")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def main() -> int:
     command, file = sys.argv[1], pathlib.Path(sys.argv[2])
-    found = {}
+    digests = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, what in RUNS.items():
-            found[name] = run(pathlib.Path(folder, name), *what)
-            print(f"{name}: {found[name]}", flush=True)
+            digests[name] = run(pathlib.Path(folder, name), *what)
+            print(f"{name}: {digests[name]}", flush=True)
     if command == "record":
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        file.write_text(json.dumps(digests, indent=1) + "\n")
         return 0
     before = json.loads(file.read_text())
     if sys.argv[3:]:
         about = {"date": str(datetime.date.today()), "load": os.getloadavg()}
-        both = {name: [before.get(name), own] for name, own in found.items()}
+        both = {name: [before.get(name), own] for name, own in digests.items()}
         row = {"about": {**about, **platform.provenance()}, "before and after": both}
         pathlib.Path(sys.argv[3]).write_text(json.dumps(row, indent=1) + "\n")
-    differ = [name for name in found if found[name] != before.get(name)]
+    differ = [name for name in digests if digests[name] != before.get(name)]
     print(
-        f"differ: {', '.join(differ)}" if differ else f"{len(found)} runs are the same bit for bit"
+        f"differ: {', '.join(differ)}"
+        if differ
+        else f"{len(digests)} runs are the same bit for bit"
     )
     return int(bool(differ))
 

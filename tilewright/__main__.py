@@ -68,11 +68,11 @@ def check(op: Op, implementation: str, device_type: str, dtype: str | None) -> i
 
 def _of_lab(name: str, arguments: list[str]) -> int:
     """Runs a command of tilewright-lab; 2 where that is not installed."""
-    found = [*metadata.entry_points(group="tilewright.commands", name=name)]
+    entry_points = [*metadata.entry_points(group="tilewright.commands", name=name)]
     try:
         with lab.needed(f"tilewright {name}"):
-            if found:
-                main = found[0].load()
+            if entry_points:
+                main = entry_points[0].load()
             else:  # a copy of a checkout that nobody installed
                 package = name.replace("-", "_")
                 main = importlib.import_module(f"tilewright_lab.{package}.command").main

@@ -39,13 +39,13 @@ class Results:
 
     def rounds(self, op: str, case: str, *providers: str) -> Group:
         """The newest rounds in which all of the providers have a time; by default, our kernels."""
-        found = [
+        groups = [
             g
             for g in self.raw.groups
             if (g.source.device[1], g.op, g.case, g.dtype) == (DEVICE, op, case, "bfloat16")
             and (all(_timed(g, p) for p in providers) if providers else bool(_own(g)))
         ]
-        return _newest(found)
+        return _newest(groups)
 
     def time(self, op: str, case: str, *providers: str) -> list[str]:
         """Milliseconds, forward and backward where there is one."""
@@ -75,9 +75,9 @@ class Results:
         }
         groups = (self.rounds(*of) for of in cases)
         rows = (g.rows[_own(g)] for g in groups)
-        found = [row[name]["roofline_percent"] for row in rows]
-        ends = [f"{of(found):.0f}" for of in (min, max)]
-        return ends if len(found) > 1 else ends[:1]
+        percents = [row[name]["roofline_percent"] for row in rows]
+        ends = [f"{of(percents):.0f}" for of in (min, max)]
+        return ends if len(percents) > 1 else ends[:1]
 
     def steps(self, *providers: str) -> list[dict[str, Any]]:
         """The newest optimizer steps of all of them, as `auto` chooses their attention."""
@@ -91,13 +91,13 @@ class Results:
 
     def answers(self, question: str) -> dict[str, dict[str, Any]]:
         """The newest times of a question that a suite asked, by pass."""
-        found = []
+        timed = []
         for source in (s for f in self.raw.folders for s in f.sources if s.device[1] == DEVICE):
             if question in source.path:
                 documents = store.read(self.folder / source.folder)
                 [of] = [d for name, _, d in documents if f"{source.folder}/{name}" == source.path]
-                found.append((source.age, of["timed"]))
-        return {t["pass"]: t for t in max(found, key=lambda f: f[0])[1]}
+                timed.append((source.age, of["timed"]))
+        return {t["pass"]: t for t in max(timed, key=lambda f: f[0])[1]}
 
 
 def _newest(items: Iterable[Any]) -> Any:
@@ -115,10 +115,10 @@ def _three(value: float) -> str:
 def _step(provider: str) -> Callable[[Results], list[str]]:
     def figures(r: Results) -> list[str]:
         [of] = r.steps(provider)
-        found = [f"{of['median_ms']:.0f}", f"{float(_three(of['peak_mib'])):,.0f}"]
+        numbers = [f"{of['median_ms']:.0f}", f"{float(_three(of['peak_mib'])):,.0f}"]
         if provider == "trainer":
-            found += [f"{100 * of['mfu']:.0f}", f"{100 * of['mfu_documents']:.1f}"]
-        return found
+            numbers += [f"{100 * of['mfu']:.0f}", f"{100 * of['mfu_documents']:.1f}"]
+        return numbers
 
     return figures
 
@@ -215,8 +215,8 @@ def _of_compile(r: Results) -> list[str]:
         row = group.rows.get("compile", {})
         if group.source.device[1] != "AMD EPYC (AVX2)" or row.get("status") != "failed":
             continue
-        found = re.findall(r"error ([\d.e+-]+) at .*?exceeds ([\d.e+-]+)", row["reason"])
-        worst = max(float(error) / float(budget) for error, budget in found)
+        pairs = re.findall(r"error ([\d.e+-]+) at .*?exceeds ([\d.e+-]+)", row["reason"])
+        worst = max(float(error) / float(budget) for error, budget in pairs)
         if worst <= REORDERED:
             times[group.op] = max(worst, times.get(group.op, 0.0))
     return [str(len(times)), f"{max(times.values()):.1f}"]

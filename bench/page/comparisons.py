@@ -90,12 +90,12 @@ NOBODY_RUNS = {
 
 def flaws(source: Source, op: str) -> list[str]:
     """Why a result is no evidence about today's code: it is in no headline."""
-    found, table = [], selection.operations()
+    reasons, table = [], selection.operations()
     if op not in table or source.meta.get("source") != sources.digest(table[op], source.device[0]):
-        found.append("code changed since")
+        reasons.append("code changed since")
     if source.meta.get("dirty") is not False:
-        found.append("local changes" if source.meta.get("dirty") else "local changes unknown")
-    return found
+        reasons.append("local changes" if source.meta.get("dirty") else "local changes unknown")
+    return reasons
 
 
 def pair(group: Group, provider: str) -> Pair | None:
@@ -150,7 +150,7 @@ class Device:
             )
             for p in known
         }
-        pairs = {p: found for p, g in chosen.items() if g and (found := pair(g[0], p))}
+        pairs = {p: compared for p, g in chosen.items() if g and (compared := pair(g[0], p))}
         return {p: pairs[p] for p in sorted(pairs, key=provider_order)}
 
     @property

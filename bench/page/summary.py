@@ -203,11 +203,11 @@ def headline(device: Device, plots: list[Picture]) -> list[str]:
 
 def _rounds(pairs: Sequence[Pair]) -> str:
     """The number of rounds of these comparisons, and whether it is too few."""
-    found = [p.rounds for p in pairs if p.rounds]
-    if not found:
+    counts = [p.rounds for p in pairs if p.rounds]
+    if not counts:
         return "not recorded" if pairs else ""
-    text = f"{min(found)}" + (f" to {max(found)}" if max(found) > min(found) else "")
-    few = sum(n < LEAST_ROUNDS for n in found)
+    text = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
+    few = sum(n < LEAST_ROUNDS for n in counts)
     return text + (f" ({few} of {len(pairs)} with fewer than {LEAST_ROUNDS})" if few else "")
 
 

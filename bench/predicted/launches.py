@@ -147,11 +147,11 @@ def _collected() -> dict[str, Any]:
 @functools.cache
 def _specs(arch: int) -> dict[str, list[tuple[str, KernelSpec]]]:
     """Those that have a budget, by kernel."""
-    found: dict[str, list[tuple[str, KernelSpec]]] = {}
+    specs: dict[str, list[tuple[str, KernelSpec]]] = {}
     for name, spec in _collected().items():
         if isinstance(spec, KernelSpec) and compilers.key_of(name, arch) in budgets():
-            found.setdefault(_identity(spec.kernel), []).append((name, spec))
-    return found
+            specs.setdefault(_identity(spec.kernel), []).append((name, spec))
+    return specs
 
 
 def _identity(kernel: Any) -> str:
@@ -160,7 +160,7 @@ def _identity(kernel: Any) -> str:
 
 def differences(spec: KernelSpec, values: dict[str, Any]) -> tuple[str, ...]:
     """Names of the arguments by which a launch differs from a spec."""
-    found = [
+    names = [
         name
         for name, value in spec.constexprs.items()
         if name in values and not _same(values[name], value)
@@ -169,14 +169,14 @@ def differences(spec: KernelSpec, values: dict[str, Any]) -> tuple[str, ...]:
         if kind.startswith("*") and name in values:
             value = values[name]
             same = isinstance(value, torch.Tensor) and TRITON_TYPES.get(value.dtype) == kind[1:]
-            found += [] if same else [name]
+            names += [] if same else [name]
     defaults = {"num_warps": 4} if spec.kernel.is_gluon() else {"num_warps": 4, "num_stages": 3}
     for name, default in defaults.items():  # Gluon pipelines nothing itself
         if getattr(spec, name) != values.get(name, default):
-            found.append(name)
+            names.append(name)
     if spec.options.get("maxnreg") != values.get("maxnreg"):
-        found.append("maxnreg")
-    return tuple(found)
+        names.append("maxnreg")
+    return tuple(names)
 
 
 def _same(value: object, other: object) -> bool:
@@ -196,7 +196,7 @@ def _facts(kernel: Any, values: dict[str, Any], arch: int) -> dict[str, Any]:
             for name, spec in _specs(arch).get(_identity(kernel), ())
             if not any(map(_is_decisive, off := differences(spec, values)))
         ),
-        key=lambda found: found[:2],
+        key=lambda entry: entry[:2],
     )
     if not ranked:
         return {}
@@ -240,7 +240,7 @@ def _launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], arch
     blocks: Any = grid(values) if callable(grid) else grid
     programs = math.prod(blocks)
     tensors = {
-        name: found for name, v in values.items() if (found := _tensor(v, programs)) is not None
+        name: tensor for name, v in values.items() if (tensor := _tensor(v, programs)) is not None
     }
     plain = {n: v for n, v in values.items() if isinstance(v, (int, float, str, bool))}
     return Launch(
@@ -269,14 +269,14 @@ def simulated(device: str, arch: int = 90) -> Iterator[list[Launch]]:
     """
     from triton.runtime.jit import JITFunction
 
-    found: list[Launch] = []
+    recorded: list[Launch] = []
     launched = JITFunction.run
     _specs(arch)  # asks for launch configurations of this machine
 
     def launch(kernel, *arguments, **options):
         given = {n: v for n, v in options.items() if n != "warmup"}
         if not options.get("warmup"):
-            found.append(_launch(kernel, arguments, given, arch))
+            recorded.append(_launch(kernel, arguments, given, arch))
             return launched(kernel, *arguments, **options)
         compiled: Any = launched(kernel, *arguments, **options)
         # A launcher asks how many programs fit.
@@ -292,7 +292,7 @@ def simulated(device: str, arch: int = 90) -> Iterator[list[Launch]]:
     ):
         _forget_device()
         stack.callback(_forget_device)
-        yield found
+        yield recorded
 
 
 class _Operators(TorchDispatchMode):
@@ -329,7 +329,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def passes(
-    found: list[Launch], op: Op, implementation: str, case: Case, dtype: torch.dtype
+    recorded: list[Launch], op: Op, implementation: str, case: Case, dtype: torch.dtype
 ) -> dict[str, Pass]:
     """What each pass launches, as the benchmark calls it: "forward" records no graph."""
     kwargs = case.make("cuda", dtype, 0)
@@ -338,11 +338,11 @@ def passes(
     counts = op.name in OPERATORS
 
     def counted(call):
-        found.clear()
+        recorded.clear()
         with _Operators() as operators:
             made = call()
         others = tuple(operators.others) if counts else ()
-        return made, Pass(tuple(found), operators.flops, others)
+        return made, Pass(tuple(recorded), operators.flops, others)
 
     def forward():
         return op.public(**kwargs, implementation=implementation)

@@ -359,8 +359,8 @@ def elements(op: str, launch: Launch, work: Steps | None = None) -> int:
     if work is not None:
         return launch.covered * work.steps
     names, _ = ELEMENTS.get((op, launch.kernel), ((), 1))
-    found = sum(launch.tensors[n].elements for n in names if n in launch.tensors)
-    return max(launch.covered, found or launch.largest)
+    count = sum(launch.tensors[n].elements for n in names if n in launch.tensors)
+    return max(launch.covered, count or launch.largest)
 
 
 def issued(
@@ -548,14 +548,14 @@ def predict(op: str, which: str, of: Pass, cost: Cost, roofs: Roofs) -> Predicte
         if work := PRODUCTS.get((op, launch.kernel)):
             products = work(launch, cost)
             dtype = products.dtype
-            found = multiplied(launch, products, roofs)
+            estimate = multiplied(launch, products, roofs)
         elif steps := STEPS.get((op, launch.kernel)):
-            found = streamed(op, launch, roofs, streams, steps(launch))
+            estimate = streamed(op, launch, roofs, streams, steps(launch))
         elif {"wgmma", "mma", "tcgen05"} & set(launch.facts.get("uses", ())):
             raise ValueError(f"the products of {launch.kernel} are not derived")
         else:
-            found = streamed(op, launch, roofs, streams)
-        timed.append((_name(launch), found))
+            estimate = streamed(op, launch, roofs, streams)
+        timed.append((_name(launch), estimate))
     count = len(of.launches) + len(of.operators)
     gaps = count * roofs.launch
     beside, told = _beside(of, roofs)
@@ -598,7 +598,7 @@ def _beside(of: Pass, roofs: Roofs) -> tuple[float, list[str]]:
     by_name: dict[str, int] = {}
     for name, bytes_ in of.operators:
         by_name[name] = by_name.get(name, 0) + bytes_
-    most = sorted(by_name.items(), key=lambda found: -found[1])
+    most = sorted(by_name.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {_bytes(n)}" for name, n in most if n > 0.05 * whole)
     seconds = whole / roofs.copy
     words = (

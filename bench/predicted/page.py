@@ -51,15 +51,15 @@ HEAD = ("op", "case", "pass", "launch", "limit", "predicted", "% of roof", "goal
 OF_GOALS = ("launch", "goal", "predicted goal")
 
 
-def table(found: Sequence[Row], measured: bool = False) -> list[str]:
+def table(rows: Sequence[Row], measured: bool = False) -> list[str]:
     """A table without the columns of goals and of launches where no row needs them."""
-    goals = any(row.goal for row in found)
-    asked = any(row.launch != HEURISTIC for row in found)
+    goals = any(row.goal for row in rows)
+    asked = any(row.launch != HEURISTIC for row in rows)
     hidden = set() if goals else {*OF_GOALS} - ({"launch"} if asked else set())
     head = [name for name in HEAD if name not in hidden]
     head += ["measured"] if measured else []
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in found:
+    for row in rows:
         cells = {
             "op": f"`{row.op}`",
             "case": row.case,
@@ -76,10 +76,10 @@ def table(found: Sequence[Row], measured: bool = False) -> list[str]:
     return [*lines, ""]
 
 
-def arithmetic(found: Sequence[Row]) -> list[str]:
+def arithmetic(rows: Sequence[Row]) -> list[str]:
     """The words of each row; rows of one case and pass that differ in their goal share them."""
     words: dict[str, str] = {}
-    for row in found:
+    for row in rows:
         launch = "" if row.launch == HEURISTIC else f", {row.launch}"
         which = TITLES.get(row.which, row.which)
         words[f"`{row.op}` {row.case}, {which}{launch}"] = row.words
@@ -166,11 +166,11 @@ class Predicted:
         """JSON, a row in a line."""
         devices = {
             device: {
-                "goals": [asdict(row) for row in found.goals],
-                "others": [asdict(row) for row in found.others],
-                "absent": found.absent,
+                "goals": [asdict(row) for row in predictions.goals],
+                "others": [asdict(row) for row in predictions.others],
+                "absent": predictions.absent,
             }
-            for device, found in self.devices.items()
+            for device, predictions in self.devices.items()
         }
         made = {"triton": self.triton, "devices": devices, "asked": [*map(list, self.asked)]}
         return _lines(made) + "\n"
@@ -187,7 +187,7 @@ def _lines(tree: Any) -> str:
 
 def read(file: pathlib.Path = FILE) -> Predicted:
     made = json.loads(file.read_text())
-    devices = {device: _found(found) for device, found in made["devices"].items()}
+    devices = {device: _found(tables) for device, tables in made["devices"].items()}
     return Predicted(made["triton"], devices, made["asked"])
 
 
@@ -209,8 +209,8 @@ def page(predicted: Predicted) -> str:
         "named beside a budget is one of constants or optional pointers; the tile is the same.",
         "",
     ]
-    for device, found in by_device.items():
-        lines += _section(roofs.DEVICES[device], found)
+    for device, predictions in by_device.items():
+        lines += _section(roofs.DEVICES[device], predictions)
     first = next(iter(by_device))
     head = ("open question", "pass", "now", "other", "the other's limit")
     lines += [
@@ -233,14 +233,18 @@ def page(predicted: Predicted) -> str:
         f"No timed case launches {_listed(by_device[first].absent)}.",
         "",
     ]
-    for device, found in by_device.items():
+    for device, predictions in by_device.items():
         if roofs.DEVICES[device].arch > 90:
-            lines += [f"Of the {roofs.DEVICES[device].device}:", "", *arithmetic(found.rows)]
-            lines += [f"No timed case launches {_listed(found.absent)}."] if found.absent else []
+            lines += [f"Of the {roofs.DEVICES[device].device}:", "", *arithmetic(predictions.rows)]
+            lines += (
+                [f"No timed case launches {_listed(predictions.absent)}."]
+                if predictions.absent
+                else []
+            )
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _section(on: Roofs, found: Found) -> list[str]:
+def _section(on: Roofs, predictions: Found) -> list[str]:
     """The tables of a device."""
     if on.arch > 90:
         return [
@@ -250,9 +254,9 @@ def _section(on: Roofs, found: Found) -> list[str]:
             "whose options Hopper's kernels refuse, with the heuristics' launches and those that "
             "the suite is to time there.",
             "",
-            *table(found.others),
+            *table(predictions.others),
         ]
-    judged = [r for r in found.goals if r.launch == HEURISTIC]
+    judged = [r for r in predictions.goals if r.launch == HEURISTIC]
     met = sum(r.verdict.startswith("met") for r in judged)
     missed = sum(r.verdict.startswith("missed") for r in judged)
     return [
@@ -261,12 +265,12 @@ def _section(on: Roofs, found: Found) -> list[str]:
         f"With the heuristics' launches, {met} of {len(judged)} goals of a case are predicted to "
         f"be met and {missed} to be missed; {len(judged) - met - missed} are not judged.",
         "",
-        *table(found.goals),
+        *table(predictions.goals),
         "Kernels without a goal: of each op that has none, the timed case (or that of a size that "
         "is not timed) whose roof takes "
         "longest, and of every op, the cases that launch a kernel that is in no row above.",
         "",
-        *table(found.others),
+        *table(predictions.others),
     ]
 
 

@@ -100,8 +100,8 @@ def read(roofs: Roofs, path: pathlib.Path) -> Roofs:
     Raises ValueError, naming the path, if it holds none.
     """
     try:
-        found = documents(path)["roofline"]["roofline"]
-        copy, flops = found["copy_bytes_per_second"], dict(found["flops_per_second"])
+        rates = documents(path)["roofline"]["roofline"]
+        copy, flops = rates["copy_bytes_per_second"], dict(rates["flops_per_second"])
     except (OSError, KeyError, TypeError) as error:
         raise ValueError(
             "roofs must be a folder of the suite's results or its roofline.json, got "

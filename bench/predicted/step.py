@@ -140,8 +140,8 @@ def trl(shape: Shape, recomputed: bool, half: bool) -> Counting:
 
     def logps(model: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            found = model(**inputs, use_cache=False, fused_lm_head=True)
-        return found.log_probs.sum(1)
+            output = model(**inputs, use_cache=False, fused_lm_head=True)
+        return output.log_probs.sum(1)
 
     tracker = Counting(CPU)
     with tracker.watching():

@@ -96,7 +96,7 @@ def others(aims: Aims) -> list[Aim]:
             streams = any(g.metric == "roofline_percent" for g in about)
             order.append((not streams, seen.setdefault(aim.op.name, 0), aim))
             seen[aim.op.name] += 1
-    return [aim for *_, aim in sorted(order, key=lambda found: found[:2])]
+    return [aim for *_, aim in sorted(order, key=lambda entry: entry[:2])]
 
 
 def _aims(ops: Iterable[Op], device: str, cases: Sequence[str] | None) -> Aims:

@@ -27,14 +27,14 @@ def smoke_units(
     """A unit per op: its own implementation for a GPU by name, since `auto` may be another
     library's kernel; on a CPU, where Triton has only an interpreter, what `auto` takes.
     """
-    found = []
+    units = []
     for op in ops:
         case = smallest(op, cases)
         for dtype in sorted(dtypes[op.name], key=lambda d: d != torch.bfloat16)[:1]:
             name = own_on_gpus(op) if device == "cuda" else op.choose(device, dtype)
             if case is not None and name in op.names() and name != "eager":
-                found.append(_unit(op, case, device, dtype, name))
-    return found
+                units.append(_unit(op, case, device, dtype, name))
+    return units
 
 
 def _unit(op: Op, case: registry.Case, device: str, dtype: torch.dtype, name: str) -> Unit:

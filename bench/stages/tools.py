@@ -127,8 +127,8 @@ def sanitize_units(ops: Sequence[Op]) -> list[Unit]:
 
     def make():
         with ThreadPoolExecutor(len(parts)) as pool:
-            found = [r for results in pool.map(lambda p: _sanitized(*p), parts) for r in results]
-        return {"op": ", ".join(names), "case": "launches", "results": found}
+            rows = [r for results in pool.map(lambda p: _sanitized(*p), parts) for r in results]
+        return {"op": ", ".join(names), "case": "launches", "results": rows}
 
     blank = {"op": ", ".join(names), "case": "launches", "results": []}
     options = {"processes": parts}
@@ -138,10 +138,10 @@ def sanitize_units(ops: Sequence[Op]) -> list[Unit]:
 def _sanitized(tool: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """The results of ops in one process under one of the sanitizer's tools."""
 
-    def results(found):
+    def results(outcomes):
         return [
             {**result(tool, torch.bfloat16, status, reason and f"{n}: {reason}"), "op": n}
-            for n, status, reason in found
+            for n, status, reason in outcomes
         ]
 
     program = shutil.which("compute-sanitizer")
@@ -179,16 +179,16 @@ def verdicts(
     """
     heads, *parts = text.split(BEGIN)
     about = {part.partition("\n")[0].strip(): part.partition("\n")[2] for part in parts}
-    found = {name: _errors(lines) for name, lines in about.items()}
+    errors = {name: _errors(lines) for name, lines in about.items()}
     last = next(reversed(about), None)
     for name in names:
         threw = about.get(name, "").partition(RAISED)[2].partition("\n")[0]
         if name not in about:
             reason = f"not reached: {last or heads.strip()[-300:]} ended the process"
             yield name, "unavailable" if last else "error", reason
-        elif found[name]:
-            yield name, "broken", "; ".join(found[name][:12])
-        elif threw or (problem and name == last and not any(found.values())):
+        elif errors[name]:
+            yield name, "broken", "; ".join(errors[name][:12])
+        elif threw or (problem and name == last and not any(errors.values())):
             yield name, "error", threw or problem
         else:
             yield name, "holds", None
@@ -216,9 +216,9 @@ def _counter_unit(ops: Sequence[Op], asked: Sequence[tuple[str, str, str, str]])
     names, cases, kernels_, passes = (list(column) for column in zip(*asked, strict=True))
     document = functools.partial(dict, op=", ".join(names), case="ncu")
 
-    def outcome(status: str, reason: str | None, found: Sequence[dict[str, str]] = ()):
+    def outcome(status: str, reason: str | None, rows: Sequence[dict[str, str]] = ()):
         return document(
-            results=[result("triton", torch.bfloat16, status, reason)], counters=list(found)
+            results=[result("triton", torch.bfloat16, status, reason)], counters=list(rows)
         )
 
     def make():
@@ -229,9 +229,9 @@ def _counter_unit(ops: Sequence[Op], asked: Sequence[tuple[str, str, str, str]])
         options += ["--launch-count", str(LAUNCHES), "--csv", "--page", "details"]
         options += [o for section in SECTIONS for o in ("--section", section)]
         text, problem = _output([program, *options, *_program(names, cases, passes)])
-        found = counters(text)
-        if found:
-            return outcome("holds", None, found)
+        rows = counters(text)
+        if rows:
+            return outcome("holds", None, rows)
         # A tool that is not permitted to read them says nothing about the kernels.
         return outcome("unavailable", f"{problem or 'no counters'}: {text.strip()[-600:]}")
 

@@ -72,10 +72,10 @@ class Unset:
         """Which bytes of [first, last) are unset; None: none."""
         for start, (_, unset) in self._held.items():
             if start < last and first < start + len(unset):
-                found = np.zeros(last - first, bool)
+                mask = np.zeros(last - first, bool)
                 low, high = max(start, first), min(start + len(unset), last)
-                found[low - first : high - first] = unset[low - start : high - start]
-                return found & (bytes_at(first, last) == 0xFF)
+                mask[low - first : high - first] = unset[low - start : high - start]
+                return mask & (bytes_at(first, last) == 0xFF)
         return None
 
     def wrote(self, memory: Memory) -> None:
@@ -94,10 +94,10 @@ class Unset:
         if not t.numel():
             return 0
         first = t.data_ptr()
-        found = self.among(first, first + span(t) * t.element_size())
-        if found is None:
+        mask = self.among(first, first + span(t) * t.element_size())
+        if mask is None:
             return 0
-        whole = found.reshape(-1, t.element_size()).any(1)
+        whole = mask.reshape(-1, t.element_size()).any(1)
         strides = tuple(s * whole.itemsize for s in t.stride())
         return int(np.lib.stride_tricks.as_strided(whole, tuple(t.shape), strides).sum())
 

@@ -52,13 +52,13 @@ def load(text: str, beside: pathlib.Path | None = None) -> tuple[Any, pathlib.Pa
         module = _of_file(path)
     else:
         path, module = None, _imported(file)
-    found = module
+    target = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             names = [n for n, v in vars(module).items() if _own(v, module)]
             raise Rejected(f"{text}: {file or path} has no {name}; it has {', '.join(names)}")
-        found = getattr(found, part)
-    return found, path
+        target = getattr(target, part)
+    return target, path
 
 
 def _own(value: Any, module: Any) -> bool:
@@ -337,9 +337,9 @@ def call_of(
     positional: tuple[Any, ...] = ()
     if inputs is not None:
         with told("--inputs: the function fails"):
-            found = inputs()
-        if isinstance(found, dict):
-            named = {**found, **named}
+            given = inputs()
+        if isinstance(given, dict):
+            named = {**given, **named}
         else:
-            positional = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+            positional = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     return Call(target, positional, {**named, **fixed})

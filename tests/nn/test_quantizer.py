@@ -750,7 +750,7 @@ def test_what_quantize_cannot_do_is_refused(monkeypatch):
         quantize_("model")
     with pytest.raises(ValueError, match=r"name must be one of .*, got 'int8'"):
         quantize_(Tied(), "int8")
-    with pytest.raises(ValueError, match="got a linear layer itself, which has no place to change"):
+    with pytest.raises(ValueError, match="got a linear layer, which cannot be replaced in place"):
         quantize_(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="modules_to_not_convert: 'nosuch' match no module"):
         quantize_(Tied(), modules_to_not_convert=["nosuch"])

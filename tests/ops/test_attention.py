@@ -394,7 +394,7 @@ def test_prefixes_are_of_the_whole_document_before():
     [
         (((10, 14, 1, 11),), {}, "prefixes must be .* key_end <= first"),
         (((10, 14, 1, 6), (10, 14, 1, 6)), {}, "in order, got"),
-        (((10, 14, 1, 6), (16, 19, 10, 12)), {}, "of another prefix"),
+        (((10, 14, 1, 6), (16, 19, 10, 12)), {}, "are in a document with a prefix"),
         (((10, 13, 1, 6),), {}, "no document of rows 10 to 13"),
         (((10, 14, 2, 6),), {}, "none that begins with rows 2 to 6"),
         (((16, 19, 1, 12),), {}, "none that begins with rows 1 to 12"),

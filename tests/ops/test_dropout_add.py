@@ -130,10 +130,10 @@ def test_a_part_of_a_draw_is_refused():
     assert drop(x, 0.5, "eager", row=6).shape == x.shape
     for options, message in (
         ({"first": 6}, "first must be a multiple of 4, the elements of a draw, got 6"),
-        ({"row": 12}, r"row must be a multiple of 4 .* got row = 12 and x \[3, 6\]"),
-        ({"row": 4}, "row must be a multiple of 4 of at least x's columns"),
+        ({"row": 12}, r"columns must be multiples of 4, .* got row = 12 and x \[3, 6\]"),
+        ({"row": 4}, "row no smaller than x's columns"),
     ):
         with pytest.raises(ValueError, match=message):
             drop(x, 0.5, "eager", **options)
-    with pytest.raises(ValueError, match="row must be a multiple of 4"):
+    with pytest.raises(ValueError, match="row and x's columns must be multiples of 4"):
         drop(x[:, :4], 0.5, "eager", row=7)

@@ -266,7 +266,7 @@ ROWS = X.repeat(2, 1)
         ((ROWS, torch.ones(2, 3), P), ValueError, r"expert_weight .*T = 3, K = 2, got \[2, 3\]"),
         ((ROWS, None, P + 1), IndexError, "be 0 to 5, each once; got rows from 1 to 6"),
         ((ROWS, None, P // 2), IndexError, "be 0 to 5, each once; got rows from 0 to 2"),
-        ((ROWS, None, P - 2), IndexError, "position must be -1 or a row.*got rows from -2 to 3"),
+        ((ROWS, None, P - 2), IndexError, "position must hold -1 or a row.*got rows from -2 to 3"),
     ],
 )
 def test_unpermute_refuses(args, error, message):

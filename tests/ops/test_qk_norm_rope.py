@@ -410,7 +410,7 @@ def test_in_place_with_weights_is_refused_where_something_learns(name, who):
     qkv = given[0] * 1
     before = qkv.detach().clone()
     learns = ("qkv", "q_weight", "k_weight")[who]
-    said = f"inplace=True with weights.* and {learns} would get one; pass inplace=False"
+    said = f"inplace=True with weights.* the gradient of {learns} is computed; pass inplace=False"
     with pytest.raises(ValueError, match=said):
         call(qkv, *given[1:], inplace=True, name=name)
     assert torch.equal(qkv, before)

@@ -192,17 +192,17 @@ def public(tree):
 @functools.cache
 def all_exported():
     """(module, name) of what an `__all__` lists, with the module that it is imported from."""
-    found = set()
+    exported = set()
     for tree in map(parsed, LIBRARY):
         names = set()
         for node in tree.body:
             if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__":
                 names |= set(ast.literal_eval(node.value))
-        found |= {(tree.module, name) for name in names}
+        exported |= {(tree.module, name) for name in names}
         for node in tree.nodes:
             if isinstance(node, ast.ImportFrom):
-                found |= {(node.module, a.name) for a in node.names if a.name in names}
-    return found
+                exported |= {(node.module, a.name) for a in node.names if a.name in names}
+    return exported
 
 
 def functions_of(body, prefix=""):
@@ -303,13 +303,13 @@ def is_module(*names):
 
 def private_names(tree):
     """Names with a leading underscore that a module defines or assigns."""
-    found = set()
+    names = set()
     for node in tree.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(getattr(node, "ctx", None), ast.Store):
-            found.add(getattr(node, "attr", getattr(node, "id", "")))
-    return {name for name in found if underscored(name)}
+            names.add(getattr(node, "attr", getattr(node, "id", "")))
+    return {name for name in names if underscored(name)}
 
 
 @functools.cache
@@ -341,13 +341,13 @@ def clocked(tree):
         if re.search(f"{CLOCKS}$", name):
             yield line, f"{name} in a test"
     for node in tree.nodes:
-        found = None
+        matched = None
         if isinstance(node, ast.Call) and dotted(node.func).endswith("sleep"):
-            found = re.search(SLEEP, ast.unparse(node))
+            matched = re.search(SLEEP, ast.unparse(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a script's
-            found = re.search(rf"{CLOCKS}\(|{SLEEP}", node.value)
-        if found:
-            yield node.lineno, f"{found[0]} in a test"
+            matched = re.search(rf"{CLOCKS}\(|{SLEEP}", node.value)
+        if matched:
+            yield node.lineno, f"{matched[0]} in a test"
 
 
 # Files of tests that may, and why.
@@ -375,20 +375,20 @@ def pickled(tree):
     """A pickle is code that who reads it runs: ranks exchange tensors and JSON (`exchange.py`), and
     files are safetensors and JSON.
     """
-    found = [
+    uses = [
         *names_like(tree.imports, PICKLERS, "it is imported"),
         *names_like(tree.names, READS_OR_SENDS, "it reads or sends pickles"),
     ]
     for node in tree.nodes:
         allowing = isinstance(node, ast.keyword) and node.arg == "allow_pickle"
         if allowing and getattr(node.value, "value", True) is not False:
-            found.append((node.value.lineno, "allow_pickle"))
+            uses.append((node.value.lineno, "allow_pickle"))
     allowed = [
         range(s.lineno, s.end_lineno + 1)
         for s in tree.body
         if getattr(s, "name", tree.lines[s.lineno - 1]) in MAY_UNPICKLE.get(tree.module, ())
     ]
-    return [(line, what) for line, what in found if not any(line in lines for lines in allowed)]
+    return [(line, what) for line, what in uses if not any(line in lines for lines in allowed)]
 
 
 def fronted(tree):
@@ -410,6 +410,15 @@ def fronted(tree):
             yield first + text.count("\n", 0, begun.start()), "a sentence begins with Of"
 
 
+def vague(tree):
+    """A variable or parameter `found`: its name does not say what it holds."""
+    for node in tree.nodes:
+        stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        bound = node.id if stored else node.arg if isinstance(node, ast.arg) else None
+        if bound == "found":
+            yield node.lineno, "found is assigned: name what it holds (rows, names, problems)"
+
+
 def test_each_place_that_reads_pickles_is_there():
     for module, places in MAY_UNPICKLE.items():
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
@@ -418,6 +427,7 @@ def test_each_place_that_reads_pickles_is_there():
 
 RULES = [
     (fronted, LIBRARY + TESTS),
+    (vague, LIBRARY),
     (pickled, LIBRARY),
     (crowded, LIBRARY),
     (long, LIBRARY),
@@ -461,23 +471,23 @@ def wholes(tree):
 
 
 def test_a_function_takes_the_values_that_it_needs():
-    found = {}
+    by_module = {}
     for path in sorted(TRAINER.rglob("*.py")):
         module = ".".join(path.relative_to(TRAINER).with_suffix("").parts)
         if not module.startswith("config.") and (here := [*wholes(parsed(path))]):
-            found[module] = here
-    assert {module: len(here) for module, here in found.items()} == HAVE_ALL, found
+            by_module[module] = here
+    assert {module: len(here) for module, here in by_module.items()} == HAVE_ALL, by_module
 
 
 @pytest.mark.parametrize("rule, files", RULES, ids=[rule.__name__ for rule, _ in RULES])
 def test_rule_holds(rule, files):
     assert files
-    found = [
+    problems = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in files
         for line, what in rule(parsed(path))
     ]
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
 
 
 MANY = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
@@ -529,6 +539,15 @@ FAULTS = {
         'class A:\n    x: int\n    """Sorted. Of equal rows the first counts."""',
         "# Of tile t: its expert.",
         "x = 1  # counted: Of\n# rows, all",
+    ],
+    vague: [
+        "found = rows(path)",
+        "def f():\n    found: list = []",
+        "for found, rest in pairs: pass",
+        "def f(x, *, found): pass",
+        "x = [found for found in y]",
+        "if found := f(): pass",
+        "f = lambda found: 1",
     ],
     pickled: [
         "import pickle",
@@ -608,6 +627,7 @@ RIGHT = {
         '"""Offsets of tiles."""\nx = "Of a tensor"  # the scale of a tensor',
         "# The paths of\n# Office files",
     ],
+    vague: ['x.found = rows\nprint(found, "found = 1")  # found: rows'],
     pickled: ["np.load(file, allow_pickle=False)\nmodel.load(file)"],
     undocumented: [
         "import torch\nself._x = torch.ops.aten._unsafe_view(x, torch.nn.Linear.__name__)"

@@ -101,12 +101,12 @@ class Plan:
         """When each of these stages starts no further unit, by the shares. What a stage leaves over
         is the next one's.
         """
-        of, passed, found = sum(self.shares[s] for s in stages), 0.0, {}
+        of, passed, times = sum(self.shares[s] for s in stages), 0.0, {}
         for stage in self.shares:
             if stage in stages:
                 passed += self.shares[stage]
-                found[stage] = begin + (until - begin) * passed / of
-        return found
+                times[stage] = begin + (until - begin) * passed / of
+        return times
 
 
 def supported(op: Op, dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
@@ -127,12 +127,12 @@ def tagged(ops: Iterable[Op], tag: str, cases: Collection[str] | None) -> list[t
 
 
 def conclude(
-    all_units: Sequence[Unit], found: Mapping[str, Any], meta: dict[str, Any], keep: bool
+    all_units: Sequence[Unit], documents: Mapping[str, Any], meta: dict[str, Any], keep: bool
 ) -> tuple[dict, list[str]]:
-    """The document of a whole plan, and one line per failure.   found: documents by name."""
+    """The document of a whole plan, and one line per failure.   documents: by unit."""
     unit_states, broken = {}, []
     for unit in all_units:
-        document = runner.current(unit, found.get(unit.name), meta, keep)
+        document = runner.current(unit, documents.get(unit.name), meta, keep)
         if document is None:
             unit_states[unit.name] = {"status": "not reached", "seconds": None, "reason": None}
             continue
@@ -343,15 +343,15 @@ class Call:
     def supervise(self) -> int:
         """Runs workers, and returns the command's exit code."""
         folder, meta = self.chosen.out, self.chosen.meta
-        found = store.documents(folder)
-        if (owner := _owner(found)) not in (None, self.plan.command[1]):
+        documents = store.documents(folder)
+        if (owner := _owner(documents)) not in (None, self.plan.command[1]):
             raise runner.Unusable(f"{folder} has the results of `{owner}`; take another folder")
         # Nothing is timed without the roofline, so it is tried again however often it failed.
-        roof = found.get("roofline")
+        roof = documents.get("roofline")
         if any("roofline" in g for g in self.groups) and not runner.has_succeeded(roof):
-            found.pop("roofline", None)
+            documents.pop("roofline", None)
         if (folder / store.FILE).exists():  # also without what a killed call left of a line
-            store.write(folder, found)
+            store.write(folder, documents)
         print(
             f"{meta['device']}, {', '.join(f'{k} {v}' for k, v in meta['versions'].items())}, "
             f"commit {report.commit(meta)}, clocks {meta.get('clocks') or 'unknown'}",
@@ -421,9 +421,9 @@ class Call:
         return [*{u.name: u for group in self.groups for of in group.values() for u in of}.values()]
 
     def _are_current(self, units: Sequence[Unit], since: float = float("inf")) -> bool:
-        of, found = self.chosen, store.documents(self.chosen.out)
+        of, documents = self.chosen, store.documents(self.chosen.out)
         return all(
-            runner.current(u, found.get(u.name), of.meta, of.args.keep, since) for u in units
+            runner.current(u, documents.get(u.name), of.meta, of.args.keep, since) for u in units
         )
 
     def _conclude(self, units: Sequence[Unit]) -> tuple[dict, list[str]]:
@@ -431,9 +431,9 @@ class Call:
         return conclude(units, store.documents(of.out), of.meta, of.args.keep)
 
 
-def _owner(found: Mapping[str, Any]) -> str | None:
+def _owner(documents: Mapping[str, Any]) -> str | None:
     """The command whose results a folder has; None: none, or they cannot be read."""
     try:
-        return found[store.SUMMARY]["meta"]["argv"][0]
+        return documents[store.SUMMARY]["meta"]["argv"][0]
     except (LookupError, TypeError):
         return None

@@ -151,16 +151,16 @@ def work(
         "unit", so that results survive the loss of the machine.
     now: returns fields of "meta" that are read after each unit, such as the date and the clocks.
     """
-    state, found = out / f"running-{slot}.json", documents(out)
+    state, existing = out / f"running-{slot}.json", documents(out)
 
     def last(unit):  # units that were never tried come first
-        document = found.get(unit.name)
+        document = existing.get(unit.name)
         previous = current(unit, document, meta, keep)
         return bool(document and document.get("late")), bool(previous and raised(previous))
 
     try:
         for unit in sorted(units, key=last):
-            document = found.get(unit.name)
+            document = existing.get(unit.name)
             if current(unit, document, meta, keep, since) is not None:
                 continue
             if time.time() >= until:

@@ -74,17 +74,17 @@ def read(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Any]]:
 
     Raises ValueError, naming the file, for one that cannot be read.
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     path = folder / FILE
     for i, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
         try:
             document = parse(line)
-            found[document.pop("unit")] = document
+            by_name[document.pop("unit")] = document
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = "it has no 'unit'" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path}: line {i}: not readable as a unit: {reason}") from error
-    for name in sorted(found, key=_place):
-        yield name, path, found[name]
+    for name in sorted(by_name, key=_place):
+        yield name, path, by_name[name]
 
 
 def _place(name: str) -> tuple[bool, str]:
@@ -93,13 +93,13 @@ def _place(name: str) -> tuple[bool, str]:
 
 def documents(folder: pathlib.Path) -> dict[str, Any]:
     """Each document by name. Unreadable lines are skipped; their units are run again."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     path = folder / FILE
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(line)
-            found[document.pop("unit")] = document
-    return found
+            by_name[document.pop("unit")] = document
+    return by_name
 
 
 def write(folder: pathlib.Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -130,13 +130,13 @@ def rows(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises ValueError if it holds no result.
     """
     folder = path if path.is_dir() else path.parent
-    found = {name: document for name, _, document in read(folder)}
-    if SUMMARY not in found:
+    by_name = {name: document for name, _, document in read(folder)}
+    if SUMMARY not in by_name:
         raise ValueError(f"{path}: holds no finished suite ({FILE})")
     timed_rows: dict[tuple, dict[str, Any]] = {}
     for stage in ("time/", "goals/"):
-        for name, document in found.items():
+        for name, document in by_name.items():
             if name.startswith(stage):
                 for r in document["rows"]:
                     timed_rows.setdefault((r["op"], r["case"], r["dtype"], r["provider"]), r)
-    return found[SUMMARY]["meta"], list(timed_rows.values())
+    return by_name[SUMMARY]["meta"], list(timed_rows.values())

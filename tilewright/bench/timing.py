@@ -429,12 +429,12 @@ def measure_roofline(
     side = matmul or (8192 if device == "cuda" else 1024)
 
     def fastest(fn):
-        calls, found, begun = timer.prepare(fn), [], time.perf_counter()
-        while len(found) < min(samples, 3) or (
-            len(found) < samples and time.perf_counter() - begun < SLOW
+        calls, times, begun = timer.prepare(fn), [], time.perf_counter()
+        while len(times) < min(samples, 3) or (
+            len(times) < samples and time.perf_counter() - begun < SLOW
         ):
-            found.append(timer.sample(fn, calls))
-        return min(found)
+            times.append(timer.sample(fn, calls))
+        return min(times)
 
     source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

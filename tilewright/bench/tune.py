@@ -152,11 +152,11 @@ def unit(
     name = f"{STAGE}/{op.name}.{impl.name}.{case.name}.{short(dtype)}"
 
     def make():
-        found = store.documents(out)
-        previous = tune_tables.entries_in(found, meta)
+        documents = store.documents(out)
+        previous = tune_tables.entries_in(documents, meta)
         entries = [{n: e[n] for n in e["own"]} for e in previous if e["unit"] == name]
         done = {tune_tables.key_of(e) for e in previous}
-        crashed = tune_tables.crashed(found.get(name), {**meta, "source": sources.digest(op)})
+        crashed = tune_tables.crashed(documents.get(name), {**meta, "source": sources.digest(op)})
 
         def write(trying=None):
             runner.save({"entries": entries, "trying": trying, "crashed": crashed})
@@ -168,8 +168,8 @@ def unit(
                     [c for *o, c in crashed if tuple(o) == of],
                     lambda config, of=of: write([*of, config]),
                 )
-                found = search(op, impl, case, dtype, tunable, key, device, attempts=attempts)
-                entries.append({"launch": tunable.name, **found})
+                entry = search(op, impl, case, dtype, tunable, key, device, attempts=attempts)
+                entries.append({"launch": tunable.name, **entry})
                 write()
             run.free(device, compiled=False)
         return {"entries": entries, "trying": None, "crashed": crashed}
@@ -190,7 +190,7 @@ def units(
     of --only.
     """
     device, only = chosen.device, chosen.args.only
-    found = [
+    named = [
         (
             f"{op.name}.{case.name}.{short(dtype)}",
             unit(op, impl, case, device, dtype, chosen.out, chosen.meta),
@@ -201,16 +201,16 @@ def units(
         for impl in launches.usable(op, device, dtype)
         for case in run.timed(op, device, cases)
     ]
-    if not found:
+    if not named:
         raise ValueError(
             f"nothing to do: no op of --op has a launch to search on {device} for a case of --case "
             "in --dtype"
         )
-    known = dict(found)
+    known = dict(named)
     for name in only or ():
         if name not in known:
             raise ValueError(f"--only: unknown {name!r}{instead_of(name, known)}")
-    return [u for name, u in found if only is None or name in only]
+    return [u for name, u in named if only is None or name in only]
 
 
 def _folder(text: str) -> pathlib.Path:
@@ -246,8 +246,8 @@ def _describe(document: dict[str, Any]) -> str:
 
 
 def _write(chosen: Chosen) -> None:
-    found = store.documents(chosen.out)
-    for path in tune_tables.write_tables(found, chosen.args.tables, chosen.meta):
+    documents = store.documents(chosen.out)
+    for path in tune_tables.write_tables(documents, chosen.args.tables, chosen.meta):
         print(f"wrote {path}")
 
 

@@ -31,12 +31,12 @@ def key_of(entry: dict[str, Any]) -> tuple[str, str]:
     return entry["launch"], json.dumps(entry["key"], sort_keys=True)
 
 
-def entries_in(found: Mapping[str, Any], meta: dict[str, Any]) -> list[dict[str, Any]]:
+def entries_in(documents: Mapping[str, Any], meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Every entry found on this device with these sources and versions, oldest first, with its
-    time and unit.   found: documents by the names of their units.
+    time and unit.   documents: by the names of their units.
     """
     entries, ops = [], selection.operations()
-    for name, document in found.items():
+    for name, document in documents.items():
         try:
             op = ops.get(name.partition("/")[2].partition(".")[0])
             about = document["meta"]
@@ -52,14 +52,14 @@ def entries_in(found: Mapping[str, Any], meta: dict[str, Any]) -> list[dict[str,
 
 
 def write_tables(
-    found: Mapping[str, Any], tables: pathlib.Path, meta: dict[str, Any]
+    documents: Mapping[str, Any], tables: pathlib.Path, meta: dict[str, Any]
 ) -> list[pathlib.Path]:
     """Writes the entries into tables/<device>/<op>.json, and keeps existing entries for other
     keys.
     """
     device = meta["device"]
     by_op: dict[str, dict[tuple[str, str], dict]] = {}
-    for entry in entries_in(found, meta):
+    for entry in entries_in(documents, meta):
         op, launch = entry["launch"].split("/")
         by_op.setdefault(op, {})[launch, key_of(entry)[1]] = entry
     written = []

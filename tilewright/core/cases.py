@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Cost:
-    """Least memory traffic (bytes) and arithmetic (floating-point operations) of one call, for
+    """The least memory traffic (bytes) and arithmetic (floating-point operations) of a call, for
     rooflines.
     """
 
@@ -48,15 +48,16 @@ class Judged:
     """How the numerics contract judges an op's results, beside its tolerances (`Op.atol`).
 
     exact: every implementation has the values of the eager twin in the same dtype.
-    quantizes: for results in a format with FP8 codes: keyword arguments -> the values that each of
-        them holds, by the eager twin. Codes are then judged in steps of their own grid.
-    together: (results by name, keyword arguments) -> results that are judged in the place of those
-        of the same names, such as the sum of the two parts of a number.
-    of_sums: the tolerances are for errors of sums whose terms are larger than a result that is
-        small, so that they are relative to the root mean square of the results also where an
-        element is compared with the median.
-    detects: dtype -> result -> the error of an ordinary element (whose magnitude is the median),
-        relative to it, that breaks the contract in every case, where `DETECTED` need not.
+    quantizes: keyword arguments -> the values, by the eager twin, that each result holds; for
+        results in a format with FP8 codes. Codes are then judged in steps of their own grid.
+    together: (results by name, keyword arguments) -> results that are judged in place of those of
+        the same names, such as the sum of the two parts of a number.
+    of_sums: the results are sums, and the terms of a small result may be larger than it. The
+        tolerances are then relative to the root mean square of the results, even where an element
+        is otherwise compared with the median.
+    detects: dtype -> result -> the relative error of an ordinary element (one of median magnitude)
+        that breaks the contract in every case; given where an error of `DETECTED` need not break
+        it.
     """
 
     exact: bool = False

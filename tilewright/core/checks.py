@@ -50,8 +50,8 @@ def number(name: str, value: object, low: float, high: float, accepted: str) -> 
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Whether elements of t may share memory: a stride is no larger than the extent of the smaller
-    ones.
+    """Whether elements of t may share memory: a stride is no larger than the extent of the
+    dimensions with smaller strides.
     """
     if t.numel() == 0:
         return False
@@ -122,10 +122,10 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
     arguments: tensors that "products" and "norm" cast, the function's first argument first, whose
         device type decides.
 
-    As in PyTorch, each is cast separately, if it is float32, bfloat16 or float16 (float64 is not
-    cast) and on that device type; gradients return in its own dtype. Within "products" autocast is
-    off. Casts come before checks of dtypes. Where autocast is off, a call costs one query. An
-    argument may be a field of a NamedTuple that is a parameter.
+    As in PyTorch, each tensor is cast by itself if it is float32, bfloat16 or float16 (not float64)
+    and on that device type; its gradient has its own dtype. Within "products" autocast is off.
+    Casts come before checks of dtypes. Where autocast is off, a call costs one query. An argument
+    may be a field of a NamedTuple that is a parameter.
     """
 
     def decorate(fn):
@@ -180,10 +180,10 @@ def autocast(convention: str, *arguments: str) -> Callable[[Callable], Callable]
 
 
 def torch_names(**ours: str) -> Callable[[Callable], Callable]:
-    """A decorator whose function answers an unknown keyword with the name it has here.
+    """A decorator: the function's error for a keyword that only PyTorch has suggests its name here.
 
-    ours: PyTorch's name of an argument -> the one of the function, or a sentence that says what to
-        use instead.
+    ours: PyTorch's name of an argument -> the function's name of it, or a sentence that says what
+        to use instead.
     """
 
     def decorate(fn):
@@ -251,7 +251,8 @@ def choice(name: str, value: object, accepted: tuple) -> None:
 
 
 def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
-    """cu_seqlens, int32 or int64 [documents + 1], as int64: from 0, never decreasing, to `tokens`.
+    """Checks that cu_seqlens, int32 or int64 [documents + 1], rises from 0 to `tokens` without
+    decreasing, and returns it as int64.
 
     wait: also check the values on a CUDA device, which synchronizes. On a CPU they are always
         checked, in compiled code at run time: the check is an operator, whose result the caller
@@ -259,8 +260,8 @@ def cu_seqlens(cu: torch.Tensor, tokens: int, *, wait: bool) -> torch.Tensor:
     """
     if wait and cu.is_meta:
         raise ValueError(
-            "cu_seqlens must be on a device that holds values, which decide how many documents "
-            "there are; got one on meta"
+            "cu_seqlens must be on a device that holds values, since the number of documents "
+            "depends on them; got one on meta"
         )
     return _checked_cu_seqlens(cu, tokens, wait)
 

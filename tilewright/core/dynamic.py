@@ -6,8 +6,8 @@ overload, `numbers`, with one more argument: the symbolic floats, as a float64 t
 Compiled code calls it where there are any. Its kernel reads them, without synchronization, and
 calls the operator, so results are the same bits.
 
-A symbolic float is not 0: compiled code has a graph for 0 and one for the others, since it may
-decide on what is computed.
+A symbolic float is never 0: compiled code has one graph for 0 and one for all other values, since a
+0 may switch off a part of the computation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SOME = 0.5  # for a fake, whose results do not depend on the value
 
 
 class Symbol:
-    """A float of a graph that is being traced, as a tensor [] float64, for formulas: they choose
-    by it as by any float that is not 0 nor 1, and compute with it.
+    """A float of a graph that is being traced, as a float64 tensor []. Formulas compute with it,
+    and branch on it as on any float other than 0 and 1.
     """
 
     __slots__ = ("tensor",)
@@ -74,7 +74,9 @@ def schema_of(overload: torch_names.OpOverload) -> str:
 
 
 def written(flat: Sequence, places: Sequence[int]) -> tuple[list, torch.Tensor | None]:
-    """(arguments without symbolic floats, the numbers of these; None if there are none)"""
+    """(The arguments without their symbolic floats, and these floats as a tensor; None without
+    any.)
+    """
     numbers, values = [], list(flat)
     for i in places:
         value = values[i]
@@ -92,7 +94,7 @@ def written(flat: Sequence, places: Sequence[int]) -> tuple[list, torch.Tensor |
 
 
 def reading(function: Callable, places: Sequence[int]) -> Callable:
-    """function, of the operator's arguments, for those of the overload with numbers."""
+    """Adapts a function of the operator's arguments to those of the overload with numbers."""
 
     def of_numbers(*flat: Any) -> Any:
         return function(*_with(flat, places, flat[-1].tolist()))
@@ -101,7 +103,7 @@ def reading(function: Callable, places: Sequence[int]) -> Callable:
 
 
 def faking(fake: Callable, places: Sequence[int]) -> Callable:
-    """A fake of the operator, for the overload with numbers."""
+    """Adapts the operator's fake to the arguments of the overload with numbers."""
 
     def of_numbers(*flat: Any) -> Any:
         return fake(*_with(flat, places, [_SOME] * len(places)))
@@ -118,8 +120,8 @@ def known(flat: Sequence, places: Sequence[int]) -> list:
 
 
 def _with(flat: Sequence, places: Sequence[int], numbers: Sequence) -> list:
-    found, values = iter(numbers), list(flat[:-1])
+    remaining, values = iter(numbers), list(flat[:-1])
     for i in places:
         if values[i] == _AMONG_NUMBERS:
-            values[i] = next(found)
+            values[i] = next(remaining)
     return values

@@ -108,8 +108,8 @@ PROBE = 1 << 24  # bytes: what cannot be written of a file of tensors is more, a
 
 
 def no_space(folder: pathlib.Path) -> str | None:
-    """The system's words for a folder in which no space is left, whoever could not write: libraries
-    say where they stood in a file alone. None if there is some.
+    """The system's message if a folder has no space left, else None. A library that could not write
+    there may only report its position in a file.
     """
     probe = folder / ".space"
     try:
@@ -127,7 +127,7 @@ def no_space(folder: pathlib.Path) -> str | None:
 
 @contextlib.contextmanager
 def writing(file: str | pathlib.Path) -> Iterator[None]:
-    """Raises OSError, naming the file, where safetensors cannot write it: its error is none."""
+    """Raises OSError, naming the file, if safetensors cannot write it: its error is no OSError."""
     try:
         yield
     except SafetensorError as error:
@@ -142,7 +142,9 @@ def write_text(file: pathlib.Path, text: str) -> None:
 
 
 def check_writable(file: pathlib.Path, named: str) -> None:
-    """Tries a file that `write_text` is to write later. Raises ValueError, with what names it."""
+    """Checks that `write_text` will be able to write a file. Raises ValueError, naming the option
+    `named` and the file.
+    """
     folder, wrong = file.absolute().parent, None
     try:
         if not folder.is_dir():
@@ -204,8 +206,8 @@ def load_tensors(file: str | pathlib.Path) -> tuple[dict[str, torch.Tensor], Any
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path can only be an id of the Hugging Face Hub: NAME or OWNER/NAME, and no folder
-    OWNER is here, below which NAME would be a mistake.
+    """Whether a path can only be an id on the Hugging Face Hub: NAME or OWNER/NAME. If there is a
+    folder OWNER here, OWNER/NAME is taken for a mistyped path in it.
     """
     local = pathlib.Path(path)
     return (

@@ -75,19 +75,20 @@ def _returned(function: Callable) -> Any:
 class Formula:
     """The autograd formula of an operator.
 
-    gradients: (backward_op, gradient of the result; with a NamedTuple of results, one of theirs,
-        *what it names) -> a dict of the gradients of arguments by their names. Missing ones are
-        zero, and those that are not needed are dropped. What it names is kept: an argument, a field
-        of the results, `result` itself, or what `computed` has of that name; an argument comes
-        before a result. With a parameter `needs`, needs[name] tells whether an argument's gradient
-        is needed.
+    gradients: (backward_op, the gradient of the result, or a NamedTuple of the gradients of several
+        results, *the values that its parameters name) -> a dict of the gradients of arguments by
+        their names. Missing gradients are zero, and those that are not needed are dropped. A named
+        value is kept for backward: an argument, a field of the results, `result` itself, or an
+        entry of `computed`; an argument takes precedence over a result of the same name. With a
+        parameter `needs`, needs[name] tells whether an argument's gradient is needed.
     computed: name -> a function, or a NamedTuple, whose parameters name arguments and results
-        likewise. A call takes less host time where it is annotated to return a tensor or a
-        NamedTuple, or is one: then nothing is searched for tensors.
+        likewise. A function should be annotated to return a tensor or a NamedTuple: calls then take
+        less host time, since its value need not be searched for tensors.
     constants: floating-point results without a derivative.
     twice: the formula consists of differentiable calls only.
 
-    Raises TypeError for a parameter that names nothing, and for what is computed for none.
+    Raises TypeError for a parameter that names nothing, and for an entry of `computed` that no
+    parameter names.
     """
 
     def __init__(

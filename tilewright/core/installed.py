@@ -37,7 +37,8 @@ class Installed:
     def checked(
         self, kind: type, used_names: set[str], wrong_with: Callable[[Any], str | None]
     ) -> tuple[Any, str]:
-        """Imports its module; its object of this kind, and "" or the reason why it cannot be used.
+        """Imports its module. Returns its object of this kind, and "" or the reason why it cannot
+        be used.
 
         used_names: names and aliases that are taken.
         wrong_with: the object -> None, or a further reason.

@@ -43,8 +43,9 @@ _plain = False
 def plain_operators() -> Iterator[None]:
     """Compiles operators that have a `plain` form to PyTorch's own, within a block.
 
-    For a benchmark's `torch.compile` of an eager twin, in which an operator would hide what a user
-    would let the compiler fuse. What was compiled within the block is called within it too.
+    For a benchmark's `torch.compile` of an eager twin: in a user's code the compiler could fuse
+    what an operator hides from it. Call a compiled function only within the block in which it was
+    compiled.
     """
     global _plain
     before, _plain = _plain, True
@@ -133,8 +134,8 @@ class Operator:
             return self._launch(*args)
         if self._apply is None:
             return self.through_dispatcher(*args)
-        found, made = self._apply(*direct), self.signature.made
-        return found if made is None else made(found)
+        outputs, made = self._apply(*direct), self.signature.made
+        return outputs if made is None else made(outputs)
 
     def through_dispatcher(self, *args):
         """Calls the operator of PyTorch."""
@@ -150,8 +151,8 @@ class Operator:
         direct = self.signature.expand(args)
         if not (self._apply and _recording() and _any_requires_grad(*direct)):
             return self._launch(*args)
-        found, made = self._apply(*direct), self.signature.made
-        return found if made is None else made(found)
+        outputs, made = self._apply(*direct), self.signature.made
+        return outputs if made is None else made(outputs)
 
     def _first_tensor(self, types: tuple[type, ...]) -> int:
         """The first tensor's index in arguments of these types; -1 unless the launcher takes all of
@@ -199,8 +200,8 @@ class Declaration:
     def formula(
         self, *, constants: Sequence[str] = (), twice: bool = False, **computed: Callable
     ) -> Callable[[Callable], Formula]:
-        """A decorator of the autograd formula of the operators that are defined from now on; see
-        `Formula`.
+        """A decorator that sets the autograd formula of all operators that are defined afterwards;
+        see `Formula`.
         """
 
         def decorate(gradients: Callable) -> Formula:
@@ -223,11 +224,11 @@ class Declaration:
         launch: arguments -> results, of the declaration's types.
         backward_op: the operators that the formula launches; default: the operator itself.
         mutates: names of arguments that `launch` writes.
-        plain: the same of PyTorch's operators alone, without checks of values; see
+        plain: the same computation by PyTorch's operators alone, without checks of values; see
             `plain_operators`.
 
-        It uses the low-level Library, not torch.library.custom_op: same operator, about half the
-        host time per call.
+        It uses the low-level Library, not torch.library.custom_op: the operator is the same, and a
+        call takes about half the host time.
         """
         launcher = self._flat(launch)
         _LIBRARY.define(name + self.signature.schema(mutates), tags=(torch.Tag.pt2_compliant_tag,))
@@ -241,8 +242,8 @@ class Declaration:
         return self._differentiated(op, backward_op)
 
     def adopt(self, name: str, backward_op: Any = None) -> Operator:
-        """Gives an operator that the C++ extension has defined, on these arguments, its fake and
-        its formula, and returns it.
+        """Registers the fake and the formula of an operator that the C++ extension has defined with
+        these arguments, and returns the operator.
         """
         overload, signature = self._overload(name), self.signature
         kernel, flat = torch_names.cpu_kernel(overload), signature.flat
@@ -259,7 +260,7 @@ class Declaration:
         return self._differentiated(op, backward_op)
 
     def _flat(self, function: Callable) -> Callable:
-        """The function, of flat arguments and results."""
+        """Adapts the function to flat arguments and results."""
         signature = self.signature
         if not signature.structured:
             return function
@@ -336,8 +337,8 @@ def _tensors(args: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def on_its_device(fn: Callable) -> Callable:
-    """fn(*args), run with the device of its first CUDA tensor current, on whose stream kernels are
-    launched. Nothing is switched if it is current already.
+    """Calls fn(*args) with the device of the first CUDA tensor as the current one, so that kernels
+    are launched on its stream.
     """
 
     @functools.wraps(fn)
@@ -354,11 +355,11 @@ def on_its_device(fn: Callable) -> Callable:
 
 
 def _count_writes(overload) -> None:
-    """Makes an operator that writes its arguments raise their version counters, by which autograd
-    knows that a tensor that it saved was changed. PyTorch does that for its own operators and for
-    torch.library.custom_op's.
+    """Makes an operator increment the version counters of the arguments that it overwrites, by
+    which autograd detects that a saved tensor was modified. PyTorch does that for its own operators
+    and for those of torch.library.custom_op.
 
-    Only where the name ends in "_": others write into new tensors.
+    Only operators whose names end in "_" do so: the others write into new tensors.
     """
     arguments = overload._schema.arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
@@ -406,9 +407,9 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
         def by_name(ctx, *grads):
             need, grad = ctx.needs_input_grad, grads[0] if made is None else made(grads)
             needs = _Needs(need, places) if declared.asks else None
-            found = declared(ctx, grad, needs, backward_op)
+            gradients = declared(ctx, grad, needs, backward_op)
             in_order: list[torch.Tensor | None] = [None] * len(need)
-            for argument, grad in found.items():
+            for argument, grad in gradients.items():
                 if argument not in places:
                     raise TypeError(
                         f"the formula of {name} must return gradients of {names}, got {argument!r}"
@@ -508,8 +509,8 @@ def _differentiate(op: Operator, declared: Formula, backward_op: Any) -> None:
 
 
 def refuse_tangents(name: str, *args: object) -> None:
-    """Raises RuntimeError, naming an operator that would drop it, if an argument has a forward-mode
-    tangent.
+    """Raises RuntimeError, naming the operator, if an argument has a forward-mode tangent, which
+    the operator would drop.
     """
     if _in_forward_mode():
         for arg in _tensors(args):

@@ -133,8 +133,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
 @functools.cache
 def _warn_of_missing_kernels() -> None:
-    """Once a process, since commands call one another; and by the first of a launcher's ranks. A
-    machine with a CUDA device computes by other kernels.
+    """Warns once per process, since commands call one another, and on the first of a launcher's
+    ranks only. A machine with a CUDA device uses other kernels.
     """
     if (launched() or (0,))[0] == 0 and no_cuda() and (reason := no_extension()):
         print(f"without C++ kernels, CPU tensors take slower ones: {reason}", file=sys.stderr)
@@ -142,7 +142,7 @@ def _warn_of_missing_kernels() -> None:
 
 def no_distribution(name: str, oldest: str | None = None) -> str | None:
     """None if the distribution is installed and not older than `oldest`, else the reason. For
-    packages whose module name others use too.
+    packages whose module has a name that other packages use too.
     """
     try:
         version = importlib.metadata.version(name)
@@ -157,7 +157,7 @@ def newer_than_tested(*names: str) -> list[str]:
     """A sentence for each of these installed packages (default: all in `TESTED`) that is newer than
     the newest version there.
     """
-    found = []
+    sentences = []
     for name in names or TESTED:
         tested = TESTED[name]
         try:
@@ -165,8 +165,8 @@ def newer_than_tested(*names: str) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         if _order(version)[:2] > _order(tested)[:2]:
-            found.append(f"{name} {version} is newer than {tested}, the newest that was tested")
-    return found
+            sentences.append(f"{name} {version} is newer than {tested}, the newest that was tested")
+    return sentences
 
 
 def _order(version: str) -> list[float]:
@@ -422,8 +422,9 @@ def local_processes() -> int:
 
 
 def launch_line(module: str, arguments: list[str]) -> str:
-    """The command that starts this process, or all that torchrun has started with it, with these
-    arguments. What torchrun does not tell, such as the address of the first node, is "...".
+    """The command line that starts this process, or all processes that torchrun has started with
+    it, with these arguments. "..." stands for what torchrun does not tell, such as the address of
+    the first node.
     """
     start = "python"
     if launched() is not None:
@@ -459,8 +460,8 @@ def available_memory() -> int:
 def report_failure(message: str, *, later: bool) -> None:
     """Reports to torchrun, if it started this process, why the process fails.
 
-    torchrun names the earliest failure as the cause, and takes for the time of a process that was
-    killed that at which it notices, in whole seconds.
+    torchrun names the earliest failure as the cause. For a process that was killed it takes the
+    time at which it notices, in whole seconds.
     later: another process failed first and caused this failure.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -143,8 +143,8 @@ def in_gluon(
     capabilities: tuple[int, ...] = (9,),
     **options: Any,
 ) -> Implementation:
-    """An implementation with kernels in Gluon, for CUDA tensors of 16 bits. Launches that its
-    configurations do not give to them, Triton's kernels compute.
+    """An implementation with kernels in Gluon, for CUDA tensors of 16 bits. Triton's kernels
+    compute the launches that its configurations do not give to Gluon's.
 
     computes: what specialized warps compute, for `explain`; or its `does`.
     capabilities: the major ones that its kernels are compiled for.
@@ -380,7 +380,8 @@ class Op:
         Naming an implementation fixes its parts too. Parts that round where the twin does not would
         break the contract of the whole, so they are skipped. The answer is cached.
 
-        like: "auto", or the name of the whole's implementation; returned if this op has one of it.
+        like: "auto", or the name of the whole's implementation, which is returned if this op has an
+            implementation of that name.
         """
         if torch.compiler.is_dynamo_compiling():
             return _unpinned_constant(self._id, tensor.device, tensor.dtype, like)

@@ -1,8 +1,8 @@
 """What an operator takes and returns, as its Python code has it, and as PyTorch's schemas do.
 
-Options and tensors that belong together are one NamedTuple in Python. A schema has neither that,
-nor a process group, nor a number that may be a tensor. So for the dispatcher arguments and results
-are written flat, in order, and read back:
+Options and tensors that belong together are one NamedTuple in Python. A schema has no such
+structures, no process groups and no numbers that may be tensors. For the dispatcher, arguments and
+results are therefore flattened, in order, and read back:
 
     NamedTuple            its fields, under their names; all None for an optional one that is absent
     Tensor | float | None two arguments: the tensor, and the number under its name and "_number"
@@ -99,7 +99,7 @@ def _hints(structure: type) -> dict[str, Any]:
 
 
 class _Structure(_Leaf):
-    """A NamedTuple. An optional one is absent where its first field is, a tensor.
+    """A NamedTuple. An optional one is absent if its first field, a tensor, is None.
 
     flat: whether its fields are arguments that schemas have.
     """
@@ -178,8 +178,8 @@ def _single(structures: list[tuple[int, Any]]) -> tuple[int, int, Callable] | No
 
 
 def described(annotation: Any) -> _Leaf | None:
-    """A value of this annotation as if it were an argument. None unless that is a tensor or a
-    NamedTuple, or one of them or None.
+    """Describes a value of this annotation as if it were an argument. None unless the annotation is
+    a tensor or a NamedTuple, optional or not.
     """
     kinds = {*_options(annotation)}
     if kinds <= {torch.Tensor, _ABSENT} or any(hasattr(kind, "_fields") for kind in kinds):

@@ -15,13 +15,14 @@ A tensor's declaration is its dtypes, then its shape:
     [D] | [H, D]        one of these shapes, the first that fits; one whose names an earlier
                         argument declares fits only where that argument gave them sizes
 
-A tensor that gets no gradient, though results of the call do, is declared a constant. It is refused
-where it requires one and a graph is recorded, as are objects with such tensors:
+A tensor that gets no gradient, though results of the call do, is declared a constant. While a graph
+is recorded, a constant that requires a gradient is refused, as is an object with such a tensor:
 
     constant float [classes]
 
-A number's is its type, and an interval that is open at a round bracket. A number is also finite in
-float32, in which kernels compute, and so is its inverse where the interval is open at 0:
+A number's declaration is its type and an interval, which is open at a round bracket. A number must
+also be finite in float32, in which kernels compute, and so must its inverse if the interval is open
+at 0:
 
     number (0, inf)
     int [1, E]
@@ -29,7 +30,7 @@ float32, in which kernels compute, and so is its inverse where the interval is o
 
 "static" before it marks a number that changes with the model or the recipe, not from step to
 step: compiled code has a graph for each value, since sizes, launches or the threshold of dropout
-depend on it. One graph takes all values of any other number, but for 0 and 1.
+depend on it. One graph takes all values of any other number except 0 and 1.
 
     static int [1, E]
 
@@ -44,9 +45,9 @@ device too):
 Its class is in the function's annotation, as is whether None is accepted, or an object in a
 tensor's place. Arguments that travel together are the fields of a NamedTuple, which is a parameter:
 they are declared, and called by errors, as if each were a parameter. Tensors must be on one device.
-Conditions are Python expressions over sizes, numbers and arguments, checked after the last one that
-they name, of which the error speaks; "x: condition" speaks of x. Other names are constants of fn's
-module.
+Conditions are Python expressions over sizes, numbers and arguments. A condition is checked after
+the last argument that it names, and its error is about that argument; with "x: condition" it is
+about x. Other names are constants of fn's module.
 
 The checks run at every call, so they are generated as code: one comparison each.
 """
@@ -237,7 +238,7 @@ class ChoiceArgument(Argument):
 
 
 class Condition(NamedTuple):
-    """of: the argument that does not hold it, where it is not the last one that it names."""
+    """of: the argument that its error is about, if that is not the last one that it names."""
 
     text: str
     of: Argument | None = None
@@ -659,8 +660,9 @@ def takes(*conditions: str, **declared: Any) -> Callable[[Function], Function]:
 
 
 def spread(function: Any) -> Callable:
-    """The function with the fields of each NamedTuple that it takes in its place, as keywords; a
-    function that takes none as it is. `grouped` is the function.
+    """The function with the fields of each NamedTuple that it takes as keyword arguments, in place
+    of the NamedTuple; a function that takes none is returned as it is. `grouped` is the original
+    function.
     """
     groups = getattr(function, "groups", None)
     if not groups:
@@ -688,7 +690,9 @@ def spread(function: Any) -> Callable:
 
 
 def _evaluated(annotation: Any, around: dict[str, Any]) -> Any:
-    """typing.get_type_hints evaluates all of a function's, in many more calls."""
+    """Evaluates one annotation: typing.get_type_hints evaluates all of a function's, in many more
+    calls.
+    """
     return eval(annotation, around) if isinstance(annotation, str) else annotation
 
 

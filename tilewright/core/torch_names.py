@@ -149,8 +149,8 @@ def join_pretended_group(rank: int, size: int) -> None:
 
 @contextmanager
 def messages_kept() -> Iterator[None]:
-    """Within the block a message that is sent lives as long as the handle of its sending, as those
-    of NCCL and gloo do: the handles of a pretended group hold nothing.
+    """Within the block, a message lives as long as the handle of its send, as with NCCL and gloo:
+    the handles of a pretended group hold nothing.
     """
     group: Any = torch.distributed.ProcessGroup
     kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -227,7 +227,7 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def strided_shard(dim: int, parts: int) -> Placement:
-    """The placement of a tensor of some parts along a dimension, each of which is sharded."""
+    """The placement of a tensor that consists of parts along a dimension, each sharded."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
@@ -241,7 +241,7 @@ def parts_of_shard(placement: Placement) -> int:
 def movable(t: DTensor) -> DTensor:
     """A DTensor in the form that `redistribute` and `full_tensor` take. torch 2.11 reads every
     `strided_shard` as an order of shards, as FSDP2 makes over tensor parallelism, and raises
-    ValueError where it is none. Later ones see that.
+    ValueError where it is none. Later versions tell them apart.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -271,19 +271,19 @@ def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def on_shards(
     kind: type[torch.optim.Optimizer], shard: Callable[[torch.Tensor], torch.Tensor]
 ) -> type[Any]:
-    """PyTorch's optimizer `kind`, elementwise, whose steps compute on shard(t) for each parameter,
-    gradient and state t: on DTensors a first step takes seconds, since each tensor's placements are
-    compared with those of all others. SGD with momentum, which stores what a step has computed on,
-    computes on DTensors.
+    """PyTorch's elementwise optimizer `kind`, whose steps compute on shard(t) for each parameter,
+    gradient and state t. On DTensors a first step would take seconds, since each tensor's
+    placements are compared with those of all others. SGD with momentum, which stores what a step
+    has computed on, computes on DTensors.
     """
 
     class OnShards(cast(Any, kind)):
         def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-            found = super()._init_group(group, *lists)
+            returned = super()._init_group(group, *lists)
             if not group.get("momentum"):
                 for tensors in lists:
                     tensors[:] = map(shard, tensors)
-            return found
+            return returned
 
     OnShards.__name__ = kind.__name__
     return OnShards
@@ -296,9 +296,9 @@ def known_stage() -> type:
     """PipelineStage for stages whose shapes are given, not tried out.
 
     The schedule then has nothing to clean up, and must not: gradients of an earlier schedule may
-    still be accumulating in the parameters, and it would drop those of FSDP2's. That the shapes of
-    the other stages are given too it need not read from a message, which a pretended group leaves
-    unwritten.
+    still be accumulating in the parameters, and it would drop those of FSDP2's. A message from a
+    neighboring stage, which tells whether its shapes are given too, is replaced by the answer: a
+    pretended group leaves messages unwritten.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -315,7 +315,8 @@ def known_stage() -> type:
 
 def no_zero_bubble() -> str | None:
     """None if PyTorch's zero-bubble schedules are right, else the reason. torch 2.11 gives the sum
-    of the gradients of all results of an operator to its first one, which a shape tells at best.
+    of the gradients of all results of an operator to its first result, which goes unnoticed unless
+    their shapes differ.
     """
     if torch.__version__ < "2.13":
         return (
@@ -326,7 +327,7 @@ def no_zero_bubble() -> str | None:
 
 
 def dtensor_of(local, mesh, placements, shape, stride) -> torch.Tensor:
-    """`DTensor.from_local` of a tensor that stays on its device: a checkpoint in pinned memory has
+    """`DTensor.from_local`, but the tensor stays on its device: a checkpoint in pinned memory has
     the mesh of a GPU.
     """
     from torch.distributed.tensor import DTensor

@@ -81,13 +81,13 @@ def modules(start: pathlib.Path = pathlib.Path(hub_layers.__file__)) -> set[path
     A package's `__init__.py` is one of them only if a name that it defines is imported: what it
     imports for its other users stays here.
     """
-    found: set[pathlib.Path] = set()
+    files: set[pathlib.Path] = set()
     waiting = [start, *(f for folder in FOUND_BY_NAME for f in (ROOT / folder).rglob("*.py"))]
     while waiting:
         path = waiting.pop()
-        if path in found:
+        if path in files:
             continue
-        found.add(path)
+        files.add(path)
         for node, module in _imports(ast.parse(path.read_text())):
             # `from tilewright.ops import cases, silu_mul`: a module, and a name of the package.
             base = ROOT.joinpath(*module.split(".")[1:])
@@ -95,7 +95,7 @@ def modules(start: pathlib.Path = pathlib.Path(hub_layers.__file__)) -> set[path
             waiting += [file for file in of if file]
             if None in of and (file := _file_of(base)):
                 waiting.append(file)
-    return found - {ROOT / "__init__.py"}
+    return files - {ROOT / "__init__.py"}
 
 
 def _file_of(name: pathlib.Path) -> pathlib.Path | None:

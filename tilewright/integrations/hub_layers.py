@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
     """x / rms(x), rounded to x's dtype, times weight: Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral
     and others.
 
-    A float32 weight makes a 16-bit result float32, as there.
+    As in these models, a float32 weight makes a 16-bit result float32.
     """
 
     can_torch_compile = True

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies as actors of reinforcement learning call for them.
+"""Log-probabilities and entropies for the actors of reinforcement learning.
 
 Functions with the signatures of verl's and SkyRL's own, computed by `ops.logprob_entropy` and
-`ops.linear_logprob`, so that a line puts them in place:
+`ops.linear_logprob`, so that one line substitutes them:
 
     from tilewright.integrations import rl
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
@@ -80,7 +80,7 @@ def entropy_from_logits(
         logits: [..., V] fp32 | bf16 | fp16; differentiable.
         requires_grad: Whether the entropy is differentiable.
         attention_mask: [...]; the entropy is multiplied by it.
-        chunk_size: Elements of the last dimension but one that are computed at a time, or None:
+        chunk_size: How many elements of the second-to-last dimension are computed at a time; None:
             all. Memory does not depend on it: no temporary is as large as the logits.
         temperature: > 0, divides the logits.
         group: As in `logprobs_from_logits`.
@@ -90,7 +90,7 @@ def entropy_from_logits(
 
     Raises:
         TypeError: As `ops.logprob_entropy`.
-        ValueError: attention_mask does not have the shape of the rows, or as there.
+        ValueError: attention_mask does not have the shape of the rows; or as `ops.logprob_entropy`.
 
     Example:
         >>> from tilewright.integrations import rl
@@ -105,11 +105,13 @@ def entropy_from_logits(
     if not requires_grad:
         logits = logits.detach()
     parts = (logits,) if chunk_size is None else logits.split(chunk_size, dim=-2)
-    found = []
+    entropies = []
     for part in parts:
         nothing = torch.zeros(part.shape[:-1], dtype=torch.int64, device=part.device)
-        found.append(ops.logprob_entropy(part, nothing, temperature=temperature, group=group)[1])
-    entropy = found[0] if len(found) == 1 else torch.cat(found, -1)
+        entropies.append(
+            ops.logprob_entropy(part, nothing, temperature=temperature, group=group)[1]
+        )
+    entropy = entropies[0] if len(entropies) == 1 else torch.cat(entropies, -1)
     return entropy if attention_mask is None else entropy * attention_mask
 
 

@@ -68,10 +68,10 @@ def add_lora(
 
     Args:
         model: Modified in place. Must have no adapters yet.
-        targets: The projections (see `matches`), by their own names also where several are fused;
-            None: all of PROJECTIONS. The trainer's models also have lm_head, if it is named. In a
-            transformers model a layer that fuses several, as in Phi-3, counts as one and gets one
-            adapter.
+        targets: The projections (see `matches`), by their own names even where a layer fuses
+            several; None: all of PROJECTIONS. The trainer's models also accept "lm_head". In a
+            transformers model a layer that fuses several projections, as in Phi-3, counts as one
+            and gets one adapter.
         rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`. Each expert
             has its own adapters.
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
@@ -180,7 +180,9 @@ def _targets(targets: Iterable[str] | None, paths: list[str]) -> list[str]:
 
 
 def _check_heads(model: nn.Module, paths: list[str], dropout: float, use_dora: bool) -> None:
-    """Raises ValueError for what only a layer that is called can have. A loss computes a head."""
+    """Raises ValueError for options that only a layer that is called can have: losses compute the
+    products of heads themselves.
+    """
     heads = [path for path in paths if last_name(path) in adaptable(model)]
     for name, given, accepted in (("lora_dropout", dropout, 0), ("use_dora", use_dora, False)):
         if heads and given:
@@ -283,7 +285,7 @@ def set_noise(model: nn.Module, noise: AQN | None) -> None:
 
 
 def merge_adapters(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Adds all adapters to their weights and initializes new ones, which training goes on with.
+    """Adds all adapters to their weights and initializes new ones, with which training continues.
 
     Calls `merge_` of every module with adapters. Sums are in float32, and rounded once to the
     weight's dtype or quantized again in its format. `merge_and_unload` removes adapters instead.
@@ -342,8 +344,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
 
     Linear layers become nn.Linear, experts their original modules, with tensors. `save_pretrained`
     then works as usual. Adapters are added in float32, and the sum is rounded once, to the weight's
-    dtype. Quantized weights are dequantized, to the dtype that they were quantized from, and stay
-    so. Weights stay frozen.
+    dtype. Quantized weights are dequantized to the dtype that they were quantized from, and stay
+    dequantized. Weights stay frozen.
 
     Args:
         model: Modified in place.
@@ -376,7 +378,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
             )
         if isinstance(module, LoRAExperts) and module.replaced is None:
             raise ValueError(
-                f"{path}: what these experts were before is not known; merge_and_unload takes "
+                f"{path}: the original module of these experts is not known; merge_and_unload takes "
                 "experts that add_lora gave adapters"
             )
     for path, module in modules.items():

@@ -27,8 +27,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear. Under torch.autocast on CUDA, gradients of a float32 weight and its bias are
-    computed in float32 and never rounded to autocast's dtype. Compiled and traced calls have
-    F.linear's gradients, and so have gradients that are to be differentiated.
+    computed in float32 and never rounded to autocast's dtype. Compiled and traced calls use
+    F.linear's gradients, as do gradients that are to be differentiated.
 
     x: [..., K].   weight: [N, K].   bias: [N] or None. Differentiable any number of times.
     """

@@ -203,8 +203,8 @@ class LoRALinear(nn.Module):
         return (t.to(wide) * self._scale_tensor).to(t.dtype)
 
     def factors(self, *, repeated: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """This rank's A [r, K] and B [rows, r], and the scale, for what computes the products
-        itself.
+        """This rank's A [r, K] and B [rows, r], and the scale, for a caller that computes the
+        products itself.
 
         repeated: every rank that has A whole computes all of its gradient, not a part of a sum.
         """

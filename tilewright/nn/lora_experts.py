@@ -288,9 +288,9 @@ class LoRAExperts(nn.Module):
     def to_peft(self, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The adapters in PEFT's layout. Every rank of sharded experts must call it.
 
-        Gate and up with the same A are written with it; if theirs differ, as after training, they
-        become rank 2 r (`rank_pattern`, `alpha_pattern`). Factors that experts share are copied for
-        each.
+        If gate and up have the same A, their adapters are written with it; if their A differ, as
+        after training, they are written with rank 2 r (`rank_pattern`, `alpha_pattern`). Factors
+        that experts share are copied for each expert.
 
         Args:
             path: The experts' path in the transformers model, e.g. "model.layers.0.mlp.experts".
@@ -355,7 +355,7 @@ class LoRAExperts(nn.Module):
         Raises:
             ValueError: They are unsupported: one projection has no adapters; ranks or scales differ
                 from this module's; DoRA and the like; or experts differ in a factor that this
-                module's share.
+                module's experts share.
         """
         for name, t in self.peft_values(tensors, config, path).items():
             p = getattr(self, f"lora_{name}")

@@ -22,8 +22,8 @@ def _shown(**options) -> str:
 
 
 def _known(op: str, implementation: str) -> None:
-    """Raises ValueError for a name that the op does not have. Whether it can run depends on the
-    tensors.
+    """Raises ValueError if the op has no implementation of this name. Whether it can run depends on
+    the tensors.
     """
     if implementation != "auto":
         ops.OPS[op].implementation(implementation)
@@ -118,8 +118,8 @@ class Linear(nn.Linear):
 
     It accumulates in float32, in an order that depends on shapes alone. Under torch.autocast on
     CUDA the gradients of float32 parameters are computed in float32, not rounded to autocast's
-    dtype first. Elsewhere (other dtypes, on a CPU a bias or fewer than 48 rows, torch.compile) it
-    is torch.nn.Linear.
+    dtype first. It computes as torch.nn.Linear in other dtypes, under torch.compile, and, on a CPU,
+    with a bias or fewer than 48 rows.
 
     Example:
         >>> import torch

@@ -41,16 +41,18 @@ def modules_to_save_of(
     adapted: paths of the modules that get adapters.   Raises ValueError for names that match
     nothing, and for modules that cannot be trained whole.
     """
-    names, adapted, found = as_names("modules_to_save", names), set(adapted), {}
+    names, adapted, modules = as_names("modules_to_save", names), set(adapted), {}
     for name in names:
         paths = [path for path, _ in model.named_modules() if path and is_named(name, path)]
         if not paths:
             raise ValueError(f"modules_to_save: {name!r} matches no module of the model")
-        found |= {path: model.get_submodule(path) for path in paths}
-    for path, module in found.items():
+        modules |= {path: model.get_submodule(path) for path in paths}
+    for path, module in modules.items():
         inside = [p for p in adapted if f"{p}.".startswith(f"{path}.")]
         if inside:
-            raise ValueError(f"modules_to_save: {inside[0]} has an adapter; it is one or the other")
+            raise ValueError(
+                f"modules_to_save: {inside[0]} has an adapter; a module has one or is saved whole"
+            )
         kinds = (QuantizedLinear, QuantizedExperts)
         if any(isinstance(m, kinds) for m in module.modules()):
             raise ValueError(
@@ -64,7 +66,7 @@ def modules_to_save_of(
                 f"modules_to_save: {path} shares a weight with {other}, which would be trained too "
                 "and not be saved"
             )
-    return found
+    return modules
 
 
 def _tied_to(model: nn.Module, path: str, module: nn.Module) -> str | None:

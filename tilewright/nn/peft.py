@@ -281,7 +281,7 @@ def _read(model: nn.Module, folder: pathlib.Path) -> _File:
     """Reads the two files. Raises for adapters of an unsupported kind."""
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder}: no {name} there")
+            raise FileNotFoundError(f"{folder} has no {name}")
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}")
@@ -327,14 +327,14 @@ def _saved(
         prefix = f"base_model.model.{path}."
         if not path or not any(is_named(name, path) for name in names):
             continue
-        found = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         expected = {name: tuple(t.shape) for name, t in module.state_dict().items()}
-        actual = {name: tuple(t.shape) for name, t in found.items()}
+        actual = {name: tuple(t.shape) for name, t in state.items()}
         if expected != actual:
             raise ValueError(
                 f"{folder}: modules_to_save has {path} with {actual}, the model {expected}"
             )
-        saved[path] = found
+        saved[path] = state
     return saved
 
 

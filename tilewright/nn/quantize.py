@@ -84,17 +84,17 @@ def quantize_(
     modules_to_not_convert: Iterable[str] = (),
     quiet: bool = False,
 ) -> QuantizeReport:
-    """Quantizes the linear layers of any model in place, and the experts that can compute so.
+    """Quantizes the linear layers of any model in place, and the experts that can compute with
+    quantized weights.
 
     Each weight is quantized once and frozen, one at a time; products read the quantized weights
     (`ops.quantized_linear`), also in a model that `accelerate` changed, before or after. Biases of
-    quantized layers are frozen, too; all other parameters stay as they are. Left are output layers,
-    routers, embeddings, layers that share a weight with another module or have hooks, and
-    subclasses of nn.Linear, which may compute something else. Code that reads `layer.weight` gets
-    the weight dequantized, at each access.
-    `save_pretrained` of a transformers model then writes what bitsandbytes (nf4),
-    compressed-tensors (nvfp4, mxfp8) and fine-grained FP8 (block_fp8) read; `add_lora` adds
-    adapters.
+    quantized layers are frozen, too; all other parameters stay as they are. Output layers, routers,
+    embeddings, layers that share a weight with another module or have hooks, and subclasses of
+    nn.Linear, which may compute something else, are left unchanged. Code that reads `layer.weight`
+    gets a dequantized copy of the weight at each access. `save_pretrained` of a transformers model
+    then writes what bitsandbytes (nf4), compressed-tensors (nvfp4, mxfp8) and fine-grained FP8
+    (block_fp8) read; `add_lora` adds adapters.
 
     Args:
         model: Modified in place. Must have no adapters yet.
@@ -128,8 +128,8 @@ def quantize_(
     linear, left = linear_layers(model, skip)
     if isinstance(model, nn.Linear):
         raise ValueError(
-            "model must be a module with linear layers inside, got a linear layer itself, which has "
-            "no place to change; QuantizedLinear(QuantFormat(...)(layer.weight)) is one"
+            "model must be a module that contains linear layers, got a linear layer, which cannot "
+            "be replaced in place; QuantizedLinear(QuantFormat(...)(layer.weight)) quantizes it"
         )
     paths = linear + _experts(model, left, skip)
     if not paths:
@@ -253,8 +253,8 @@ def _experts(model: nn.Module, left: dict[str, str], skip: list[str]) -> list[st
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
     names = ("weight", "gate_up_proj", "down_proj")
-    found = (getattr(module, name, None) for name in names)
-    return [p for p in found if isinstance(p, nn.Parameter)]
+    attributes = (getattr(module, name, None) for name in names)
+    return [p for p in attributes if isinstance(p, nn.Parameter)]
 
 
 def _format(format: Format) -> Callable[[torch.Tensor], Quantized]:
@@ -296,9 +296,9 @@ def quantize_model(
     Raises:
         TypeError: `format` or `exclude` has a wrong type.
         ValueError: The model has adapters; `exclude` names only some parts of a fused module; or an
-            experts module cannot compute with quantized weights: it has no `set_noise`, as those of
-            other libraries: the model is then unchanged. Or a weight is not finite: the message
-            names it, and modules before it are quantized.
+            experts module, such as one of another library, cannot compute with quantized weights
+            (it has no `set_noise`). The model is then unchanged. Or a weight is not finite: the
+            message names it, and modules before it are quantized.
 
     Example:
         >>> from torch import nn

@@ -100,9 +100,10 @@ DENSE_DTYPES = {
 
 
 def absent(format: str, name: str, dtype_of: Callable[[str], str | None]) -> list[str]:
-    """The tensors that a file lacks of a quantized weight.
+    """The tensors of a quantized weight that a file lacks.
 
-    dtype_of: the dtype of a tensor of the file, in safetensors' words; None if there is none.
+    dtype_of: name -> the dtype of this tensor of the file, in safetensors' notation; None if the
+        file does not have it.
     """
     if format in ("block_fp8", "mxfp8"):
         needed = ["", *BESIDE[format]]
@@ -199,7 +200,7 @@ def quantize_as(q: Quantized, weight: torch.Tensor) -> Quantized:
 
 def as_stored(q: Quantized) -> Quantized:
     """q as its file gives it back: NVFP4's files have the inverse of the tensor scale, and an
-    inverse's inverse may differ in the last bit. That of a result is the result's.
+    inverse's inverse may differ in the last bit. Applying it twice changes nothing more.
     """
     if isinstance(q, NVFP4) and not q.global_scale.is_meta:
         return dataclasses.replace(q, global_scale=1.0 / (1.0 / q.global_scale))
@@ -376,8 +377,8 @@ class QuantizedLinear(_Bytes):
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The codes of the first weight as bytes: the name by which PEFT and others find where a
-        quantized layer is.
+        """The codes of the first weight as bytes. PEFT and others read this attribute to find a
+        quantized layer's device.
         """
         return self.get_buffer("data_0")
 

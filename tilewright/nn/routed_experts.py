@@ -66,17 +66,17 @@ def read_routed_experts(
     """
     chosen = range(layers) if routed is None else routed
     counts = list(dict.fromkeys((layers, len(chosen))))
-    found = _shaped(_numbers(given, dtype), counts, top_k, tokens)
-    if found.shape[1] != len(chosen):
-        found = found[:, list(chosen)]
-    if tokens is not None and tokens - len(found) not in (0, 1):
+    choices = _shaped(_numbers(given, dtype), counts, top_k, tokens)
+    if choices.shape[1] != len(chosen):
+        choices = choices[:, list(chosen)]
+    if tokens is not None and tokens - len(choices) not in (0, 1):
         raise ValueError(
-            f"routed experts are of {len(found)} tokens; accepted are {tokens - 1} or {tokens}, for "
+            f"routed experts are of {len(choices)} tokens; accepted are {tokens - 1} or {tokens}, for "
             f"a sequence of {tokens}"
         )
-    check(found, experts, list(chosen))
-    whole = np.full((len(found) if tokens is None else tokens, *found.shape[1:]), -1, np.int32)
-    whole[: len(found)] = found
+    check(choices, experts, list(chosen))
+    whole = np.full((len(choices) if tokens is None else tokens, *choices.shape[1:]), -1, np.int32)
+    whole[: len(choices)] = choices
     return torch.from_numpy(whole.transpose(1, 0, 2).copy())
 
 
@@ -96,23 +96,23 @@ def _numbers(given: Any, dtype: str) -> np.ndarray:
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu().numpy()
     try:
-        found = np.asarray(given)
+        numbers = np.asarray(given)
     except ValueError as error:  # lists of different lengths
         raise ValueError(f"routed experts have no shape: {error}") from error
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"routed experts must be integers, got {found.dtype}")
-    return found
+    if numbers.dtype.kind not in "iu":
+        raise TypeError(f"routed experts must be integers, got {numbers.dtype}")
+    return numbers
 
 
 def _decoded(data: bytes, dtype: str) -> np.ndarray:
     if data.startswith(NPY):
         try:
-            found = np.load(io.BytesIO(data), allow_pickle=False)
+            numbers = np.load(io.BytesIO(data), allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"routed experts are a damaged .npy file: {error}") from error
-        if found.dtype.kind not in "iu":
-            raise TypeError(f"routed experts must be integers, got {found.dtype}")
-        return found
+        if numbers.dtype.kind not in "iu":
+            raise TypeError(f"routed experts must be integers, got {numbers.dtype}")
+        return numbers
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     size = np.dtype(dtype).itemsize
@@ -123,38 +123,38 @@ def _decoded(data: bytes, dtype: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _shaped(found: np.ndarray, counts: list[int], top_k: int, tokens: int | None) -> np.ndarray:
+def _shaped(numbers: np.ndarray, counts: list[int], top_k: int, tokens: int | None) -> np.ndarray:
     """[tokens, layers, top_k].   counts: accepted numbers of layers, the likeliest first."""
-    if found.ndim == 3 and found.shape[1] in counts and found.shape[2] == top_k:
-        return found
-    if found.ndim == 1:
+    if numbers.ndim == 3 and numbers.shape[1] in counts and numbers.shape[2] == top_k:
+        return numbers
+    if numbers.ndim == 1:
         for count in counts:
-            rows, rest = divmod(found.size, count * top_k)
+            rows, rest = divmod(numbers.size, count * top_k)
             if not rest and (tokens is None or tokens - rows in (0, 1)):
-                return found.reshape(rows, count, top_k)
+                return numbers.reshape(rows, count, top_k)
     accepted = " or ".join(f"[tokens, {count}, {top_k}]" for count in counts)
     raise ValueError(
-        f"routed experts have the shape {list(found.shape)}; accepted is {accepted}: layers and "
+        f"routed experts have the shape {list(numbers.shape)}; accepted is {accepted}: layers and "
         "experts per token"
     )
 
 
-def check(found: np.ndarray, experts: int, layers: Sequence[int] | None = None) -> None:
+def check(choices: np.ndarray, experts: int, layers: Sequence[int] | None = None) -> None:
     """Raises ValueError, with layer and token, for choices [tokens, layers, top_k] that cannot be
     replayed. A token whose slots are all -1 is not recorded.
     """
-    names = range(found.shape[1]) if layers is None else layers
-    missing = (found == -1).all((1, 2))
-    zero = found == 0
+    names = range(choices.shape[1]) if layers is None else layers
+    missing = (choices == -1).all((1, 2))
+    zero = choices == 0
     if experts > 1 and zero.sum() >= FEW and (zero | missing[:, None, None]).all():
         raise ValueError(
             f"routed experts of {(~missing).sum()} tokens are expert 0 in every layer (did the "
             "engine record nothing?)"
         )
     for wrong, why in (
-        ((found < 0) | (found >= experts), f"accepted are 0 to {experts - 1}"),
+        ((choices < 0) | (choices >= experts), f"accepted are 0 to {experts - 1}"),
         (
-            _repeated(found),
+            _repeated(choices),
             "an expert is chosen twice for it (did the engine record nothing, or is the layer "
             "dense, and missing in `routed`?)",
         ),
@@ -164,13 +164,13 @@ def check(found: np.ndarray, experts: int, layers: Sequence[int] | None = None) 
             token, layer, slot = (int(i[0]) for i in wrong.nonzero())
             raise ValueError(
                 f"routed experts of token {token} in layer {names[layer]} hold "
-                f"{found[token, layer, slot]}: {why}"
+                f"{choices[token, layer, slot]}: {why}"
             )
 
 
-def _repeated(found: np.ndarray) -> np.ndarray:
+def _repeated(choices: np.ndarray) -> np.ndarray:
     """Where a slot has the expert of an earlier one."""
-    wrong = np.zeros(found.shape, bool)
-    for k in range(1, found.shape[2]):
-        wrong[:, :, k] = (found[:, :, :k] == found[:, :, k : k + 1]).any(2)
+    wrong = np.zeros(choices.shape, bool)
+    for k in range(1, choices.shape[2]):
+        wrong[:, :, k] = (choices[:, :, :k] == choices[:, :, k : k + 1]).any(2)
     return wrong

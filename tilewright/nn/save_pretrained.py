@@ -112,7 +112,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 def readable_conversions(model: Any, state: dict[str, torch.Tensor], method: str) -> list[Any]:
     """The conversions to revert when a transformers model with quantized weights is saved. Raises
-    ValueError if its readers could not read the folder, or not compute with it.
+    ValueError if its readers could not read the folder, or could not compute with it.
 
     state, method: the tensors to save, and the `quant_method` of their format.
     """

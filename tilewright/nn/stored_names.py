@@ -25,7 +25,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _part(module: str, name: str) -> Any:
-    """An object of the library that the model is of, which no interface of it promises."""
+    """An object of the model's library that is not part of its public interface."""
     try:
         return getattr(importlib.import_module(f"{LIBRARY}.{module}"), name)
     except (ImportError, AttributeError):
@@ -42,8 +42,8 @@ def conversions_of(
     and the names of the dense tensors that these would have changed. They are stored by the
     model's own names, which transformers reads too.
 
-    Left out are those that change a quantized tensor, and for compressed-tensors those of weights
-    that are joined: transformers dequantizes before it joins, and drops what is dense.
+    Conversions that change a quantized tensor are left out, and for compressed-tensors those that
+    join weights: transformers dequantizes before it joins, and drops weights that are dense.
 
     keys: the quantized tensors' names.   dense: those of the others.   method: `quant_method`.
     """
@@ -70,8 +70,8 @@ def conversions_of(
 
 
 def split_by_readers(model: Any, method: str) -> str | None:
-    """A tensor of this family's files that is several layers, for a method that transformers then
-    cannot read: it joins the scales to what is split. None if there is none.
+    """A tensor of this family's files that holds several layers, if transformers cannot read it
+    with this method, as it joins the scales to what it splits. None if there is none.
     """
     if method == "bitsandbytes":  # whose tensors it reads one by one
         return None
@@ -99,7 +99,8 @@ def replaced_by_readers(model: Any, method: str) -> str | None:
 
 
 def not_read_back(model: Any, conversions: list[Any], keys: Iterable[str]) -> str | None:
-    """A tensor of these that a folder's reader would not find, and how; None if it finds all.
+    """The first of these tensors that a folder's reader would not find, and the name that it looks
+    for; None if it finds all.
 
     conversions: those that saving reverts.
     """
@@ -119,9 +120,9 @@ def not_read_back(model: Any, conversions: list[Any], keys: Iterable[str]) -> st
     name_of = {id(mark): key for key, mark in marks.items()}
     for name, mark in stored.items():
         key = name_of[id(mark)]
-        found, by = rename(name, renamings, converters, model.base_model_prefix, {key: True})
-        if found != key or by is not None:
-            return f"{key}, which is stored as {name} and which transformers reads as {found}"
+        renamed, by = rename(name, renamings, converters, model.base_model_prefix, {key: True})
+        if renamed != key or by is not None:
+            return f"{key}, which is stored as {name} and which transformers reads as {renamed}"
     return None
 
 

@@ -29,11 +29,11 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Maps each later name of a tied parameter to the parameter's first name."""
     first: dict[int, str] = {}
-    found = {}
+    tied = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if (earlier := first.setdefault(id(p), name)) != name:
-            found[name] = earlier
-    return found
+            tied[name] = earlier
+    return tied
 
 
 def is_adapter(name: str) -> bool:
@@ -174,8 +174,8 @@ def dense_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.d
     """Yields `base_weights`, full and dense, with the adapters added in float32; and the dtype of
     each, which for quantized ones is that of the model's other weights.
 
-    A head with an adapter is no longer what it is tied to, and comes last. Does not modify the
-    model. Every rank of a sharded model must exhaust it.
+    A head with an adapter no longer equals the weight that it is tied to, and comes last. Does not
+    modify the model. Every rank of a sharded model must exhaust it.
     """
     owners = dict(adapted(model))
     other = next(model.parameters()).dtype

@@ -107,8 +107,8 @@ def _may_have_an_op(name: str) -> bool:
 
 
 def _found() -> dict[str, Op]:
-    """All ops by name, in each family the parts of an op before it. Modules without one are not
-    imported: those that communicate take long.
+    """All ops by name; within a family, the parts of an op come before it. Modules without an op
+    are not imported: those that communicate take long to import.
     """
     places = {name: i for i, name in enumerate(FAMILIES)}
     ops: list[tuple[int, int, Op]] = []

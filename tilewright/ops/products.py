@@ -76,12 +76,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @product.formula(twice=True)
 def _backward(op, dy, a, b, needs):
-    found = {}
+    gradients = {}
     if needs["a"]:
-        found["a"] = op(dy, b.t())
+        gradients["a"] = op(dy, b.t())
     if needs["b"]:  # in b's memory layout, that of a layer's weight
-        found["b"] = op(dy.t(), a).t() if b.stride(0) == 1 else op(a.t(), dy)
-    return found
+        gradients["b"] = op(dy.t(), a).t() if b.stride(0) == 1 else op(a.t(), dy)
+    return gradients
 
 
 def _launch(a, b):

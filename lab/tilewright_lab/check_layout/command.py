@@ -96,14 +96,14 @@ def check(
 
 
 def _result(ranks: Ranks, one: Alone, layout: str, size: int) -> Result:
-    found = ranks.run(layout)
-    findings, dtype = find(one, found), found[0].dtype
+    by_rank = ranks.run(layout)
+    findings, dtype = find(one, by_rank), by_rank[0].dtype
     return Result(
         layout,
         size,
         findings,
-        notes(one, found, bool(findings)),
-        worst(found),
+        notes(one, by_rank, bool(findings)),
+        worst(by_rank),
         _name(dtype),
         TOLERANCE[dtype],
     )
@@ -123,17 +123,17 @@ def plan(
             near = difflib.get_close_matches(layout, has, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise Refused(f"the function has no layout {layout!r}{hint} (it has {list(has)})")
-    found: dict[int, list[str]] = {}
+    by_size: dict[int, list[str]] = {}
     for layout, of_it in has.items():
         for size in of_it:
             if (not layouts or layout in layouts) and (not sizes or size in sizes):
-                found.setdefault(size, []).append(layout)
-    if not found:
+                by_size.setdefault(size, []).append(layout)
+    if not by_size:
         raise Refused(
             f"no layout is left on {' or '.join(map(str, sizes))} processes; the function has "
             f"{ {n: has[n] for n in layouts or has} }"
         )
-    return found
+    return by_size
 
 
 # ---- the command

@@ -61,18 +61,18 @@ class Deviation:
     small: bool
 
 
-def deviation(found: torch.Tensor, want: torch.Tensor, relative: float, slack: float) -> Deviation:
+def deviation(actual: torch.Tensor, want: torch.Tensor, relative: float, slack: float) -> Deviation:
     """relative, slack: the budget, relative to the tensor's 2-norm, and for each element."""
-    found, want = _elements(found), _elements(want)
-    size, own = float(want.norm()), float(found.norm())
+    actual, want = _elements(actual), _elements(want)
+    size, own = float(want.norm()), float(actual.norm())
     slack *= math.sqrt(want.numel())
-    difference = float((found - want).norm())
+    difference = float((actual - want).norm())
     if not math.isfinite(own):
         return Deviation(False, math.nan, math.nan, False, math.inf, size <= slack)
     if not size and difference > slack:
         return Deviation(False, math.nan, 1.0, False, math.inf, True)
-    factor = float(found @ want) / size**2 if size else 1.0
-    rest = float((found - factor * want).norm())
+    factor = float(actual @ want) / size**2 if size else 1.0
+    rest = float((actual - factor * want).norm())
     return Deviation(
         holds=difference <= relative * size + slack,
         factor=factor,
@@ -183,22 +183,22 @@ def alone(measured: Measured) -> Alone:
     )
 
 
-def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGroup) -> Compared:
+def compare(step: Step, actual: Measured, want: Measured, group: dist.ProcessGroup) -> Compared:
     """Every rank must call it.   want: one process's."""
-    parts = {name: step.parts.get(name, _all_of_it) for name in found.weights}
-    _check_names(found.weights, want.weights, step)
-    _check_shapes(found, want, parts)
-    _check_covered(found, want, parts, group)
+    parts = {name: step.parts.get(name, _all_of_it) for name in actual.weights}
+    _check_names(actual.weights, want.weights, step)
+    _check_shapes(actual, want, parts)
+    _check_covered(actual, want, parts, group)
     # A parameter that one process does not train has a gradient of zero there.
-    trained = set().union(*gathered(list(found.gradients), group))
+    trained = set().union(*gathered(list(actual.gradients), group))
     missing = [n for n in want.weights if n in trained and n not in want.gradients]
     zeros = {n: torch.zeros_like(want.weights[n], dtype=torch.float64) for n in missing}
     want = dataclasses.replace(want, gradients=want.gradients | zeros)
-    dtype = narrower(want.dtype, *dtypes(found.dtype, group))
+    dtype = narrower(want.dtype, *dtypes(actual.dtype, group))
     relative = TOLERANCE[dtype]
 
     def compared(kind: str, relative: float, slack: Mapping[str, float]) -> dict[str, Deviation]:
-        mine, theirs = getattr(found, kind), getattr(want, kind)
+        mine, theirs = getattr(actual, kind), getattr(want, kind)
         return {
             name: deviation(
                 mine.get(name, torch.zeros(())).expand_as(part(theirs[name])),
@@ -214,33 +214,33 @@ def compare(step: Step, found: Measured, want: Measured, group: dist.ProcessGrou
     # A weight that is added to rounds to its own dtype, here or in one process.
     rounding = {
         name: _eps(w, want.weights[name]) * _mean_element([want.weights[name]])
-        for name, w in found.weights.items()
+        for name, w in actual.weights.items()
     }
     gradients = compared("gradients", relative, dict.fromkeys(want.gradients, level))
     return Compared(
-        loss=found.loss,
-        tokens=found.tokens,
-        norm=found.norm,
-        reported=found.reported,
+        loss=actual.loss,
+        tokens=actual.tokens,
+        norm=actual.norm,
+        reported=actual.reported,
         dtype=dtype,
-        number=narrower(want.number, *dtypes(found.number, group)),
-        kinds=found.kinds,
+        number=narrower(want.number, *dtypes(actual.number, group)),
+        kinds=actual.kinds,
         weights=compared("weights", relative, rounding),
         gradients=gradients,
-        updates=compared("updates", UPDATE[dtype], rounding) if found.updates else {},
-        together=_together(found, want, parts, gradients, (relative, level), group),
-        drew=found.drew,
-        stale=found.stale,
+        updates=compared("updates", UPDATE[dtype], rounding) if actual.updates else {},
+        together=_together(actual, want, parts, gradients, (relative, level), group),
+        drew=actual.drew,
+        stale=actual.stale,
         narrow={
             name: narrow
             for name, d in gradients.items()
-            if not d.holds and (narrow := _narrow(found.gradients.get(name))) is not None
+            if not d.holds and (narrow := _narrow(actual.gradients.get(name))) is not None
         },
-        shares=_shares(found, want, gradients, relative, group),
-        early=bool(found.early)
+        shares=_shares(actual, want, gradients, relative, group),
+        early=bool(actual.early)
         and all(
             deviation(g, parts[n](want.gradients[n]), relative, level).holds
-            for n, g in found.early.items()
+            for n, g in actual.early.items()
         ),
     )
 
@@ -258,14 +258,14 @@ def _narrow(gradient: torch.Tensor | None) -> torch.dtype | None:
 
 
 def _shares(
-    found: Measured,
+    actual: Measured,
     want: Measured,
     gradients: Mapping[str, Deviation],
     relative: float,
     group: dist.ProcessGroup,
 ) -> tuple[float, ...]:
     """Each rank's share, by least squares over all gradients that every rank has whole."""
-    whole = [n for n, k in found.kinds.items() if k == "copy" and n in found.early]
+    whole = [n for n, k in actual.kinds.items() if k == "copy" and n in actual.early]
     names = set.intersection(*map(set, gathered(whole, group)))
     names = [n for n in want.gradients if n in names and not want.gradients[n].is_complex()]
     if not names or not any(gathered(any(not d.holds for d in gradients.values()), group)):
@@ -274,7 +274,10 @@ def _shares(
     own = torch.zeros(group.size(), dtype=torch.float64)
     square = 0.0
     for name in names:
-        mine, after = found.early[name].double().flatten(), found.gradients[name].double().flatten()
+        mine, after = (
+            actual.early[name].double().flatten(),
+            actual.gradients[name].double().flatten(),
+        )
         ranks = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(ranks, mine, group=group)
         each = torch.stack(ranks)
@@ -321,10 +324,10 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _check_shapes(found: Measured, want: Measured, parts: Mapping) -> None:
+def _check_shapes(actual: Measured, want: Measured, parts: Mapping) -> None:
     for kind in ("weights", "gradients"):
         theirs = getattr(want, kind)
-        for name, t in getattr(found, kind).items():
+        for name, t in getattr(actual, kind).items():
             if name not in theirs:
                 continue
             shape = parts[name](theirs[name]).shape
@@ -341,10 +344,10 @@ def _indices(shape: torch.Size) -> torch.Tensor:
 
 
 def _check_covered(
-    found: Measured, want: Measured, parts: Mapping, group: dist.ProcessGroup
+    actual: Measured, want: Measured, parts: Mapping, group: dist.ProcessGroup
 ) -> None:
     """Refuses a parameter of which no rank has some elements."""
-    everyones = gathered(found.kinds, group)
+    everyones = gathered(actual.kinds, group)
     for name, tensor in want.weights.items():
         kinds = {kinds[name] for kinds in everyones if name in kinds}
         if not kinds:
@@ -362,7 +365,7 @@ def _check_covered(
 
 
 def _together(
-    found: Measured,
+    actual: Measured,
     want: Measured,
     parts: Mapping,
     gradients: Mapping[str, Deviation],
@@ -371,7 +374,7 @@ def _together(
 ) -> dict[str, Together]:
     """What ranks that each hold a gradient would have if they added them, or their mean."""
     differing = gathered([name for name, d in gradients.items() if not d.holds], group)
-    sharded = gathered([name for name, kind in found.kinds.items() if kind == "sharded"], group)
+    sharded = gathered([name for name, kind in actual.kinds.items() if kind == "sharded"], group)
     result = {}
     for name in want.gradients:
         if not any(name in one for one in differing) or any(name in one for one in sharded):
@@ -383,8 +386,8 @@ def _together(
         if name in parts:
             at = parts[name](_indices(full.shape)).flatten()
             copies[at] = 1
-            if name in found.gradients:
-                total[at] = found.gradients[name].double().flatten()
+            if name in actual.gradients:
+                total[at] = actual.gradients[name].double().flatten()
         dist.all_reduce(total, group=group)
         dist.all_reduce(copies, group=group)
         result[name] = Together(

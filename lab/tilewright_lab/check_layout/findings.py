@@ -52,24 +52,24 @@ def find(one: Alone, ranks: Sequence[Compared]) -> list[Finding]:
         )
         return [dataclasses.replace(weights, hint=hint)]
     tokens = _tokens(one, ranks)
-    found = [tokens, _loss(one, ranks)]
+    candidates = [tokens, _loss(one, ranks)]
     gradient = _tensors("gradients", one, ranks)
     if gradient is not None:
         if gradient.name not in one.squares:
             text = f"{gradient.name} has one on {_listed(gradient.ranks, len(ranks))}, and none in one process"
             gradient = dataclasses.replace(gradient, text=text)
         hint = _gradient_hint(gradient, one, ranks)
-        if not hint and found[1] is not None:
+        if not hint and candidates[1] is not None:
             hint = f"{FOLLOWS} the loss"
-        found.append(dataclasses.replace(gradient, hint=hint))
+        candidates.append(dataclasses.replace(gradient, hint=hint))
     reported = _reported(one, ranks)
-    if reported is not None and not reported.hint and found[1] is not None:
+    if reported is not None and not reported.hint and candidates[1] is not None:
         reported = dataclasses.replace(reported, hint=f"{FOLLOWS} the loss")
-    found += [_norm(one, ranks, gradient), reported]
+    candidates += [_norm(one, ranks, gradient), reported]
     step = _tensors("updates", one, ranks)
     if step is not None:
-        found.append(dataclasses.replace(step, hint=_step_hint(step, any(found))))
-    findings = [f for f in found if f is not None]
+        candidates.append(dataclasses.replace(step, hint=_step_hint(step, any(candidates))))
+    findings = [f for f in candidates if f is not None]
     if tokens is not None:
         follows = [dataclasses.replace(f, hint=f"{FOLLOWS} the data") for f in findings[1:]]
         findings = [tokens, *follows]
@@ -92,9 +92,9 @@ def _tensors(kind: str, one: Alone, ranks: Sequence[Compared]) -> Finding | None
     if not differing:
         return None
     name = differing[0]
-    found = {r: d[name] for r, d in enumerate(everywhere) if name in d}
-    bad = {r: d for r, d in found.items() if not d.holds}
-    factor, rest, text = _summary(found, bad)
+    by_rank = {r: d[name] for r, d in enumerate(everywhere) if name in d}
+    bad = {r: d for r, d in by_rank.items() if not d.holds}
+    factor, rest, text = _summary(by_rank, bad)
     return Finding(
         {"gradients": "gradient", "updates": "step"}.get(kind, kind),
         f"{name} is {text}",
@@ -107,12 +107,12 @@ def _tensors(kind: str, one: Alone, ranks: Sequence[Compared]) -> Finding | None
     )
 
 
-def _summary(found: dict[int, Deviation], bad: dict[int, Deviation]) -> tuple[float, float, str]:
+def _summary(by_rank: dict[int, Deviation], bad: dict[int, Deviation]) -> tuple[float, float, str]:
     """(factor, rest, text) of a tensor."""
     values = list(bad.values())
     first = values[0]
     if all(_alike(d, first) for d in values):
-        where = "" if len(found) == 1 else f" on {_listed(bad, len(found))}"
+        where = "" if len(by_rank) == 1 else f" on {_listed(bad, len(by_rank))}"
         return first.factor, 0.0 if first.multiple else first.rest, _factor(first) + where
     said = ", ".join(f"{_factor(d)} on rank {r}" for r, d in list(bad.items())[:4])
     most = max(values, key=lambda d: d.rest)
@@ -125,11 +125,11 @@ def names_where(
     keep: Callable[[str, Deviation], bool] = lambda name, deviation: True,
 ) -> list[str]:
     """Those of which every rank's deviation is to be kept."""
-    found: dict[str, bool] = {}
+    everywhere: dict[str, bool] = {}
     for c in ranks:
         for name, d in getattr(c, kind).items():
-            found[name] = found.get(name, True) and keep(name, d)
-    return [name for name, kept in found.items() if kept]
+            everywhere[name] = everywhere.get(name, True) and keep(name, d)
+    return [name for name, kept in everywhere.items() if kept]
 
 
 def is_small(name: str, ranks: Sequence[Compared]) -> bool:
@@ -189,9 +189,9 @@ def _gradient_hint(gradient: Finding, one: Alone, ranks: Sequence[Compared]) -> 
         return "it is frozen in one process, or not in its graph"
     if text := _origin(gradient, ranks):
         return text
-    found = [c.gradients[gradient.name] for c in ranks if gradient.name in c.gradients]
-    same = all(_alike(d, found[0]) for d in found)
-    if same and found[0].multiple:
+    deviations = [c.gradients[gradient.name] for c in ranks if gradient.name in c.gradients]
+    same = all(_alike(d, deviations[0]) for d in deviations)
+    if same and deviations[0].multiple:
         return _multiple_hint(gradient, one, ranks)
     hints = []
     together = ranks[0].together.get(gradient.name)

@@ -10,38 +10,38 @@ from tilewright_lab.check_layout.findings import divisors, is_small, names_where
 
 def notes(one: Alone, ranks: Sequence[Compared], differs: bool) -> list[str]:
     """What the check could not see.   differs: whether anything did."""
-    found = [_shared_tokens(one, ranks), _same_tokens(one, ranks)]
-    found += [
+    texts = [_shared_tokens(one, ranks), _same_tokens(one, ranks)]
+    texts += [
         _left_out("norm", [one.norm is not None, *(c.norm is not None for c in ranks)]),
         _left_out("optimizer step", [one.steps, *(bool(c.updates) for c in ranks)]),
     ]
     reported = [c.reported is not None for c in ranks]
-    found.append(_left_out("reported loss", [one.reported is not None or any(reported), *reported]))
+    texts.append(_left_out("reported loss", [one.reported is not None or any(reported), *reported]))
     below = names_where(ranks, "updates", lambda n, d: d.small and not is_small(n, ranks))
     if below:
-        found.append(
+        texts.append(
             f"the step of {len(below)} of {len(names_where(ranks, 'updates'))} parameters, such as "
             f"{below[0]}, is below the rounding of its weights: nothing of it shows"
         )
     if differs and (one.drew or any(c.drew for c in ranks)):
-        found.append(
+        texts.append(
             "the forward draws random numbers, as dropout does: a layout that computes other "
             "shapes draws others; compare without them"
         )
-    return [note for note in found if note]
+    return [note for note in texts if note]
 
 
 def notes_of_one(one: Alone) -> list[str]:
     """What the check cannot see in any layout."""
-    found = []
+    texts = []
     if one.idle:
         require = (
             "requires a gradient and has" if len(one.idle) == 1 else "require gradients and have"
         )
-        found.append(f"{_such(one.idle)} {require} none in one process")
+        texts.append(f"{_such(one.idle)} {require} none in one process")
     if one.buffers:
-        found.append(f"buffers are not compared, and the step changes {_such(one.buffers)}")
-    return found
+        texts.append(f"buffers are not compared, and the step changes {_such(one.buffers)}")
+    return texts
 
 
 def _such(names: Sequence[str]) -> str:

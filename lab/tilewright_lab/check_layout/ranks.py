@@ -326,12 +326,12 @@ def _descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # it has ended since
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    found, todo = [], [pid]
+    pids, todo = [], [pid]
     while todo:
         new = children.get(todo.pop(), [])
-        found += new
+        pids += new
         todo += new
-    return found
+    return pids
 
 
 def _run(
@@ -342,12 +342,12 @@ def _run(
     at: Callable[[str], None],
 ) -> compare.Alone | compare.Compared:
     path = os.path.join(folder, "single.safetensors")
-    step, found = measure(function, layout, group, at)
+    step, measured = measure(function, layout, group, at)
     if layout == SINGLE:
-        written(found, path)
-        return compare.alone(found)
+        written(measured, path)
+        return compare.alone(measured)
     at(COMPARING)
-    return compare.compare(step, found, read(path), group)
+    return compare.compare(step, measured, read(path), group)
 
 
 def named(given: Any) -> dict[str, tuple[int, ...]]:
@@ -361,24 +361,24 @@ def named(given: Any) -> dict[str, tuple[int, ...]]:
     if given is None:
         given = ("default",)
     if isinstance(given, Mapping):
-        found = {n: (s,) if isinstance(s, int) else s for n, s in given.items()}
+        by_name = {n: (s,) if isinstance(s, int) else s for n, s in given.items()}
     elif isinstance(given, list | tuple):
-        found = {n: WORLD_SIZES for n in given if isinstance(n, str)}
-        if len(found) < len(given):
+        by_name = {n: WORLD_SIZES for n in given if isinstance(n, str)}
+        if len(by_name) < len(given):
             raise Refused(said)
     else:
         raise Refused(said)
-    for name, sizes in found.items():
+    for name, sizes in by_name.items():
         if not isinstance(name, str) or name == SINGLE or not isinstance(sizes, list | tuple):
             raise Refused(
                 said if name != SINGLE else f"the layout {SINGLE!r} is that of one process"
             )
         if not sizes or not all(_is_number(size) for size in sizes):
             raise Refused(said)
-    if not found:
+    if not by_name:
         raise Refused(said)
     return {
-        str.__str__(name): tuple(dict.fromkeys(map(int, sizes))) for name, sizes in found.items()
+        str.__str__(name): tuple(dict.fromkeys(map(int, sizes))) for name, sizes in by_name.items()
     }
 
 

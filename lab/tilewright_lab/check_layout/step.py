@@ -357,11 +357,11 @@ def _gradients(
 ) -> dict[str, torch.Tensor]:
     """A rank whose shard has no gradient takes part in gathering it: others would wait."""
     somewhere = set().union(*gathered([n for n, p in held.items() if p.grad is not None], group))
-    found = {}
+    gradients = {}
     for name, p in held.items():
         grad = p.grad
         if grad is None and name in somewhere and isinstance(p, DTensor):
             grad = torch.zeros_like(p)
         if grad is not None:
-            found[name] = _whole(grad)
-    return found
+            gradients[name] = _whole(grad)
+    return gradients

@@ -80,14 +80,14 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
     ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
     engine = build_engine(config, shape, ranks, ops)
     batches = _batches(config, ranks, shape.vocab_size)
-    found: dict[str, Any] = {}
+    latest: dict[str, Any] = {}
 
     def loss() -> torch.Tensor:
-        found["sums"] = engine.forward_backward(batches, LOSSES[config.train.loss])
-        return torch.tensor(found["sums"].mean, dtype=torch.float64)
+        latest["sums"] = engine.forward_backward(batches, LOSSES[config.train.loss])
+        return torch.tensor(latest["sums"].mean, dtype=torch.float64)
 
     def synchronize() -> None:
-        found["norm"] = engine.divide()
+        latest["norm"] = engine.divide()
 
     return Step(
         model=engine.model,
@@ -95,8 +95,8 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
         tokens=sum(int((batch["labels"] != IGNORE).sum()) for batch in batches),
         optimizer=engine.optimizer,
         synchronize=synchronize,
-        clip=lambda: found["norm"],
-        reported_loss=lambda: found["sums"].mean,
+        clip=lambda: latest["norm"],
+        reported_loss=lambda: latest["sums"].mean,
     )
 
 

@@ -211,9 +211,9 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
         if args.reference and args.reference != INTERPRETER:
             reference = load(args.reference, file)[0]
         kept = convert(arguments_of(call), None)
-        report, found = Report(args.arch), None
+        report, results = Report(args.arch), None
         with contextlib.suppress(Fault):  # the driver has it too
-            found = attempted(lambda: emulate(call, driver, unset, args.backward), args)
+            results = attempted(lambda: emulate(call, driver, unset, args.backward), args)
         report.kernels = kernels_of(driver)
         limits = over_limits(report.kernels, args.max_conflicts, args.max_sectors)
         once = {(f.kind, f.kernel, f.line or f.what): f for f in driver.faults}
@@ -221,21 +221,21 @@ def run(args: argparse.Namespace, words: list[str]) -> Report:
             (report.allowed if fault.kind in (*args.allow, *NOTED) else report.breaks).append(fault)
         if not report.kernels and not report.breaks:
             raise Rejected(f"{args.target} launched no Triton kernel")
-        if found is not None and args.reference:
+        if results is not None and args.reference:
             report.errors = (
-                interpreted(_without_reference(words), found)
+                interpreted(_without_reference(words), results)
                 if reference is None
-                else compared(call, reference, found, kept, args.backward)
+                else compared(call, reference, results, kept, args.backward)
             )
     fills = FILLS if driver.undefined else ()
-    if found is not None and (
-        fault := next(filter(None, (_undefined(args, found, fill) for fill in fills)), None)
+    if results is not None and (
+        fault := next(filter(None, (_undefined(args, results, fill) for fill in fills)), None)
     ):
         (report.allowed if fault.kind in args.allow else report.breaks).append(fault)
     return report
 
 
-def _undefined(args: argparse.Namespace, found: Results, fill: str) -> Fault | None:
+def _undefined(args: argparse.Namespace, results: Results, fill: str) -> Fault | None:
     """A fault if the results are others once masked loads without `other` give what `fill` says,
     not zero.
     """
@@ -250,7 +250,7 @@ def _undefined(args: argparse.Namespace, found: Results, fill: str) -> Fault | N
         except (Fault, Rejected) as error:
             reached = f"the launch ends otherwise ({error})"
         else:
-            names = (n for n, t in found.tensors.items() if not same_bits(t, other[n]))
+            names = (n for n, t in results.tensors.items() if not same_bits(t, other[n]))
             reached = ", ".join(names)
             if not reached:
                 return None
@@ -285,11 +285,11 @@ def interpret(args: argparse.Namespace) -> None:
         call, _ = prepared(args)
         if args.backward:
             differentiable(call)
-        found = attempted(lambda: emulate(call, Driver(args.arch), unset, args.backward), args)
+        results = attempted(lambda: emulate(call, Driver(args.arch), unset, args.backward), args)
         given = arguments_of(call).items()
         # Every argument is saved: the other process knows which were written.
         after = {n: t.detach() for n, t in given if isinstance(t, torch.Tensor)}
-        save_tensors(args.results_to, after | found.tensors)
+        save_tensors(args.results_to, after | results.tensors)
 
 
 def number_of(n: int, noun: str) -> str:

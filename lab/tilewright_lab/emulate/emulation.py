@@ -110,8 +110,10 @@ def gradients(result, arguments, grads) -> tuple[dict[str, Any], dict[int, torch
         raise Rejected("--backward: no output of the function depends on an argument by autograd")
     grads = grads or dict(zip(outs, upstream([*outs.values()], "contiguous"), strict=True))
     given = [grads[i].to(t.dtype) for i, t in outs.items()]
-    found = torch.autograd.grad([*outs.values()], list(inputs.values()), given, allow_unused=True)
-    return {f"grad {n}": g for n, g in zip(inputs, found, strict=True)}, grads
+    of_inputs = torch.autograd.grad(
+        [*outs.values()], list(inputs.values()), given, allow_unused=True
+    )
+    return {f"grad {n}": g for n, g in zip(inputs, of_inputs, strict=True)}, grads
 
 
 def emulate(
@@ -132,20 +134,20 @@ def emulate(
     driver.unset, driver.wrote = unset.among, wrote
     arguments = arguments_of(call)
     result = call.run()
-    found, grads = {}, {}
+    tensors, grads = {}, {}
     if outs := leaves(result):
-        found = {f"out {i}": t.detach() for i, t in enumerate(outs)}
+        tensors = {f"out {i}": t.detach() for i, t in enumerate(outs)}
     else:
-        found = {
+        tensors = {
             n: t
             for n, t in arguments.items()
             if isinstance(t, torch.Tensor) and t.data_ptr() in written
         }
-    names = list(found)
+    names = list(tensors)
     if backward:
         more, grads = gradients(result, arguments, None)
-        found |= {n: g for n, g in more.items() if g is not None}
-    for name, t in found.items():
+        tensors |= {n: g for n, g in more.items() if g is not None}
+    for name, t in tensors.items():
         if outs and (number := unset.elements(t)):
             driver.faults.append(
                 Fault(
@@ -153,7 +155,7 @@ def emulate(
                     f"{name} {list(t.shape)} is returned with {number} elements that nothing wrote",
                 )
             )
-    return Results(found, grads, names)
+    return Results(tensors, grads, names)
 
 
 def kernels_of(driver: Driver) -> list[dict[str, Any]]:
@@ -215,17 +217,17 @@ def _limit(row, what):
 
 
 def compared(
-    call: Call, reference: Any, found: Results, kept: dict[str, Any], backward: bool
+    call: Call, reference: Any, emulated: Results, kept: dict[str, Any], backward: bool
 ) -> list[Compared]:
     """Errors of the results against the reference in float64, on the same (rounded) arguments.
 
     kept: the arguments as they were before the call.
     """
-    truth = _refer(call, reference, convert(kept, torch.float64), found, backward)
-    eager = _refer(call, reference, _promoted(kept), found, backward)
+    truth = _refer(call, reference, convert(kept, torch.float64), emulated, backward)
+    eager = _refer(call, reference, _promoted(kept), emulated, backward)
     findings = []
-    for name in (n for n in found.tensors if n in truth):
-        t = found.tensors[name]
+    for name in (n for n in emulated.tensors if n in truth):
+        t = emulated.tensors[name]
         rounded = eager[name].to(t.dtype)
         twin = error(rounded, truth[name])[0]
         deviation, where = error(t, truth[name])
@@ -236,12 +238,12 @@ def compared(
             dtype = str(t.dtype).removeprefix("torch.")
             why = f"the error of the reference in {dtype} is infinite, and sets no bound"
         findings.append(Compared(name, deviation, twin, budget, where, why=why))
-    for name in (n for n in truth if n not in found.tensors and truth[n].any()):
+    for name in (n for n in truth if n not in emulated.tensors and truth[n].any()):
         why = "the reference has it, and the call gives none"
         findings.append(Compared(name, math.inf, 0.0, 0.0, (), why=why))
     if not findings:
         raise Rejected(
-            f"--reference: it returns nothing to compare with {', '.join(found.tensors) or 'no output'}"
+            f"--reference: it returns nothing to compare with {', '.join(emulated.tensors) or 'no output'}"
         )
     return findings
 
@@ -294,7 +296,7 @@ def _shared(result: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> s
     )
 
 
-def _refer(call, reference, arguments, found: Results, backward) -> dict[str, torch.Tensor]:
+def _refer(call, reference, arguments, emulated: Results, backward) -> dict[str, torch.Tensor]:
     given = arguments
     if call.kernel is not None:
         takes = inspect.signature(reference).parameters
@@ -307,20 +309,20 @@ def _refer(call, reference, arguments, found: Results, backward) -> dict[str, to
     if isinstance(result, dict):
         return result
     outs = leaves(result)
-    if outs and len(outs) != len(found.names):
+    if outs and len(outs) != len(emulated.names):
         raise Rejected(
-            f"--reference: it returns {len(outs)} tensors for {', '.join(found.names) or 'no output'}"
+            f"--reference: it returns {len(outs)} tensors for {', '.join(emulated.names) or 'no output'}"
         )
     if not outs:
-        return {n: arguments[n] for n in found.names if n in arguments}
-    tensors = {n: t.detach() for n, t in zip(found.names, outs, strict=True)}
+        return {n: arguments[n] for n in emulated.names if n in arguments}
+    tensors = {n: t.detach() for n, t in zip(emulated.names, outs, strict=True)}
     if backward:
-        for name, g in gradients(result, arguments, found.grads)[0].items():
+        for name, g in gradients(result, arguments, emulated.grads)[0].items():
             tensors[name] = torch.zeros_like(arguments[name[5:]]) if g is None else g
     return tensors
 
 
-def interpreted(arguments: list[str], found: Results) -> list[Compared]:
+def interpreted(arguments: list[str], emulated: Results) -> list[Compared]:
     """Compares with the same call in Triton's interpreter, in another process."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "results")
@@ -336,7 +338,7 @@ def interpreted(arguments: list[str], found: Results) -> list[Compared]:
             raise Rejected(f"--reference interpreter: {said[-1]}")
         theirs, _ = load_tensors(path)
     findings = []
-    for name, t in found.tensors.items():
+    for name, t in emulated.tensors.items():
         # The interpreter truncates where a GPU rounds, and sums in another order.
         budget = 8 * torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
         deviation, where = error(t, theirs[name].double() if budget else theirs[name])

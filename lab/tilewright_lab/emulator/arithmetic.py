@@ -92,7 +92,7 @@ class Arithmetic(Part):
         if how == "num":
             return ~(np.isnan(a) | np.isnan(b))
         unordered = how.endswith("u") and kind[-3:] in ("f32", "f16", "f64") and how not in ("lu",)
-        found = {
+        holds = {
             "eq": np.equal,
             "ne": np.not_equal,
             "lt": np.less,
@@ -102,12 +102,12 @@ class Arithmetic(Part):
         }[how[:2]](a, b)
         if "f" in kind:
             nan = np.isnan(a) | np.isnan(b)
-            found = (found | nan) if unordered else (found & ~nan)
+            holds = (holds | nan) if unordered else (holds & ~nan)
         for both in {"and", "or", "xor"} & set(op):  # with a third operand
             third = self.truth(args[3].lstrip("!")) ^ args[3].startswith("!")
             join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-            found = join[both](found, third)
-        return found
+            holds = join[both](holds, third)
+        return holds
 
     def convert(self, op, args):
         to, source = op[-2], op[-1]
@@ -213,10 +213,10 @@ class Arithmetic(Part):
         given = [self.get(a, bits) for a in args[1:]]
         if op[-1].endswith("16x2"):  # each half by itself
             halves = [self.get(a, 32).view(I[16] if op[-1][0] == "s" else U[16]) for a in args[1:]]
-            found = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[name](
+            out = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[name](
                 *halves
             )
-            return np.ascontiguousarray(found).view(np.uint32)
+            return np.ascontiguousarray(out).view(np.uint32)
         if op[-1][0] == "s":
             given = [g.view(I[g.itemsize * 8]) for g in given]
         if name == "mul" or name == "mad":
@@ -274,7 +274,7 @@ class Arithmetic(Part):
             one = given[0].dtype.type(1)
             ones: Any = sum(given[0] >> given[0].dtype.type(i) & one for i in range(bits))
             return ones.astype(np.uint32)
-        found = {
+        functions = {
             "add": np.add,
             "sub": np.subtract,
             "and": np.bitwise_and,
@@ -287,4 +287,4 @@ class Arithmetic(Part):
             "abs": np.abs,
         }
         many = functools.reduce if name in ("min", "max") else (lambda fn, given: fn(*given))
-        return many(found[name], given).view(U[bits])
+        return many(functions[name], given).view(U[bits])

@@ -35,7 +35,7 @@ class Atomics(Part):
         count = len(given[0])
         places = self.places(space, address, size * count, who, "st")
         values = [[self.get(p, width) for p in part] for part in given]
-        found = np.zeros((self.n, count), U[width])
+        previous = np.zeros((self.n, count), U[width])
         self.count_atomic(space, address, size * count, who)
         data = self.memory.data if space == "global" else self.shared
         if space == "global":
@@ -52,14 +52,14 @@ class Atomics(Part):
                     )
                 )
                 before = data[at].view(U[width])
-                found[thread, i] = before[0]
+                previous[thread, i] = before[0]
                 operand = [v[i][thread : thread + 1].view(U[width]) for v in values]
                 if space != "global":
                     self.written[at] = -1  # other threads read it after a barrier
                 data[at] = applied(what[0], kind, width, before, operand).view(np.uint8)
         for i, part in enumerate(old):
             if part != "_":
-                self.put(part, found[:, i].copy(), who)
+                self.put(part, previous[:, i].copy(), who)
 
     def count_atomic(self, space, address, size, who):
         if self.counts and space == "global":

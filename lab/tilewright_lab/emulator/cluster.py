@@ -172,14 +172,14 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, TensorMemory, Uncommo
         for places, readers in self.reads:
             times += np.isin(at, places)
             own |= np.isin(at << 32 | me, places << 32 | readers)
-        found = own & (times == 1)
-        if found.any():
+        replicas = own & (times == 1)
+        if replicas.any():
             self.note(
                 "replicas",
-                f"writes {self.memory.element(int(at[found][0]))}, which threads that hold copies "
+                f"writes {self.memory.element(int(at[replicas][0]))}, which threads that hold copies "
                 "of the writing thread's work read, with no barrier between",
             )
-        return found
+        return replicas
 
     def note_access(self, places, who):
         """Remembers global memory until the next barrier orders these accesses."""
@@ -412,10 +412,10 @@ class Cluster(Partitions, Transfers, Atomics, TensorCores, TensorMemory, Uncommo
             }[op[2]]
             given = np.abs(given) if "abs" in op else given
             number = kind == "f32" and "NaN" not in op  # of a number and a NaN, the number
-            found = (one if number else either).reduce(
+            reduced = (one if number else either).reduce(
                 given.reshape(-1, 32), axis=1, dtype=given.dtype
             )
-            self.put(args[0], np.repeat(found, 32).view(np.uint32), who)
+            self.put(args[0], np.repeat(reduced, 32).view(np.uint32), who)
         elif name == "mapa":
             self.put(
                 args[0],

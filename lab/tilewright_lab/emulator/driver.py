@@ -160,14 +160,14 @@ class Driver:
         return launch
 
     def parsed(self, text, metadata) -> Kernel:
-        for found, what in (
+        for needed, what in (
             (metadata.num_ctas != 1, f"launch of clusters (num_ctas = {metadata.num_ctas})"),
             (
                 metadata.global_scratch_size or metadata.profile_scratch_size,
                 "scratch memory, which descriptors made in a kernel take",
             ),
         ):
-            if found:
+            if needed:
                 raise _of(Unsupported(what), metadata.name)
         try:
             return Kernel(text, metadata.shared)
@@ -228,7 +228,7 @@ def _of(unsupported: Unsupported, kernel: str) -> Unsupported:
 
 def flat(arguments, signature, kernel) -> list[tuple[str, str, Any]]:
     """(name, type, value) of each argument that a kernel takes, tuples opened."""
-    found = []
+    flattened = []
 
     def add(name, kind, value):
         if isinstance(kind, tuple):
@@ -239,11 +239,11 @@ def flat(arguments, signature, kernel) -> list[tuple[str, str, Any]]:
                 raise _of(Unsupported(f"argument of type {kind} ({name})"), kernel)
             if hasattr(value, "data_ptr") and not isinstance(value, torch.Tensor):
                 value = value.base  # of triton.reinterpret
-            found.append((name, kind, value))
+            flattened.append((name, kind, value))
 
     for value, (name, kind) in zip(arguments, signature.items(), strict=True):
         add(name, kind, value)
-    return found
+    return flattened
 
 
 def tensor_map(a, about, memory, name) -> list[Any]:

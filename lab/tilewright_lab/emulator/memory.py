@@ -89,8 +89,8 @@ class Memory:
             start = place + t.data_ptr() - first
             if t.numel():
                 self.data[place : place + last - first] = bytes_at(first, last)
-                if unset is not None and (found := unset(first, last)) is not None:
-                    self.unset[place : place + last - first] = found
+                if unset is not None and (unwritten := unset(first, last)) is not None:
+                    self.unset[place : place + last - first] = unwritten
                 if key in self._spans:
                     self._placed[key] = place
         if t.numel():
@@ -140,14 +140,14 @@ class Memory:
 
     def nearest(self, address: int) -> str:
         """Where an address outside every tensor is, from the tensor that it is closest to."""
-        found = []
+        candidates = []
         for t, start in self.tensors:
             end = start + span(t) * t.element_size()
             distance = max(start - address, address - end + 1, 0)
-            found.append((distance, start, end, t))
-        if not found:
+            candidates.append((distance, start, end, t))
+        if not candidates:
             return f"address {address:#x}, of no tensor"
-        distance, start, end, t = min(found, key=lambda f: f[:2])
+        distance, start, end, t = min(candidates, key=lambda f: f[:2])
         name = f"{self.names[start] or 'a tensor'} {list(t.shape)}"
         if distance > 1 << 30:
             return f"address {address:#x}, far from every tensor"

@@ -119,9 +119,9 @@ class Partitions(Part):
             known = (self.written == 0) | np.isin(self.written, threads + 1)
             return known | (self.written == -1) if len(threads) == self.n else known
         known = self.clocks.now[np.unique(threads // 32)].max(0)
-        found, at = ~self.unfenced, np.flatnonzero(self.unfenced[0])  # the rest is not asked for
-        found[0, at] = (self.clocks.wrote[:, at] <= known[:, None]).all(0)
-        return found
+        visible, at = ~self.unfenced, np.flatnonzero(self.unfenced[0])  # the rest is not asked for
+        visible[0, at] = (self.clocks.wrote[:, at] <= known[:, None]).all(0)
+        return visible
 
     def told(self, thread: int) -> np.ndarray | None:
         """What a thread's arrival tells."""

@@ -79,10 +79,10 @@ class TensorState:
 
     def allocated(self) -> np.ndarray:
         """[columns], which are."""
-        found = np.zeros(COLUMNS, bool)
+        columns = np.zeros(COLUMNS, bool)
         for first, count in self.held.items():
-            found[first : first + count] = True
-        return found
+            columns[first : first + count] = True
+        return columns
 
     def settle(self) -> None:
         """Notes anew what is on its way."""
@@ -200,7 +200,7 @@ class TensorMemory(Part):
         filling = (t.filling[at] != 0) & ~own
         if queued == PRODUCT and not writes:
             filling |= t.filling[at] == PRODUCT
-        for found, what in (
+        for busy, what in (
             (storing, "tcgen05.st may still be writing, without a tcgen05.wait::st between"),
             (
                 (t.loading[at] != 0) & writes,
@@ -211,7 +211,7 @@ class TensorMemory(Part):
                 "tensor cores may still access: nobody has waited for a tcgen05.commit since",
             ),
         ):
-            if found.any():
+            if busy.any():
                 self.memory.fail("race", f"{where} {what}")
         clocks = self.clocks
         for did, log in (("wrote", t.wrote), ("reads", t.read)):
@@ -278,12 +278,12 @@ class TensorMemory(Part):
     def move_tensor(self, loads, names, places, packed, who):
         t = self.tensor
         if loads:  # NaN where nothing has been written: compilers read that, too, and drop it
-            found = t.bits[places]
+            bits = t.bits[places]
             if packed:
-                found = found[..., 0] & np.uint32(0xFFFF) | found[..., 1] << np.uint32(16)
+                bits = bits[..., 0] & np.uint32(0xFFFF) | bits[..., 1] << np.uint32(16)
             for i, name in enumerate(names):
                 value = np.zeros(self.n, np.uint32)
-                value[who] = found[:, i]
+                value[who] = bits[:, i]
                 self.put(name, value, who)
             return
         given = np.stack([self.get(p, 32)[who] for p in names], 1)
@@ -460,10 +460,10 @@ class TensorMemory(Part):
         raw = raw[..., first : first + p.scales].reshape(4, 32, len(columns), p.scales)
         raw = np.ascontiguousarray(raw.transpose(0, 2, 1, 3)).reshape(4, -1, p.scales)[:, :rows]
         if p.power:  # ue8m0
-            found = np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127))
+            values = np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127))
         else:
-            found = from_float8(raw & 0x7F, "e4m3").astype(np.float64)
-        return np.repeat(found, p.k // p.scales, 2)
+            values = from_float8(raw & 0x7F, "e4m3").astype(np.float64)
+        return np.repeat(values, p.k // p.scales, 2)
 
 
 @dataclass(frozen=True)

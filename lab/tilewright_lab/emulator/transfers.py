@@ -296,11 +296,13 @@ class Transfers(Part):
         """The tensor map of an operand, which names a map and a corner, the addresses of the box's
         bytes in memory order, and which of them are in the tensor.
         """
-        found = re.match(r"\[(\S+?),\{(.*)\}\]", operand.replace(" ", ""))
-        if found is None:
+        matched = re.match(r"\[(\S+?),\{(.*)\}\]", operand.replace(" ", ""))
+        if matched is None:
             raise KeyError(text)
-        corner = [int(self.get(c, 32).view(np.int32)[thread]) for c in found[2].split(",")]
-        described = self.values[self.k.parameters[int(self.get(found[1], 64)[thread]) // 4096 - 1]]
+        corner = [int(self.get(c, 32).view(np.int32)[thread]) for c in matched[2].split(",")]
+        described = self.values[
+            self.k.parameters[int(self.get(matched[1], 64)[thread]) // 4096 - 1]
+        ]
         return described, *described.places(corner[::-1])  # innermost first
 
     def staged(self, operand, thread, count, swizzle):

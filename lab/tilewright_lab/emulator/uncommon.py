@@ -54,8 +54,8 @@ class Uncommon(Part):
             size, sign = self.get(args[2], bits), self.get(args[1], bits)
             top = U[bits](1 << bits - 1)
             self.put(args[0], size & ~top | sign & top, who)
-        elif name == "cvt" and (found := self.convert_more(op, args)) is not None:
-            self.put(args[0], found, who)
+        elif name == "cvt" and (converted := self.convert_more(op, args)) is not None:
+            self.put(args[0], converted, who)
         elif kind == "f64" and name not in ("mov", "selp", "setp", "ld", "st", "cvt"):
             self.put(args[0], self.float64(op, args), who)
         else:
@@ -68,8 +68,8 @@ class Uncommon(Part):
         if op[2] == "ballot":
             self.put(args[0], np.repeat(mask_of(lanes), 32), who)
             return
-        found = {"any": lanes.any(1), "all": lanes.all(1)}[op[2]]
-        self.put(args[0], np.repeat(found, 32), who)
+        voted = {"any": lanes.any(1), "all": lanes.all(1)}[op[2]]
+        self.put(args[0], np.repeat(voted, 32), who)
 
     def bit_field(self, op, args, bits):
         name = op[0]

@@ -27,12 +27,12 @@ def loads_without_other(ttir: str) -> Loads:
         m = re.match(r'"(.*?)":(\d+)', text)
         return (m[1], int(m[2])) if m else None
 
-    found: Loads = {}
+    loads: Loads = {}
     load = r"tt\.load %\w+, %\w+ (?:\w+ = \w+ |\{[^}]*\} )*: .*?!tt\.ptr<(\w+)>.* loc\((#loc\d*)\)"
     for element, where in re.findall(load, ttir):
         if (at := place(where)) is not None:
-            found[at] = element
-    return found
+            loads[at] = element
+    return loads
 
 
 def filled(ptx: str, loads: Loads, fill: str) -> str:

@@ -234,10 +234,10 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     with contextlib.redirect_stdout(ptxas_log):
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     # Triton ignores options that it does not know, and an environment variable turns this one off.
-    chosen, found = options["enable_fp_fusion"], compiled.metadata.enable_fp_fusion
-    if found is not chosen:
+    chosen, actual = options["enable_fp_fusion"], compiled.metadata.enable_fp_fusion
+    if actual is not chosen:
         raise RuntimeError(
-            f"enable_fp_fusion is {found} after compiling, and the launch's {chosen}"
+            f"enable_fp_fusion is {actual} after compiling, and the launch's {chosen}"
         )
     ptx, log = compiled.asm["ptx"], ptxas_log.getvalue()
     return (

@@ -87,8 +87,8 @@ def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
         raise Rejected(f"the gate compiles no kernel with a tuple as argument ({deep[0]})")
     aligned = [
         names[path[0]]
-        for path, found in attrs.items()
-        if len(path) == 1 and ["tt.divisibility", 16] in [list(a) for a in found]
+        for path, attributes in attrs.items()
+        if len(path) == 1 and ["tt.divisibility", 16] in [list(a) for a in attributes]
     ]
     defaults = make_backend(active_driver().get_current_target()).parse_options({})
     # Fusion as Triton's version bound it, which may be another choice than our launchers make.
@@ -194,7 +194,7 @@ def collected(
     args: argparse.Namespace, archs: tuple[int, ...]
 ) -> dict[str, tuple[LaunchSpec, set]]:
     """What a call compiles, by name, and for which of the architectures."""
-    found: dict[str, tuple[LaunchSpec, set]] = {}
+    by_name: dict[str, tuple[LaunchSpec, set]] = {}
     names: dict[str, str] = {}  # by what distinguishes it
     for arch in archs:
         with recorded(arch, args.configs == "all") as specs:
@@ -205,13 +205,13 @@ def collected(
             same = repr((spec.kernel, spec.signature, spec.constexprs, spec.num_warps))
             same += repr((spec.num_stages, spec.divisible, spec.misaligned, spec.options))
             if same not in names:
-                number = sum(n.split(" #")[0] == spec.label for n in found)
+                number = sum(n.split(" #")[0] == spec.label for n in by_name)
                 names[same] = f"{spec.label} #{number + 1}" if number else spec.label
-                found[names[same]] = spec, set()
-            found[names[same]][1].add(arch)
-    if not found:
+                by_name[names[same]] = spec, set()
+            by_name[names[same]][1].add(arch)
+    if not by_name:
         raise Rejected(f"{args.target} launched no Triton kernel")
-    return found
+    return by_name
 
 
 def main(arguments: list[str]) -> int:
@@ -231,12 +231,12 @@ def main(arguments: list[str]) -> int:
             raise Rejected(missing)
         if platform.interpreting():
             raise Rejected("TRITON_INTERPRET is set, and kernels are then never compiled; unset it")
-        found = collected(args, archs)
+        by_name = collected(args, archs)
     except Rejected as error:
         print(f"tilewright gate: {error}", file=sys.stderr)
         return 2
-    specs = {name: spec for name, (spec, _) in found.items()}
-    tasks = [(name, arch) for name, (_, known) in found.items() for arch in sorted(known)]
+    specs = {name: spec for name, (spec, _) in by_name.items()}
+    tasks = [(name, arch) for name, (_, known) in by_name.items() for arch in sorted(known)]
     jobs = min(len(tasks), len(os.sched_getaffinity(0)))
     with contextlib.redirect_stdout(sys.stderr):
         results = compile_all(specs, tasks, jobs)

@@ -55,14 +55,14 @@ def main(arguments: list[str]) -> int:
     """Returns 0, 1 for a break, 2 for a model that cannot be verified."""
     args = _parser().parse_args(arguments)
     try:
-        found = _verified(args)
-        print(found.table(args.all))
+        verification = _verified(args)
+        print(verification.table(args.all))
         if args.out:
-            print(f"\nwritten: {save(found, args.out)}")
+            print(f"\nwritten: {save(verification, args.out)}")
     except (Unverifiable, ImplementationUnavailable, OSError, MemoryError) as error:
         print(f"tilewright verify: {first_line(error)}", file=sys.stderr)
         return 2
-    return 0 if found.ok else 1
+    return 0 if verification.ok else 1
 
 
 def _verified(args: argparse.Namespace):
@@ -113,10 +113,12 @@ def _called(name: str) -> tuple[nn.Module, Any]:
     except Refused as error:
         raise Unverifiable(str(error)) from error
     try:
-        found = function()
+        returned = function()
     except (Exception, SystemExit) as error:  # anyone's code
         raise Unverifiable(f"{name} cannot be called: {said(error)}") from error
-    model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    model, batch = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    )
     if not isinstance(model, nn.Module):
         raise Unverifiable(
             f"{name} must return a torch.nn.Module, or one and a batch; it returned "

@@ -47,9 +47,7 @@ class Diagnosis:
         """A sentence's end, or ""."""
         if self.own is None:
             return ""
-        for found in self._hypotheses():
-            return found
-        return ""
+        return next(self._hypotheses(), "")
 
     def ratio(self) -> str:
         """What is said of a loss of which no cause is found."""
@@ -113,17 +111,17 @@ class Diagnosis:
 
     def _rotary(self) -> Iterator[str]:
         """The base, from the angles of one position."""
-        found = {n: t for n, t in self.call.output_leaves().items() if t.dim() == 3}
+        tables = {n: t for n, t in self.call.output_leaves().items() if t.dim() == 3}
         positions = self.call.arguments[1].get("position_ids")
         if positions is None and len(self.call.arguments[0]) > 1:
             positions = self.call.arguments[0][1]
         right = base_of(self.module.inv_freq)
-        if len(found) != 2 or positions is None or right is None:
+        if len(tables) != 2 or positions is None or right is None:
             return
         at = (positions == 1).nonzero()
         if not len(at):
             return
-        cos, sin = (t[tuple(at[0])].double() for t in found.values())
+        cos, sin = (t[tuple(at[0])].double() for t in tables.values())
         base = base_of(torch.atan2(sin, cos)[: cos.shape[-1] // 2])
         if base is not None and abs(base - right) > 0.05 * right:
             yield spoken_bases(base, right)

@@ -90,12 +90,12 @@ def named_arguments(arguments: tuple[tuple, dict], forward: Callable) -> dict[st
 def by_name(call: Call, forward: Callable) -> dict[str, torch.Tensor]:
     """The gradients of a call's inputs by the names of arguments."""
     names = [p.name for p in inspect.signature(forward).parameters.values()]
-    found = {}
+    gradients = {}
     for key, gradient in call.into.items():
         kind, at, *rest = key.split(".")
         name = names[int(at)] if kind == "0" and int(at) < len(names) else at
-        found[".".join((name, *rest))] = gradient
-    return found
+        gradients[".".join((name, *rest))] = gradient
+    return gradients
 
 
 class _Choices(TorchFunctionMode):
@@ -225,7 +225,7 @@ class Replayer:
         module = self.twin.module(call.path)
         assert module is not None
         given, gradients = self.arguments(call, module, masks)
-        found, ends, starts = Replay(), [], []
+        replay, ends, starts = Replay(), [], []
         for name, leaf in leaves(given).items():
             if name in gradients and _is_float(leaf):
                 starts.append((f"gradient of {name}", leaf))
@@ -233,12 +233,12 @@ class Replayer:
         if self.jitter is not None:
             eps = max((torch.finfo(g.dtype).eps for g in call.out.values()), default=0.0)
             rounded = _RoundedSums(eps / 2, self.jitter)
-        inner = self._stubs(call, found, ends, starts)
+        inner = self._stubs(call, replay, ends, starts)
         with self.twin.computing(), _Choices(call), rounded, inner:
             output = module(**given)
         for name, leaf in leaves(output).items():
             if _is_float(leaf):
-                found.values[f"output {name}".strip()] = leaf.detach()
+                replay.values[f"output {name}".strip()] = leaf.detach()
                 if name in call.out and leaf.requires_grad:
                     ends.append((leaf, call.out[name]))
         own = self._own_parameters(call, module)
@@ -250,11 +250,11 @@ class Replayer:
                     [t for t, _ in ends], wanted, [g for _, g in ends], allow_unused=True
                 )
             for (name, leaf), g in zip(starts, got, strict=False):
-                found.values[name] = torch.zeros_like(leaf) if g is None else g
+                replay.values[name] = torch.zeros_like(leaf) if g is None else g
             for p, g in zip(own, got[len(starts) :], strict=True):
                 if g is not None:
-                    found.parameters[id(p)] = g
-        return found
+                    replay.parameters[id(p)] = g
+        return replay
 
     def _own_parameters(self, call: Call, module: nn.Module) -> list[nn.Parameter]:
         """The parameters of a module that are not those of recorded modules within it."""
@@ -268,7 +268,7 @@ class Replayer:
         return list(own.values())
 
     @contextlib.contextmanager
-    def _stubs(self, call: Call, found: Replay, ends: list, starts: list) -> Iterator[None]:
+    def _stubs(self, call: Call, replay: Replay, ends: list, starts: list) -> Iterator[None]:
         """Puts recorded outputs in place of what the reference's inner modules compute."""
         queues: dict[str, deque[Call]] = defaultdict(deque)
         for child in call.children:
@@ -284,9 +284,9 @@ class Replayer:
             gradients = by_name(child, own)
             for name, leaf in given.items():
                 if is_positions(name, leaf):
-                    found.values[f"input {name} of {short}"] = leaf.double()
+                    replay.values[f"input {name} of {short}"] = leaf.double()
                 elif _is_float(leaf) and "mask" not in name:
-                    found.values[f"input {name} of {short}"] = leaf.detach()
+                    replay.values[f"input {name} of {short}"] = leaf.detach()
                     if name in gradients and leaf.requires_grad:
                         ends.append((leaf, gradients[name]))
 
@@ -337,18 +337,18 @@ def observed(call: Call, forward: Callable, forwards: dict[str, Callable]) -> di
 
     forwards: forwards of the reference's modules by path, for the names of arguments.
     """
-    found = {f"output {n}".strip(): t for n, t in leaves(call.output).items() if _is_float(t)}
-    found |= {f"gradient of {n}": g for n, g in by_name(call, forward).items()}
+    values = {f"output {n}".strip(): t for n, t in leaves(call.output).items() if _is_float(t)}
+    values |= {f"gradient of {n}": g for n, g in by_name(call, forward).items()}
     for child in call.children:
         short, own = _short(call.path, child), forwards.get(child.path)
         if own is not None:
             given = leaves(named_arguments(child.arguments, own))
-            found |= {f"input {n} of {short}": t for n, t in given.items() if _is_float(t)}
-            found |= {
+            values |= {f"input {n} of {short}": t for n, t in given.items() if _is_float(t)}
+            values |= {
                 f"input {n} of {short}": t.double() for n, t in given.items() if is_positions(n, t)
             }
-            found |= {f"gradient to {short} {n}".strip(): g for n, g in child.out.items()}
-    return found
+            values |= {f"gradient to {short} {n}".strip(): g for n, g in child.out.items()}
+    return values
 
 
 # ---- comparison

@@ -33,38 +33,38 @@ def check_folder(folder: str | pathlib.Path) -> None:
         ) from error
 
 
-def save(found: Verification, folder: str | pathlib.Path) -> pathlib.Path:
+def save(verification: Verification, folder: str | pathlib.Path) -> pathlib.Path:
     """Writes verify.html into the folder, which is made. Needs matplotlib. Returns its path."""
     folder = pathlib.Path(folder)
-    text = page(found)
+    text = page(verification)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "verify.html"
     write_text(target, text)
     return target
 
 
-def page(found: Verification) -> str:
+def page(verification: Verification) -> str:
     """The page as text."""
-    title = f"verify: {found.model}"
-    head = "no findings" if found.ok else f"{len(found.findings)} findings"
+    title = f"verify: {verification.model}"
+    head = "no findings" if verification.ok else f"{len(verification.findings)} findings"
     parts = [
-        f"<h1>{html.escape(title)}</h1><p>{found.dtype}, on {', '.join(found.scenes)} input. One "
+        f"<h1>{html.escape(title)}</h1><p>{verification.dtype}, on {', '.join(verification.scenes)} input. One "
         "contract unit is twice the error of eager PyTorch in this dtype and a rounding, against "
         "float64.</p>",
-        f'<h2 class="{"" if found.ok else "bad"}">{head}</h2>',
+        f'<h2 class="{"" if verification.ok else "bad"}">{head}</h2>',
         _list(f"<code>{html.escape(f.module)}</code>: {html.escape(f.message)}"
-              for f in found.findings),
-        "<h2>Contract units of every module</h2>", _picture(_units(found)),
-        "<h2>Every tensor beside the eager twin's</h2>", _picture(_scatter(found)),
+              for f in verification.findings),
+        "<h2>Contract units of every module</h2>", _picture(_units(verification)),
+        "<h2>Every tensor beside the eager twin's</h2>", _picture(_scatter(verification)),
         "<h2>Modules</h2>",
         _table(
             ("units", "module", "tensor", "input", "error", "eager's", "ran by"),
             (
                 (
-                    number(r.units), found.name(r.path), spoken(r.what), r.scene, f"{r.error:.1e}",
+                    number(r.units), verification.name(r.path), spoken(r.what), r.scene, f"{r.error:.1e}",
                     f"{r.eager:.1e}", r.by or "-",
                 )
-                for r in found.worst()
+                for r in verification.worst()
             ),
         ),
         "<h2>End to end</h2>",
@@ -72,17 +72,17 @@ def page(found: Verification) -> str:
             ("units", "tensor", "input", "error", "eager's"),
             (
                 (number(r.units), r.what, r.scene, f"{r.error:.1e}", f"{r.eager:.1e}")
-                for r in sorted(found.whole, key=lambda r: -r.units)[:40]
+                for r in sorted(verification.whole, key=lambda r: -r.units)[:40]
             ),
         ),
         "<h2>Ran by</h2>",
         _table(
             ("modules", "class", "by"),
-            ((str(n), kind, by) for (kind, by), n in sorted(found.seen.items())),
+            ((str(n), kind, by) for (kind, by), n in sorted(verification.seen.items())),
         ),
-        _list(f"left {html.escape(p)}: {html.escape(r)}" for p, r in found.left.items()),
-        "<h2>Notes</h2>" if found.notes else "",
-        _list(map(html.escape, found.notes)),
+        _list(f"left {html.escape(p)}: {html.escape(r)}" for p, r in verification.left.items()),
+        "<h2>Notes</h2>" if verification.notes else "",
+        _list(map(html.escape, verification.notes)),
     ]  # fmt: skip
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -114,23 +114,23 @@ def _finite(value: float, least: float = LEAST) -> float:
     return min(max(value, least), 1e9) if math.isfinite(value) else 1e9
 
 
-def _units(found: Verification):
+def _units(verification: Verification):
     """The worst value and the worst gradient of each module, in the order of their names."""
     from matplotlib.figure import Figure
 
-    paths = sorted({r.path for r in found.rows}, key=_natural)
+    paths = sorted({r.path for r in verification.rows}, key=_natural)
     figure = Figure(figsize=(9, 1 + 0.17 * len(paths)))
     axes = figure.add_subplot()
     for kind, color in COLORS.items():
         worst: dict[str, float] = {}
-        for r in found.rows:
+        for r in verification.rows:
             if r.what.startswith("gradient") == (kind == "gradients"):
                 worst[r.path] = max(worst.get(r.path, 0.0), _finite(r.units))
         at = [i for i, p in enumerate(paths) if p in worst]
         axes.plot([worst[paths[i]] for i in at], at, "o", ms=4, color=color, label=kind)
     axes.axvline(1, color="#b00020", lw=1)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(paths)), [found.name(p) for p in paths], fontsize=6)
+    axes.set_yticks(range(len(paths)), [verification.name(p) for p in paths], fontsize=6)
     axes.invert_yaxis()
     axes.set_xlabel("contract units (right of the line: a break)")
     axes.grid(axis="x", alpha=0.3)
@@ -142,13 +142,15 @@ def _natural(path: str) -> list:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in path.split(".")]
 
 
-def _scatter(found: Verification):
+def _scatter(verification: Verification):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4.5))
     axes = figure.add_subplot()
     for kind, color in COLORS.items():
-        rows = [r for r in found.rows if r.what.startswith("gradient") == (kind == "gradients")]
+        rows = [
+            r for r in verification.rows if r.what.startswith("gradient") == (kind == "gradients")
+        ]
         x = [_finite(r.eager, 1e-9) for r in rows]
         y = [_finite(r.error, 1e-9) for r in rows]
         axes.plot(x, y, ".", ms=4, color=color, label=kind)

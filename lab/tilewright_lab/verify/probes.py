@@ -107,9 +107,9 @@ class Probe(NamedTuple):
     rows: torch.Tensor
 
 
-def probes(found: list[Scene], vocab: int, reach: int | None) -> Iterator[Probe]:
+def probes(scenes: list[Scene], vocab: int, reach: int | None) -> Iterator[Probe]:
     """reach: how far back a token of the last layer sees, if every layer has a window."""
-    for scene in found:
+    for scene in scenes:
         batch = scene.without_labels()
         ids = batch["input_ids"]
         other = (ids + 1 + vocab // 3) % vocab

@@ -39,9 +39,9 @@ def map_leaves(function: Callable[[str, Any], Any], value: Any, name: str = "") 
 
 def leaves(value: Any) -> dict[str, Any]:
     """Leaves by name; that of a single tensor is ""."""
-    found: dict[str, Any] = {}
-    map_leaves(found.__setitem__, value)
-    return found
+    by_name: dict[str, Any] = {}
+    map_leaves(by_name.__setitem__, value)
+    return by_name
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,8 +67,7 @@ class Call:
     picks: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def output_leaves(self) -> dict[str, torch.Tensor]:
-        found = leaves(self.output)
-        return {n: t for n, t in found.items() if isinstance(t, torch.Tensor)}
+        return {n: t for n, t in leaves(self.output).items() if isinstance(t, torch.Tensor)}
 
     @property
     def key(self) -> tuple[str, int]:
@@ -82,14 +81,14 @@ def observable(root: nn.Module, weights: Weights) -> dict[str, nn.Module]:
     """
     get_head = getattr(root, "get_output_embeddings", None)
     head = get_head() if get_head else None
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for path, module in root.named_modules():
         plain = weights.paths.get(path)
-        if plain is None or plain in found or module is head or isinstance(module, nn.ModuleList):
+        if plain is None or plain in modules or module is head or isinstance(module, nn.ModuleList):
             continue
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-            found[plain] = module
-    return found
+            modules[plain] = module
+    return modules
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:
@@ -200,7 +199,7 @@ def _autograd_names(output: Any, border: dict[int, None], over: dict[int, list])
     """What autograd's nodes say of a module's own part: custom functions and PyTorch's fused
     attention. The walk goes over the modules within it, and ends at the views of its inputs.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     outs = [t for t in leaves(output).values() if isinstance(t, torch.Tensor)]
     todo = [t.grad_fn for t in outs if t.grad_fn is not None]
     seen: set[int] = set()
@@ -214,8 +213,8 @@ def _autograd_names(output: Any, border: dict[int, None], over: dict[int, list])
             continue
         name = node.name()
         if "ScaledDotProduct" in name:
-            found["sdpa"] = None
+            names["sdpa"] = None
         elif isinstance(node, torch.autograd.function.BackwardCFunction):
-            found[name.removesuffix("Backward")] = None
+            names[name.removesuffix("Backward")] = None
         todo += [next_node for next_node, _ in node.next_functions]
-    return list(found)
+    return list(names)

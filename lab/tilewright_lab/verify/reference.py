@@ -161,7 +161,7 @@ def _peft_adapter(path: str, module: Any) -> Adapter:
 
 def weights_of(root: nn.Module) -> Weights:
     """Reads a model's weights, through adapters and quantized layers."""
-    found = Weights({}, {}, {}, {}, 0)
+    weights = Weights({}, {}, {}, {}, 0)
     inner: set[str] = set()
     quantized = 0
     for path, module in root.named_modules():
@@ -171,29 +171,29 @@ def weights_of(root: nn.Module) -> Weights:
             if parts[-1] not in ("base_layer", "base"):
                 continue  # of an adapter
         elif _is_peft_lora(module):
-            found.adapters[plain] = _peft_adapter(path, module)
+            weights.adapters[plain] = _peft_adapter(path, module)
             inner.add(path)
         elif isinstance(module, LoRALinear):
             if set(module.parts) != {""}:
                 raise Unverifiable(f"{path}: adapters of fused projections are not known")
             if module.use_dora:
                 raise Unverifiable(f"{path}: its adapter is a variant of LoRA (use_dora)")
-            found.adapters[plain] = Adapter((("lora_A", "lora_B", float(module.scale)),))
+            weights.adapters[plain] = Adapter((("lora_A", "lora_B", float(module.scale)),))
             inner.add(path)
-        found.paths[path] = plain
+        weights.paths[path] = plain
         if isinstance(module, QuantizedLinear):
             quantized += 1
             parts_of = [dequantize(q, dtype=q.dtype) for q in module.weights()]
-            found.tensors[f"{plain}.weight"] = torch.cat(parts_of)
+            weights.tensors[f"{plain}.weight"] = torch.cat(parts_of)
             if module.bias is not None:
-                found.tensors[f"{plain}.bias"] = module.bias.detach()
+                weights.tensors[f"{plain}.bias"] = module.bias.detach()
             continue
         if path not in inner:
-            _add_tensors(found, path, plain, module)
-    return found._replace(quantized=quantized)
+            _add_tensors(weights, path, plain, module)
+    return weights._replace(quantized=quantized)
 
 
-def _add_tensors(found: Weights, path: str, plain: str, module: nn.Module) -> None:
+def _add_tensors(weights: Weights, path: str, plain: str, module: nn.Module) -> None:
     for name, value in (*module.named_parameters(recurse=False), *_persistent(module)):
         full, own = (f"{p}.{name}" if p else name for p in (plain, path))
         if isinstance(value, nn.Parameter):
@@ -209,8 +209,8 @@ def _add_tensors(found: Weights, path: str, plain: str, module: nn.Module) -> No
                     "only the layers of TilewrightConfig and quantize_, and torchao's, are read "
                     "here; dequantize the model first"
                 )
-        found.tensors[full] = value.detach()
-        found.names[full] = own
+        weights.tensors[full] = value.detach()
+        weights.names[full] = own
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -112,9 +112,9 @@ class Verification:
             lines.append(f"... and {len(worst) - len(shown)} more modules (--all)")
         lines += ["", "end to end"]
         for what in ("loss", "logits", "last_hidden_state", "gradient"):
-            found = [r for r in self.whole if r.what.startswith(what)]
-            if found:
-                row = max(found, key=lambda r: r.units)
+            rows = [r for r in self.whole if r.what.startswith(what)]
+            if rows:
+                row = max(rows, key=lambda r: r.units)
                 lines.append(
                     f"  {number(row.units):>8}  {row.what} ({row.scene}): error {row.error:.1e}, "
                     f"eager's {row.eager:.1e}"

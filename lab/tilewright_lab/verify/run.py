@@ -46,7 +46,7 @@ class Ran(NamedTuple):
 
     def choices(self) -> dict[tuple[str, int], list[torch.Tensor]]:
         """Integers that modules returned: experts."""
-        found = {}
+        choices = {}
         for call in self.calls:
             ints = [
                 t
@@ -54,8 +54,8 @@ class Ran(NamedTuple):
                 if isinstance(t, torch.Tensor) and t.dtype == torch.int64
             ]
             if ints:
-                found[call.key] = ints
-        return found
+                choices[call.key] = ints
+        return choices
 
 
 def run(
@@ -231,7 +231,7 @@ def _detached(ran: Ran, truth: Ran, scene: Scene) -> list[Row]:
     innermost modules of which that is so, and not of those that follow.
     """
     right = {c.key: c for c in truth.calls}
-    found, cut = [], set()
+    rows, cut = [], set()
     for call in reversed(ran.calls):  # inner modules before those that they are in
         twin = right.get(call.key)
         if twin is None or (twin.into and not call.into) or call.key in cut:
@@ -241,12 +241,12 @@ def _detached(ran: Ran, truth: Ran, scene: Scene) -> list[Row]:
             if name in values and name not in call.out and bool(g.any()):
                 what = f"{f'output {name}'.strip()} {DETACHED}"
                 label = (scene.name, call.path, what)
-                found.append(Row(*label, math.inf, 0.0, 1.0, (), 0.0, 1.0, ", ".join(call.picks)))
+                rows.append(Row(*label, math.inf, 0.0, 1.0, (), 0.0, 1.0, ", ".join(call.picks)))
                 outer = call.parent
                 while outer is not None:
                     cut.add(outer.key)
                     outer = outer.parent
-    return found
+    return rows
 
 
 def _reads_padding(call: Call, scene: Scene, replayer: Replayer) -> bool:
@@ -292,14 +292,14 @@ def _conditioned(row: Row, entry: _Entry, scene: Scene, replayer: Replayer) -> R
 
 def _flips(ran: Ran, truth: Ran, scene: Scene) -> int:
     """Tokens that chose other experts than in float64, where roundings decided."""
-    found = 0
+    count = 0
     right = truth.choices()
     for key, ints in ran.choices().items():
         for a, b in zip(ints, right.get(key, ()), strict=False):
             if a.shape == b.shape:
                 a, b = (kept_rows(t, scene.kept).sort(-1).values for t in (a, b))
-                found += int((a != b).any(-1).sum())
-    return found
+                count += int((a != b).any(-1).sum())
+    return count
 
 
 def _norm_error(value: torch.Tensor, truth: torch.Tensor) -> float:

@@ -54,7 +54,7 @@ def scenes(
     ids = ids.to(device)
     labels = "labels" in forward
     extra = any(p.kind == p.VAR_KEYWORD for p in forward.values())
-    found = [_given(batch, ids, labels, device)]
+    inputs = [_given(batch, ids, labels, device)]
     S = ids.shape[1]
     rows = torch.stack((ids[0], ids[-1].roll(1)))
     kept = torch.ones_like(rows, dtype=torch.bool)
@@ -67,16 +67,16 @@ def scenes(
         padded["labels"] = target
         if extra:  # of a larger batch, as where gradients accumulate
             padded["num_items_in_batch"] = (target != IGNORED).sum() * 2 + 1
-    found.append(Scene("padded", padded, kept))
+    inputs.append(Scene("padded", padded, kept))
     if "position_ids" in forward:
-        found.append(_packed(ids[:1], labels))
+        inputs.append(_packed(ids[:1], labels))
     for length in lengths:
         row = _random_ids(root, length)[:1].to(device)
-        found.append(_given(None, row, labels, device)._replace(name=f"{length} tokens"))
-    for scene in found:
+        inputs.append(_given(None, row, labels, device)._replace(name=f"{length} tokens"))
+    for scene in inputs:
         if "use_cache" in forward or extra:
             scene.batch.setdefault("use_cache", False)
-    return found
+    return inputs
 
 
 def _given_ids(batch: dict[str, Any], root: nn.Module) -> torch.Tensor:
@@ -138,28 +138,28 @@ def _padding(root: Any) -> int:
 
 def _given(batch, ids: torch.Tensor, labels: bool, device) -> Scene:
     if batch is None:
-        found: dict[str, Any] = {"input_ids": ids}
+        inputs: dict[str, Any] = {"input_ids": ids}
         if labels:
             target = ids.clone()
             target[:, :3] = IGNORED  # a prompt
-            found["labels"] = target
-        return Scene("plain", found)
-    found = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            inputs["labels"] = target
+        return Scene("plain", inputs)
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     if labels:
-        found.setdefault("labels", ids)
-    kept = found.get("attention_mask")
+        inputs.setdefault("labels", ids)
+    kept = inputs.get("attention_mask")
     kept = kept.bool() if isinstance(kept, torch.Tensor) and kept.shape == ids.shape else None
     if kept is not None and bool(kept.all()):
         kept = None
-    target = found.get("labels") if labels else None
+    target = inputs.get("labels") if labels else None
     if kept is not None and target is not None:
         # A token predicted from padding, where attention is arbitrary, has no defined loss.
-        target = found["labels"] = target.masked_fill(~kept | ~kept.roll(1, 1), IGNORED)
+        target = inputs["labels"] = target.masked_fill(~kept | ~kept.roll(1, 1), IGNORED)
     if target is not None and bool((target[:, 1:] == IGNORED).all()):
         raise Unverifiable(
             f"batch must have a target: labels after the first token are all {IGNORED}, or padding"
         )
-    return Scene("given", found, kept, documents_of(found.get("position_ids")))
+    return Scene("given", inputs, kept, documents_of(inputs.get("position_ids")))
 
 
 def documents_of(position_ids: torch.Tensor | None) -> torch.Tensor | None:
@@ -222,9 +222,11 @@ def left_in_training(root: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _dropout(root: nn.Module) -> str:
-    found = {f"nn.Dropout({m.p})" for m in root.modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    dropouts = {
+        f"nn.Dropout({m.p})" for m in root.modules() if isinstance(m, nn.Dropout) and m.p > 0
+    }
     for m in root.modules():
         for name, value in vars(m).items():
             if "dropout" in name and isinstance(value, float) and value > 0:
-                found.add(f"{name} {value}")
-    return ", ".join(sorted(found))
+                dropouts.add(f"{name} {value}")
+    return ", ".join(sorted(dropouts))

@@ -64,14 +64,16 @@ def structure(root: nn.Module, config: Any, weights: Weights, wide: Twin) -> Sai
 
 
 def _attributes(module: nn.Module, twin: nn.Module) -> list[str]:
-    found = []
+    differences = []
     for name, right in vars(twin).items():
         if name.startswith("_") or name in STATES or name not in vars(module):
             continue
         value = vars(module)[name]
         if isinstance(value, SIMPLE) and isinstance(right, SIMPLE) and value != right:
-            found.append(f"{_spoken(name)} {value} in the module, {right} by the configuration")
-    return found
+            differences.append(
+                f"{_spoken(name)} {value} in the module, {right} by the configuration"
+            )
+    return differences
 
 
 @torch.no_grad()
@@ -122,7 +124,7 @@ def spoken_bases(ours: float, theirs: float) -> str:
 
 def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
     """Buffers that are no part of a checkpoint, and so come from the configuration alone."""
-    found = []
+    differences = []
     right = dict(twin.named_buffers(recurse=False))
     saved = module.state_dict()
     for name, buffer in module.named_buffers(recurse=False):
@@ -130,7 +132,7 @@ def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
         if other is None or name in saved or not buffer.is_floating_point():
             continue
         if buffer.shape != other.shape:
-            found.append(
+            differences.append(
                 f"{name} is {list(buffer.shape)} in the module, {list(other.shape)} by the "
                 "configuration"
             )
@@ -143,10 +145,10 @@ def _buffers(module: nn.Module, twin: nn.Module) -> list[str]:
             # A thousandth is far above what a rounding of float32 makes of a base.
             if ours and theirs and abs(ours - theirs) > 0.9e-3 * theirs:
                 text = spoken_bases(ours, theirs)
-                found += [text] if text not in found else []
+                differences += [text] if text not in differences else []
             else:
-                found.append(f"{name} is not that of the configuration")
-    return found
+                differences.append(f"{name} is not that of the configuration")
+    return differences
 
 
 def _configuration(inner: Any, right: Any) -> list[str]:
@@ -200,7 +202,7 @@ def _scales(path: str, module: Any, adapters: dict[str, Any]) -> list[str]:
     """Active adapters whose scale is not the one of PEFT's configuration."""
     from peft.utils.other import get_pattern_key  # a layer of PEFT is given
 
-    found = []
+    differences = []
     for name in module.active_adapters:
         config: Any = adapters.get(name)
         if name not in module.lora_A or not hasattr(config, "lora_alpha"):
@@ -215,11 +217,11 @@ def _scales(path: str, module: Any, adapters: dict[str, Any]) -> list[str]:
         if not math.isclose(module.scaling[name], right, rel_tol=1e-6):
             root_of = "sqrt(r)" if config.use_rslora else "r"
             of = "" if name == "default" else f" of {name!r}"
-            found.append(
+            differences.append(
                 f"its scale{of} is {module.scaling[name]}, by PEFT's configuration lora_alpha "
                 f"{alpha} / {root_of} {rank} = {right}"
             )
-    return found
+    return differences
 
 
 @torch.no_grad()

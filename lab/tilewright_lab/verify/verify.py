@@ -124,14 +124,14 @@ def verify(
     given = None if batch is None else dict(batch)
     check_memory(root, getattr((given or {}).get("input_ids"), "shape", (2, tokens)))
     check_memory(root, (1, max(lengths, default=1)))
-    found = scenes(root, given, tokens, lengths)
+    inputs = scenes(root, given, tokens, lengths)
     work = _Work(model, root, root.config if config is None else read_config(config))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(next(root.parameters()).device.type, enabled=False))
         stack.enter_context(torch.enable_grad())
-        for scene in found:
+        for scene in inputs:
             work.compare(scene)
-        work.probe([s for s in found if s.name in work.compared])
+        work.probe([s for s in inputs if s.name in work.compared])
     return work.result()
 
 
@@ -182,7 +182,7 @@ class _Work:
         first = not self.compared
         with quiet_state(self.root, True) as note:
             try:
-                found = compare_scene(
+                compared = compare_scene(
                     self.root, self.modules, scene, self.wide, self.eager, self.parameters
                 )
             except Exception as error:  # anyone's code
@@ -194,24 +194,24 @@ class _Work:
                 return
         if note and first:
             self.notes.append(note)
-        if scene.documents is not None and self._documents_meet(found, scene.documents):
+        if scene.documents is not None and self._documents_meet(compared, scene.documents):
             self.notes.append(
                 f"{scene.name} input: not compared, since documents given by position ids see each "
                 "other in transformers' own model"
             )
             return
-        if found.flips:
+        if compared.flips:
             self.notes.append(
-                f"{scene.name} input: {found.flips} choices of experts differ from float64's, by "
+                f"{scene.name} input: {compared.flips} choices of experts differ from float64's, by "
                 "a rounding or by a finding, so that the end-to-end error tells nothing"
             )
-        self.compared[scene.name] = scene, found
-        for path, reason in found.unchecked.items():
+        self.compared[scene.name] = scene, compared
+        for path, reason in compared.unchecked.items():
             self.notes.append(f"{path}: not compared ({reason})")
         if first:
-            self._note_implementations(found)
-        for path, rows in _broken(found.rows).items():
-            self._say(path, rows, scene, found)
+            self._note_implementations(compared)
+        for path, rows in _broken(compared.rows).items():
+            self._say(path, rows, scene, compared)
 
     def _fails(self, scene: Scene, error: Exception) -> None:
         """A model that refuses a kind of input says so; one that fails, alone, has a fault."""
@@ -232,15 +232,15 @@ class _Work:
             return True
         return False
 
-    def _documents_meet(self, found: Compared, documents: torch.Tensor) -> bool:
+    def _documents_meet(self, compared: Compared, documents: torch.Tensor) -> bool:
         apart = documents[:, None, :, None] != documents[:, None, None, :]
-        for masks in found.truth.masks().values():
+        for masks in compared.truth.masks().values():
             for mask in attention_masks(masks).values():
                 return bool((seen(mask) & apart).any())
         return False
 
     def _say(
-        self, path: str, rows: list[Row], scene: Scene, found: Compared, where: str = ""
+        self, path: str, rows: list[Row], scene: Scene, compared: Compared, where: str = ""
     ) -> None:
         # A value rather than the gradients that are wrong because of it.
         worst = max(
@@ -263,14 +263,14 @@ class _Work:
                 f"{spoken(worst.what)} differs from float64 by {worst.units:.3g} contract units (a "
                 f"factor of {factor} in all elements, {scene.name} input){where}"
             )
-        why = self._why(worst, rows, scene, found)
+        why = self._why(worst, rows, scene, compared)
         self.said[path].append(f"{text}; {why}" if why else text)
 
-    def _why(self, worst: Row, rows: list[Row], scene: Scene, found: Compared) -> str:
+    def _why(self, worst: Row, rows: list[Row], scene: Scene, compared: Compared) -> str:
         """A cause, from the worst row that is a value, or a gradient of one."""
-        calls = [c for c in found.ran.calls if c.path == worst.path]
+        calls = [c for c in compared.ran.calls if c.path == worst.path]
         order = sorted(rows, key=lambda r: (r.what.startswith("gradient"), -r.units))
-        replayer = Replayer(self.wide, found.truth.masks())
+        replayer = Replayer(self.wide, compared.truth.masks())
         for row in order[:2]:
             for call in calls:
                 if text := Diagnosis(call, row, scene, replayer).text():
@@ -278,9 +278,9 @@ class _Work:
         ratios = (Diagnosis(call, order[0], scene, replayer).ratio() for call in calls)
         return next(filter(None, (*ratios, *map(scaled, (worst, *order[:2])))), "")
 
-    def _note_implementations(self, found: Compared) -> None:
+    def _note_implementations(self, compared: Compared) -> None:
         done: set[str] = set()
-        for call in found.ran.calls:
+        for call in compared.ran.calls:
             if call.path in done or call.path not in self.modules:
                 continue
             done.add(call.path)
@@ -299,11 +299,11 @@ class _Work:
 
     # ---- probes
 
-    def probe(self, found: list[Scene]) -> None:
+    def probe(self, scenes: list[Scene]) -> None:
         self._note_windows()
         try:
-            random = self._draws(found[0])
-            for scene in found:
+            random = self._draws(scenes[0])
+            for scene in scenes:
                 self._evaluate(scene)
             if random:
                 self.notes.append(
@@ -311,7 +311,7 @@ class _Work:
                 )
                 return
             with quiet_state(self.root, False):
-                self._probe(found)
+                self._probe(scenes)
         except Exception as error:  # anyone's code
             text = f"a forward in evaluation mode fails with {said(error)}"
             if not any(self.said.values()):
@@ -338,9 +338,9 @@ class _Work:
             with quiet_state(self.root, training):
                 return compare_forward(self.root, self.modules, named, earlier, gradients=gradients)
 
-        found = ran(False, False)
-        self.other_rows += found.rows
-        broken = _broken(found.rows)
+        compared = ran(False, False)
+        self.other_rows += compared.rows
+        broken = _broken(compared.rows)
         if all(self.said[path] for path in broken):
             return
         modes = {
@@ -354,12 +354,12 @@ class _Work:
         for path, rows in broken.items():
             by = tuple(mode for mode, others in modes.items() if path in others)
             where = f" {' and '.join(by or modes)}; {agrees.get(by, 'in training it agrees')}"
-            self._say(path, rows, named, found, where)
+            self._say(path, rows, named, compared, where)
 
-    def _probe(self, found: list[Scene]) -> None:
+    def _probe(self, scenes: list[Scene]) -> None:
         root: Any = self.root
         vocab = root.get_input_embeddings().num_embeddings
-        for probe in probes(found, vocab, self._reach()):
+        for probe in probes(scenes, vocab, self._reach()):
             moved = leak(self.root, self.modules, probe)
             if moved is None:
                 continue
@@ -369,13 +369,13 @@ class _Work:
                 )
                 continue
             self._leaks(moved, f"leak: {probe.changed}, changed, moves {probe.stays} here ")
-        for scene in found:
+        for scene in scenes:
             masks = self.compared[scene.name][1].truth.masks()
             batch = scene.without_labels()
             recorder = forward(self.root, self.modules, batch)
             for moved in mask_leaks(recorder, masks, scene):
                 self._leaks(moved, "leak: ")
-        self._decode(found)
+        self._decode(scenes)
 
     def _twins(self) -> dict[str, nn.Module]:
         return {p: m for p in self.modules if (m := self.eager.module(p)) is not None}
@@ -388,10 +388,10 @@ class _Work:
 
     def _reach(self) -> int | None:
         """How far back the last layer sees, if every layer has a window."""
-        for scene, found in self.compared.values():
+        for scene, compared in self.compared.values():
             if scene.documents is None and scene.kept is None:
                 windows = {}
-                for key, masks in found.truth.masks().items():
+                for key, masks in compared.truth.masks().items():
                     if key[0].endswith(("attn", "attention")):
                         for mask in attention_masks(masks).values():
                             windows[key] = window_of(seen(mask))
@@ -399,8 +399,8 @@ class _Work:
                     return sum(w - 1 for w in windows.values() if w) + 1
         return None
 
-    def _decode(self, found: list[Scene]) -> None:
-        scene = next((s for s in found if s.documents is None), None)
+    def _decode(self, scenes: list[Scene]) -> None:
+        scene = next((s for s in scenes if s.documents is None), None)
         if scene is None or not hasattr(self.root, "generate"):
             return
         plain = scene._replace(batch={"input_ids": scene.batch["input_ids"]})
@@ -466,11 +466,11 @@ class _Work:
 
 def _broken(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows that break the contract, by module."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    by_path: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.units > 1:
-            found[row.path].append(row)
-    return dict(found)
+            by_path[row.path].append(row)
+    return dict(by_path)
 
 
 def _by(module: nn.Module, call: Call) -> str:

@@ -22,13 +22,13 @@ __all__ = ["register"]
 def register() -> None:
     """Lets PEFT put LoRA layers over `QuantizedLinear`, for the whole process.
 
-    PEFT has a list of functions that choose a layer's class, and no call to extend it: the last,
-    `dispatch_default`, is replaced by one that asks for `QuantizedLinear` first. A second call does
-    nothing. `get_peft_model`, `PeftModel.from_pretrained`, `save_pretrained` of adapters,
-    `merge_adapter`, `merge_and_unload`, lora_dropout, use_rslora, rank patterns and modules_to_save
-    work as over other layers. Merging quantizes the sum again, in the layer's format; unmerging
-    puts back the bytes from before. DoRA, other variants and initializations that change the weight
-    raise ValueError.
+    PEFT has a list of functions that choose a layer's class, and no function that extends it: the
+    last one, `dispatch_default`, is replaced by one that checks for `QuantizedLinear` first. A
+    second call does nothing. `get_peft_model`, `PeftModel.from_pretrained`, `save_pretrained` of
+    adapters, `merge_adapter`, `merge_and_unload`, lora_dropout, use_rslora, rank patterns and
+    modules_to_save work as over other layers. Merging quantizes the sum again, in the layer's
+    format; unmerging puts back the bytes from before. DoRA, other variants and initializations that
+    change the weight raise ValueError.
 
     Returns:
         None.

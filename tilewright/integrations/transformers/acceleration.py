@@ -94,31 +94,32 @@ def accelerate(
     """Computes a transformers model's norms, rotary embedding, MLPs, attention, linear attention,
     experts and loss by this library's ops.
 
-    Changes this instance alone: no class and no module of transformers is patched, parameters and
-    the keys of `state_dict` stay, and so do `save_pretrained`, `copy.deepcopy`, pickle, adapters
-    and quantized layers (projections are called as before). What a class computes is found by
-    evaluating its forward on a few numbers; what no op computes is left, with the reason. So are
-    norms and MLPs of others' classes whose code may compute something else in another dtype, for
-    another length or in another mode: only plain arithmetic is taken. A second call first undoes
-    the first. Numerics are those of the ops: float32 inside, rounded once.
+    Changes this instance alone: no class and no module of transformers is patched. Parameters and
+    the keys of `state_dict` stay the same; `save_pretrained`, `copy.deepcopy`, pickle, adapters and
+    quantized layers work as before (projections are called as before). What a class computes is
+    found by evaluating its forward on a few numbers; what no op computes is left, with the reason.
+    Norms and MLPs of other libraries' classes are left too if their code may compute something else
+    in another dtype, for another length or in another mode: only plain arithmetic is replaced. A
+    second call first undoes the first. Numerics are those of the ops: float32 inside, rounded once.
 
     - norm: every RMSNorm, QK norms and Gemma's 1 + weight included, by `ops.rmsnorm`, and those
       with a gate by `ops.rmsnorm_gated`.
-    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`. Tables that require a
-      gradient, as a learned embedding's, are applied by the model's own.
+    - rope: `apply_rotary_pos_emb` of each attention layer, by `ops.rope`. The model's own function
+      applies tables that require a gradient, as those of a learned embedding.
     - mlp: the gate of SwiGLU and GeGLU MLPs, merged or not, by `ops.silu_mul` and `ops.gelu_mul`.
     - attention, experts: `attn_implementation` and `experts_implementation` "tilewright"; see
       `register`. The model gets a copy of its configuration, which may belong to other models too.
     - linear_attention: the chunked rule and the short convolution of Qwen3-Next and its like, by
       `ops.gated_delta_rule` and `ops.causal_conv1d`. Packed documents (`cu_seq_lens_q` or
-      `seq_idx`) are apart there; transformers' own functions carry the state of one into the next.
-      `position_ids` alone separate none there, and a model that packs by them warns once.
+      `seq_idx`) do not see each other; transformers' own functions carry the state of one into the
+      next. `position_ids` alone separate no documents in these layers, and a model that packs by
+      them warns once.
     - loss: where labels are given, `ops.linear_cross_entropy` of hidden states and head, honoring
       num_items_in_batch, ignore_index, shift_labels, logits_to_keep and softcaps. Logits are not
-      built, and `output.logits` is None; a tuple (return_dict=False) has them in their place.
-      Where all labels are ignored the loss is 0, not NaN. A head with adapters, quantized weights
-      or hooks, and a model with a loss_function of its own, compute logits and loss as before,
-      decided at each call.
+      built, and `output.logits` is None; a tuple (return_dict=False) still contains them. Where all
+      labels are ignored the loss is 0, not NaN. A head with adapters, quantized weights or hooks,
+      and a model with a loss_function of its own, compute logits and loss as before, decided at
+      each call.
 
     Args:
         model: A transformers model, or a module that contains one (as of PEFT), before FSDP or
@@ -126,8 +127,8 @@ def accelerate(
         parts: Names in PARTS; None: all, but attention on a CPU, where nothing is gained. Named
             parts are changed wherever an op can compute them.
         logits: "eval": calls with labels return no logits in training mode, but do in evaluation
-            mode, for metrics; "never": not there either, and None in a tuple; "always": the loss is
-            left alone.
+            mode, for metrics; "never": evaluation mode returns none either, and a tuple has None;
+            "always": the loss is left alone.
         quiet: Prints no report. Only rank 0 prints.
 
     Returns:
@@ -190,7 +191,7 @@ def accelerate(
 
 
 def report_of(model: nn.Module) -> Report | None:
-    """The report of the `accelerate` that the model is under.
+    """The report of the `accelerate` call that is in effect for a model.
 
     Args:
         model: Any module, or one that contains the accelerated model.
@@ -208,8 +209,8 @@ def report_of(model: nn.Module) -> Report | None:
         >>> report_of(model) is report
         True
     """
-    found = (module.__dict__.get(REPORT) for module in model.modules())
-    return next((report for report in found if report is not None), None)
+    reports = (module.__dict__.get(REPORT) for module in model.modules())
+    return next((report for report in reports if report is not None), None)
 
 
 def restore(model: nn.Module) -> None:
@@ -266,7 +267,7 @@ def accelerated(
     """Accelerates the transformers models that are built inside the block, by whatever code: from
     a constructor, `from_config` or `from_pretrained`.
 
-    For trainers and recipes that build their model themselves, as of TRL, axolotl and
+    For trainers and recipes that build their model themselves, as those of TRL, axolotl and
     LLaMA-Factory. transformers has no hook for that; inside the block `PreTrainedModel.post_init`,
     which every model calls when it is built, calls `accelerate`, in all threads. Leaving the block
     undoes that; models built inside stay accelerated until `restore`.
@@ -347,8 +348,8 @@ class _Work:
     def norm(self) -> None:
         def options(module):
             if layers.is_gated_norm(module):
-                found = layers.gated_norm_options(module)
-                return "rmsnorm_gated", found, layers.gated_norm_forward
+                arguments = layers.gated_norm_options(module)
+                return "rmsnorm_gated", arguments, layers.gated_norm_forward
             return "rmsnorm", layers.norm_options(module), layers.norm_forward
 
         self._replace("norm", layers.is_norm, options, layers.norm_unknown)
@@ -361,9 +362,9 @@ class _Work:
 
     def mlp(self) -> None:
         def options(module):
-            found = layers.mlp_options(module)
-            silu = isinstance(found, str) or found[0] == layers.SILU
-            return "silu_mul" if silu else "gelu_mul", found, layers.mlp_forward
+            arguments = layers.mlp_options(module)
+            silu = isinstance(arguments, str) or arguments[0] == layers.SILU
+            return "silu_mul" if silu else "gelu_mul", arguments, layers.mlp_forward
 
         self._replace("mlp", layers.is_mlp, options, layers.mlp_unknown)
 
@@ -377,26 +378,27 @@ class _Work:
             return
 
         def options(model):
-            found = causal_lm.loss_reason(model) or (self.logits,)
-            return "linear_cross_entropy", found, causal_lm.loss_forward
+            arguments = causal_lm.loss_reason(model) or (self.logits,)
+            return "linear_cross_entropy", arguments, causal_lm.loss_forward
 
         tops = set(map(id, self.tops))
         self._replace("loss", lambda m: id(m) in tops, options)
 
     def _replace(self, part: str, is_one, options, unknown=None) -> None:
-        """Replaces the forward of the modules that are one, by `options(module)`: an op or several,
-        the arguments of what makes its forward or the reason why there is none, and that function.
+        """Replaces the forward of the modules for which `is_one` is true. `options(module)` is one
+        op or several, the arguments of the function that makes the forward, or the reason why there
+        is none, and that function.
 
         unknown: (module, *arguments) -> why it may compute something else elsewhere, or None.
         """
-        found = [m for m in self.modules if is_one(m)]
-        if not found:
+        modules = [m for m in self.modules if is_one(m)]
+        if not modules:
             self.left[part] = "the model has none"
-        if not found or self._is_left(part):
+        if not modules or self._is_left(part):
             return
         changed: dict[str, Counter] = {}
         reasons: Counter = Counter()
-        for module in found:
+        for module in modules:
             name = type(module).__name__
             ops, arguments, make = options(module)
             ops = (ops,) if isinstance(ops, str) else ops
@@ -417,9 +419,9 @@ class _Work:
             self.left[part] = "; ".join(f"{n} x {reason}" for reason, n in reasons.items())
 
     def attention(self) -> None:
-        found = [m for m in self.modules if _attends(m)]
+        attentions = [m for m in self.modules if _attends(m)]
         tops = [m for m in self.tops if _asks_for(m, "attn")]
-        if not found or not tops:
+        if not attentions or not tops:
             self.left["attention"] = "the model has none that can be set"
         elif not self._is_left("attention"):
             for model in tops:
@@ -495,8 +497,8 @@ class _Work:
         """The names in the model's configuration, and in those within it."""
         configs = {"": model.config}
         configs |= {key: getattr(model.config, key, None) for key in model.config.sub_configs}
-        found = {k: getattr(c, f"_{table}_implementation", None) for k, c in configs.items()}
-        return {key: name for key, name in found.items() if name is not None}
+        names = {k: getattr(c, f"_{table}_implementation", None) for k, c in configs.items()}
+        return {key: name for key, name in names.items() if name is not None}
 
     def _is_left(self, part: str) -> bool:
         """Notes the reason if this part was not asked for."""
@@ -526,7 +528,7 @@ def _models(model: nn.Module) -> list[Any]:
 
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [found for child in model.children() for found in _models(child)]
+    return [top for child in model.children() for top in _models(child)]
 
 
 def _asks_for(model, table: str) -> bool:

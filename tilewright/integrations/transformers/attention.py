@@ -33,7 +33,8 @@ def attention_entry(
     """Returns the function that transformers calls for a layer's attention under this name.
 
     collector: transformers' variable that tells which outputs of layers it collects.
-    by_positions: position ids that are not consecutive begin a document, beside the mask's.
+    by_positions: position ids that are not consecutive begin a document too, beside the documents
+        of the mask.
     """
 
     # Long: transformers' whole signature, argument by argument.
@@ -119,8 +120,8 @@ def attention_entry(
 
 
 def attention_or_other(ours: Callable, other: str, table: Any) -> Callable:
-    """Returns `ours`, an `attention_entry`, but for requests that it does not compute: these are
-    computed by the implementation `other` of transformers' table, with one warning of each kind.
+    """Returns an entry that calls `ours`, an `attention_entry`, and for requests that it does not
+    compute the implementation `other` of transformers' table, with one warning of each kind.
     """
 
     def attention_forward(module, query, key, value, attention_mask, *arguments, **options):

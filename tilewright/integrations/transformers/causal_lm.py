@@ -175,8 +175,8 @@ class Logits:
     """Stands for the logits: a record of what happens to head(x).
 
     Scaling by numbers, tanh, casts to float32 and `contiguous` are recorded as steps, in place or
-    not. At anything else the logits so far are computed, once, and from there this object is that
-    tensor: what is written into it, or into a view of it, is in the loss.
+    not. For any other operation the logits so far are computed, once, and from then on this object
+    stands for that tensor: what is written into it, or into a view of it, is in the loss.
 
     steps: (name, number) in order: "mul" and "div" by a number, "tanh", "float".
     """
@@ -317,11 +317,11 @@ class Logits:
         **kwargs,
     ) -> torch.Tensor | None:
         """transformers' ForCausalLMLoss of these logits, or None if the op does not compute it."""
-        found = None if self._tensor is not None else _scale_and_cap(self._steps)
+        scaling = None if self._tensor is not None else _scale_and_cap(self._steps)
         weight, bias = self._head.weight, self._head.bias
-        if found is None or (found[0] != 1 and bias is not None):
+        if scaling is None or (scaling[0] != 1 and bias is not None):
             return None
-        scale, cap = found
+        scale, cap = scaling
         x = self._x if scale == 1 else self._x * scale
         if not self._grad:  # the head was called under no_grad
             x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -427,8 +427,8 @@ def _scale_and_cap(steps: tuple) -> tuple[float, float | None] | None:
 
 
 def _without_logits(output: Any, logits: str) -> Any:
-    """An output without logits that stand for a tensor; what was computed is returned. A tuple's
-    items have their places: its logits are computed, or with logits="never" None.
+    """An output without records in place of logits; logits that were computed are returned. A
+    tuple's items keep their places: its logits are computed, or None with logits="never".
     """
     if isinstance(output, tuple):
         if logits == "never":

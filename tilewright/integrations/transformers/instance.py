@@ -81,8 +81,8 @@ def was_changed(module: nn.Module) -> bool:
 
 def _others(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The children that are no projections."""
-    found = module._modules.items()
-    return [(n, c) for n, c in found if c is not None and n not in (*SPLIT, *MERGED)]
+    children = module._modules.items()
+    return [(n, c) for n, c in children if c is not None and n not in (*SPLIT, *MERGED)]
 
 
 def _children(module: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -102,7 +102,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def as_before(base: type) -> Callable:
-    """A forward that stays: its instance only remembers, when it is unpickled, what it needs."""
+    """The class's own forward, for a model that must register this library's entries when it is
+    unpickled.
+    """
     return base.forward
 
 

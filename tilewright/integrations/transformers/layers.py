@@ -45,10 +45,10 @@ CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 DIFFERS = "computes something else in another dtype, or for another number of rows"
 
 
-def _agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _agree(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether the two agree to some roundings of their dtype, which must be the same."""
     within = 16 * torch.finfo(wanted.dtype).eps
-    return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=within, atol=within)
+    return actual.dtype == wanted.dtype and torch.allclose(actual, wanted, rtol=within, atol=within)
 
 
 # ---- norms
@@ -117,11 +117,11 @@ def norm_unknown(module: Any, eps: str, *computed: Any) -> str | None:
         own = probe(module, parameters={"weight": w})
         if is_gated_norm(module):
             gate = torch.randn(length, D, generator=g).to(dtype)
-            found, wanted = own(x, gate), rmsnorm_gated_eager(x, gate, w, value)
+            actual, wanted = own(x, gate), rmsnorm_gated_eager(x, gate, w, value)
         else:
             offset, cast, _ = computed
-            found, wanted = own(x), rmsnorm_eager(x, w, None, value, offset, cast)
-        if not _agree(found, wanted):
+            actual, wanted = own(x), rmsnorm_eager(x, w, None, value, offset, cast)
+        if not _agree(actual, wanted):
             return DIFFERS
     return None
 
@@ -158,10 +158,10 @@ def gated_norm_options(module: nn.Module) -> tuple | str:
     name, eps, x, w = parts
     gate = torch.randn(x.shape, generator=generator())
     try:
-        found = type(module).forward(probe(module, parameters={"weight": w}), x, gate)
+        actual = type(module).forward(probe(module, parameters={"weight": w}), x, gate)
     except Exception as error:
         return f"cannot be evaluated ({type(error).__name__}: {error})"
-    if torch.allclose(found, rmsnorm_gated_eager(x, gate, w, eps), **CLOSE):
+    if torch.allclose(actual, rmsnorm_gated_eager(x, gate, w, eps), **CLOSE):
         return (name,)
     return "does not compute x / rms(x) * weight * silu(gate)"
 
@@ -276,13 +276,13 @@ def rotations_of(cls: type) -> dict[str, Callable]:
 
 def rope_reason(cls: type) -> str | None:
     """Why `rope_forward` cannot be made for this class of attention, or None."""
-    found = rotations_of(cls)
-    if any(may_depend(f) for f in found.values()):
+    rotations = rotations_of(cls)
+    if any(may_depend(f) for f in rotations.values()):
         return "rotates by a function that may compute something else for other tensors"
-    if not any(_rotation(f) for f in found.values()):
+    if not any(_rotation(f) for f in rotations.values()):
         return "does not rotate pairs of features as ops.rope does"
-    found = _rotating(cls)
-    return found if isinstance(found, str) else None
+    forward = _rotating(cls)
+    return forward if isinstance(forward, str) else None
 
 
 def rope_forward(base: type) -> Callable:
@@ -291,9 +291,9 @@ def rope_forward(base: type) -> Callable:
     transformers has a place for another rotation, its kernelized functions, only where the package
     `kernels` is installed, and only for about half of its attentions.
     """
-    found = _rotating(base)
-    assert not isinstance(found, str), "else `rope_reason` has refused it"
-    return found
+    forward = _rotating(base)
+    assert not isinstance(forward, str), "else `rope_reason` has refused it"
+    return forward
 
 
 def _rotating(cls: type) -> Callable | str:
@@ -347,8 +347,8 @@ def _rotation(own: Callable) -> tuple[bool, bool, bool] | None:
         if expected is None:
             continue
         for interleaved, apart in ((False, False), (True, False), (True, True)):
-            found = _rotate_eager(q, k, cos, sin, interleaved, apart)
-            if all(torch.allclose(a, b, **CLOSE) for a, b in zip(expected, found, strict=True)):
+            rotated = _rotate_eager(q, k, cos, sin, interleaved, apart)
+            if all(torch.allclose(a, b, **CLOSE) for a, b in zip(expected, rotated, strict=True)):
                 return interleaved, apart, whole
     return None
 
@@ -357,7 +357,7 @@ def _rotate_eager(q, k, cos, sin, interleaved: bool, apart: bool) -> Any:
     from tilewright.ops.rope.rope_fused import Rotation
 
     cos, sin, ids = prepare_tables(2, 3, 8, cos, sin, None, None)
-    found: Any = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))  # k is given
+    rotated: Any = rope_eager(q, k, Rotation(cos, sin, ids, interleaved))  # k is given
     if apart:
-        return tuple(t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in found)
-    return found
+        return tuple(t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in rotated)
+    return rotated

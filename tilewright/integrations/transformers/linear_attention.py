@@ -46,11 +46,11 @@ def is_linear_attention(module: nn.Module) -> bool:
 def ops_of(cls: type) -> tuple[str, ...] | str:
     """The ops that compute what the class's forward calls, or the reason why none does."""
     own = {n: f for n, f in called(cls).items() if not may_depend(f)}
-    found = {FUNCTIONS[n] for n, f in own.items() if AGREES[FUNCTIONS[n]](f)}
-    if not found:
+    names = {FUNCTIONS[n] for n, f in own.items() if AGREES[FUNCTIONS[n]](f)}
+    if not names:
         return "does not call functions that compute what ops.gated_delta_rule does"
-    forward = _forward(cls, found)
-    return forward if isinstance(forward, str) else tuple(sorted(found))
+    forward = _forward(cls, names)
+    return forward if isinstance(forward, str) else tuple(sorted(names))
 
 
 def linear_attention_forward(base: type, names: Iterable[str]) -> Callable:
@@ -90,14 +90,14 @@ def _convolution(own: Callable, always: bool = True) -> Callable:
         ):
             return own(hidden_states, weight, bias, activation=activation, **kwargs)
         rows = hidden_states.transpose(1, 2)
-        found = ops.causal_conv1d(
+        out = ops.causal_conv1d(
             rows if bounds is None else _in_one_row(rows),
             weight,
             bias,
             activation=activation and "silu",
             cu_seqlens=bounds,
         )
-        return found.unflatten(1, (-1, rows.shape[1])).flatten(0, 1).transpose(1, 2)
+        return out.unflatten(1, (-1, rows.shape[1])).flatten(0, 1).transpose(1, 2)
 
     return causal_conv1d_fn
 
@@ -107,7 +107,7 @@ def _convolves(own: Callable) -> bool:
     g = generator()
     x, w, b = (torch.randn(*shape, generator=g) for shape in ((2, 3, 5), (3, 4), (3,)))
     try:
-        found = [own(x, w, bias, activation=name) for bias in (None, b) for name in (None, "silu")]
+        actual = [own(x, w, bias, activation=name) for bias in (None, b) for name in (None, "silu")]
     except Exception:
         return False
     rows = x.transpose(1, 2)
@@ -116,7 +116,7 @@ def _convolves(own: Callable) -> bool:
         for bias in (None, b)
         for silu in (False, True)
     ]
-    return all(torch.allclose(f, t, **CLOSE) for f, t in zip(found, wanted, strict=True))
+    return all(torch.allclose(f, t, **CLOSE) for f, t in zip(actual, wanted, strict=True))
 
 
 # ---- the rule
@@ -166,7 +166,7 @@ def _is_the_rule(own: Callable) -> bool:
     beta, state = torch.rand(1, S, 2, generator=g), torch.randn(1, 2, 4, 6, generator=g)
     try:
         for first in (None, state):
-            found = own(
+            actual = own(
                 q,
                 k,
                 v,
@@ -187,7 +187,7 @@ def _is_the_rule(own: Callable) -> bool:
                 use_qk_l2norm=True,
                 implementation="eager",
             )
-            if not all(torch.allclose(f, t, **CLOSE) for f, t in zip(found, wanted, strict=True)):
+            if not all(torch.allclose(f, t, **CLOSE) for f, t in zip(actual, wanted, strict=True)):
                 return False
     except Exception:
         return False
@@ -218,11 +218,11 @@ def first_recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The first of each kind of layer that is given position_ids and whose child, which is not,
     carries a state from token to token.
     """
-    found: dict[type, nn.Module] = {}
+    by_kind: dict[type, nn.Module] = {}
     for layer in model.modules():
-        if type(layer) not in found and _recurrent(layer) and _takes_positions(type(layer)):
-            found[type(layer)] = layer
-    return list(found.values())
+        if type(layer) not in by_kind and _recurrent(layer) and _takes_positions(type(layer)):
+            by_kind[type(layer)] = layer
+    return list(by_kind.values())
 
 
 def _recurrent(layer: nn.Module) -> list[nn.Module]:

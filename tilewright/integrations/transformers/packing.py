@@ -27,9 +27,9 @@ def is_numbered(kept: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 def layout_of(kept, position_ids, B, S) -> Layout | None:
     """The layout of a batch; None for whole rows of one document each.
 
-    A token continues the document of its row's last token that is not padding, if their position
-    ids, if given, increase by one or by their distance (callers may count padding or not), and if
-    both have the same document number, if transformers gives these.
+    A token continues the document of its row's last token that is not padding if their position
+    ids, where given, increase by one or by the tokens' distance (callers may count padding or not),
+    and if their document numbers, where transformers gives them, are the same.
     """
     if position_ids is not None and position_ids.dim() != 2:  # several axes, as for images
         position_ids = None

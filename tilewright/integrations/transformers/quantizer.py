@@ -223,8 +223,8 @@ class TilewrightHfQuantizer(HfQuantizer):
         return weight_conversions + self.get_weight_conversions()
 
     def unreadable(self, name: str, error: Exception) -> None:
-        """Notes a weight of the checkpoint that cannot be read. An exception would leave
-        transformers, which collects them, as one without the name.
+        """Notes a weight of the checkpoint that cannot be read. transformers collects exceptions,
+        and would raise one without the name.
         """
         # The file's names may have a further part in front, or one less.
         files = (
@@ -387,7 +387,7 @@ def _in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def _is_codes(t: torch.Tensor) -> bool:
-    """Whether a tensor cannot be a dense weight; with what is missing, its reader names it."""
+    """Whether a tensor cannot be a dense weight."""
     return not t.is_floating_point() or t.element_size() == 1
 
 
@@ -434,9 +434,9 @@ def _finish_biases(model: nn.Module) -> None:
 
 
 def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError for checkpoints of which a quantized weight lacks
-    a tensor, which would be read as a dense one; and for those whose experts are quantized one by
-    one: transformers stacks their weights, and would stack the codes without their scales.
+    """The file of each tensor. Raises ValueError if a quantized weight of the checkpoint lacks a
+    tensor, since it would be read as a dense one, and if experts are quantized one by one:
+    transformers stacks their weights, and would stack the codes without their scales.
     """
     dtypes, file_of = {}, {}
     for file in files or ():
@@ -447,8 +447,8 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict
     beside = re.compile(rf"(.*\bweight)({'|'.join(map(re.escape, BESIDE[format]))})")
     checked = set()
     for key, dtype in dtypes.items():
-        if found := beside.fullmatch(key):
-            name = found[1]
+        if matched := beside.fullmatch(key):
+            name = matched[1]
         elif key.endswith(".weight") and dtype not in DENSE_DTYPES:
             name = key
         else:
@@ -459,8 +459,8 @@ def _check_files(model: nn.Module, files: list[str] | None, format: str) -> dict
         stem = name.rpartition(".")[0]
         if re.search(r"\.experts\.\d+\.", key) and stem not in modules:
             raise ValueError(
-                f"{file_of[key]}: {stem} is quantized, and transformers stacks experts; quantized "
-                "ones are read by the trainer, or by the format's own reader"
+                f"{file_of[key]}: {stem} is quantized, and transformers stacks experts; the "
+                "trainer, or the format's own reader, reads quantized experts"
             )
         if missing := absent(format, name, dtypes.get):
             have = ", ".join(f"{k} ({dtypes[k]})" for k in sorted(dtypes) if k.startswith(name))
@@ -475,10 +475,10 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
     """The configuration of a quantized folder, so that this library reads its weights:
     `from_pretrained(folder, config=quantized_config(folder))`.
 
-    Without it transformers loads the folder by the package that its configuration names. Reads what
-    `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of bitsandbytes, NVFP4 and
-    MXFP8 of compressed-tensors (weights alone; scales of activations are ignored), and fine-grained
-    FP8.
+    Without it transformers loads the folder by the package that its configuration names. This
+    library reads what `save_pretrained` wrote, and checkpoints that others made: 4-bit NF4 of
+    bitsandbytes, NVFP4 and MXFP8 of compressed-tensors (weights alone; scales of activations are
+    ignored), and fine-grained FP8.
 
     Args:
         folder: A folder, or a name on the Hub.
@@ -489,7 +489,8 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
 
     Raises:
         OSError: There is no such folder.
-        ValueError: It has no config.json of a model, or is not quantized, or in another way.
+        ValueError: It has no config.json of a model, is not quantized, or is quantized in another
+            way.
 
     Example:
         >>> import tempfile
@@ -504,40 +505,42 @@ def quantized_config(folder: str | pathlib.Path, **kwargs: Any) -> Any:
         ('tilewright', 'nf4')
     """
     config = AutoConfig.from_pretrained(folder, **kwargs)
-    found = getattr(config, "quantization_config", None)
-    if not found:
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
         raise ValueError(
             f"{folder} is not quantized; from_pretrained(..., quantization_config="
             'TilewrightConfig("nf4")) quantizes it'
         )
-    found = found if isinstance(found, dict) else found.to_dict()
-    format, size = _format_of(folder, found)
-    nested = format == "nf4" and bool(found.get("bnb_4bit_use_double_quant"))
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    format, size = _format_of(folder, quantization)
+    nested = format == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant"))
     read = TilewrightConfig(format, group_size=size, double_quant=nested)
     config.quantization_config = read.to_dict()
     return config
 
 
-def _format_of(folder: str | pathlib.Path, found: dict[str, Any]) -> tuple[str, int | None]:
+def _format_of(folder: str | pathlib.Path, quantization: dict[str, Any]) -> tuple[str, int | None]:
     """The name and the group size of the format that a quantization_config describes."""
-    method = found.get("quant_method")
-    if found.get("load_in_4bit") and found.get("bnb_4bit_quant_type") == "nf4":
+    method = quantization.get("quant_method")
+    if quantization.get("load_in_4bit") and quantization.get("bnb_4bit_quant_type") == "nf4":
         return "nf4", None
-    if method == "compressed-tensors" and found.get("format") == "nvfp4-pack-quantized":
+    if method == "compressed-tensors" and quantization.get("format") == "nvfp4-pack-quantized":
         return "nvfp4", None
-    if method == "compressed-tensors" and found.get("format") == "mxfp8-quantized":
+    if method == "compressed-tensors" and quantization.get("format") == "mxfp8-quantized":
         return "mxfp8", None
-    block = found.get("weight_block_size")
+    block = quantization.get("weight_block_size")
     if (
         method == "fp8"
         and isinstance(block, (list, tuple))
         and len(block) == 2
         and block[0] == block[1]
-        and found.get("scale_fmt", "float") == "float"
+        and quantization.get("scale_fmt", "float") == "float"
     ):
         return "block_fp8", block[0]
     details = {
-        k: found[k] for k in ("bnb_4bit_quant_type", "format", "weight_block_size") if k in found
+        k: quantization[k]
+        for k in ("bnb_4bit_quant_type", "format", "weight_block_size")
+        if k in quantization
     }
     raise ValueError(
         f"{folder}: quant_method {str(method)!r} ({details}) is not read; accepted are bitsandbytes "

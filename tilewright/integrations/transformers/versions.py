@@ -25,7 +25,7 @@ def require_transformers() -> None:
 
 
 def part_of(module: str, name: str) -> Any:
-    """An object of `transformers.<module>`, which no interface of transformers promises.
+    """An object of `transformers.<module>` that is not part of its public interface.
 
     Raises ImplementationUnavailable, with the version in its sentence, if a version has moved it.
     """
@@ -36,8 +36,8 @@ def part_of(module: str, name: str) -> Any:
 
 
 def absent(what: str) -> str:
-    """The sentence for a part of transformers that the installed version does not have, or has
-    otherwise.
+    """The sentence for a part of transformers that the installed version does not have, or has in
+    another form.
     """
     import transformers
 

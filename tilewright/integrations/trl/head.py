@@ -149,19 +149,19 @@ def statistics(
     outputs: Sequence[str],
     expected: Expected | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `outputs` names of OUTPUTS, float32 [T] (is_top1 bool), for rows x [T, H] and their
-    target [T]. log_probs and entropy are differentiable. With `expected` the gradient of
+    """The statistics of OUTPUTS that `outputs` names, float32 [T] (is_top1: bool), of rows x [T, H]
+    with their target [T]. log_probs and entropy are differentiable. With `expected` the gradient of
     log_probs is that of this loss, and entropy has none.
     """
-    found = resolve(head)
+    resolved = resolve(head)
     told = expected if {*outputs} <= {"log_probs", "entropy"} else None
 
     def compute(x):
         if told is not None:
-            return _of_policy(found, x, target, scaling, told)
-        return _compute(found, x, target, scaling, outputs)
+            return _of_policy(resolved, x, target, scaling, told)
+        return _compute(resolved, x, target, scaling, outputs)
 
-    values = within([m for m in found.modules if _has_hooks(m)], compute, x)
+    values = within([m for m in resolved.modules if _has_hooks(m)], compute, x)
     if not isinstance(values, tuple) or len(values) != len(OUTPUTS):
         raise ImplementationUnavailable(
             "forward hooks on the head must leave its output as it is, here a tuple of "

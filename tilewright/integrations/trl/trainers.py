@@ -124,8 +124,8 @@ def build_trainer(trainer_class: Callable, model: nn.Module, *args: Any, **kwarg
         trainer_class: SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer.
         model: A transformers model or a `peft.PeftModel`, not a name: adapters of the head are
             those of `model`, or of peft_config.
-        *args: Further arguments of the trainer, as are kwargs.
-        **kwargs: See there.
+        *args: Further positional arguments of the trainer.
+        **kwargs: Further keyword arguments of the trainer.
 
     Returns:
         The trainer, after `accelerate_trainer(trainer, quiet=True)`.
@@ -161,8 +161,8 @@ def _adapters_hidden(model: Any) -> Iterator[None]:
     """Inside, the model's output embeddings are its dense head."""
 
     def get_output_embeddings(self):
-        found = type(self).get_output_embeddings(self)
-        return getattr(found, "base_layer", found)
+        head = type(self).get_output_embeddings(self)
+        return getattr(head, "base_layer", head)
 
     model.get_output_embeddings = MethodType(get_output_embeddings, model)
     try:
@@ -227,8 +227,8 @@ def _choices(model: Any) -> Mapping[str, Any] | None:
     code = getattr(function, "__code__", None)
     if function is None or code is None or "fused_lm_head" not in code.co_varnames:
         return None
-    found = inspect.getclosurevars(function).nonlocals
-    return found if set(CHOICES) <= found.keys() else None
+    variables = inspect.getclosurevars(function).nonlocals
+    return variables if set(CHOICES) <= variables.keys() else None
 
 
 def _trl_forward(model: Any) -> Callable | None:
@@ -254,7 +254,7 @@ def fuse(model: Any, context: Callable = contextlib.nullcontext) -> tuple[str, .
 
 
 def _forward(model: Any, choices: Mapping[str, Any], context: Callable) -> Callable:
-    """A forward as TRL's. context: what the fused part runs in."""
+    """A forward with the contract of TRL's. context: what the fused part runs in."""
     theirs, trl_function = model.forward, _trl_forward(model)
     scaling = Scaling(
         choices["temperature"],
@@ -290,7 +290,7 @@ def _fused(model, choices, scaling: Scaling, labels, shift_labels, args, kwargs)
         x, labels = x[:, :-1], labels[:, 1:]
     else:
         labels = shift_labels
-    found = token_statistics(
+    statistics = token_statistics(
         model.get_output_embeddings(),
         x,
         labels,
@@ -298,8 +298,8 @@ def _fused(model, choices, scaling: Scaling, labels, shift_labels, args, kwargs)
         choices["outputs"],
         getattr(model, policies.EXPECTED, None),
     )
-    mask = (labels != -100).to(found["log_probs"].device)
-    loss = -found["log_probs"].sum() / (
+    mask = (labels != -100).to(statistics["log_probs"].device)
+    loss = -statistics["log_probs"].sum() / (
         mask.sum().clamp(min=1) if num_tokens is None else num_tokens
     )
     auxiliary = None
@@ -307,7 +307,7 @@ def _fused(model, choices, scaling: Scaling, labels, shift_labels, args, kwargs)
         config = choices["text_config"]
         auxiliary = _router_loss(states.router_logits, config, kwargs.get("attention_mask"))
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * auxiliary
-    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=auxiliary, **found)
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=auxiliary, **statistics)
 
 
 def token_statistics(
@@ -318,8 +318,8 @@ def token_statistics(
     outputs: Any,
     expected: policies.Expected | None = None,
 ) -> dict[str, torch.Tensor]:
-    """`head.statistics` of tokens x [B, S, H] with labels [B, S], of which those with a label are
-    computed: [B, S], 0 where the label is -100. Differentiable where no token has a label, too.
+    """`head.statistics` of tokens x [B, S, H] with labels [B, S], computed for the tokens that have
+    a label: [B, S], 0 where the label is -100. Differentiable even if no token has a label.
     """
     mask = (labels != -100).to(x.device)
     cast = contextlib.nullcontext()

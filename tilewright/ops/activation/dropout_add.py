@@ -54,9 +54,9 @@ def dropout_add(
     with key seed and counter words (i // 4, i // 4 >> 32, offset, 2^30 + (offset >> 32)). It is
     dropped if they are below p 2^32, rounded to an integer: the probability is p to within 2^-33,
     and p itself where it is a multiple of 2^-32. The mask is the same in every implementation, on
-    any device. Nothing is saved for backward: the mask is drawn again. Where x is some rows, or
-    some columns of some rows, of a tensor that several devices share, `first` and `row` say which:
-    its mask is then that part of the whole tensor's.
+    any device. Nothing is saved for backward: the mask is drawn again. If x is a part (some rows,
+    or some columns of some rows) of a tensor that is sharded over devices, `first` and `row` locate
+    it, and its mask is that part of the whole tensor's mask.
 
     Computed in float32, rounded once. Differentiable any number of times in x and residual.
 
@@ -68,9 +68,10 @@ def dropout_add(
         seed: 0 to 2^63 - 1.
         offset: 0 to 2^62 - 1: the call's number. Calls with another one have another mask; a
             recomputation needs the same.
-        first: 0 to 2^62 - 1, a multiple of 4: the number of x's first element in the whole.
-        row: the width of the whole's rows, where x [..., n] has n columns of each: element c of row
-            r counts as first + r row + c. Both widths are then multiples of 4. Default: n.
+        first: 0 to 2^62 - 1, a multiple of 4: the index of x's first element in the whole tensor.
+        row: the width of the whole tensor's rows, if x [..., n] has n columns of each: element c of
+            row r has the index first + r row + c. Both widths must then be multiples of 4. Default:
+            n.
         training: False adds x as it is.
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -103,8 +104,8 @@ def _blocks(x: torch.Tensor, first: int, row: int | None) -> tuple[int, int, int
         return first // 4, 1, 0
     if row % 4 or columns % 4 or row < columns:
         raise ValueError(
-            f"row must be a multiple of 4 of at least x's columns, and they one too, got row = {row} "
-            f"and x {list(x.shape)}"
+            "row and x's columns must be multiples of 4, and row no smaller than x's columns, got "
+            f"row = {row} and x {list(x.shape)}"
         )
     return first // 4, max(1, columns // 4), (row - columns) // 4
 

@@ -102,39 +102,40 @@ def attention(
     """Attention with grouped queries: isolated packed documents, sliding windows, softcap, sinks,
     dropout, fewer queries than keys, documents that share a prefix.
 
-    The softmax is computed in float32. Only eager allocates an S x Sk tensor (sdpa a mask of a
-    document by its keys, where it has a prefix). Differentiable in q, k, v and sinks. Under
-    torch.autocast q, k and v are cast to its dtype. Deterministic, forward and backward, except for
-    the backward of PyTorch and flash-attn on CUDA, which are deterministic under
+    The softmax is computed in float32. Only eager allocates an S x Sk tensor (and sdpa, for a
+    document with a prefix, a mask of its queries by its keys). Differentiable in q, k, v and sinks.
+    Under torch.autocast q, k and v are cast to its dtype. Deterministic, forward and backward,
+    except for the backward of PyTorch and flash-attn on CUDA, which are deterministic under
     torch.use_deterministic_algorithms.
 
-    Gradients of q and k are differences, dp - sum(dout out), in which kernels take the output as it
-    is stored, rounded. So in 16 bits these are off by up to half an eps of sum(dout out): with
-    dropout also where a query sees one key, whose gradients are 0 in the twin.
+    Gradients of q and k contain the difference dp - sum(dout out), for which kernels read the
+    output as it is stored, rounded. In 16 bits they are therefore off by up to half an eps of
+    sum(dout out), with dropout even where a query sees a single key, whose gradients are 0 in the
+    twin.
 
     With eager (not compiled), sdpa, triton and cpp, NaN and infinity in one document do not reach
-    other documents or their gradients (native and flash-attn: as their kernels do). Within a
-    document, or a sequence, they may reach positions that do not see them, since masked positions
-    are multiplied by 0: with eager and sdpa all positions, with triton and cpp those that share a
-    block of keys.
+    other documents or their gradients (with native and flash-attn that depends on their kernels).
+    Within a document, or a sequence, they may reach positions that do not see them, since masked
+    positions are multiplied by 0: with eager and sdpa all positions, with triton and cpp those that
+    share a block of keys.
 
     Dropout is as in torch.nn.functional.scaled_dot_product_attention: each of the softmax's
     probabilities is dropped with probability dropout_p, and the others are divided by
     1 - dropout_p. The mask is a function of counters: in batch b and query head h, query i of the
     sequence and key j of its document (of the sequence, without cu_seqlens) have the 32 bits of
     word j % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter words (j // 4, i,
-    b Hq + first_head + h, 2^29 + offset). The pair is dropped if they are below dropout_p 2^32,
-    rounded to an integer. So the mask is the same in every implementation that has dropout, on any
-    device and with any launch configuration; backward draws it again, and nothing is saved for it.
-    A document has another mask elsewhere in the sequence.
+    b Hq + first_head + h, 2^29 + offset). The pair is dropped if these bits are below dropout_p
+    2^32, rounded to an integer. So the mask is the same in every implementation that has dropout,
+    on any device and with any launch configuration; backward draws it again, and nothing is saved
+    for it. A document has another mask elsewhere in the sequence.
 
     Args:
         q: [B, Hq, S, D] fp32 | bf16 | fp16 (fp64 too).
         k: [B, Hk, Sk, D] in q's dtype. With `causal` Sk >= S: the queries are the last S of the
             Sk positions, as with a key cache.
         v: [B, Hk, Sk, Dv] in q's dtype. Where Dv is not D, as in multi-head latent attention,
-            native and flash-attn 2 refuse, and flash-attn 3 and 4 have some pairs; on a CPU sdpa
-            pads.
+            native and flash-attn 2 do not support it, and flash-attn 3 and 4 support some pairs of
+            widths; on a CPU sdpa pads.
         cu_seqlens: int32 or int64 [n + 1], 0 .. S, non-decreasing: packed documents of a sequence
             with B = 1 and Sk = S, which never see each other. Values are checked on a CPU, and on
             CUDA by implementations that read them on the host (all but triton), which synchronizes.
@@ -147,20 +148,20 @@ def attention(
         sinks: [Hq], any floating dtype, used in float32: one more logit per head, which takes its
             share of the softmax and has no value (gpt-oss).
         scale: a finite number > 0 (in float32); default D ** -0.5.
-        dropout_p: probability in [0, 1) of a pair to be dropped. With more than 0 only triton, cpp
-            and eager compute it. 0 has the bits of a call without it.
+        dropout_p: probability in [0, 1) that a pair is dropped. Only triton, cpp and eager support
+            more than 0. 0 has the bits of a call without it.
         seed: 0 to 2^63 - 1, required where dropout_p is not 0.
         offset: 0 to 2^29 - 1: the call's number. Calls with another one (other layers, other
             micro-batches) have another mask; a recomputation needs the same.
-        first_head: the number of q's first head, in the mask, where q has a part of the heads: 0 to
-            2^31 - 1, and 0 unless B = 1.
+        first_head: the index of q's first head, for the mask of dropout, if q has a part of the
+            heads: 0 to 2^31 - 1, and 0 unless B = 1.
         max_seqlen: length of the longest document, or an upper bound, where it is known on the
             host; used with cu_seqlens only.
         prefixes: (first, end, key_first, key_end), four ints on the host, for each document that
-            begins with the first tokens of an earlier one, which are not repeated; in order. The
-            document in rows first .. end is computed as if rows key_first .. key_end stood before
-            it; they begin a document that has no prefix itself. Needs cu_seqlens, against which it
-            is checked on a CPU, causal, and no dropout. native refuses it.
+            begins with the first tokens of an earlier document, which are not repeated; in order.
+            The document in rows first .. end is computed as if rows key_first .. key_end stood
+            before it; they begin a document that has no prefix itself. Requires causal, no dropout,
+            and cu_seqlens, against which prefixes are checked on a CPU. Unsupported by native.
         implementation: "auto", or one of flash_attention_4, flash_attention_3, native,
             flash_attention_2, triton, sdpa, cpp, eager.
 

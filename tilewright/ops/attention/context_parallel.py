@@ -23,8 +23,8 @@ in float32.
 
 Where a ring cuts a document depends on what stands before it, and so do the bits of such a sum.
 With `whole_documents` ring ranks exchange heads for tokens too, after the Ulysses ranks, and each
-calls `attention` with its heads of the whole sequence, in order, as one process does with all:
-2 all-to-alls more each way, and no messages.
+calls `attention` with its heads of the whole sequence, in order, as one process does with all
+heads: 2 all-to-alls more each way, and no messages.
 
                         Ulysses, all-to-alls           ring, messages sent per rank, at most
     forward     2: queries, keys and values; results    R - 1: keys with values
@@ -409,8 +409,8 @@ def _check_shards(q, k, cp):
     H, s = q.shape[1:3]
     if H % cp.ulysses_size:
         raise ValueError(
-            f"q must have a multiple of {cp.ulysses_size} heads, so that each Ulysses rank has as "
-            f"many, got {H}"
+            f"q must have a multiple of {cp.ulysses_size} heads, the same number for each Ulysses "
+            f"rank, got {H}"
         )
     check_tokens("q", s, cp)
 

@@ -20,9 +20,9 @@ from tilewright.ops.attention.options import Request, head_widths
 def _backward(op, g, tensors, sinks, variant, offset):
     if g.out is None:
         return {}
-    found = op(g.out, *tensors, sinks, variant, offset)
-    dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
-    return {"q": found.dq, "k": found.dk, "v": found.dv, "sinks": dsinks}
+    gradients = op(g.out, *tensors, sinks, variant, offset)
+    dsinks = None if sinks is None else gradients.dsinks.to(sinks.dtype)
+    return {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "sinks": dsinks}
 
 
 class _Fused:
@@ -46,14 +46,14 @@ class _Fused:
     def part(self, q, k, v, cu_seqlens, variant, offset):
         with torch.no_grad():
             documents = self._documents(cu_seqlens, q.shape[2])
-            found = self._forward(q, k, v, documents, None, variant, offset)
-        return found.out, found.lse
+            outputs = self._forward(q, k, v, documents, None, variant, offset)
+        return outputs.out, outputs.lse
 
     def part_backward(self, dout, q, k, v, out, lse, cu_seqlens, variant, offset):
         with torch.no_grad():
             documents = self._documents(cu_seqlens, q.shape[2])
-            found = self._backward(dout, q, k, v, out, lse, documents, None, variant, offset)
-        return found.dq, found.dk, found.dv
+            gradients = self._backward(dout, q, k, v, out, lse, documents, None, variant, offset)
+        return gradients.dq, gradients.dk, gradients.dv
 
 
 @functools.cache
@@ -114,9 +114,9 @@ def _widths(request: Request) -> tuple[int, int, bool]:
 
 
 def gluon_slower_than(device_type: str, request: Request | None) -> str | None:
-    """Triton's where no pass is specialized warps' by a measurement: in wider rows, and in the
-    forward of windows in rows of up to 64 where no gradient is wanted. A table of the device that
-    gives them other rows is asked for each launch.
+    """Returns "triton" where specialized warps have measured faster in no pass: in wider rows, and,
+    without a gradient, in the forward of windows in rows of up to 64. A tuned table of the device,
+    which may give them these rows, is consulted for each launch.
     """
     if request is None:
         return None

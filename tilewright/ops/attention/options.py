@@ -89,13 +89,15 @@ def request_of(
     dropout: bool = False,
     part: bool = False,
 ) -> Request:
-    """Made from options as the public functions take them. Raises ValueError for a window that is
-    not causal.
+    """Makes a request from options as the public functions take them. Raises ValueError for a
+    window that is not causal.
 
     widths: the widths of keys and of values.
     """
     if window is not None and not causal:
-        raise ValueError(f"window = {window} needs causal=True: it ends at a position itself")
+        raise ValueError(
+            f"window = {window} needs causal=True: it ends at the query's own position"
+        )
     head_dim, value_dim = _head_widths(*widths)
     return Request(
         head_dim=head_dim,

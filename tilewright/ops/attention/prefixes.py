@@ -22,13 +22,13 @@ Prefix = tuple[int, int, int, int]
 def check_prefixes(
     prefixes: Sequence[Prefix], cu_seqlens: torch.Tensor | None, tokens: int
 ) -> tuple[Prefix, ...]:
-    """Raises ValueError for what are no prefixes. Compared with cu_seqlens on a CPU alone."""
+    """Raises ValueError for invalid prefixes. They are compared with cu_seqlens on a CPU only."""
     if cu_seqlens is None:
         raise ValueError("prefixes need cu_seqlens: they are of packed documents")
-    found, before = tuple((a, b, c, d) for a, b, c, d in prefixes), 0
+    checked, before = tuple((a, b, c, d) for a, b, c, d in prefixes), 0
     readable = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
     ends = cu_seqlens.tolist() if readable else None
-    for prefix in found:
+    for prefix in checked:
         a, b, c, d = prefix
         if not (0 <= c < d <= a < b <= tokens and before <= a):
             raise ValueError(
@@ -36,14 +36,17 @@ def check_prefixes(
                 f"<= first < end <= {tokens}, in order, got {prefix}"
             )
         before = b
-        if any(c < other[1] and other[0] < d for other in found):
-            raise ValueError(f"prefixes must be of whole documents, got {prefix} of another prefix")
+        if any(c < other[1] and other[0] < d for other in checked):
+            raise ValueError(
+                f"prefixes must be of whole documents, got {prefix}, whose keys are in a document "
+                "with a prefix"
+            )
         if ends is not None and not (_is_document(ends, a, b) and _begins_one(ends, c, d)):
             raise ValueError(
                 "prefixes must be of documents: cu_seqlens has no document of rows "
                 f"{a} to {b}, or none that begins with rows {c} to {d}"
             )
-    return found
+    return checked
 
 
 def _is_document(ends: list[int], a: int, b: int) -> bool:
@@ -58,13 +61,13 @@ def prefixes_of(ends: Sequence[int], shared: Iterable[int]) -> tuple[Prefix, ...
     """The prefixes of documents, from their bounds and the number of tokens that each shares with
     the nearest document before it that shares none; 0: the document is whole.
     """
-    found, whole = [], 0
+    prefixes, whole = [], 0
     for (a, b), count in zip(itertools.pairwise(ends), shared, strict=True):
         if not count:
             whole = a
         else:
-            found.append((a, b, whole, whole + count))
-    return tuple(found)
+            prefixes.append((a, b, whole, whole + count))
+    return tuple(prefixes)
 
 
 def attend_prefixed(
@@ -85,8 +88,10 @@ def attend_prefixed(
     parts = [t.split([b - a for a, b in itertools.pairwise(bounds)], 2) for t in (q, k, v)]
 
     def rows(i: int, *intervals: tuple[int, int]) -> torch.Tensor:
-        found = [part for a, b in intervals for part in parts[i][bounds.index(a) : bounds.index(b)]]
-        return found[0] if len(found) == 1 else torch.cat(found, 2)
+        pieces = [
+            part for a, b in intervals for part in parts[i][bounds.index(a) : bounds.index(b)]
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     whole, at, bounds_of_whole = [], 0, cu_seqlens
     for a, b, _, _ in prefixes:
@@ -94,8 +99,8 @@ def attend_prefixed(
         bounds_of_whole = bounds_of_whole - (cu_seqlens - a).clamp(0, b - a)
     whole.append((at, S))
     packed = [rows(i, *whole) for i in range(3)]
-    found = attend(*packed, bounds_of_whole, variant, sinks, max_seqlen)
-    outs = [*found.split([b - a for a, b in whole], 2)]
+    attended = attend(*packed, bounds_of_whole, variant, sinks, max_seqlen)
+    outs = [*attended.split([b - a for a, b in whole], 2)]
     for i, (a, b, c, d) in enumerate(prefixes):
         own, keys = rows(0, (a, b)), [rows(j, (c, d), (a, b)) for j in (1, 2)]
         outs.insert(2 * i + 1, attend(own, *keys, None, variant, sinks, None))

@@ -41,9 +41,9 @@ _GRADIENTS_OF_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_b
 
 
 class ReadableGradient(torch.autograd.Function):
-    """x, whose upstream gradient is copied if it has strides of 0, as that of a sum has, or a last
-    dimension that is not contiguous. PyTorch 2.11's fused attention misreads such gradients on
-    CUDA: cuDNN's, and the memory-efficient one (an H100: gradients of 1e37).
+    """x, whose upstream gradient is copied if it has strides of 0, as the gradient of a sum does,
+    or a last dimension that is not contiguous. PyTorch 2.11's fused attention misreads such
+    gradients on CUDA: cuDNN's, and the memory-efficient one (an H100: gradients of 1e37).
     """
 
     generate_vmap_rule = True
@@ -77,8 +77,8 @@ def has_cuda_gradients(*tensors: torch.Tensor) -> bool:
 
 def in_parts(attend, q, k, v):
     """attend(q, k, v). Where gradients of the whole would be wrong, parts of the batch, or of the
-    heads if that is one, are computed separately: each tensor of a part has fewer than MOST
-    elements, or one head.
+    heads if the batch has one sequence, are computed separately: each tensor of a part has fewer
+    than MOST elements, or one head.
     """
     # The order matters: comparing sizes would bound a dimension that is exported.
     if not has_cuda_gradients(q, k, v) or max(q.numel(), k.numel(), v.numel()) < MOST:
@@ -235,8 +235,8 @@ def no_native(device_type: str) -> str | None:
         return f"cuDNN's attention and varlen_attn take CUDA tensors, not {device_type}"
     if reason := platform.no_cuda(80):
         return reason
-    found = varlen()
-    return found if isinstance(found, str) else None
+    available = varlen()
+    return available if isinstance(available, str) else None
 
 
 _native_lacks = _aligned_at_the_first_key(
@@ -259,9 +259,9 @@ def native():
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
     ]
-    found = varlen()
-    assert not isinstance(found, str), found
-    attend, grouped = found
+    available = varlen()
+    assert not isinstance(available, str), available
+    attend, grouped = available
 
     def attention_native(q, k, v, cu_seqlens, variant, sinks, max_seqlen):
         if not q.numel() or (cu_seqlens is None and not variant.window):

@@ -71,8 +71,8 @@ def silu_mul_quantize(
             per 32 elements of a row.
         transpose: returns (q, q of the product's transpose), bit for bit as `quantize_mxfp8`
             does, from one read of gate and up (eager: two of the product): an operand of the
-            gradient of the projection's weight. MXFP8 only, whose transposed blocks, 32 rows, a
-            program holds; the result has 2 dimensions or more.
+            gradient of the projection's weight. MXFP8 only: a program holds the 32 rows of its
+            transposed blocks. The result must have 2 dimensions or more.
         implementation: "auto", or one of triton, cpp, eager.
 
     Returns:
@@ -80,8 +80,8 @@ def silu_mul_quantize(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: The product is not finite (not checked on CUDA, which would synchronize: such a
-            block's scale is not finite).
+        ValueError: The product is not finite (not checked on CUDA, where a check would synchronize:
+            such a block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -126,10 +126,10 @@ def rmsnorm_quantize(
     Sums in float32 or wider; the normalized row is rounded to x's dtype, then quantized as by
     `quantize_block_fp8` or `quantize_mxfp8`: byte for byte as the two ops in sequence, in the same
     implementation (Triton: with rmsnorm's launch configuration, which decides the order of sums).
-    It cannot return the transpose in the same pass: a program holds one row, and a block of the
-    transpose 32; `quantize_mxfp8` of the normalized rows, returned or recomputed, gives it. Not
-    differentiable, the normalized rows neither: for inference, and for a forward whose backward is
-    `rmsnorm`'s. Deterministic.
+    It cannot return the transpose in the same pass, since a program holds one row and a block of
+    the transpose spans 32; `quantize_mxfp8` of the normalized rows, returned or recomputed, gives
+    it. Neither the result nor the normalized rows are differentiable: it is for inference, and for
+    a forward whose backward is `rmsnorm`'s. Deterministic.
 
     Args:
         x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
@@ -143,8 +143,8 @@ def rmsnorm_quantize(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: Normalized rows are not finite (not checked on CUDA, which would synchronize:
-            such a block's scale is not finite).
+        ValueError: Normalized rows are not finite (not checked on CUDA, where a check would
+            synchronize: such a block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -155,9 +155,9 @@ def rmsnorm_quantize(
     quantize.on_device("x", x)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     run, into = RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
-    found = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
-    q = _wrap(_of(found), x.shape, x.dtype, "the normalized x", format)
-    return (q, found.y) if return_normalized else q
+    outputs = run(x, None, weight, bias, eps, offset, cast, return_normalized, into)
+    q = _wrap(_of(outputs), x.shape, x.dtype, "the normalized x", format)
+    return (q, outputs.y) if return_normalized else q
 
 
 # Wide: what add_rmsnorm takes, and the quantization's options.
@@ -180,8 +180,8 @@ def add_rmsnorm_quantize(
     """(rmsnorm(x + residual) in FP8, x + residual) in one pass over memory: the residual step of a
     pre-norm transformer before a projection in FP8.
 
-    Byte for byte as `add_rmsnorm` followed by the quantization, in the same implementation. Not
-    differentiable, the sum neither. Deterministic.
+    Byte for byte as `add_rmsnorm` followed by the quantization, in the same implementation. No
+    result is differentiable. Deterministic.
 
     Args:
         residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its
@@ -207,9 +207,9 @@ def add_rmsnorm_quantize(
     x, residual, weight = x.detach(), residual.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
     run, into = ADD_RMSNORM_QUANTIZE.pick(implementation, x), _into(format, seed)
-    found = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
-    q = _wrap(_of(found), x.shape, x.dtype, "the normalized x + residual", format)
-    return (q, found.total, found.y) if return_normalized else (q, found.total)
+    outputs = run(x, residual, weight, bias, eps, offset, cast, return_normalized, into)
+    q = _wrap(_of(outputs), x.shape, x.dtype, "the normalized x + residual", format)
+    return (q, outputs.total, outputs.y) if return_normalized else (q, outputs.total)
 
 
 def _into(format: str, seed: int | None, transpose: bool = False) -> FP8:

@@ -41,14 +41,14 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Convolves each channel with its own 2 to 8 taps, over the tokens of its own sequence up to
-    each, with SiLU and isolated packed documents.
+    """Causal depthwise convolution: each channel of a sequence with its own 2 to 8 taps, with SiLU
+    and isolated packed documents.
 
-    Sums are in float32, those of gradients of weight and bias on a CPU over 64 tokens and in
-    float64 beyond; the result is rounded once. Differentiable in x, weight and bias: with eager any
-    number of times, else once; the sums are recomputed in backward. Under torch.autocast x, weight
-    and bias are cast to its dtype, as by F.conv1d. Deterministic. NaN and infinity of a token reach
-    the W - 1 tokens behind it, of its own channel and document alone.
+    Sums are in float32, and the result is rounded once. On a CPU the gradients of weight and bias
+    are summed in float32 over 64 tokens, and in float64 beyond. Differentiable in x, weight and
+    bias: with eager any number of times, else once; the sums are recomputed in backward. Under
+    torch.autocast x, weight and bias are cast to its dtype, as by F.conv1d. Deterministic. A NaN or
+    infinity in a token reaches only the W - 1 tokens after it, in its own channel and document.
 
     Args:
         x: [B, S, C] fp32 | bf16 | fp16 (fp64 with eager), any strides. (The transpose of what

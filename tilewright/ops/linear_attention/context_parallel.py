@@ -85,10 +85,10 @@ def context_parallel_gated_delta_rule(
     """`gated_delta_rule` over a sharded sequence, of which this rank has the part given by `shard`.
     Every rank of `cp` must call it.
 
-    The result, and the gradients of v, g and beta, have the bits of one process, but with eager,
-    whose products PyTorch rounds by the number of heads. So do the gradients of q and k if no two
-    ranks' value heads read one key head; else parts in q's dtype are summed in float32.
-    Differentiable once in q, k, v, g and beta. Products accumulate in float32.
+    The result, and the gradients of v, g and beta, have the bits of one process, except with eager,
+    since the rounding of PyTorch's products depends on the number of heads. So do the gradients of
+    q and k if no two ranks' value heads read one key head; else parts in q's dtype are summed in
+    float32. Differentiable once in q, k, v, g and beta. Products accumulate in float32.
 
     Args:
         q, k: [B, S / n, HK, DK], this rank's tokens, with n = R U ranks.
@@ -176,10 +176,10 @@ def context_parallel_causal_conv1d(
     """`causal_conv1d` over a sharded sequence, of which this rank has the part given by `shard`.
     Every rank of `cp` must call it.
 
-    The result has the bits of one process, but for eager's silu, which PyTorch rounds by where an
-    element lies. Differentiable once in x, weight and bias. Gradients of weight and bias are this
-    rank's share, of its tokens; the ranks' shares sum to the whole. Those of the last W - 1 tokens
-    of an interval are sums, rounded twice, of parts in x's dtype.
+    The result has the bits of one process, except for eager's silu, whose rounding in PyTorch
+    depends on where an element lies. Differentiable once in x, weight and bias. Gradients of weight
+    and bias are this rank's share, of its tokens; the ranks' shares sum to the whole. Gradients of
+    the last W - 1 tokens of an interval are sums of parts in x's dtype, rounded twice.
 
     Args:
         x: [B, S / n, C], this rank's tokens, with n = R U ranks.
@@ -298,8 +298,8 @@ class _Before(torch.autograd.Function):
     def forward(ctx, x, before, cp):
         ctx.cp, ctx.s = cp, x.shape[1]
         ctx.plan = _plan(ctx.s * cp.size, before, cp.layout(), x.device)
-        found = _at(_gathered(_at(x.transpose(0, 1), ctx.plan.row), cp), ctx.plan.slot)
-        return tuple(t.transpose(0, 1) for t in found.split(before))
+        gathered = _at(_gathered(_at(x.transpose(0, 1), ctx.plan.row), cp), ctx.plan.slot)
+        return tuple(t.transpose(0, 1) for t in gathered.split(before))
 
     @staticmethod
     @once_across("context_parallel_causal_conv1d")

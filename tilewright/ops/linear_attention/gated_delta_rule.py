@@ -102,9 +102,10 @@ def gated_delta_rule(
     cast to its dtype. Deterministic.
 
     Keys are expected to have a norm of about 1 (`use_qk_l2norm`), and beta to lie in [0, 1]: where
-    beta times a key's squared norm exceeds 2, the state grows without bound. NaN and infinity of a
-    token (of q: in itself alone), and keys whose products overflow, may reach all tokens of its
-    chunk of 64, the earlier ones too, and those behind it, of its own head and document alone.
+    beta times a key's squared norm exceeds 2, the state grows without bound. A NaN or infinity in a
+    token, and keys whose products overflow, may reach all tokens of its chunk of 64, also the
+    earlier ones, and all later tokens, but only in its own head and document; in q it reaches its
+    own token alone.
 
     Args:
         q, k: [B, S, HK, DK] fp32 | bf16 | fp16 (fp64 with eager).
@@ -223,8 +224,8 @@ class _Chunks(NamedTuple):
         if self.ends is None:
             return states[-1]
         some = self.ends.diff(prepend=self.ends.new_zeros(1)) > 0
-        found = torch.cat(states)[(self.ends - 1).clamp_min(0)]
-        return torch.where(some[:, None, None, None], found, start)
+        at_ends = torch.cat(states)[(self.ends - 1).clamp_min(0)]
+        return torch.where(some[:, None, None, None], at_ends, start)
 
 
 def _chunks(S: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> _Chunks:
@@ -254,9 +255,10 @@ def _backward(op, grad, saved, options):
         return {}
     do = torch.zeros_like(saved.v) if grad.o is None else grad.o
     dstate = None if grad.state is None else grad.state.contiguous()
-    found = op(do.contiguous(), dstate, saved, options)
+    gradients = op(do.contiguous(), dstate, saved, options)
     return {
-        name: getattr(found, f"d{name}") for name in ("q", "k", "v", "g", "beta", "initial_state")
+        name: getattr(gradients, f"d{name}")
+        for name in ("q", "k", "v", "g", "beta", "initial_state")
     }
 
 
@@ -266,8 +268,8 @@ def _fused(operator):
             initial_state = initial_state.float().contiguous()
         options = DeltaOptions(scale, use_qk_l2norm)
         g, beta = g.float().contiguous(), beta.float().contiguous()
-        found = operator(q, k, v, g, beta, initial_state, cu_seqlens, options)
-        return found.o, found.state
+        outputs = operator(q, k, v, g, beta, initial_state, cu_seqlens, options)
+        return outputs.o, outputs.state
 
     return run
 

@@ -120,14 +120,14 @@ def cross_entropy(
     relative to the largest logit of a row, so a constant added to all logits costs no precision.
     The gradient is rounded once, on store. Differentiable once in logits and token_weight.
 
-    A target neither in [0, V) nor equal to ignore_index: on CUDA tensors, where no loss
-    synchronizes, its token's loss and its row's gradient are NaN (and so are the sum and the mean),
-    whatever its token_weight, and the divisor does not count it. On CPU tensors, and within
-    `checked_targets()`, it raises IndexError.
+    A target that is neither in [0, V) nor ignore_index raises IndexError on CPU tensors and within
+    `checked_targets()`. On CUDA tensors, where no loss synchronizes, its token's loss and its row's
+    gradient are NaN (and so are the sum and the mean), whatever its token_weight, and the divisor
+    does not count it.
 
     A row that holds +inf has lse inf and a gradient that is NaN there. Its loss is inf, or NaN if
     the target's logit is inf or an option makes it one. (F.cross_entropy and the torch
-    implementation: NaN.) With a softcap it is an ordinary row.
+    implementation give NaN.) With a softcap it is an ordinary row.
 
     Args:
         logits: [..., V] fp32 | bf16 | fp16 (fp64 with eager and torch). The stride of rows may be
@@ -587,11 +587,13 @@ def fused(name: str) -> Callable:
         token_weight, each = labels.token_weight, options.reduction == "none"
         if each:
             labels = labels._replace(token_weight=None)
-        found = launch(rows, labels, options, inplace)
-        loss = found.losses if each else found.total
+        outputs = launch(rows, labels, options, inplace)
+        loss = outputs.losses if each else outputs.total
         if each and token_weight is not None:
             loss = loss * token_weight.to(loss.dtype)
-        return loss, *options.extra(Softmax(found.peak, found.log_sum, found.mean), found.argmax)
+        return loss, *options.extra(
+            Softmax(outputs.peak, outputs.log_sum, outputs.mean), outputs.argmax
+        )
 
     return cross_entropy_fused
 

@@ -190,8 +190,8 @@ def replicated(x: torch.Tensor, group: Group) -> torch.Tensor:
         return x
     if torch.compiler.is_compiling():
         raise ValueError(
-            "group is refused under torch.compile: a chunk's all-reduce is a step of a loop "
-            "that it cannot see; leave the sharded loss outside the compiled region"
+            "group is refused under torch.compile, which does not see the loop over chunks and "
+            "their all-reduces; leave the sharded loss outside the compiled region"
         )
     return _Replicated.apply(x, group)
 
@@ -432,8 +432,8 @@ def _backward(op, g, head, target, weights, scaling, softmax, plan, group, needs
     if all(t is None for t in gradients):
         return {}
     needed = Needs(*(needs[name] for name in Head._fields))
-    found = op(head, target, weights, scaling, softmax, gradients, plan, needed, group)
-    return dict(zip(Head._fields, found, strict=True))
+    of_head = op(head, target, weights, scaling, softmax, gradients, plan, needed, group)
+    return dict(zip(Head._fields, of_head, strict=True))
 
 
 def _launch(kernels, head, target, class_weight, scaling, wanted, plan, group):
@@ -589,8 +589,8 @@ def head_op(
                     else torch.where(ignored, t.detach(), t)
                     for t in stats
                 )
-            found = kind(stats, of.valid, *own)
-            return tuple(reshaped(t, of.shape) for t in found if t is not None)
+            outputs = kind(stats, of.valid, *own)
+            return tuple(reshaped(t, of.shape) for t in outputs if t is not None)
 
         return computed
 

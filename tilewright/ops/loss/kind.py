@@ -40,15 +40,15 @@ Args:
     implementation: "auto", or one of triton, cpp, eager.
 
 Returns:
-    [...] fp32 (fp64 for fp64), 0 where target is ignore_index; of a kind with several results, a
-    tuple of such.
+    [...] fp32 (fp64 for fp64), 0 where target is ignore_index; a tuple of these for a kind with
+    several results.
 
 Raises:
     TypeError, ValueError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
 
 Example:
     >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
-    >>> found = {name}(x, weight, torch.tensor([0, 3]))
+    >>> loss = {name}(x, weight, torch.tensor([0, 3]))
 """
 
 
@@ -97,9 +97,9 @@ def kind_op(
     options = _options(name, kind, declared)
 
     def rows(stats: Stats, valid: torch.Tensor, own: dict[str, Any]) -> tuple:
-        found = kind(stats, **own)
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(_masked(name, t, valid) for t in found)
+        outputs = kind(stats, **own)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(_masked(name, t, valid) for t in outputs)
 
     def public(
         x, weight, target, *, lora_A, lora_B, lora_scale, temperature, softcap, implementation, **of
@@ -110,8 +110,8 @@ def kind_op(
                 own[n] = value.reshape(-1)
         scaling = scaling_of(temperature, softcap)
         head = HeadRows.of(x, weight, target, adapter=(lora_A, lora_B, lora_scale), **of)
-        found = op.pick(implementation, x)(head, scaling, wanted, own)
-        return found[0] if len(found) == 1 else found
+        outputs = op.pick(implementation, x)(head, scaling, wanted, own)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     parameters = [*COMMON[:3], *options, *COMMON[3:]]
     public.__signature__ = inspect.Signature(parameters)
@@ -160,7 +160,7 @@ def _documented(name: str, kind: Callable, options: list[inspect.Parameter]) -> 
     """The kind's docstring, with its options among the arguments of all kinds."""
     about, own = inspect.cleandoc(kind.__doc__ or ""), ""
     names = "|".join(p.name for p in options)
-    if options and (found := re.search(rf"^({names})\b[\w, ]*:", about, re.MULTILINE)):
-        about, own = about[: found.start()], about[found.start() :]
+    if options and (matched := re.search(rf"^({names})\b[\w, ]*:", about, re.MULTILINE)):
+        about, own = about[: matched.start()], about[matched.start() :]
     own = textwrap.indent(own.strip() + "\n", "    ") if own else ""
     return DOC.format(name=name, about=about.strip(), options=own)

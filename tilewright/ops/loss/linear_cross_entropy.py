@@ -104,7 +104,7 @@ def linear_cross_entropy(
     implementation: str = "auto",
 ) -> torch.Tensor | CrossEntropyOutput:
     """The head and its cross-entropy, `cross_entropy(x @ weight.T + bias, target, ...)`, without
-    all logits: a chunk of rows at a time.
+    all logits, which are computed a chunk of rows at a time.
 
     GEMMs run as torch.mm does in x's dtype (on a CPU with AVX-512, those into float32 by
     tilewright's own, accumulated in float32). Logits are rounded to x's dtype (except with
@@ -390,11 +390,11 @@ def fused(name: str) -> Callable:
         on = torch.is_grad_enabled()
         need = [on and t is not None and t.requires_grad for t in head]
         plan = plan._replace(learns=need[1])
-        found = launch(head, labels, options, plan, Needs(*need))
-        total = found.total
+        outputs = launch(head, labels, options, plan, Needs(*need))
+        total = outputs.total
         if options.reduction == "mean" and divides_later(head.x):
-            total = total / found.divisor
-        return total, found.lse, found.entropy, found.argmax
+            total = total / outputs.divisor
+        return total, outputs.lse, outputs.entropy, outputs.argmax
 
     return linear_cross_entropy_fused
 

@@ -93,7 +93,7 @@ class SampledTokens(NamedTuple):
     cu_seqlens: int32 or int64 [documents + 1], 0 .. T: documents of the tokens in order,
     flattened; for losses of documents.
 
-    Nothing of it is differentiated: a tensor that requires a gradient is refused.
+    No field is differentiated: a tensor that requires a gradient is refused.
     """
 
     target: torch.Tensor
@@ -158,11 +158,12 @@ def linear_policy_loss(
         GuardedPPO          PPO with dual_clip, use_tis and icepop_beta
         OPD                 r sg(lp - teacher_logprob); without old_logprob r = exp(lp - sg(lp))
 
-    Arithmetic on tokens is float32 (float64 for fp64), means over documents are float64. Nothing is
-    rewritten: an infinite or NaN log-probability gives such a loss. Differentiable once in x,
-    weight, bias, lora_A and lora_B. With reduction "sum" and "mean" forward computes the gradients
-    of a loss of single tokens, and backward scales them: 6 T H V flops. With GSPO, ratio_type
-    "sequence" and "none" backward recomputes the logits: 8 T H V. A frozen head costs nothing.
+    Arithmetic on tokens is float32 (float64 for fp64), means over documents are float64. No value
+    is replaced: an infinite or NaN log-probability gives an infinite or NaN loss. Differentiable
+    once in x, weight, bias, lora_A and lora_B. With reduction "sum" and "mean" forward computes the
+    gradients of a loss of single tokens, and backward scales them: 6 T H V flops. With GSPO,
+    ratio_type "sequence" and "none" backward recomputes the logits: 8 T H V. The gradients of a
+    frozen head cost nothing.
 
     Args:
         x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), hidden states.
@@ -184,8 +185,8 @@ def linear_policy_loss(
 
     Raises:
         TypeError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
-        ValueError: so; and a tensor that the loss reads and that is missing, or one of advantage,
-            teacher_logprob and cu_seqlens that it does not read.
+        ValueError: as `linear_cross_entropy`; a tensor that the loss reads is missing, or
+            advantage, teacher_logprob or cu_seqlens is given and the loss does not read it.
 
     Example:
         >>> x, weight, target = torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([0, 3])
@@ -373,7 +374,7 @@ def fused(name: str) -> Callable:
         head, on = of.head._replace(x=of.head.x.contiguous()), torch.is_grad_enabled()
         needs = Needs(*(on and t is not None and t.requires_grad for t in head))
         plan = of.plan._replace(learns=needs.need_weight)
-        found = launch(
+        outputs = launch(
             head,
             of.target.contiguous(),
             own,
@@ -384,7 +385,7 @@ def fused(name: str) -> Callable:
             needs,
             of.group,
         )
-        return found.total / by, found.logprob, found.entropy
+        return outputs.total / by, outputs.logprob, outputs.entropy
 
     return linear_policy_loss_fused
 

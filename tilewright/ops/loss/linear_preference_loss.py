@@ -40,11 +40,11 @@ class PairedAnswers(NamedTuple):
     cu_seqlens: int32 or int64 [documents + 1], 0 .. T, non-decreasing: documents of the tokens in
     order, flattened. Documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i.
     ref_logprob: [documents] float: sums over each document's tokens under the reference. (Formulas
-    read nothing else of it, and it is one number to store.) None for SimPO and ORPO, which have no
-    reference.
+    read nothing else of the reference, and a sum is one number to store.) None for SimPO and ORPO,
+    which have no reference.
     score: [documents] float, how good answers are: for DPO with offset_alpha.
 
-    Nothing of it is differentiated: a tensor that requires a gradient is refused.
+    No field is differentiated: a tensor that requires a gradient is refused.
     """
 
     target: torch.Tensor
@@ -93,9 +93,9 @@ def linear_preference_loss(
     rejected in one pass, from hidden states without all logits.
 
     Log-probabilities are float32, their sums over documents and the arithmetic on pairs float64, in
-    a fixed order. A log-probability that is infinite or NaN gives such a loss. Differentiable once
-    in x, weight, bias, lora_A and lora_B; backward recomputes the logits: 8 T H V flops. A frozen
-    head costs nothing.
+    a fixed order. An infinite or NaN log-probability gives an infinite or NaN loss. Differentiable
+    once in x, weight, bias, lora_A and lora_B; backward recomputes the logits: 8 T H V flops. The
+    gradients of a frozen head cost nothing.
 
     Args:
         x: [..., H] fp32 | bf16 | fp16 (fp64 with eager), hidden states.
@@ -105,8 +105,9 @@ def linear_preference_loss(
             NormalizedDPO, Hinge, IPO, EXO, NCA, BCO, SPPO, APOZero, APODown, KTOPair (whose mean
             log-ratios are over these pairs), DPOP, SimPO, ORPO of `tilewright.ops`.
         head: HeadOptions, as in `linear_policy_loss`.
-        sft_ratio: times the negative log-probability of the tokens of all chosen answers, a mean
-            over them, is added to the mean over pairs; a pair has its tokens' part.
+        sft_ratio: the factor of a term that is added to the mean over pairs: the mean negative
+            log-probability over the tokens of all chosen answers. A pair's loss has the part of its
+            tokens.
         reduction: "mean" over pairs (0 without any), "sum" or "none".
         implementation: "auto", or one of triton, cpp, eager.
 
@@ -116,7 +117,8 @@ def linear_preference_loss(
 
     Raises:
         TypeError, IndexError, ImplementationUnavailable: as `linear_cross_entropy`.
-        ValueError: so; and a reference or scores that the loss does not read, or that are missing.
+        ValueError: as `linear_cross_entropy`; or a reference or scores are missing, or are given
+            and the loss does not read them.
 
     Example:
         >>> x, weight = torch.zeros(3, 8), torch.zeros(4, 8)
@@ -153,8 +155,8 @@ def linear_preference_loss(
 
 
 def check(loss: Formula, answers: PairedAnswers) -> None:
-    """Raises ValueError for a loss of single answers, and for a tensor that the loss reads and that
-    is missing, or that it does not read.
+    """Raises ValueError for a loss of single answers, for a missing tensor that the loss reads, and
+    for one that is given and that it does not read.
     """
     name = type(loss).__name__
     if not loss.paired:

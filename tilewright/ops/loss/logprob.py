@@ -112,8 +112,8 @@ def logprob_entropy(
     fn = LOGPROB_ENTROPY.pick(implementation, logits)
     flat = logits.reshape(-1, logits.shape[-1])
     wanted = Wanted(mean=True, argmax=return_argmax)
-    found = fn(flat, target.reshape(-1), valid, scaling, wanted, inplace, group)
-    return tuple(reshaped(t, target.shape) for t in found if t is not None)
+    outputs = fn(flat, target.reshape(-1), valid, scaling, wanted, inplace, group)
+    return tuple(reshaped(t, target.shape) for t in outputs if t is not None)
 
 
 # Wide: what logprob_entropy takes, the head's options, and its adapter.
@@ -194,7 +194,7 @@ def linear_logprob(
 
 
 def scaling_of(temperature: float, softcap: float | None) -> Scaling:
-    """Raises ValueError for a cap that is none in units of the temperature."""
+    """Raises ValueError unless softcap / temperature is a finite number > 0 in float32."""
     if softcap and not SMALLEST <= softcap / temperature <= LARGEST:
         raise ValueError(
             "softcap / temperature must be a finite number > 0 (in float32), got "

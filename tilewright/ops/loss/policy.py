@@ -26,9 +26,9 @@ RATIO_TYPES = ("token", "sequence")
 class Options(NamedTuple):
     """The options of all formulas, as an operator takes them; 0 for None.
 
-    clip_low_threshold, clip_high_threshold: the ratios between which it is not clipped, where the
-        tokens have none of their own.   dual_clip: where A < 0 the loss is at most -dual_clip * A;
-        0: no limit.   use_tis: the loss is multiplied by exp(old - rollout), clipped to
+    clip_low_threshold, clip_high_threshold: the ratios between which r is not clipped, for tokens
+        without thresholds of their own.   dual_clip: where A < 0 the loss is at most -dual_clip *
+        A; 0: no limit.   use_tis: the loss is multiplied by exp(old - rollout), clipped to
         [tis_clip_low, tis_clip_high], a constant.   icepop_beta: the loss is 0 where r is outside
         [1 / icepop_beta, icepop_beta]; 0: nowhere.   beta: the factor of dro's square, or of
         dr_grpo's KL to the reference, by the estimator kl_type.   ratio_type: r of a token, or
@@ -178,7 +178,7 @@ READ_WITH = {
 
 
 class Given(NamedTuple):
-    """Options as they are given, of any formula; None: not."""
+    """The options of any formula as they are given; None: not given."""
 
     clip: float | None = None
     clip_low_threshold: float = 0.0
@@ -242,7 +242,7 @@ def kl_slope(of: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.Tenso
 
 
 def times(log_ratio: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """exp(log_ratio) * factor: 0 where the factor is 0, though the ratio overflow."""
+    """exp(log_ratio) * factor: 0 where the factor is 0, even if the ratio overflows."""
     nothing = (factor == 0) & log_ratio.isfinite()
     return torch.exp(log_ratio.masked_fill(nothing, 0.0)).to(factor.dtype) * factor
 
@@ -265,7 +265,7 @@ class Clipped(Formula):
         super().__post_init__()
 
     def beyond(self, t: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
-        """Where the clipped ratio is taken, of which there is no gradient."""
+        """Where the clipped ratio is taken, which has no gradient."""
         log_ratio = log_ratio.detach()
         limit = t.clipped(torch.exp(log_ratio).to(t.advantage.dtype), self) * t.advantage
         return times(log_ratio, t.advantage) > limit
@@ -458,7 +458,7 @@ def contradiction(name: str, given: Collection[str], o: Any) -> tuple[str, str, 
     """What is wrong with a formula's options together: the option at fault, the other one, and why;
     or None.
 
-    given: those that are.   o: with the others' defaults.
+    given: the options that are given.   o: all options, with the defaults of the others.
     """
     for option, (other, needed_value) in READ_WITH.items():
         if option in given and not getattr(o, other):
@@ -483,8 +483,8 @@ READ = ("advantage", "teacher_logprob", "documents")
 
 
 def check(formula: Formula, tokens: Tokens) -> None:
-    """Raises ValueError for a tensor that the formula reads and the tokens have not, and for one of
-    READ that they have and it does not read.
+    """Raises ValueError for a tensor that the formula reads and the tokens lack, and for one of
+    READ that the tokens have and the formula does not read.
     """
     reads, name = formula.needed, type(formula).__name__
     for part in dict.fromkeys((*reads, *READ)):
@@ -527,20 +527,20 @@ def statistics(formula: Formula, tokens: Tokens) -> dict[str, torch.Tensor]:
         values = torch.where(learned == 0, 0.0, values.double())
         return (values.sum() / count).to(t.logprob.dtype)
 
-    found = {}
+    means = {}
     if t.old_logprob is not None:
         r = t.of_document if "documents" in formula.needed else t.ratio
-        found["ratio_mean"] = mean(r)
+        means["ratio_mean"] = mean(r)
         most = torch.where(learned == 0, 0.0, r)
-        found["ratio_max"] = most.amax() if most.numel() else most.sum()
+        means["ratio_max"] = most.amax() if most.numel() else most.sum()
         if isinstance(formula, Clipped):
             clipped = t.clipped(r, formula)
-            found["clipped_low"], found["clipped_high"] = mean(r < clipped), mean(r > clipped)
+            means["clipped_low"], means["clipped_high"] = mean(r < clipped), mean(r > clipped)
     if getattr(formula, "use_tis", False):
-        found["tis_weight"] = mean(t.tis(formula))
+        means["tis_weight"] = mean(t.tis(formula))
     others = {"old": t.old_logprob, "ref": t.ref_logprob, "rollout": t.rollout_logprob}
     for name_of, other in others.items():
         if other is not None:
             for of in KL_TYPES:
-                found[f"{of}_{name_of}"] = mean(kl(of, t.logprob, other))
-    return found
+                means[f"{of}_{name_of}"] = mean(kl(of, t.logprob, other))
+    return means

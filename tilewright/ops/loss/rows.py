@@ -1,6 +1,6 @@
-"""The statistics of rows of given logits as an operator, differentiable in each statistic: what a
-kind of loss on logits is computed from. Its backward reads the logits once more, and what it saves
-beside them is [T].
+"""The statistics of rows of given logits as an operator that is differentiable in each statistic; a
+kind of loss on logits is computed from them. Its backward reads the logits once more, and what it
+saves beside them is [T].
 """
 
 from __future__ import annotations

@@ -49,14 +49,15 @@ _CHECKED: ContextVar[bool] = ContextVar("checked_targets", default=False)
 
 @contextlib.contextmanager
 def checked_targets() -> Iterator[None]:
-    """Within it, losses on CUDA tensors check their targets, as they always do on CPU tensors.
+    """A context within which losses on CUDA tensors check their targets, as losses on CPU tensors
+    always do.
 
     They raise an IndexError that names the first target out of range and its row. Without it, such
     a target makes its row's loss and gradient NaN.
 
-    The check costs each loss one synchronization with the device: for tests, and for the first step
-    of a run. It is made when a loss runs, so code that torch.compile has compiled follows it too.
-    While a CUDA graph is captured no value can be read, and such a target gives NaN.
+    The check costs each loss one synchronization with the device; it is meant for tests and for the
+    first step of a run. It is made when a loss runs, so compiled code makes it too. While a CUDA
+    graph is captured no value can be read, and such a target gives NaN.
 
     Returns:
         A context manager.

@@ -72,8 +72,8 @@ _BALANCED: ContextVar[bool] = ContextVar("balanced_routing", default=False)
 
 @contextlib.contextmanager
 def balanced_routing() -> Iterator[None]:
-    """Within it `ep_moe_mlp` reads no sizes: tokens are taken to be routed to all experts alike.
-    For tensors without values.
+    """A context within which `ep_moe_mlp` reads no sizes and assumes that tokens are routed to all
+    experts alike. For tensors without values.
     """
     token = _BALANCED.set(True)
     try:

@@ -66,7 +66,7 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: Invalid arguments (the values of offsets are not checked on CUDA,
-            which would synchronize: they are clamped to the rules).
+            where a check would synchronize: they are clamped to these rules).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

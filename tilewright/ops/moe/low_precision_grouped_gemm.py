@@ -90,7 +90,7 @@ def low_precision_grouped_gemm(
         offsets: [E] int32 on x's device: the end of each expert's rows, non-decreasing, within 0
             and R.
         recipe: "block_fp8", "mxfp8" or "nvfp4".
-        seed: with nvfp4, of the stochastic rounding and of the transform's signs, as in
+        seed: with nvfp4, the seed of the stochastic rounding and of the transform's signs, as in
             `low_precision_linear`; other recipes take 0.
         implementation: "auto", or one of triton, cpp, eager. triton has block_fp8 from compute
             capability 9.0 on, and mxfp8 and nvfp4 from 10.0 on.

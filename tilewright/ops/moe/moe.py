@@ -113,8 +113,8 @@ def moe_mlp(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
-            as E).
+        IndexError: An index out of range (not checked on CUDA, where a check would synchronize: it
+            counts as E).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -159,7 +159,7 @@ def saved_bytes(
 
 
 def _check_quantized(gate_up_proj, down_proj, biases, gate, noise):
-    """Raises TypeError or ValueError for what does not go with weights of this kind."""
+    """Raises TypeError or ValueError for options that weights of this kind do not support."""
     weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     frozen = [name for name, t in weights.items() if isinstance(t, Quantized)]
     if len(frozen) == 1:

@@ -172,8 +172,8 @@ def _backward(op, g, weights, rows, down_bias, gate, expert_weight, saved, needs
     if g.y is None:
         return {}
     needed = Needs(*[needs[name] for name in _DIFFERENTIABLE])
-    found = op(g.y, weights, rows, down_bias, gate, expert_weight, saved, needed)
-    return dict(zip(_DIFFERENTIABLE, found, strict=True))
+    gradients = op(g.y, weights, rows, down_bias, gate, expert_weight, saved, needed)
+    return dict(zip(_DIFFERENTIABLE, gradients, strict=True))
 
 
 class Fused:

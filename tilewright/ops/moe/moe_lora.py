@@ -115,8 +115,8 @@ def moe_lora(
 
     Raises:
         TypeError, ValueError: Invalid arguments, or a base weight that requires a gradient.
-        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
-            as E).
+        IndexError: An index out of range (not checked on CUDA, where a check would synchronize: it
+            counts as E).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

@@ -142,8 +142,8 @@ def _backward(op, g, weights, x, expert_weight, adapters, scale, saved, needs):
     if g.y is None:
         return {}
     needed = Needs(*[needs[name] for name in _DIFFERENTIABLE])
-    found = op(g.y, weights, x, expert_weight, adapters, scale, saved, needed)
-    return dict(zip(_DIFFERENTIABLE, found, strict=True))
+    gradients = op(g.y, weights, x, expert_weight, adapters, scale, saved, needed)
+    return dict(zip(_DIFFERENTIABLE, gradients, strict=True))
 
 
 class _Fused:

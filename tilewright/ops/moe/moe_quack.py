@@ -81,7 +81,7 @@ FUSED = (
     "product back to h; the "
     "gathers of dy and x with the gradients of weights"
 )
-NOT_FUSED = "fused: nothing, each product is one by itself"
+NOT_FUSED = "nothing is fused: each product is a call of its own"
 
 
 def missing_from(interface: ModuleType) -> str | None:

@@ -57,8 +57,8 @@ def sort_by_expert(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        IndexError: An index out of range (not checked on CUDA, which would synchronize: it counts
-            as a sentinel).
+        IndexError: An index out of range (not checked on CUDA, where a check would synchronize: it
+            counts as a sentinel).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -137,9 +137,9 @@ def unpermute(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        IndexError: Positions other than those above (not checked on CUDA, which would synchronize:
-            one outside rows counts as -1, and the gradient of rows that share a position is
-            undefined).
+        IndexError: Positions other than those above (not checked on CUDA, where a check would
+            synchronize: one outside rows counts as -1, and the gradient of rows that share a
+            position is undefined).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:
@@ -184,9 +184,9 @@ def _look_at_position(position):
         seen[used.clamp(max=used.shape[0])] = True
         if position.min() < -1 or not seen[:-1].all():
             raise IndexError(
-                f"position must be -1 or a row, and its {used.shape[0]} rows be 0 to "
-                f"{used.shape[0] - 1}, "
-                f"each once; got rows from {int(position.min())} to {int(position.max())}"
+                f"position must hold -1 or a row, and its {used.shape[0]} rows must be 0 to "
+                f"{used.shape[0] - 1}, each once; got rows from {int(position.min())} to "
+                f"{int(position.max())}"
             )
     return position.clone(memory_format=torch.contiguous_format)
 

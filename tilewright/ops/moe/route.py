@@ -101,6 +101,7 @@ def route(
             compiled code that is not checked: a slot that breaks it (the first of two equal ones)
             gets expert 0 and weight NaN, and is not counted.
         implementation: "auto", or one that `tilewright explain route` lists.
+
     Returns:
         Routing. Neither loss is multiplied by a coefficient; both are of the choice before
         rounding, and 0 for T = 0. (fp32 below is fp64 for fp64 logits.)

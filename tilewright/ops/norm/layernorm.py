@@ -36,13 +36,13 @@ def layernorm(
     *,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Normalizes each row of x to mean 0 and variance 1, scales and shifts it; precise beside a
-    large mean.
+    """Normalizes each row of x to mean 0 and variance 1, scales and shifts it; accurate even where
+    the mean is large.
 
     Differentiable once in x, weight and bias (eager and torch: any number of times). Saved for
     backward: x, and each row's mean and reciprocal standard deviation in float32. Gradients of
-    weight and bias accumulate in float32, on a CPU over 64 rows and in float64 beyond (fixed order,
-    no atomics; torch: as PyTorch).
+    weight and bias accumulate in float32, on a CPU in float32 over 64 rows and in float64 beyond
+    (in a fixed order, without atomics; torch: as PyTorch).
 
     Args:
         x: [..., D], float32 | bfloat16 | float16 (float64 with eager and torch), any strides,
@@ -159,8 +159,8 @@ class _Fused(NamedTuple):
 
     def add_layernorm(self, x, residual, weight, bias, eps):
         weight, bias = parameters(weight, bias, self.dtypes)
-        found = self.standardize(x.contiguous(), residual.contiguous(), weight, bias, float(eps))
-        return found.y, found.total
+        outputs = self.standardize(x.contiguous(), residual.contiguous(), weight, bias, float(eps))
+        return outputs.y, outputs.total
 
 
 @functools.cache

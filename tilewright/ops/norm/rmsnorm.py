@@ -57,8 +57,8 @@ def rmsnorm(
     policies, bias, and a weight for each head.
 
     Differentiable once in x, weight and bias (eager and torch: any number of times, and in forward
-    mode). Gradients of weight and bias accumulate in float32, on a CPU over 64 rows and in float64
-    beyond (fixed order, no atomics).
+    mode). Gradients of weight and bias accumulate in float32, on a CPU in float32 over 64 rows and
+    in float64 beyond (in a fixed order, without atomics).
 
     Args:
         x: [..., D], float32 | bfloat16 | float16 (float64 with eager and torch), any strides,
@@ -150,8 +150,8 @@ def _with_noise(weight, bias, offset, noise, dtype, implementation):
 
 
 def _shifted(weight, offset):
-    """weight + offset. Adds no zero: from torch 2.14 on, inductor does not compile the sum of a
-    graph's input and zero under activation checkpointing.
+    """weight + offset; the weight itself if the offset is 0: from torch 2.14 on, inductor does not
+    compile the sum of a graph's input and zero under activation checkpointing.
     """
     return weight if offset == 0 else weight + offset
 
@@ -266,8 +266,8 @@ class _Fused(NamedTuple):
         # The llama cast rounds to x's dtype only if the sum that is normalized has it: with a
         # float32 residual stream there is no rounding.
         norm = Norm(float(eps), float(offset), cast == "llama" and residual.dtype == x.dtype)
-        found = self.normalize(x.contiguous(), residual.contiguous(), weight, bias, norm)
-        return found.y, found.total
+        outputs = self.normalize(x.contiguous(), residual.contiguous(), weight, bias, norm)
+        return outputs.y, outputs.total
 
 
 @functools.cache

@@ -45,8 +45,8 @@ def rmsnorm_gated(
     Computed in float32, with the roundings of transformers' Qwen3NextRMSNormGated: the normalized
     row to x's dtype, and its product with the weight to the wider one of weight's and x's.
     Differentiable once in x, gate and weight (eager: any number of times); nothing but these is
-    saved for backward. The gradient of weight accumulates in float32, on a CPU over 64 rows and in
-    float64 beyond (fixed order, no atomics).
+    saved for backward. The gradient of weight accumulates in float32, on a CPU in float32 over 64
+    rows and in float64 beyond (in a fixed order, without atomics).
 
     Args:
         x: [..., D], float32 | bfloat16 | float16 (float64 with eager), any strides, D <= 4096.

@@ -60,9 +60,9 @@ def adamw_(
         exp_avgs, exp_avg_sqs: the moments m and v, of the shapes of params, fp32 or bf16 (fp64 with
             eager), all of one dtype; overwritten. In bfloat16, which rounds to 8 bits, a moment
             that decays by less than 2^-8 in a step (beta > 0.996) may stay where it is.
-        compensations: None, or for each parameter a tensor of its shape and dtype, at first zero:
-            what rounding has cut off it (Kahan summation). It lets 16-bit parameters take steps
-            that are smaller than their last place; overwritten.
+        compensations: None, or for each parameter a tensor of its shape and dtype, initially zero,
+            that holds what rounding has cut off the parameter (Kahan summation); overwritten. It
+            lets 16-bit parameters take steps that are smaller than their last place.
         step: the number of this step, from 1; or a tensor [] of it, float32 | float64 | int32 |
             int64, on the device of params, as torch.optim has it with capturable=True. It is read
             on the device, so a CUDA graph can be replayed at every step; its value is not checked.

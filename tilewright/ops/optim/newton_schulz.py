@@ -107,27 +107,27 @@ def _polynomials(coefficients: str | Sequence[Sequence[float]], steps: int) -> l
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, COEFFICIENTS)
         return list(_named(coefficients, steps))
-    found = [tuple(c) for c in coefficients]
-    if not found or any(len(c) != 3 for c in found):
+    polynomials = [tuple(c) for c in coefficients]
+    if not polynomials or any(len(c) != 3 for c in polynomials):
         raise ValueError(
             f"coefficients must be one of {list(COEFFICIENTS)}, or (a, b, c) of each step, got "
             f"{coefficients!r}"
         )
-    found += found[-1:] * (steps - len(found))
-    return [float(n) for polynomial in found[:steps] for n in polynomial]
+    polynomials += polynomials[-1:] * (steps - len(polynomials))
+    return [float(n) for polynomial in polynomials[:steps] for n in polynomial]
 
 
 @functools.cache
 def _named(coefficients: str, steps: int) -> tuple[float, ...]:
     if coefficients == "quintic":
         return QUINTIC * steps
-    found: list[float] = []
+    numbers: list[float] = []
     for step in range(steps):
         a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
         # The first one also divides x.
         s = SAFETY ** ((step < steps - 1) + (step == 0))
-        found += [a / s, b / s**3, c / s**5]
-    return tuple(found)
+        numbers += [a / s, b / s**3, c / s**5]
+    return tuple(numbers)
 
 
 # ---- the definition

@@ -117,8 +117,8 @@ def quantize_block_fp8(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: x is not finite (not checked on CUDA, which would synchronize: such a block's
-            scale_inv is not finite, and its codes are unspecified).
+        ValueError: x is not finite (not checked on CUDA, where a check would synchronize: such a
+            block's scale_inv is not finite, and its codes are unspecified).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

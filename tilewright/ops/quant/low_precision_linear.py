@@ -105,8 +105,8 @@ def low_precision_linear(
       random signs first, which cancels in the product. Training in FP4 commonly keeps some layers,
       such as the last ones, in a wider format.
 
-    T, N and K are those of any matrix: incomplete blocks are filled up with zeros. FP8 products are
-    fast where T, N and K are multiples of 16, FP4 products where they are multiples of 32.
+    T, N and K may have any value: incomplete blocks are padded with zeros. FP8 products are fast
+    where T, N and K are multiples of 16, FP4 products where they are multiples of 32.
 
     Differentiable in x, w and bias, once (eager: any number of times, and in x alone by
     torch.func). Gradients ignore roundings: the derivative of a rounding counts as 1. That of bias
@@ -122,9 +122,9 @@ def low_precision_linear(
         w: [N, K] in x's dtype or float32, from which it is rounded directly.
         bias: [N] in w's dtype, or None.
         recipe: "block_fp8", "mxfp8" or "nvfp4".
-        seed: with nvfp4, 0 to 2^63 - 1, of the stochastic rounding and of the transform's signs.
-            A step, or a layer, with the same one draws the same numbers: pass another one in each.
-            Other recipes round to nearest, and take 0.
+        seed: with nvfp4, the seed of the stochastic rounding and of the transform's signs, 0 to
+            2^63 - 1. Steps and layers with the same seed draw the same numbers: pass a different
+            one to each. Other recipes round to nearest, and take 0.
         implementation: "auto", or one of triton, cpp, eager. triton has block_fp8 from compute
             capability 9.0 on, and mxfp8 and nvfp4 from 10.0 on.
 
@@ -403,13 +403,13 @@ def gradients(
 
 @product.formula(constants=("scale", "total"), turned=Saved)
 def _backward(op, g, w, bias, turned, options, needs):
-    found = {}
+    gradients = {}
     if needs["x"] or needs["w"]:
         needed = Needs(needs["x"], needs["w"])
-        found = op(g.y, w, turned, options, needed)._asdict()
+        gradients = op(g.y, w, turned, options, needed)._asdict()
     if needs["bias"]:
-        found["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
-    return found
+        gradients["bias"] = g.y.sum(0, dtype=torch.float32).to(bias.dtype)
+    return gradients
 
 
 class _Fused:

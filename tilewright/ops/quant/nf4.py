@@ -67,8 +67,8 @@ def quantize_nf4(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: x is not finite (not checked on CUDA, which would synchronize: such a block's
-            scale is not finite).
+        ValueError: x is not finite (not checked on CUDA, where a check would synchronize: such a
+            block's scale is not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

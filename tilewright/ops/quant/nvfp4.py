@@ -98,8 +98,8 @@ def quantize_nvfp4(
 
     Raises:
         TypeError, ValueError: Invalid arguments.
-        ValueError: x is not finite (not checked on CUDA, which would synchronize: global_scale is
-            then not finite).
+        ValueError: x is not finite (not checked on CUDA, where a check would synchronize:
+            global_scale is then not finite).
         ImplementationUnavailable: A named implementation that cannot run here.
 
     Example:

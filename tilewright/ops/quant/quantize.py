@@ -48,7 +48,7 @@ class Quantized:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether one of its tensors does, which gets no gradient."""
+        """Whether one of its tensors requires a gradient, though it gets none."""
         return any(t.requires_grad for t in self.tensors())
 
     @property

@@ -136,12 +136,12 @@ def _mm(x, w, bias):
 
 @product.formula(twice=True)
 def _backward(fused, dy, weight, needs):
-    found = {}
+    gradients = {}
     if needs["x"]:
-        found["x"] = fused.transposed(dy, weight)
+        gradients["x"] = fused.transposed(dy, weight)
     if needs["bias"]:
-        found["bias"] = bias_gradient(dy)
-    return found
+        gradients["bias"] = bias_gradient(dy)
+    return gradients
 
 
 @transposed.formula(twice=True)

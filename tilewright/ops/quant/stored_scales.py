@@ -8,9 +8,9 @@ import torch
 
 
 def check(name: str, t: torch.Tensor, blank: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises ValueError for scales that are infinite, NaN, negative, or 0 for a block whose values
-    that would lose. The message has the first such scale and its index. Works on any device; on
-    meta nothing is checked.
+    """Raises ValueError for scales that are infinite, NaN or negative, and for a scale of 0 whose
+    block has values other than 0. The message has the first such scale and its index. Works on any
+    device; on meta nothing is checked.
 
     blank: takes a mask of the scales that are 0, and returns those whose block can be one of zeros
         by its codes.

@@ -87,7 +87,7 @@ def _packed(format, data, scales, q, block=(), noise=None):
 
 
 def pack(weight: torch.Tensor | Quantized, noise: AQN | None = None) -> Packed:
-    """Raises TypeError for other kinds of FP8: their bytes would be misread as this one's."""
+    """Raises TypeError for other kinds of FP8, since their bytes would be misread."""
     if isinstance(weight, torch.Tensor):
         return Packed(weight, [], [0], 0.0)
     q = weight

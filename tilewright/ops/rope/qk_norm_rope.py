@@ -69,9 +69,9 @@ def qk_norm_rope(
     Norm and rotation are computed in float32 and rounded once, at the end; `rmsnorm` and `rope` in
     sequence round twice (three times with cast="llama"). Differentiable once in qkv and the weights
     (eager: any number of times). The backward is one pass that writes the whole gradient of qkv,
-    v's part included. The weights' gradients accumulate in float32, on a CPU over about 64 heads
-    and in fp64 beyond (fixed order, no atomics). Saved for backward: qkv, 4 bytes per head of q and
-    k, and the tables; without weights only the tables.
+    v's part included. The weights' gradients accumulate in float32, on a CPU in float32 over about
+    64 heads and in float64 beyond (in a fixed order, without atomics). Saved for backward: qkv, 4
+    bytes per head of q and k, and the tables; without weights only the tables.
 
     Args:
         qkv: [B, S, (Hq + 2 Hk) D] fp32 | bf16 | fp16 (fp64 with eager), D <= 1,024; any strides;
@@ -91,8 +91,9 @@ def qk_norm_rope(
 
     Raises:
         TypeError, ValueError, IndexError: as `rmsnorm` and `rope`. Also ValueError for inplace with
-            weights if a gradient is required: it is computed from the overwritten values. A token
-            outside the tables, where that is not checked, becomes NaN in q and k.
+            weights if a gradient is required, since the gradient is computed from the values that
+            are overwritten. A token outside the tables, where that is not checked, becomes NaN in q
+            and k.
 
     Example:
         >>> qkv, angle = torch.ones(1, 3, 4 * 8), torch.zeros(3, 4)

@@ -41,8 +41,8 @@ def _gradients(op, dq, dk, dv, *of_forward):
     """Gradients by the names of their arguments."""
     if dq is None and dk is None and dv is None:
         return {}
-    found = op(dq, dk, dv, *of_forward)
-    return {"qkv": found.dqkv, "q_weight": found.dq_weight, "k_weight": found.dk_weight}
+    gradients = op(dq, dk, dv, *of_forward)
+    return {"qkv": gradients.dqkv, "q_weight": gradients.dq_weight, "k_weight": gradients.dk_weight}
 
 
 def _normalized(qkv, rstd) -> torch.Tensor | None:
@@ -64,8 +64,8 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
     names = [argument.name for argument in signature.direct]
 
     def gradients(ctx, *grads):
-        found = _gradients(backward_op, *grads, *kept(ctx))
-        return tuple([found.get(name) for name in names])
+        by_name = _gradients(backward_op, *grads, *kept(ctx))
+        return tuple([by_name.get(name) for name in names])
 
     refusing = once(title, gradients)
 
@@ -73,14 +73,14 @@ def _with_v(operator: Operator, backward_op: Operator, title: str) -> type[torch
         @staticmethod
         def forward(ctx, *direct):
             qkv, heads, norm, rotation = signature.collect(direct)
-            found = operator(qkv, heads, norm, rotation)
-            normalized = _normalized(qkv, found.rstd)
+            outputs = operator(qkv, heads, norm, rotation)
+            normalized = _normalized(qkv, outputs.rstd)
             # Dynamo traces this, but not what a `Formula` keeps by.
-            keep(ctx, (normalized, found.rstd, heads, norm, rotation))
+            keep(ctx, (normalized, outputs.rstd, heads, norm, rotation))
             # Dynamo traces with all gradients, and does not support this call.
             if not torch.compiler.is_dynamo_compiling():
                 ctx.set_materialize_grads(False)
-            return found.q, found.k, values(qkv, heads)
+            return outputs.q, outputs.k, values(qkv, heads)
 
         @staticmethod
         def backward(ctx, dq, dk, dv):
@@ -116,8 +116,8 @@ class Fused:
         )
         if learns and not in_forward_mode() and not in_transform() and contiguous is qkv:
             return self._with_v.apply(*self.operator.signature.expand(arguments))
-        found = self.operator(*arguments)
-        return found.q, found.k, values(qkv, heads)
+        outputs = self.operator(*arguments)
+        return outputs.q, outputs.k, values(qkv, heads)
 
     def overwrite(self, qkv, heads, norm, rotation):
         self._overwrite(qkv, heads, self._for_kernels(norm), rotation.for_kernels())
@@ -170,8 +170,8 @@ def in_place(
     ]
     if norm.q_weight is not None and differentiable and torch.is_grad_enabled():
         raise ValueError(
-            "inplace=True with weights overwrites qkv, which the gradient is made from, and "
-            f"{' and '.join(differentiable)} would get one; pass inplace=False, or call it under "
+            "inplace=True with weights overwrites qkv, from which the gradient of "
+            f"{' and '.join(differentiable)} is computed; pass inplace=False, or call it under "
             "torch.no_grad()"
         )
     compiling = torch.compiler.is_compiling()
@@ -198,8 +198,8 @@ def in_place(
 def _rotate_back_eager(d, heads, rotation):
     """The gradient of qkv before a rotation, from that of the rotated one."""
     q, k, v = pieces(d, heads)
-    found: Any = rope_eager(q, k, rotation.inverse())  # k is given
-    return torch.cat([t.transpose(1, 2) for t in (*found, v)], 2).flatten(2)
+    rotated: Any = rope_eager(q, k, rotation.inverse())  # k is given
+    return torch.cat([t.transpose(1, 2) for t in (*rotated, v)], 2).flatten(2)
 
 
 class _Overwritten(torch.autograd.Function):

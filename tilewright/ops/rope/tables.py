@@ -25,7 +25,8 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes the tables of cos and sin that `rope` reads, for positions 0 to length - 1.
 
-    Computed in float32. Pair i turns by base^(-2 i / dim) per position, as `scaling` changes it:
+    Computed in float32. Pair i turns by base^(-2 i / dim) radians per position, modified by
+    `scaling`:
 
     - default: no settings.
     - linear: factor.
@@ -112,8 +113,8 @@ def mrope_tables(
     Example:
         >>> cos, sin = tilewright.ops.rope_tables(1e4, 16, 9)
         >>> position_ids = torch.tensor([[[0, 1]], [[0, 2]], [[0, 3]]])
-        >>> found, _ = tilewright.ops.mrope_tables(cos, sin, position_ids, (4, 2, 2))
-        >>> torch.equal(found[0, 1, 4:6], cos[2, 4:6])
+        >>> by_token, _ = tilewright.ops.mrope_tables(cos, sin, position_ids, (4, 2, 2))
+        >>> torch.equal(by_token[0, 1, 4:6], cos[2, 4:6])
         True
 
     Source: arXiv:2409.12191; interleaved as transformers' Qwen3VLTextRotaryEmbedding.
