@@ -42,7 +42,7 @@ def identity_of(config, shape, batches):
 
 def scored(config, ranks, file=None, **options):
     scorer = evaluate.scorer_of(config, ranks)
-    return evaluate.evaluate(config.train, scorer, ranks, file, **options)
+    return evaluate.evaluate(config.train, scorer, file, **options)
 
 
 def taught(config, ranks, folder):

@@ -562,8 +562,8 @@ def test_a_teacher_overwrites_nothing(write, tmp_path, capsys):
 def test_a_folder_that_cannot_be_written_is_found_before_the_teacher_is_read(
     where, said, write, tmp_path, capsys, monkeypatch
 ):
-    for name in ("sets", "filled_engine"):  # what reads documents and weights
-        monkeypatch.setattr(evaluate, name, lambda *_: pytest.fail("they are read"))
+    monkeypatch.setattr(evaluate.build, "preparing", lambda *_: None)  # nothing reads documents
+    monkeypatch.setattr(evaluate, "filled_engine", lambda *_: pytest.fail("weights are read"))
     (tmp_path / "file").touch()
     assert write(to=where) == 1
     assert f"--to {tmp_path / where}: {said}" in capsys.readouterr().err

@@ -164,13 +164,7 @@ def ends_of_tokenizer(path: str, revision: str | None) -> tuple[int | None, int 
 
 
 def build_model(
-    model: Model,
-    lora: Lora,
-    shape: ModelConfig,
-    data: Width,
-    train: Train,
-    mesh: Mesh,
-    ops: Ops,
+    model: Model, lora: Lora, shape: ModelConfig, data: Width, train: Train, mesh: Mesh, ops: Ops
 ) -> Parts:
     """The model with its weights and adapters, sharded over the mesh."""
     parts = unfilled(model, lora, shape, data, train, mesh, ops, train.init_device)
@@ -286,12 +280,7 @@ def preparing(
 
 
 def build_data(
-    data: Data,
-    train: Train,
-    loss: Loss,
-    mesh: Mesh,
-    columns: Columns,
-    prepared: Callable[..., Any],
+    data: Data, train: Train, loss: Loss, mesh: Mesh, columns: Columns, prepared: Callable[..., Any]
 ) -> tuple[Batches, dict[str, Bins]]:
     """Training batches, and the bins of each data set to evaluate on during training, by its name.
 
@@ -464,8 +453,8 @@ def columns_of(
     """The columns that a run reads beside tokens and labels.   referenced: with a
     reference.
     """
-    named = {c: f"train.loss = {train.loss}" for c in loss.columns if c not in TOKENS}
-    asked = {**named, **loss.asked}
+    asked = {c: f"train.loss = {train.loss}" for c in loss.columns if c not in TOKENS}
+    asked |= loss.asked
     if share_prefix:
         asked[PREFIX] = "preference.share_prefix = True"
     if referenced:
@@ -553,13 +542,6 @@ def weights_read(
     return {**found, "reference": Thing(known, [other or path or "weights drawn by train.seed"])}
 
 
-def free(mesh: Mesh) -> None:
-    """Frees what nothing holds any longer."""
-    gc.collect()
-    if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def build(
     config: Config, mesh: Mesh, agreed: Callable[[Things], None] = lambda things: None
 ) -> Built:
@@ -599,7 +581,9 @@ def build(
         known = second(lambda its, _, shape: described(its, shape, mesh, ops))
         agreed(things | weights(known, known))
         compared = computed(known, functools.partial(second, model))
-        free(mesh)
+        gc.collect()
+        if mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
     engine = engine_around(model(m, lora, shape), t, mesh, lora.lora_plus_scale)
     if read and compared is None:
         agreed(things | weights(engine.parts, None))

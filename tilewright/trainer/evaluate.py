@@ -187,18 +187,12 @@ def sets(
         columns = columns | named
         both = prepared(data.datasets, columns=columns, shuffle=True)
         rows = split_validation(both, data.val_set_size, train.seed, columns)[1]
-        yield made(
-            "held_out#2" if "held_out" in names else "held_out", rows, train.eval_max_batches
-        )
+        name = "held_out#2" if "held_out" in names else "held_out"
+        yield made(name, rows, train.eval_max_batches)
 
 
 def evaluate(
-    train: Train,
-    scorer: Scorer,
-    mesh: Mesh,
-    file: pathlib.Path | None = None,
-    *,
-    each_token: bool = False,
+    train: Train, scorer: Scorer, file: pathlib.Path | None = None, *, each_token: bool = False
 ) -> dict[str, Any]:
     """Scores every document, and returns the sums of each data set: `Totals`, or of a reward model
     `Rewards`. Every rank must call it.
@@ -225,7 +219,7 @@ def evaluate(
                     f"{one.most} are evaluated, has a label after its first token"
                 )
             lines += [_line(one, s) for s in of_set] if file is not None else []
-    if mesh.main:
+    if engine.mesh.main:
         for name, totals in sums.items():
             print(totals.line(name))
         if file is not None:
@@ -334,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
             check_writable(file, "--scores")
 
     def work(mesh: Mesh) -> None:
-        evaluate(config.train, scorer_of(config, mesh), mesh, file, each_token=each)
+        evaluate(config.train, scorer_of(config, mesh), file, each_token=each)
 
     return launch.run(config.train, work, first=first)
 

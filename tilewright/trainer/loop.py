@@ -9,7 +9,7 @@ import math
 import pathlib
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tilewright.ops import checked_targets
@@ -45,10 +45,16 @@ def train(config: Config, mesh: Mesh) -> None:
         checkpoint.claim(t.output_dir, mesh),
     ):
         run = prepare(config, mesh)
-        with run.interruptible():
+        try:
             loop(run, interrupts)
             run.export()
             run.test()
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted after step {run.done}; {run.saver.interrupted()}"
+            ) from None
         run.close()
 
 
@@ -69,8 +75,10 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             engine.set_values(plan.values(number - 1))
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(step.batches, run.loss)
-            with run.refusing(number):
+            try:
                 step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
+            except NotFinite as error:
+                run.give_up(f"step {number}: the {error}, so the step was not taken")
             run.done, step.tokens = number, run.batches.tokens - before
             run.owes = plan.evaluates(number)
             for callback in run.callbacks:
@@ -179,14 +187,6 @@ class Run(Parts):
             callback.close()
         self.metrics.close()
 
-    @contextlib.contextmanager
-    def refusing(self, step: int) -> Iterator[None]:
-        """Adds to the error of a step that is not finite how to continue."""
-        try:
-            yield
-        except NotFinite as error:
-            self.give_up(f"step {step}: the {error}, so the step was not taken")
-
     def give_up(self, why: str) -> NoReturn:
         """Waits for the last checkpoint, and ends the run with how to continue."""
         self.saver.finish()
@@ -204,17 +204,6 @@ class Run(Parts):
                 f"and {'start anew' if before is None else f'resume from {before}'}"
             )
         raise ValueError(f"{why}; {how}") from None
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        try:
-            yield
-        except Stopped:
-            raise
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"interrupted after step {self.done}; {self.saver.interrupted()}"
-            ) from None
 
 
 def _by(train: Train, fields: dict[str, Any], made: Built, mesh: Mesh) -> str:

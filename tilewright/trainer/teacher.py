@@ -29,7 +29,7 @@ import torch
 
 from tilewright.core import platform
 from tilewright.core.files import check_writable
-from tilewright.trainer import launch
+from tilewright.trainer import build, launch
 from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.config import Train, from_command_line
 from tilewright.trainer.data.batches import Bins
@@ -149,15 +149,14 @@ class Writer:
             self.aside.replace(self.file)
 
 
-def _taken(folder: pathlib.Path) -> ValueError | None:
-    """Makes the folder; an error if it cannot be made, or has files."""
+def _take(folder: pathlib.Path) -> None:
+    """Makes the folder. Raises ValueError if it cannot be made, or has files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            return ValueError(f"--to {folder}: has files; give another folder")
+            raise ValueError(f"--to {folder}: has files; give another folder")
     except OSError as error:
-        return ValueError(f"--to {folder}: cannot be written: {error.strerror}")
-    return None
+        raise ValueError(f"--to {folder}: cannot be written: {error.strerror}") from error
 
 
 def _unwritable(file: pathlib.Path) -> ValueError | None:
@@ -180,7 +179,7 @@ def write(
         raise ValueError("a reward model has no distributions of tokens")
     if k > shape.vocab_size:
         raise ValueError(f"distillation.top_k = {k}: the model has {shape.vocab_size} tokens")
-    mesh.control.agree(_taken(folder) if mesh.main else None)
+    build.of_main(mesh, lambda: _take(folder))
     writer = Writer(folder / f"{mesh.rank:05}.parquet", temperature)
     mesh.control.agree(_unwritable(writer.file))
     with reproducible(train.seed, train.enable_full_determinism):
