@@ -116,8 +116,12 @@ def shape_of_run(model: Model, head: str, mesh: Mesh | None = None) -> ModelConf
     """
     shape, padding = hf.shape_of(model), None
     if head == "reward" and shape.pad_token_id is None:
-        assert model.config_path is not None and model.tokenizer_path is not None
-        ends = ends_of_tokenizer(model.tokenizer_path, model.revision)
+        assert model.config_path is not None
+        try:
+            tokenizer = tokenizer_of(model)
+            ends = tokenizer.pad_token_id, tokenizer.eos_token_id
+        except FileNotFoundError:
+            ends = None, None
         padding = padding_of(hf.local_folder(model.config_path, model.revision), ends)
     return as_stored(model, with_head(shape, head, padding), mesh)
 
@@ -152,15 +156,6 @@ def as_stored(model: Model, shape: ModelConfig, mesh: Mesh | None) -> ModelConfi
             path,
         )
     return dataclasses.replace(shape, tie_word_embeddings=False)
-
-
-def ends_of_tokenizer(path: str, revision: str | None) -> tuple[int | None, int | None]:
-    """The padding token and the end token of a tokenizer, if there is one."""
-    try:
-        tokenizer = load_tokenizer(path, revision)
-    except FileNotFoundError:
-        return None, None
-    return tokenizer.pad_token_id, tokenizer.eos_token_id
 
 
 def build_model(
@@ -259,9 +254,12 @@ def tokenizer_of(model: Model) -> Any:
     return load_tokenizer(model.tokenizer_path, model.revision)
 
 
+Prepared = Callable[..., Any]
+
+
 def preparing(
     data: Data, model: Model, prompts: Prompts, seed: int, vocab: int, mesh: Mesh
-) -> Callable[..., Any]:
+) -> Prepared:
     """`prepare` of entries, columns, and whether to shuffle. Rank 0 prepares. What is scored alone,
     for no loss, is not pushed to data.push_dataset_to_hub.
     """
@@ -280,7 +278,7 @@ def preparing(
 
 
 def build_data(
-    data: Data, train: Train, loss: Loss, mesh: Mesh, columns: Columns, prepared: Callable[..., Any]
+    data: Data, train: Train, loss: Loss, mesh: Mesh, columns: Columns, prepared: Prepared
 ) -> tuple[Batches, dict[str, Bins]]:
     """Training batches, and the bins of each data set to evaluate on during training, by its name.
 
@@ -310,9 +308,7 @@ def build_data(
     return batches, sets
 
 
-def test_sets(
-    data: Data, loss: Loss, columns: Columns, prepared: Callable[..., Any]
-) -> dict[str, Bins]:
+def test_sets(data: Data, loss: Loss, columns: Columns, prepared: Prepared) -> dict[str, Bins]:
     """The bins of each of data.test_datasets, by its name."""
     sets = {}
     for name, entry in zip(titles(data.test_datasets), data.test_datasets, strict=True):

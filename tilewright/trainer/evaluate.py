@@ -155,12 +155,7 @@ def scorer_of(config: Config, mesh: Mesh, *, whole: bool = False) -> Scorer:
 
 
 def sets(
-    data: Data,
-    train: Train,
-    loss: Loss,
-    columns: Columns,
-    prepared: Callable[..., Any],
-    whole: bool,
+    data: Data, train: Train, loss: Loss, columns: Columns, prepared: build.Prepared, whole: bool
 ) -> Iterator[Set]:
     """What a run evaluates and tests on, or without anything each of data.datasets.
 
