@@ -179,7 +179,7 @@ def sets(
     for name, entry in zip(names, entries, strict=True):
         yield made(name, prepared([entry], columns=routed | named, shuffle=False), most)
     if held:
-        columns = columns | named
+        columns = {**columns, **named}
         both = prepared(data.datasets, columns=columns, shuffle=True)
         rows = split_validation(both, data.val_set_size, train.seed, columns)[1]
         name = "held_out#2" if "held_out" in names else "held_out"
