@@ -52,8 +52,8 @@ def passes(folder: pathlib.Path, most: int) -> tuple[dict[str, tuple[Callable, C
 
     path, *options = demo(folder)
     config, mesh = load(path, options), Mesh()
-    made, loss = build.build(config, mesh), build.loss_of_run(config)
-    engine, [held] = made.engine, made.held.values()
+    made = build.build(config, mesh)
+    engine, loss, [held] = made.engine, made.loss, made.held.values()
     numbered = Bins(held.dataset, config.data, numbered=True)
 
     def read(bins: Bins) -> Any:

@@ -103,14 +103,15 @@ def most_allocated(config: Any, ranks: Any) -> int:
     """The most bytes of tensors at one time while a model is built and takes two steps."""
     from tilewright.trainer import memory_plan
     from tilewright.trainer.build import (
-        build_engine,
+        build_model,
         choose_ops,
         columns_of,
         compute_dtype,
-        loss_of_run,
+        engine_around,
     )
     from tilewright.trainer.checkpoint import hf
     from tilewright.trainer.losses.language_modeling import language_modeling
+    from tilewright.trainer.losses.loss import loss_of
 
     draw = torch.Generator().manual_seed(0)
     _count_all_threads()
@@ -118,10 +119,12 @@ def most_allocated(config: Any, ranks: Any) -> int:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        shape = hf.shape_of(config.model)
-        ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
-        engine = build_engine(config, shape, ranks, ops)
-        t, loss = config.train, loss_of_run(config)
+        model, lora, t = config.model, config.lora, config.train
+        shape = hf.shape_of(model)
+        ops = choose_ops(model, shape, ranks, compute_dtype(t))
+        parts = build_model(model, lora, shape, config.data, t, ranks, ops)
+        engine = engine_around(parts, t, ranks, lora.lora_plus_scale)
+        loss = loss_of(t.loss, dict(config), t.loss_args)
         columns = columns_of(t, loss, shape, share_prefix=False)
         batch = memory_plan.full_batch(config.data, t.micro_batch_size, columns, ranks, False)
         n = t.gradient_accumulation_steps
@@ -212,15 +215,13 @@ def measure(
 
 def _planned(config: Any, size: int, rank: int) -> int:
     from tilewright.trainer import memory_plan
-    from tilewright.trainer.checkpoint import hf
 
-    shape = hf.shape_of(config.model)
-    return memory_plan.plan(config, shape, size, rank, torch.device("cpu"), False).total
+    return memory_plan.Planner(config, size, torch.device("cpu")).plan(rank).total
 
 
 @functools.cache
 def _of_rank(size: int, rank: int) -> ProcessPoolExecutor:
-    """A process for the plans of one rank: see `memory_plan.plan_apart`."""
+    """A process for the plans of one rank: see `memory_plan.Planner.apart`."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 

@@ -76,11 +76,11 @@ def passes(folder: pathlib.Path, part: int, tokens: int, share: bool) -> Any:
     path = folder / f"{part}-{share}.yaml"
     store.write_json(path, configuration(folder, part, tokens, share))  # JSON is YAML
     config = load(str(path))
-    made, loss = build.build(config, Mesh()), build.loss_of_run(config)
+    made = build.build(config, Mesh())
     for batches in made.batches.steps():
         made.engine.zero()
         began = time.process_time()
-        sums = made.engine.forward_backward(batches, loss)
+        sums = made.engine.forward_backward(batches, made.loss)
         seconds = time.process_time() - began
         yield batches[0]["input_ids"].shape[1], sums.reported()["logprob_rejected"], seconds
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 
 from tilewright.core import platform
-from tilewright.trainer.build import build_engine, choose_ops
+from tilewright.trainer.build import build_model, choose_ops, engine_around
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.checkpoint.checkpoint_files import read_state, share, verify
 from tilewright.trainer.config import load
@@ -55,7 +55,10 @@ def main(root: pathlib.Path, target: pathlib.Path) -> None:
     config = load(None, [f"--{name}={value}" for name, value in named.items()])
     mesh = join(config.train)
     shape = hf.load_config(str(root))
-    engine = build_engine(config, shape, mesh, choose_ops(config.model, shape, mesh, torch.float32))
+    model, train = config.model, config.train
+    ops = choose_ops(model, shape, mesh, torch.float32)
+    parts = build_model(model, config.lora, shape, config.data, train, mesh, ops)
+    engine = engine_around(parts, train, mesh, 1.0)
     for p in engine.parameters:
         p.grad = torch.ones_like(p)
     engine.optimizer.step()

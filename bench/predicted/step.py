@@ -25,7 +25,6 @@ from tilewright.core.library import LAUNCHERS
 from tilewright.core.torch_names import pytree
 from tilewright.kernels import launch
 from tilewright.trainer import memory_plan
-from tilewright.trainer.build import loss_of_run, shape_of_run
 from tilewright.trainer.config import load
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.ops_choice import Ops
@@ -123,9 +122,7 @@ def trainer(path: str, half: bool) -> Counting:
         mock.patch("tilewright.ops.products.multiplies", lambda factor: True),
         mock.patch("tilewright.ops.products.gemm_", _product),
     ):
-        memory_plan.plan(
-            config, shape_of_run(config.model, loss_of_run(config).head), 1, 0, CPU, False
-        )
+        memory_plan.Planner(config, 1, CPU).plan(0)
     return Counting.made[-1]
 
 

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from whole import built, parts_of, scored, taught
 
 from bench.memory import most_allocated
 from tilewright.kernels import tuning
 from tilewright.nn import sharded
 from tilewright.trainer import build as made
-from tilewright.trainer import evaluate, teacher, train
-from tilewright.trainer.build import build_engine, build_model, choose_ops, compute_dtype
+from tilewright.trainer import train
+from tilewright.trainer.build import choose_ops, compute_dtype
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import collate
@@ -46,7 +47,7 @@ def build(config, ranks):
 
 def engine_of(config, ranks):
     shape, ops = build(config, ranks)
-    return build_engine(config, shape, ranks, ops)
+    return built(config, shape, ranks, ops)
 
 
 def full(tensor):
@@ -330,12 +331,10 @@ def main(folder):
             (folder / f"{name}_{ranks.rank}").write_text(str(most_allocated(config, ranks)))
             continue
         if name.startswith("evaluate"):
-            evaluate.evaluate(
-                config, ranks, folder / f"{name}.jsonl", each_token="rewards" not in name
-            )
+            scored(config, ranks, folder / f"{name}.jsonl", each_token="rewards" not in name)
             continue
         if name.startswith("teacher"):
-            teacher.write(config, ranks, folder / name)
+            taught(config, ranks, folder / name)
             continue
         if name in REFUSED:
             kind = name.removeprefix("run_")
@@ -372,7 +371,7 @@ def main(folder):
                 found["restored"] = weights(again.model, ranks)
                 found["moments"] = moments(again.model, again.optimizer, ranks)
                 for mode in hf.LOAD_MODES:
-                    read = build_model(config, again.model.config, ranks, again.model.ops)
+                    read = parts_of(config, again.model.config, ranks, again.model.ops)
                     hf.load_weights(read, folder / "hf", mode=mode)
                     found[mode] = weights(read.model, ranks)
         else:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from whole import built, data_of, parts_of
 
 from tilewright.trainer import train
-from tilewright.trainer.build import build_data, build_engine, build_model
 from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data import batches
@@ -151,7 +151,7 @@ def step_in_one_process(path, bins, *arguments):
 
 
 def engine_of(config, ranks=None):
-    return build_engine(config, shape_of(config), ranks or Mesh(), Ops.resolve())
+    return built(config, shape_of(config), ranks or Mesh(), Ops.resolve())
 
 
 def same(found, want, tolerance=1e-5):
@@ -260,7 +260,7 @@ NF4 = {**QLORA, "lora__quant_format": "nf4", "lora__quant_group_size": 64}
 
 def build(path, *arguments):
     config = load(path, list(arguments))
-    return config, build_model(config, shape_of(config), Mesh(), Ops.resolve()).model
+    return config, parts_of(config, shape_of(config), Mesh(), Ops.resolve()).model
 
 
 # Two epochs of three steps.
@@ -273,5 +273,5 @@ EPOCHS = {
 
 def three_steps(folder, **data):
     """Settings with three steps in an epoch, each of one forward pass."""
-    bins = len(build_data(load(write_config(folder, **data)), Mesh(), 97)[0].bins)
+    bins = len(data_of(load(write_config(folder, **data)), Mesh())[0].bins)
     return {**EPOCHS, **data, "train__micro_batch_size": math.ceil(bins / 3)}

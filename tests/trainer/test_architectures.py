@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from shapes import ALTERNATING, SHAPES, SMALL, YARN
 from training import MOE as QWEN3_MOE
 from training import check_moves, make_bins, write_config
+from whole import parts_of, planned
 
 from tilewright import nn
 from tilewright import ops as tw
@@ -29,7 +30,6 @@ from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Train, load
 from tilewright.trainer.data.batches import FILLER, collate
 from tilewright.trainer.losses.language_modeling import language_modeling
-from tilewright.trainer.memory_plan import plan
 from tilewright.trainer.models.families.architecture import FAMILIES
 from tilewright.trainer.models.initialize import init_weights
 from tilewright.trainer.models.model import Transformer
@@ -567,7 +567,7 @@ def test_adapters_that_ranks_cannot_share_are_refused(options, said, tmp_path):
     layout = {"model__merge_qkv": False, "train__data_parallel_mode": "fsdp2"}
     config = load(write_config(tmp_path, shape, **layout), [*LORA, *options])
     with pytest.raises(ValueError, match=said):
-        plan(config, ModelConfig.from_hf(shape), 2, 0, torch.device("cpu"))
+        planned(config, 2)
 
 
 def test_an_attention_without_windows_or_sinks_is_refused(tmp_path):
@@ -694,7 +694,7 @@ def test_a_head_that_is_not_the_tied_embedding_is_the_one_that_is_used(kind, tmp
         assert not shape.tied
         [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert "lm_head.weight is stored and is not the embedding" in said
-        own = build_model(config, shape, Mesh(), ops_for(shape))
+        own = parts_of(config, shape, Mesh(), ops_for(shape))
         torch.testing.assert_close(own.model(ids), want, rtol=1e-4, atol=1e-5)
     tied_model = Transformer(hf.load_config(tmp_path / "model"), ops_for(shape))
     with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
@@ -708,14 +708,14 @@ def test_a_head_that_is_not_the_tied_embedding_is_the_one_that_is_used(kind, tmp
 def test_a_stored_head_that_is_the_embedding_stays_tied(tmp_path, caplog):
     write_weights(tmp_path / "model", SMALL)
     config = load(write_config(tmp_path, SMALL, model__model_path=str(tmp_path / "model")))
-    before = build_model(config, hf.shape_of(config.model), Mesh(), Ops.resolve()).origin
+    before = parts_of(config, hf.shape_of(config.model), Mesh(), Ops.resolve()).origin
     for head in (torch.clone, torch.Tensor.double):  # in another dtype, too
         store_head(tmp_path / "model", head)
         caplog.clear()
         shape = shape_of_run(config.model, "language_model", Mesh())
         assert shape.tied and not caplog.records
         # A checkpoint of a run that began before the head was stored is of these weights.
-        assert build_model(config, shape, Mesh(), ops_for(shape)).origin == before
+        assert parts_of(config, shape, Mesh(), ops_for(shape)).origin == before
         in_one_file(tmp_path / "model")
 
 
@@ -743,7 +743,7 @@ def test_a_head_is_not_untied_where_it_cannot_be(tmp_path):
     save_file(store_head_again, tmp_path / "model/2.safetensors")
     shape = shape_of_run(load(path).model, "language_model", Mesh())
     with pytest.raises(ValueError, match=r"lm_head\.weight has shape \[3, 32\], the model's has"):
-        build_model(load(path), shape, Mesh(), ops_for(shape))
+        parts_of(load(path), shape, Mesh(), ops_for(shape))
 
 
 def test_a_reference_keeps_the_head_of_its_folder(tmp_path):
@@ -754,8 +754,9 @@ def test_a_reference_keeps_the_head_of_its_folder(tmp_path):
     other = config.preference.model_copy(update={"reference_path": str(tmp_path / "reference")})
     shape = shape_of_run(config.model, "language_model", Mesh())
     assert shape.tied
-    config = config.model_copy(update={"preference": other})
-    reference = second_model(config, shape, Mesh(), ops_for(shape)).model
+    on = {"data": config.data, "train": config.train, "mesh": Mesh(), "ops": ops_for(shape)}
+    made = functools.partial(build_model, **on)
+    reference = second_model(config.model, other, config.train, shape, Mesh(), made).model
     assert torch.equal(reference.lm_head.weight, 2 * reference.model.embed_tokens.weight)
 
 

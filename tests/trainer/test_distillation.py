@@ -17,7 +17,7 @@ import transformers
 from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ranks, write_run
 
 from tilewright.ops.loss.head import Head, Plan
-from tilewright.trainer import teacher
+from tilewright.trainer import evaluate, teacher
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses.distillation_fields import Distillation
 from tilewright.trainer.losses.loss import loss_of
@@ -562,8 +562,8 @@ def test_a_teacher_overwrites_nothing(write, tmp_path, capsys):
 def test_a_folder_that_cannot_be_written_is_found_before_the_teacher_is_read(
     where, said, write, tmp_path, capsys, monkeypatch
 ):
-    for name in ("sets", "filled_engine"):  # what reads documents and weights
-        monkeypatch.setattr(teacher, name, None)
+    monkeypatch.setattr(evaluate.build, "preparing", lambda *_: None)  # nothing reads documents
+    monkeypatch.setattr(evaluate, "filled_engine", lambda *_: pytest.fail("weights are read"))
     (tmp_path / "file").touch()
     assert write(to=where) == 1
     assert f"--to {tmp_path / where}: {said}" in capsys.readouterr().err
@@ -574,6 +574,6 @@ def test_a_process_that_cannot_write_its_rows_says_so_first(write, capsys, monke
         raise ValueError(f"{named} {file}: cannot be written: Read-only file system")
 
     monkeypatch.setattr(teacher, "check_writable", refused)
-    monkeypatch.setattr(teacher, "filled_engine", None)
+    monkeypatch.setattr(evaluate, "filled_engine", lambda *_: pytest.fail("weights are read"))
     assert write() == 1
     assert "rows/00000.parquet: cannot be written" in capsys.readouterr().err

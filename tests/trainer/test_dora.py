@@ -27,11 +27,10 @@ from training import (  # noqa: E402
     tensors,
     write_config,
 )
+from whole import planned  # noqa: E402
 
 from tilewright import nn  # noqa: E402
 from tilewright.nn import LoRALinear  # noqa: E402
-from tilewright.trainer import memory_plan  # noqa: E402
-from tilewright.trainer.build import shape_of_run  # noqa: E402
 from tilewright.trainer.config import ConfigError, load  # noqa: E402
 from tilewright.trainer.parallel.mesh import Mesh  # noqa: E402
 from tilewright.trainer.parallel.tensor_parallel import (  # noqa: E402
@@ -261,9 +260,7 @@ def test_sharded_ranks_in_bfloat16_begin_at_their_reference(trained):
 def test_the_plan_of_memory_has_what_magnitudes_take(tmp_path):
     path = write_config(tmp_path, **DORA)
     plain, scaled = (
-        memory_plan.plan(
-            config, shape_of_run(config.model, "language_model"), 1, 0, torch.device("cpu")
-        )
+        planned(config, 1)
         for config in (load(path, [f"--lora.use_dora={on}"]) for on in ("false", "true"))
     )
     # Results before they are scaled.

@@ -19,9 +19,9 @@ pytest.importorskip("transformers")
 
 from helpers import DEVICE, processes
 from training import engine_of, make_bins, rows, run, shape_of, write_config
+from whole import data_of, identity_of, parts_of
 
 from tilewright.nn.sharded import whole
-from tilewright.trainer.build import build_data, build_model, identity
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
@@ -65,7 +65,7 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path, caplog):
     run(path)
     config, t = load(path), load(path).train
     with caplog.at_level(logging.INFO, "tilewright"):
-        data, sets = build_data(config, Mesh(), 97)
+        data, sets = data_of(config, Mesh())
         [held] = sets.values()
     full = 100 * sum(data.bins.lengths) / (32 * len(data.bins))
     assert f"packing: {len(data.bins)} bins, {full:.1f} % full" in caplog.messages
@@ -87,7 +87,7 @@ def test_an_engine_by_hand_gives_the_bits_of_the_loop(tmp_path, caplog):
     evaluate(first, 0)
     for step in range(3):
         take(first, step)
-    belongs = identity(config, shape_of(config), data)
+    belongs = identity_of(config, shape_of(config), data)
     state = {"data": data.state_dict(), "tokens": data.tokens, "run": belongs, "ops": {}}
     folder = first.save(saver, 3, state)
     drawn, again = torch.rand(3), engine_of(config)
@@ -240,7 +240,7 @@ def test_a_step_is_divided_by_the_sum_of_its_weights_however_small(tmp_path):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     processes(2, _weighted_rank, str(tmp_path), store.port)
     eager = Ops(**{f.name: "eager" for f in dataclasses.fields(Ops) if f.name != "numerics"})
-    model = build_model(config, shape_of(config), Mesh(), eager).model.double()
+    model = parts_of(config, shape_of(config), Mesh(), eager).model.double()
     total = 0.0
     for batch in micro_batches()[:3]:
         places = {k: batch[k] for k in ("position_ids", "cu_seqlens")}

@@ -15,6 +15,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 import transformers
+import whole
 from ranks import run_modes
 from safetensors.torch import load_file
 from small import SHAPE, data_set, evaluations, write_rows
@@ -76,7 +77,7 @@ def settings(tmp_path_factory):
 
 
 def scored(path, file, *options):
-    evaluate.evaluate(load(path, list(options)), Mesh(), file, each_token=True)
+    whole.scored(load(path, list(options)), Mesh(), file, each_token=True)
     return file.read_text()
 
 
@@ -289,7 +290,7 @@ def test_weights_that_would_be_drawn_are_not_evaluated(settings):
         settings[1], ["--model.model_path=null", f"--model.config_path={settings[0]}/model"]
     )
     with pytest.raises(ValueError, match="there are no weights to evaluate"):
-        evaluate.filled_engine(config, None, Mesh())
+        evaluate.scorer_of(config, Mesh())
 
 
 @pytest.mark.parametrize(
@@ -456,8 +457,7 @@ def test_adapters_over_other_weights_are_refused(settings, tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
     where, said, settings, tmp_path, capsys, monkeypatch
 ):
-    for name in ("shape_of", "sets", "filled_engine"):  # what begins the evaluation
-        monkeypatch.setattr(evaluate, name, None)
+    monkeypatch.setattr(evaluate, "scorer_of", None)  # what begins the evaluation
     (tmp_path / "file").touch()
     before = sorted(tmp_path.iterdir())
     assert evaluate.main([settings[1], "--scores", str(tmp_path / where)]) == 1

@@ -15,9 +15,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
 from training import EPOCHS, engine_of, rows, run, tensors, three_steps, write_config
+from whole import data_of
 
 from tilewright.trainer import launch, loop, train
-from tilewright.trainer.build import build_data
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.batches import evaluation_batches
 from tilewright.trainer.engine import Engine
@@ -111,7 +111,7 @@ def test_a_run_saves_and_evaluates_at_fractions_of_its_epochs(tmp_path):
 
 def test_epochs_of_a_run_that_goes_on_with_other_steps_are_those_of_the_data(tmp_path):
     """Evaluations at their ends, and numbers per step: two steps of an epoch, then four."""
-    bins = len(build_data(load(write_config(tmp_path, **HELD)), Mesh(), 97)[0].bins)
+    bins = len(data_of(load(write_config(tmp_path, **HELD)), Mesh())[0].bins)
     falling = {"schedule": "linear", "from": 0.5, "to": 0.1, "steps": 9}
     path = write_config(
         tmp_path,
@@ -224,7 +224,7 @@ def bins_of(held, *arguments, **options):
 
 def test_every_rank_evaluates_so_many_of_the_first_batches(tmp_path):
     config = load(write_config(tmp_path, **HELD, data__eval_sample_packing=False))
-    [held] = build_data(config, Mesh(), 97)[1].values()
+    [held] = data_of(config, Mesh())[1].values()
     assert len(held) == 7
     ranks = [bins_of(held, 2, rank, 2, most=1) for rank in (0, 1)]
     assert ranks == [[[0, 1]], [[2, 3]]]
@@ -265,7 +265,7 @@ def test_a_part_of_the_batches_has_the_loss_of_their_tokens(tmp_path):
     path = write_config(tmp_path, **options)
     run(path, "--train.eval_max_batches=3")
     config = load(path)
-    engine, [held] = engine_of(config), build_data(config, Mesh(), 97)[1].values()
+    engine, [held] = engine_of(config), data_of(config, Mesh())[1].values()
     few = [batch for batch, _ in zip(evaluation_batches(held, 1, 0, 1), range(3), strict=False)]
     assert rows(tmp_path)[0]["eval_loss"] == engine.evaluate(few, language_modeling)
 
@@ -326,7 +326,7 @@ def test_each_set_is_reported_and_all_together(reported):
 def test_accuracy_is_the_share_of_most_probable_labels(reported):
     folder, path = reported
     config = load(path)
-    engine, [held] = engine_of(config), build_data(config, Mesh(), 97)[1].values()
+    engine, [held] = engine_of(config), data_of(config, Mesh())[1].values()
     hits = labels = 0
     for batch in evaluation_batches(held, 2, 0, 1):
         given = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")}

@@ -16,8 +16,8 @@ import datasets
 import pyarrow as pa
 from chats import CHATML, MARKED, PLAIN, REASONED, characters, messages, runs
 from preparing import config_of, prepare_of, write_rows
+from whole import data_of, preparing
 
-from tilewright.trainer import build
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import Dataset
 from tilewright.trainer.data import chat, masks
@@ -379,12 +379,12 @@ UNREAD = {
 def test_a_run_names_its_loss_where_it_does_not_read_the_data(kind, tmp_path):
     row, said = UNREAD[kind]
     made = config(tmp_path, (kind, [row]))
-    asked = made.data.datasets, made, Mesh(), 97
+    asked = {"entries": made.data.datasets, "columns": {}, "shuffle": False}
     with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}.*{said}"):
-        build.build_data(made, Mesh(), 97)
+        data_of(made, Mesh())
     with pytest.raises(ValueError, match=rf"train\.loss = {DEFAULT}.*{said}"):
-        build.prepared(*asked, shuffle=False)
-    assert len(build.prepared(*asked, shuffle=False, learns=False))
+        preparing(made, Mesh())(**asked)
+    assert len(preparing(made, Mesh(), loss="")(**asked))
 
 
 def test_a_saved_set_has_no_column_that_the_loss_does_not_read(tmp_path):
@@ -393,7 +393,7 @@ def test_a_saved_set_has_no_column_that_the_loss_does_not_read(tmp_path):
     fields = {"dataset_prepared_path": str(tmp_path / "saved"), "skip_prepare_dataset": True}
     made = config(tmp_path, ("tokenized", []), **fields)
     with pytest.raises(ValueError, match=r"the column `weight`.*weighted_language_modeling would"):
-        build.build_data(made, Mesh(), 97)
+        data_of(made, Mesh())
 
 
 def test_a_column_that_begins_late_in_a_file_is_refused_with_its_line(tmp_path):
@@ -408,7 +408,7 @@ def test_a_column_that_begins_late_in_a_file_is_refused_with_its_line(tmp_path):
         rows[late][name] = [1] * len(IDS)
         made = config(tmp_path, ("tokenized", rows))
         with pytest.raises(ValueError, match=rf"0\.jsonl: line {late + 1}: {said}"):
-            build.build_data(made, Mesh(), 97)
+            data_of(made, Mesh())
 
 
 @pytest.mark.parametrize("late", [0, HEAD + 7])
@@ -416,7 +416,8 @@ def test_a_column_that_select_columns_leaves_out_is_not_refused(late, tmp_path):
     rows = [{"input_ids": IDS} for _ in range(late + 2)]
     rows[late] |= {"advantage": 1.0, "valid_mask": [1] * 5}
     made = config(tmp_path, ("tokenized", rows), select_columns=["input_ids"])
-    assert len(build.prepared(made.data.datasets, made, Mesh(), 97, shuffle=False)) == len(rows)
+    prepared = preparing(made, Mesh())
+    assert len(prepared(made.data.datasets, columns={}, shuffle=False)) == len(rows)
 
 
 # ---- rows that are held out

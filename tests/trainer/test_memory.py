@@ -17,6 +17,7 @@ import torch.distributed as dist
 pytest.importorskip("pydantic")
 pytest.importorskip("transformers")
 
+import whole
 from helpers import as_on_a_gpu
 from ranks import run_modes
 from symmetric_ranks import symmetric_ranks
@@ -140,7 +141,7 @@ def full_config(folder, shape=QWEN3, **options):
 
 def planned(config, size, rank=0):
     """Without what the opposite of recomputation would save."""
-    return memory_plan.plan(config, shape_of(config), size, rank, CPU, otherwise=False)
+    return whole.planned(config, size, rank)
 
 
 @pytest.mark.parametrize("case", PLANNED)
@@ -148,7 +149,7 @@ def test_the_plan_is_what_the_allocator_counts(case, tmp_path):
     """Within 10 %, without having allocated a weight."""
     shape, options = PLANNED[case]
     config = full_config(tmp_path, shape, **options)
-    found = memory_plan.plan(config, shape_of(config), 1, 0, CPU)
+    found = whole.planned(config, 1, otherwise=True)
     ranks = join(config.train)
     try:
         counted = most_allocated(config, ranks)
@@ -185,7 +186,7 @@ def nothing(monkeypatch):
     """Plans that need nothing."""
     sizes = dict.fromkeys(memory_plan.PARTS, 0)
     found = memory_plan.RankPlan(0, sizes, sizes, {}, {})
-    monkeypatch.setattr(memory_plan, "plan", lambda *arguments: found)
+    monkeypatch.setattr(memory_plan.Planner, "plan", lambda *_, otherwise: found)
     return found
 
 
@@ -207,7 +208,8 @@ def test_the_plan_says_whose_it_is_and_that_it_takes_routing_to_be_even(
 ):
     """The latter where experts are spread."""
     options = {"train__expert_parallel_size": size, **FSDP2}
-    lines = list(memory_plan.report(full_config(tmp_path, MOE, **options), size, CPU))
+    config = full_config(tmp_path, MOE, **options)
+    lines = list(memory_plan.Planner(config, size, CPU).report())
     [line] = [s for s in lines if "at the peak" in s]
     assert line.split("  ")[0] == said
     assert lines[1].startswith("for tokens routed evenly: a rank whose") == (size == 2)
@@ -253,7 +255,7 @@ def test_the_plan_of_a_stage_is_what_the_allocator_of_its_rank_counts(case, rank
     """Within 5 %; the plan has all micro-batches in its second step only."""
     config = load(str(pipelines / case / "config.yaml"))
     otherwise = case == "recomputed"  # in which the last layer of a stage saves nothing
-    found = memory_plan.plan(config, shape_of(config), 2, rank, CPU, otherwise)
+    found = whole.planned(config, 2, rank, otherwise)
     counted = int((pipelines / case / f"memory_{rank}").read_text())
     assert found.total == pytest.approx(counted, rel=0.05)
     many = config.train.model_copy(update={"gradient_accumulation_steps": 64})
@@ -274,11 +276,11 @@ def test_a_plan_of_a_pipeline_is_printed_for_each_of_its_ranks(
 ):
     asked = []
 
-    def planned(config, shape, size, rank, device, otherwise):
-        asked.append((size, rank, otherwise))
+    def planned(planner, rank, otherwise):
+        asked.append((planner.size, rank, otherwise))
         return dataclasses.replace(nothing, rank=rank, saved={f"layers.{rank}": 1 << 20})
 
-    monkeypatch.setattr(memory_plan, "plan_apart", planned)
+    monkeypatch.setattr(memory_plan.Planner, "apart", planned)
     for world, options in (("8", []), ("2", [f"--train.{n}={v}" for n, v in TURNS.items()])):
         assert train.main([staged(tmp_path), "--plan", "--world", world, *options]) == 0
     said = capsys.readouterr().out
@@ -301,10 +303,11 @@ def test_a_rank_of_a_pipeline_is_not_started_if_its_own_stage_does_not_fit(tmp_p
     assert first > last
     there = (first + last) // 2
     monkeypatch.setattr(memory_plan, "available", lambda device: (there, "this machine has"))
-    monkeypatch.setattr(memory_plan, "plan_apart", lambda *arguments: plans[arguments[3]])
-    memory_plan.check(config, 2, 1, CPU)
+    monkeypatch.setattr(memory_plan.Planner, "apart", lambda _, rank: plans[rank])
+    planner = memory_plan.Planner(config, 2, CPU)
+    planner.check(1)
     with pytest.raises(ValueError, match=r"^rank 0 needs \d+\.\d\d MiB \(parameters"):
-        memory_plan.check(config, 2, 0, CPU)
+        planner.check(0)
 
 
 SPREAD = {
@@ -415,10 +418,11 @@ def test_what_does_not_fit_is_not_started(tmp_path, monkeypatch, capsys):
     )
     assert not (tmp_path / "out").exists()
     assert not dist.is_initialized()
-    monkeypatch.setattr(memory_plan, "plan_apart", lambda *arguments: found)
-    memory_plan.check(load(path, ["--train.ignore_memory_plan=true"]), 1, 0, CPU)
+    monkeypatch.setattr(memory_plan.Planner, "apart", lambda _, rank: found)
+    ignoring = load(path, ["--train.ignore_memory_plan=true"])
+    memory_plan.Planner(ignoring, 1, CPU).check(0)
     there[0] = found.total
-    memory_plan.check(config, 1, 0, CPU)
+    memory_plan.Planner(config, 1, CPU).check(0)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +469,8 @@ def test_a_step_waits_for_the_device_once(shape, mode, tmp_path, monkeypatch):
     ranks = join(config.train)
     try:
         with Reads().watching() as tracker:
-            parts = unfilled(config, shape_of(config), ranks, Ops.resolve(), CPU)
+            sections = config.model, config.lora, shape_of(config), config.data, config.train
+            parts = unfilled(*sections, ranks, Ops.resolve(), CPU)
             engine = engine_around(parts, config.train, ranks, 1.0)
             batches = [collate(make_bins()[i : i + 4], 8) for i in (0, 4)]
             sums = engine.forward_backward(batches, language_modeling)

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import MOE, QWEN3, fake_group, make_bins, run, tensors, write_config
+from whole import planned
 
 from tilewright.nn.adapt import add_lora
-from tilewright.trainer import memory_plan
-from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
@@ -443,8 +442,7 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(name, tmp_path):
 def test_the_plan_of_memory_counts_its_states(name, tmp_path):
     path = write_config(tmp_path, train__data_parallel_mode="none")
     config = load(path, chosen(name))
-    shape = hf.load_config(config.model.config_path)
-    made = memory_plan.plan(config, shape, 1, 0, torch.device("cpu"), otherwise=False).peak
+    made = planned(config, 1).peak
     engine = distributed_worker.several_steps(config, Mesh(), make_bins(), 2)[0]
     states = [s for state in engine.optimizer.state.values() for s in state.values()]
     held = sum(s.numel() * s.element_size() for s in states if s.dim())

@@ -13,9 +13,10 @@ pytest.importorskip("transformers")
 
 import transformers
 from small import SHAPE, built, data_set, evaluations, layouts, trained, two_ranks, write_run
+from whole import scored
 
 from tilewright.ops.loss import head, policy
-from tilewright.trainer import evaluate, loop
+from tilewright.trainer import loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses import policies
 from tilewright.trainer.losses.policies import COLUMNS
@@ -250,7 +251,7 @@ def test_the_command_scores_at_the_temperature_of_the_policy(settings, sampled):
         ("language", ["--train.loss=language_modeling"], 1.0),
     ):
         config = load(path, [f"--train.output_dir={folder / name}", *sampled, *loss])
-        evaluate.evaluate(config, Mesh(), folder / f"{name}.jsonl", each_token=True)
+        scored(config, Mesh(), folder / f"{name}.jsonl", each_token=True)
         lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
         for line, row in zip(lines, rows, strict=True):
             own = logprobs(model, row, temperature)[torch.tensor(row["labels"][1:]) >= 0]
@@ -258,7 +259,7 @@ def test_the_command_scores_at_the_temperature_of_the_policy(settings, sampled):
     falling = json.dumps({"schedule": "linear", "from": 1, "to": 0.5, "steps": 3})
     options = [*sampled[:-1], f"--train.loss_temperature={falling}"]
     with pytest.raises(ValueError, match=r"^train\.loss_temperature follows the steps of a run"):
-        evaluate.evaluate(load(path, options), Mesh())
+        scored(load(path, options), Mesh())
 
 
 LAYOUTS = layouts(1)

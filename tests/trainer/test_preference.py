@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -33,6 +34,7 @@ from pairs import (
 )
 from preparing import prepare_of
 from small import built, data_set, evaluations, layouts, two_ranks
+from whole import loss_of_run
 
 from tilewright import ops
 from tilewright.nn.lora_experts import LoRAExperts
@@ -464,7 +466,7 @@ def test_ranked_responses_of_files_are_prepared_with_their_scores(settings, tmp_
     second = {"system": "s", "src": ["x"], "tgt": [], "response": [["c"], ["d"]], "sort": [1, 0]}
     data = data_set(tmp_path / "r.jsonl", [first, second], "preference_erniekit")
     config = load(settings[1], [data, "--preference.offset_alpha=1"])
-    loss = build.loss_of_run(config)
+    loss = loss_of_run(config)
     columns = build.columns_of(config.train, loss, hf.shape_of(config.model), share_prefix=False)
     made = prepare_of(config, Words, VOCAB, columns=columns, shuffle=False)
     assert made["reward"] == [5, 2, 1, 0] and made["pair"] == [0, 0, 1, 1]
@@ -746,8 +748,10 @@ def test_ranks_end_with_the_same_words(name, settings, spread):
 def test_a_reference_of_unlike_numerics_is_named(settings, monkeypatch):
     made = build.second_model
 
-    def eager(config, shape, mesh, ops, *rest):
-        return made(config, shape, mesh, dataclasses.replace(ops, attention="eager"), *rest)
+    def eager(*arguments):
+        *rest, model = arguments
+        ops = dataclasses.replace(model.keywords["ops"], attention="eager")
+        return made(*rest, functools.partial(model, ops=ops))
 
     monkeypatch.setattr(build, "second_model", eager)
     said = refused(settings, "eager")

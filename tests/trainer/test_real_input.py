@@ -16,8 +16,8 @@ from distributed_worker import engine_of
 from ranks import ROOT, run_modes
 from safetensors.torch import load_file, save_file
 from training import rows
+from whole import data_of
 
-from tilewright.trainer.build import build_data
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import evaluation_batches
 from tilewright.trainer.losses.language_modeling import language_modeling
@@ -120,7 +120,7 @@ def own_loss(path, folder):
     there = [f"--model.model_path={path}", "--train.data_parallel_mode=none"]
     config, ranks = load(str(CONFIG), [*options(folder), *there]), Mesh()
     engine = engine_of(config, ranks)
-    [held] = build_data(config, ranks, engine.model.config.vocab_size)[1].values()
+    [held] = data_of(config, ranks, engine.model.config.vocab_size)[1].values()
     return engine.evaluate(evaluation_batches(held, 1, 0, 1), language_modeling)
 
 

@@ -370,15 +370,14 @@ def test_documents_that_are_new_are_added(read, settings, tmp_path, monkeypatch)
 def test_the_second_model_is_gone_before_there_is_a_policy(settings, tmp_path, monkeypatch):
     made, real, gone = [], build.build_model, []
 
-    def watched(*arguments):
+    def watched(*arguments, **options):
         gc.collect()
         gone.extend(m() is None for m in made)
-        parts = real(*arguments)
+        parts = real(*arguments, **options)
         made.append(weakref.ref(parts.model))
         return parts
 
     monkeypatch.setattr(build, "build_model", watched)
-    monkeypatch.setattr(build.second_model, "__defaults__", (watched,))
     trained(settings, "freed", *cache(tmp_path, "other"), other(settings), ONE)
     assert gone == [True] and len(made) == 2
     made.clear()

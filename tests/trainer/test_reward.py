@@ -18,8 +18,8 @@ import transformers
 from pairs import SMALL, rows, trained, trls_trainer
 from safetensors.torch import load_file
 from small import built, by_hand, data_set, evaluations, layouts, two_ranks, write_run
+from whole import scored
 
-from tilewright.trainer import evaluate
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import padding_of
 from tilewright.trainer.config import ConfigError, load
@@ -285,9 +285,7 @@ def score(settings, path, *options, name="scores"):
     """The reward of each document, by `evaluate`."""
     folder, config = settings
     file, given = folder / f"{name}.jsonl", f"--model.model_path={path}"
-    evaluate.evaluate(
-        load(config, [given, "--train.loss=language_modeling", *options]), Mesh(), file
-    )
+    scored(load(config, [given, "--train.loss=language_modeling", *options]), Mesh(), file)
     return [json.loads(line)["reward"] for line in file.read_text().splitlines()]
 
 
@@ -448,7 +446,7 @@ def test_what_reads_tokens_is_refused(settings):
     with pytest.raises(ValueError, match=r"which has no score\.weight to give"):
         score(settings, folder / "model", "--train.loss=reward")
     with pytest.raises(ValueError, match="--per-token: a reward model"):
-        evaluate.evaluate(load(path), Mesh(), folder / "no.jsonl", each_token=True)
+        scored(load(path), Mesh(), folder / "no.jsonl", each_token=True)
     plain = "--data.datasets=[{path: dummy}]"
     with pytest.raises(ValueError, match=r"unexpected score\.weight"):
         trained(settings, "no", "--train.loss=language_modeling", plain)

@@ -50,6 +50,7 @@ from training import (
     tensors,
     write_config,
 )
+from whole import data_of, parts_of, planned
 
 from tilewright import nn
 from tilewright import ops as tw
@@ -61,8 +62,7 @@ from tilewright.ops.loss import targets
 from tilewright.ops.moe.moe_lora import MOE_LORA
 from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer import build as build_module
-from tilewright.trainer import loop, memory_plan, train
-from tilewright.trainer.build import build_data, build_model
+from tilewright.trainer import loop, train
 from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf
 from tilewright.trainer.config import load
 from tilewright.trainer.data import batches
@@ -165,7 +165,7 @@ def test_accumulation_gives_the_gradients_of_one_large_batch(shape, tmp_path):
     same(cut, at_once)
     # and the loss is the mean over tokens, not over micro-batches
     config = load(path)
-    model = build_model(config, shape_of(config), Mesh(), Ops.resolve()).model
+    model = parts_of(config, shape_of(config), Mesh(), Ops.resolve()).model
     whole = batches.collate(make_bins(), 8)
     logits = model(
         whole["input_ids"], position_ids=whole["position_ids"], cu_seqlens=whole["cu_seqlens"]
@@ -637,7 +637,7 @@ def test_the_plan_of_two_ranks_is_what_their_allocators_count(runs):
     folder, _ = runs
     config = load(str(folder / "memory/config.yaml"), [FSDP2])
     for rank in range(2):
-        found = memory_plan.plan(config, shape_of(config), 2, rank, torch.device("cpu"))
+        found = planned(config, 2, rank)
         assert found.total == pytest.approx(int((folder / f"memory_{rank}").read_text()), rel=0.1)
 
 
@@ -707,7 +707,7 @@ def test_no_sample_is_skipped_or_repeated_where_a_run_goes_on_otherwise(then, no
     """(ranks, accumulation) of a run of two epochs, before and after each of its steps."""
     options = {**ten_samples(tmp_path), "data__dataloader_drop_last": drop}
     config = load(write_config(tmp_path, **options))
-    bins = build_data(config, Mesh(), 97)[0].bins
+    bins = data_of(config, Mesh())[0].bins
 
     def handed_out(ranks, accumulation):
         changed = load(
@@ -1956,7 +1956,7 @@ def test_noise_is_trained_with_and_not_evaluated_with(tmp_path):
     losses = [[row[1] for row in found[name] if row[1]] for name in ("plain", "some", "more")]
     assert all(len(set(step)) == 3 for step in zip(*losses, strict=True))
     config = load(write_config(tmp_path / "eval", **options))
-    [held] = build_data(config, Mesh(), 97)[1].values()
+    [held] = data_of(config, Mesh())[1].values()
     built = engine_of(config)
     model, few = built.model, list(evaluation_batches(held, 1, 0, 1))
     want = built.evaluate(few, language_modeling)

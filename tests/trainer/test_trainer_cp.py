@@ -24,10 +24,11 @@ from training import (
     tensors,
     write_config,
 )
+from whole import data_of
 
 from tilewright.core.registry import ImplementationUnavailable
 from tilewright.ops.attention.context_parallel import ContextParallel, shard
-from tilewright.trainer.build import build_data, choose_ops
+from tilewright.trainer.build import choose_ops
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import ConfigError, Train, load
 from tilewright.trainer.data import batches as data
@@ -158,7 +159,7 @@ def test_ranks_of_one_sequence_read_the_same_bins_and_have_all_of_a_batch(tmp_pa
     config = load(
         write_config(tmp_path), ["--data.dataloader_num_workers=1", "--data.pad_to_multiple_of=6"]
     )
-    held, _ = build_data(config, Mesh(), 97)
+    held, _ = data_of(config, Mesh())
 
     def batch(**options):
         read = data.Batches(held.bins, config.data, config.train, rank=1, world_size=3, **options)

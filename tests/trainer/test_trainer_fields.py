@@ -33,6 +33,7 @@ from field_effects import (
     settings_of,
 )
 from torch.distributed.pipelining import PipelineStage
+from whole import data_of, identity_of
 
 from tilewright.trainer import build, train
 from tilewright.trainer.checkpoint import hf
@@ -216,7 +217,7 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
     """
     config, free = load_settings(world, {}), {}
     shape = hf.load_config(config.model.config_path)
-    data = build.build_data(config, Mesh(), shape.vocab_size)[0]
+    data = data_of(config, Mesh(), shape.vocab_size)[0]
     paths = {r.path for r in ROWS if r.differs == "plan" or r.path in NOT_RESUMED} | HELD.keys()
     for path in paths:
         section, *_, name = path.split(".")
@@ -227,7 +228,7 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
             part = getattr(config, section).model_copy(update={name: "other"})
             free[path] = resume_of(path)
         changed = config.model_copy(update={section: part})
-        assert build.identity(changed, shape, data) == build.identity(config, shape, data), path
+        assert identity_of(changed, shape, data) == identity_of(config, shape, data), path
     # A revision of the weights is known by their checksums, a teacher's entries by the bins that
     # they make; options are those of an optimizer that reads some, which none of these does.
     names = "model.revision", "train.optimizer_args", "distillation.top_k"

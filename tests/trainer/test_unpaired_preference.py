@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 import transformers
 from pairs import SMALL, VOCAB, Given, Words, trained, trls_trainer
 from small import built, by_hand, data_set, evaluations, layouts, two_ranks, write_run
+from whole import planned
 
 from tilewright.ops.loss.preference import Answers
-from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import load
 from tilewright.trainer.data.batches import keyed, mismatch
@@ -28,7 +28,6 @@ from tilewright.trainer.losses.before import Compared
 from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.losses.preference.row import PREFERENCES
 from tilewright.trainer.losses.preference_fields import Preference
-from tilewright.trainer.memory_plan import plan
 
 pytestmark = pytest.mark.packages
 
@@ -483,8 +482,7 @@ def test_pairs_and_answers_are_not_taken_for_each_other(settings, tmp_path):
 
 def test_a_plan_of_memory_takes_no_less_than_without_mismatched_answers(settings):
     config = load(settings[1], ["--data.sample_packing_sequence_len=256"])
-    shape, device = hf.shape_of(config.model), torch.device("cpu")
-    found = plan(config, shape, 1, 0, device, otherwise=False)
+    found = planned(config, 1)
     pairs = load(settings[1], ["--preference.loss=apo_zero", *NEUTRAL])
     pairs = pairs.model_copy(update={"data": config.data})
-    assert found.total >= plan(pairs, shape, 1, 0, device, otherwise=False).total
+    assert found.total >= planned(pairs, 1).total

@@ -18,9 +18,9 @@ from tilewright.nn.weights import base_weights
 from tilewright.trainer import precomputed as precompute
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.checkpoint.hf_head import drawn, padding_of, untied, with_head
-from tilewright.trainer.checkpoint.made_of import Thing
+from tilewright.trainer.checkpoint.made_of import MadeOf, Thing
 from tilewright.trainer.columns import TOKENS
-from tilewright.trainer.config import Config, Data, Dataset, Lora, Model, Train
+from tilewright.trainer.config import Config, Data, Lora, Model, Train
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import PREFIX, Batches, Bins
 from tilewright.trainer.data.cache_key import tokenized_by
@@ -51,10 +51,11 @@ from tilewright.trainer.optim.optim import build_optimizer
 from tilewright.trainer.optim.per_step import at_step
 from tilewright.trainer.optim.row import OPTIMIZERS
 from tilewright.trainer.parallel.apply import apply_layouts
-from tilewright.trainer.parallel.fields import Compute
+from tilewright.trainer.parallel.fields import Compute, Width
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.plugins import adapters, dropout
+from tilewright.trainer.plugins.run import Built
 from tilewright.trainer.reference import Reference
 from tilewright.trainer.section import Resume, Section, kept
 
@@ -86,7 +87,7 @@ def choose_ops(
             "model.activation_native = True: every layer of the model has experts, whose "
             "activation is fused into their products"
         )
-    check_experts(model, "model", layers, "moe_implementation", "router_fp32")
+    check_experts(model, "model", shape, "moe_implementation", "router_fp32")
     numerics = Numerics(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Numerics)})
     return Ops.resolve(
         name,
@@ -100,12 +101,10 @@ def choose_ops(
     )
 
 
-def check_experts(of: Section, section: str, layers: list[bool], *names: str) -> None:
-    """Raises ValueError for a field that experts alone read, of a model without.
-
-    layers: whether each has experts.
-    """
-    for name in names if not any(layers) else ():
+def check_experts(of: Section, section: str, shape: ModelConfig, *names: str) -> None:
+    """Raises ValueError for a field that experts alone read, of a model without."""
+    experts = any(map(shape.is_moe, range(shape.num_hidden_layers)))
+    for name in () if experts else names:
         if (value := getattr(of, name)) != type(of).model_fields[name].default:
             raise ValueError(f"{section}.{name} = {value}: the model has no experts")
 
@@ -117,26 +116,38 @@ def shape_of_run(model: Model, head: str, mesh: Mesh | None = None) -> ModelConf
     """
     shape, padding = hf.shape_of(model), None
     if head == "reward" and shape.pad_token_id is None:
-        assert model.config_path is not None and model.tokenizer_path is not None
-        ends = ends_of_tokenizer(model.tokenizer_path, model.revision)
+        assert model.config_path is not None
+        try:
+            tokenizer = tokenizer_of(model)
+            ends = tokenizer.pad_token_id, tokenizer.eos_token_id
+        except FileNotFoundError:
+            ends = None, None
         padding = padding_of(hf.local_folder(model.config_path, model.revision), ends)
     return as_stored(model, with_head(shape, head, padding), mesh)
 
 
-def as_stored(model: Model, shape: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """The shape, without a tie that the weights in the model's folder do not have."""
-    path, control = model.model_path, (mesh or Mesh()).control
-    if path is None or not shape.tied:
-        return shape
-    other = problem = None
-    if mesh is None or mesh.main:
+def of_main(mesh: Mesh, made: Callable[[], Any]) -> Any:
+    """What a function returns on rank 0. Its OSError or ValueError is raised on every rank."""
+    value = problem = None
+    if mesh.main:
         try:
-            folder = hf.local_folder(path, model.revision)
-            other = untied(folder, shape, model.foundation or {})
+            value = made()
         except (OSError, ValueError) as error:
             problem = error
-    control.agree(problem)
-    if not control.broadcast(other):
+    mesh.control.agree(problem)
+    return mesh.control.broadcast(value)
+
+
+def as_stored(model: Model, shape: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The shape, without a tie that the weights in the model's folder do not have."""
+    path = model.model_path
+    if path is None or not shape.tied:
+        return shape
+
+    def other() -> bool:
+        return untied(hf.local_folder(path, model.revision), shape, model.foundation or {})
+
+    if not of_main(mesh or Mesh(), other):
         return shape
     if mesh is not None and mesh.main:
         log.warning(
@@ -147,29 +158,22 @@ def as_stored(model: Model, shape: ModelConfig, mesh: Mesh | None) -> ModelConfi
     return dataclasses.replace(shape, tie_word_embeddings=False)
 
 
-def ends_of_tokenizer(path: str, revision: str | None) -> tuple[int | None, int | None]:
-    """The padding token and the end token of a tokenizer, if there is one."""
-    try:
-        tokenizer = load_tokenizer(path, revision)
-    except FileNotFoundError:
-        return None, None
-    return tokenizer.pad_token_id, tokenizer.eos_token_id
-
-
-def build_model(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
+def build_model(
+    model: Model, lora: Lora, shape: ModelConfig, data: Width, train: Train, mesh: Mesh, ops: Ops
+) -> Parts:
     """The model with its weights and adapters, sharded over the mesh."""
-    m, t = config.model, config.train
-    parts = unfilled(config, shape, mesh, ops, t.init_device)
-    if m.model_path is None:
-        init_weights(parts.model, t.seed)
+    parts = unfilled(model, lora, shape, data, train, mesh, ops, train.init_device)
+    if model.model_path is None:
+        init_weights(parts.model, train.seed)
     else:
-        folder = hf.local_folder(m.model_path, m.revision)
+        folder = hf.local_folder(model.model_path, model.revision)
         missing, std = drawn(folder, shape)
-        hf.load_weights(parts, folder, mode=t.load_weights_mode, without=missing)
-        init_weights(parts.model, t.seed, std, missing)
-        mesh.control.agree(_not_finite(parts.model, m.model_path))
-    adapters.reset(parts, adapters.generator(t.seed, 0))
-    return apply_layouts(parts, dict(config), mesh, filled=True)
+        hf.load_weights(parts, folder, mode=train.load_weights_mode, without=missing)
+        init_weights(parts.model, train.seed, std, missing)
+        mesh.control.agree(_not_finite(parts.model, model.model_path))
+    adapters.reset(parts, adapters.generator(train.seed, 0))
+    sections = {"model": model, "lora": lora, "data": data, "train": train}
+    return apply_layouts(parts, sections, mesh, filled=True)
 
 
 @torch.no_grad()
@@ -187,31 +191,33 @@ def _not_finite(model: torch.nn.Module, path: str) -> ValueError | None:
 
 
 def unfilled(
-    config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops, init_device: str | torch.device
+    model: Model,
+    lora: Lora,
+    shape: ModelConfig,
+    data: Width,
+    train: Train,
+    mesh: Mesh,
+    ops: Ops,
+    init_device: str | torch.device,
 ) -> Parts:
     """The model, sharded over the mesh, with memory for its weights and without their values."""
-    t = config.train
     # A quantized model is never in full precision: its layers are filled one at a time.
-    meta = t.data_parallel_mode == "fsdp2" or config.lora.enable_qlora
+    meta = train.data_parallel_mode == "fsdp2" or lora.enable_qlora
     with torch.device("meta" if meta else init_device):
-        model = Transformer(shape, ops, config.model.merge_qkv)
-    if t.freeze_router:
-        freeze_router(model)
-    if config.lora.enable_lora:
-        adapters.add(model, config.lora, config.model)
+        made = Transformer(shape, ops, model.merge_qkv)
+    if train.freeze_router:
+        freeze_router(made)
+    if lora.enable_lora:
+        adapters.add(made, lora, model)
     if not meta and torch.device(init_device).type != mesh.device.type:
-        model.to(mesh.device)
-    parts = apply_layouts(Parts(model), dict(config), mesh, filled=False)
+        made.to(mesh.device)
+    sections = {"model": model, "lora": lora, "data": data, "train": train}
+    parts = apply_layouts(Parts(made), sections, mesh, filled=False)
     if meta:
         for root in parts.roots:
             root.to_empty(device=mesh.device)
-        model.tie()
+        made.tie()
     return parts
-
-
-def build_engine(config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Engine:
-    parts = build_model(config, shape, mesh, ops)
-    return engine_around(parts, config.train, mesh, config.lora.lora_plus_scale)
 
 
 def computing(parts: Parts, train: Compute, mesh: Mesh) -> Parts:
@@ -248,94 +254,67 @@ def tokenizer_of(model: Model) -> Any:
     return load_tokenizer(model.tokenizer_path, model.revision)
 
 
-def prepared(
-    entries: list[Dataset],
-    config: Config,
-    mesh: Mesh,
-    vocab: int,
-    columns: Columns | None = None,
-    *,
-    shuffle: bool,
-    learns: bool = True,
-) -> Any:
-    """See `prepare`. Rank 0 prepares.   learns: a run learns from them, or evaluates its loss on
-    them; else they are scored, and not pushed to data.push_dataset_to_hub.
+Prepared = Callable[..., Any]
+
+
+def preparing(
+    data: Data, model: Model, prompts: Prompts, seed: int, vocab: int, mesh: Mesh
+) -> Prepared:
+    """`prepare` of entries, columns, and whether to shuffle. Rank 0 prepares. What is scored alone,
+    for no loss, is not pushed to data.push_dataset_to_hub.
     """
-    model, data, preference = config.model, config.data, config.preference
-    if not learns:
+    if not prompts.loss:
         data = data.model_copy(update={"push_dataset_to_hub": None})
-    return prepare(
-        entries,
-        data,
-        model,
-        config.train.seed,
-        functools.partial(tokenizer_of, model),
-        vocab,
-        shuffle=shuffle,
-        columns=columns,
-        prompts=Prompts(
-            preference.max_prompt_len,
-            preference.truncation_mode,
-            config.train.loss if learns else "",
-        ),
+    return functools.partial(
+        prepare,
+        data=data,
+        model=model,
+        seed=seed,
+        tokenizer=functools.partial(tokenizer_of, model),
+        vocab=vocab,
+        prompts=prompts,
         agreed=Agreed(mesh.main, mesh.control.broadcast),
     )
 
 
 def build_data(
-    config: Config, mesh: Mesh, vocab: int, columns: Columns | None = None
+    data: Data, train: Train, loss: Loss, mesh: Mesh, columns: Columns, prepared: Prepared
 ) -> tuple[Batches, dict[str, Bins]]:
     """Training batches, and the bins of each data set to evaluate on during training, by its name.
 
-    columns: further ones that batches have.
+    columns: further ones that batches have.   prepared: see `preparing`.
     """
-    d, t, loss = config.data, config.train, loss_of_run(config)
-    if t.loss == "distillation":
-        temperature = config.distillation.temperature
-        mesh.control.agree(wrong_teacher(d, temperature) if mesh.main else None)
-    whole = prepared(d.datasets, config, mesh, vocab, columns, shuffle=True)
-    training, held = split_validation(whole, d.val_set_size, t.seed, columns)
-    columns = columns or {}
+    whole = prepared(data.datasets, columns=columns, shuffle=True)
+    training, held = split_validation(whole, data.val_set_size, train.seed, columns)
     check_samples(training, "the data sets to train on", loss, columns)
     options = {"mismatched": loss.mismatched, "numbered": "origin" in columns}
-    bins = Bins(training, d, columns=columns, **options)
+    bins = Bins(training, data, columns=columns, **options)
     if mesh.main:
         log.info("packing: %d bins, %.1f %% full", len(bins), 100 * bins.full)
     batches = Batches(
         bins,
-        d,
-        t,
+        data,
+        train,
         rank=mesh.batch_rank,
         world_size=mesh.layout.data,
         pin=mesh.device.type == "cuda",
         cp=mesh.context,
         tp=mesh.layout.tp,
-        ends=t.drops,
+        ends=train.drops,
     )
-    sets = {} if held is None else {"held_out": held_bins("held_out", held, d, loss, columns)}
-    if not t.do_test:
-        sets |= test_sets(config, mesh, vocab, columns)
+    sets = {} if held is None else {"held_out": held_bins("held_out", held, data, loss, columns)}
+    if not train.do_test:
+        sets |= test_sets(data, loss, columns, prepared)
     return batches, sets
 
 
-def wrong_teacher(data: Data, temperature: float) -> Exception | None:
-    """An error if a student's rows are at another temperature than its own."""
-    if is_saved(data):
-        return None
-    try:
-        check_temperature((*data.datasets, *data.test_datasets), temperature)
-    except (OSError, ValueError) as error:
-        return error
-    return None
-
-
-def test_sets(config: Config, mesh: Mesh, vocab: int, columns: Columns) -> dict[str, Bins]:
+def test_sets(data: Data, loss: Loss, columns: Columns, prepared: Prepared) -> dict[str, Bins]:
     """The bins of each of data.test_datasets, by its name."""
-    entries, loss, found = config.data.test_datasets, loss_of_run(config), {}
-    for name, entry in zip(titles(entries), entries, strict=True):
-        dataset = prepared([entry], config, mesh, vocab, columns, shuffle=False)
-        found[name] = held_bins(name, dataset, config.data, loss, columns)
-    return found
+    sets = {}
+    for name, entry in zip(titles(data.test_datasets), data.test_datasets, strict=True):
+        dataset = prepared([entry], columns=columns, shuffle=False)
+        sets[name] = held_bins(name, dataset, data, loss, columns)
+    return sets
 
 
 def check_samples(dataset: Any, what: str, loss: Loss, columns: Columns) -> None:
@@ -355,97 +334,87 @@ def held_bins(
     return Bins(dataset, data, packed=packed, columns=columns, **options)
 
 
-def loss_of_run(config: Config) -> Loss:
-    """What a run minimizes."""
-    return loss_of(config.train.loss, dict(config), config.train.loss_args)
-
-
-def same_place(path: str, other: str | None) -> bool:
-    return other is not None and pathlib.Path(path).resolve() == pathlib.Path(other).resolve()
-
-
-Made = Callable[[Config, ModelConfig, Mesh, Ops], Parts]
-
-
 def begins_as_policy(model: Model, preference: Preference) -> bool:
     """Whether the reference's weights are those that the policy begins with."""
-    path = preference.reference_path
-    return path is None or same_place(path, model.model_path)
+    path, own = preference.reference_path, model.model_path
+    if path is None or own is None:
+        return path is None
+    return pathlib.Path(path).resolve() == pathlib.Path(own).resolve()
 
 
 def second_model(
-    config: Config, shape: ModelConfig, mesh: Mesh, ops: Ops, made: Made = build_model
+    model: Model,
+    preference: Preference,
+    train: Compute,
+    shape: ModelConfig,
+    mesh: Mesh,
+    made: Callable[[Model, Lora, ModelConfig], Parts],
 ) -> Parts:
-    """A reference model, whole whatever the policy trains."""
-    m, path, other = config.model, config.preference.reference_path, shape
-    if not begins_as_policy(m, config.preference):
-        m = m.model_copy(update={"model_path": path, "config_path": path})
-        other = as_stored(m, with_head(hf.shape_of(m), shape.head, None), mesh)
+    """A reference model, whole whatever the policy trains.   shape: the policy's."""
+    path, other = preference.reference_path, shape
+    if not begins_as_policy(model, preference):
+        model = model.model_copy(update={"model_path": path, "config_path": path})
+        other = as_stored(model, with_head(hf.shape_of(model), shape.head, None), mesh)
     if other.vocab_size != shape.vocab_size:
         raise ValueError(
             f"preference.reference_path = {path}: it has a vocabulary of {other.vocab_size}, the "
             f"model one of {shape.vocab_size}"
         )
-    if config.preference.reference_update_steps is not None and other != shape:
+    if preference.reference_update_steps is not None and other != shape:
         raise ValueError(
             f"preference.reference_path = {path}: with preference.reference_update_steps it must "
             "have the model's shape"
         )
-    plain = config.model_copy(update={"model": m, "lora": Lora()})
-    return computing(made(plain, other, mesh, ops), config.train, mesh)
+    return computing(made(model, Lora(), other), train, mesh)
 
 
 def described(model: Model, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
     """A model whose weights stay in their files, which say its origin."""
     with torch.device("meta"):
         parts = Parts(Transformer(shape, ops, model.merge_qkv))
-    found = problem = None
-    if mesh.main:
-        try:
-            assert model.model_path is not None  # of a reference that is no policy
-            found = hf.origin(parts.whole, hf.local_folder(model.model_path, model.revision))
-        except (OSError, ValueError) as error:
-            problem = error
-    mesh.control.agree(problem)
-    parts.origin = mesh.control.broadcast(found)
+
+    def origin() -> str | None:
+        assert model.model_path is not None  # of a reference that is no policy
+        return hf.origin(parts.whole, hf.local_folder(model.model_path, model.revision))
+
+    parts.origin = of_main(mesh, origin)
     return parts
 
 
 def reference(
-    config: Config,
-    shape: ModelConfig,
-    mesh: Mesh,
-    ops: Ops,
-    policy: Parts,
-    made: Made = build_model,
+    kind: str, model: Model, preference: Preference, policy: Parts, second: Callable[[], Parts]
 ) -> Reference | None:
-    """What a run's loss compares with, unless it is read.   made: makes a second model."""
-    match kind_of_reference(config):
+    """What a run's loss compares with, unless it is read.   kind: see `kind_of_reference`.
+    second: makes a second model.
+    """
+    match kind:
         case "adapters_off":
-            found = Reference()
+            made = Reference()
         case "model":
-            parts = second_model(config, shape, mesh, ops, made)
-            found = Reference(parts, begins_as_policy(config.model, config.preference))
+            made = Reference(second(), begins_as_policy(model, preference))
         case _:
             return None
-    if config.preference.reference_update_steps is not None:
-        found.begin(policy)
-    return found
+    if preference.reference_update_steps is not None:
+        made.begin(policy)
+    return made
 
 
 def precomputed(
-    config: Config,
+    model: Model,
+    lora: Lora,
+    data: Data,
+    train: Train,
+    preference: Preference,
     mesh: Mesh,
     ops: Ops,
-    parts: Parts,
     sets: list[Bins],
+    parts: Parts,
     filled: Callable[[], Parts] | None = None,
 ) -> precompute.Precomputed:
     """What a run compares with, computed by a model's parts, in its precision, where it is not
     there yet.   filled: makes them, where `parts` only describe the model.
     """
-    t, lora, dtype = config.train, config.lora, compute_dtype(config.train)
-    own = begins_as_policy(config.model, config.preference)
+    dtype, own = compute_dtype(train), begins_as_policy(model, preference)
     format = lora.quant_format, lora.quant_group_size, lora.exclude_modules
     fingerprint = {
         "weights": parts.origin,
@@ -453,28 +422,25 @@ def precomputed(
         "numerics": dataclasses.asdict(ops.numerics),
         "ops": ops.names() | adapters.operations(parts.whole, mesh.device, dtype),
         "dtype": str(dtype),
-        "cast_by": "fsdp2" if t.data_parallel_mode == "fsdp2" else "autocast",
-        "merge_qkv": config.model.merge_qkv,
+        "cast_by": "fsdp2" if train.data_parallel_mode == "fsdp2" else "autocast",
+        "merge_qkv": model.merge_qkv,
         "quantized": format if lora.enable_qlora and own else None,
     }
-    root, given = config.data.dataset_prepared_path, config.preference.reference_cache
-    folder = precompute.folder_of(root, given, fingerprint)
-    tokenizer = ""
-    if mesh.main:
-        tokenizer = tokenized_by(config.data.datasets, config.model, root)
-    tokenizer = mesh.control.broadcast(tokenizer)
+    root = data.dataset_prepared_path
+    folder = precompute.folder_of(root, preference.reference_cache, fingerprint)
+    tokenizer = of_main(mesh, lambda: tokenized_by(data.datasets, model, root))
     with torch.random.fork_rng([mesh.device] if mesh.device.type == "cuda" else []):
-        found = precompute.computed(
+        logprobs = precompute.computed(
             filled or (lambda: parts),
             mesh,
             sets,
             folder,
             fingerprint,
-            t.micro_batch_size,
+            train.micro_batch_size,
             tokenizer,
         )
     bound = 0.0 if ops.numerics.batch_invariant else precompute.BOUNDS[dtype]
-    return precompute.Precomputed(found, mesh, own, bound)
+    return precompute.Precomputed(logprobs, mesh, own, bound)
 
 
 def columns_of(
@@ -483,8 +449,8 @@ def columns_of(
     """The columns that a run reads beside tokens and labels.   referenced: with a
     reference.
     """
-    named = {c: f"train.loss = {train.loss}" for c in loss.columns if c not in TOKENS}
-    asked = {**named, **loss.asked}
+    asked = {c: f"train.loss = {train.loss}" for c in loss.columns if c not in TOKENS}
+    asked |= loss.asked
     if share_prefix:
         asked[PREFIX] = "preference.share_prefix = True"
     if referenced:
@@ -507,26 +473,32 @@ def model_identity(model: Model, lora: Lora, shape: ModelConfig) -> dict[str, An
 
 
 def identity(
-    config: Config, shape: ModelConfig, batches: Batches, origin: str | None = None
+    model: Model,
+    lora: Lora,
+    data: Data,
+    train: Train,
+    shape: ModelConfig,
+    batches: Batches,
+    origin: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """A checkpoint's compatibility keys, by kind: its position counts bins of these data, its
     moments are of these parameter groups, its adapters of these weights.
 
     origin: `Parts.origin`; None for weights that were drawn.
     """
-    version = OPTIMIZERS[config.train.optimizer].version
+    version = OPTIMIZERS[train.optimizer].version
     return {
-        "model": model_identity(config.model, config.lora, shape),
+        "model": model_identity(model, lora, shape),
         "optimizer": {
-            **kept(config.train, Resume.OTHER_STATES, unread=False),
-            **kept(config.lora, Resume.OTHER_STATES, unread=False),
+            **kept(train, Resume.OTHER_STATES, unread=False),
+            **kept(lora, Resume.OTHER_STATES, unread=False),
             **({"states": version} if version > 1 else {}),
         },
         "data": {
             **batches.bins.identity(),
             "packing": packing.fingerprint(batches.bins.bins),
-            **kept(config.train, Resume.OTHER_ORDER),
-            **kept(config.data, Resume.OTHER_ORDER),
+            **kept(train, Resume.OTHER_ORDER),
+            **kept(data, Resume.OTHER_ORDER),
         },
         "base": {"weights": origin},
     }
@@ -539,12 +511,11 @@ def things_read(data: Data, model: Model, mesh: Mesh, bins: Bins, exported: bool
     """What a run reads beside weights (`MadeOf`), as rank 0 sees it. The tokenizer is there where
     samples are made with it, or it is exported.
     """
-    found: Things = {}
-    if mesh.main:
-        found |= of_samples(data, bins)
-        if exported or tokenizes(data):
-            found |= of_tokenizer(model)
-    return {n: Thing(*thing) for n, thing in mesh.control.broadcast(found).items()}
+
+    def read() -> dict[str, Any]:
+        return of_samples(data, bins) | (of_tokenizer(model) if exported or tokenizes(data) else {})
+
+    return {n: Thing(*thing) for n, thing in of_main(mesh, read).items()}
 
 
 def weights_read(
@@ -567,35 +538,6 @@ def weights_read(
     return {**found, "reference": Thing(known, [other or path or "weights drawn by train.seed"])}
 
 
-def free(mesh: Mesh) -> None:
-    """Frees what nothing holds any longer."""
-    gc.collect()
-    if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-@dataclasses.dataclass
-class Built:
-    """What a run is made of.
-
-    held: the data sets that it is evaluated on, by name.   last: once, after the last step.
-    identity: see `identity`.
-    made_of: what it reads (`MadeOf`).
-    ops: the implementation of each op.
-    export_as: the arguments of `Engine.export`.
-    """
-
-    shape: ModelConfig
-    engine: Engine
-    batches: Batches
-    held: dict[str, Bins]
-    last: dict[str, Bins]
-    identity: dict[str, dict[str, Any]]
-    made_of: Things
-    ops: dict[str, str]
-    export_as: dict[str, Any]
-
-
 def build(
     config: Config, mesh: Mesh, agreed: Callable[[Things], None] = lambda things: None
 ) -> Built:
@@ -603,49 +545,57 @@ def build(
 
     agreed: refuses what a run is made of, on every rank, before a pass over all data.
     """
-    t, loss, prefixes = config.train, loss_of_run(config), config.preference.share_prefix
-    shape = shape_of_run(config.model, loss.head, mesh)
+    m, lora, d, t, p = config.model, config.lora, config.data, config.train, config.preference
+    loss, kind = loss_of(t.loss, dict(config), t.loss_args), kind_of_reference(config)
+    shape = shape_of_run(m, loss.head, mesh)
     # Checked now, not after the last step: a missing tokenizer or an unsupported dtype.
-    export_as = exported(config.model, t.save_hf_weights, config.lora.save_lora_only)
+    export_as = exported(m, t.save_hf_weights, lora.save_lora_only)
     dropped = t.attention_dropout > 0
-    ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
-    layers = [shape.is_moe(layer) for layer in range(shape.num_hidden_layers)]
-    check_experts(t, "train", layers, "moe_checkpoint_method")
-    referenced = kind_of_reference(config) != "none"
-    columns = columns_of(t, loss, shape, prefixes, referenced)
-    batches, held = build_data(config, mesh, shape.vocab_size, columns)
-    last = test_sets(config, mesh, shape.vocab_size, columns) if t.do_test else {}
+    ops = choose_ops(m, shape, mesh, compute_dtype(t), dropped, p.share_prefix)
+    check_experts(t, "train", shape, "moe_checkpoint_method")
+    columns = columns_of(t, loss, shape, p.share_prefix, kind != "none")
+    if t.loss == "distillation":
+        entries, temperature = (*d.datasets, *d.test_datasets), config.distillation.temperature
+        of_main(mesh, lambda: is_saved(d) or check_temperature(entries, temperature))
+    prompts = Prompts(p.max_prompt_len, p.truncation_mode, t.loss)
+    made = preparing(d, m, prompts, t.seed, shape.vocab_size, mesh)
+    batches, held = build_data(d, t, loss, mesh, columns, made)
+    last = test_sets(d, loss, columns, made) if t.do_test else {}
     dropout.check(t, t, shape, batches.per_step)
-    read = kind_of_reference(config) == "precomputed"
-    sets, compared = [batches.bins, *held.values(), *last.values()], None
-    d, m, known = config.data, config.model, None
     things = things_read(d, m, mesh, batches.bins, t.save_hf_weights)
-    compares = kind_of_reference(config) not in ("none", "column")
     weights = functools.partial(
-        weights_read, m.model_path, config.preference.reference_path, compares
+        weights_read, m.model_path, p.reference_path, kind not in ("none", "column")
     )
-    if read and not begins_as_policy(config.model, config.preference):
+    model = functools.partial(build_model, data=d, train=t, mesh=mesh, ops=ops)
+    second = functools.partial(second_model, m, p, t, shape, mesh)
+    sets, read = [batches.bins, *held.values(), *last.values()], kind == "precomputed"
+    computed = functools.partial(precomputed, m, lora, d, t, p, mesh, ops, sets)
+    compared = known = None
+    if read and not begins_as_policy(m, p):
         # A model for what is not there yet alone, before there is a policy, and gone before it: two
         # are never in memory.
-        second = functools.partial(second_model, config, shape, mesh, ops)
-        known = second(lambda plain, other, *_: described(plain.model, other, mesh, ops))
+        known = second(lambda its, _, shape: described(its, shape, mesh, ops))
         agreed(things | weights(known, known))
-        compared = precomputed(config, mesh, ops, known, sets, second)
-        free(mesh)
-    engine = build_engine(config, shape, mesh, ops)
+        compared = computed(known, functools.partial(second, model))
+        gc.collect()
+        if mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+    engine = engine_around(model(m, lora, shape), t, mesh, lora.lora_plus_scale)
     if read and compared is None:
         agreed(things | weights(engine.parts, None))
-        compared = precomputed(config, mesh, ops, engine.parts, sets)
-    engine.reference = compared or reference(config, shape, mesh, ops, engine.parts)
-    parts = known or getattr(engine.reference, "parts", None)
+        compared = computed(engine.parts)
+    other = reference(kind, m, p, engine.parts, functools.partial(second, model))
+    engine.reference = compared or other
+    parts = known or (other.parts if other is not None else None)
     return Built(
         shape,
+        loss,
         engine,
         batches,
         held,
         last,
-        identity(config, shape, batches, engine.parts.origin),
-        things | weights(engine.parts, parts),
+        identity(m, lora, d, t, shape, batches, engine.parts.origin),
+        MadeOf(things | weights(engine.parts, parts)),
         names_of_ops(ops, engine, t),
         export_as,
     )

@@ -20,8 +20,8 @@ import logging
 import math
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,18 +29,22 @@ from tilewright.core import platform
 from tilewright.core.files import check_writable, write_text
 from tilewright.trainer import build, launch
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.checkpoint.fields import Checkpointing
 from tilewright.trainer.checkpoint.hf_head import drawn
 from tilewright.trainer.checkpoint.run_folder import earlier
-from tilewright.trainer.config import Config, Model, from_command_line
+from tilewright.trainer.config import Config, Data, Lora, Model, Train, from_command_line
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.columns.column import COLUMNS
+from tilewright.trainer.data.encode import Columns
 from tilewright.trainer.data.prepared import split_validation
 from tilewright.trainer.data.sources import titles
+from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.engine import Engine, reproducible
-from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.losses.preference_fields import kind_of_reference
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.optim.per_step import PerStep
+from tilewright.trainer.parallel.fields import Width
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.scoring import Rewarded, Score, batches_of, rewards, scores
 
@@ -112,16 +116,54 @@ class Rewards:
         return f"{name}: documents={self.documents} reward={self.reward / self.documents:.6g}"
 
 
-def sets(config: Config, mesh: Mesh, shape: ModelConfig, *, whole: bool = False) -> Iterator[Set]:
+class Scorer(NamedTuple):
+    """What scores documents, and which.
+
+    size: bins of a micro-batch.   sets: which it prepares one by one.   engine: makes one with the
+    weights.
+    """
+
+    shape: ModelConfig
+    loss: Loss
+    size: int
+    sets: Iterator[Set]
+    engine: Callable[[], Engine]
+
+
+def scorer_of(config: Config, mesh: Mesh, *, whole: bool = False) -> Scorer:
+    """What a configuration scores. Every rank must call it. Raises as `check_weights`.
+
+    whole: see `sets`.
+    """
+    m, d, t, p = config.model, config.data, config.train, config.preference
+    check_weights(m, t)
+    loss = loss_of(t.loss, dict(config), t.loss_args)
+    # The head that the loss reads, or that the model's folder has.
+    head = hf.shape_of(m).head if loss.head == "language_model" else loss.head
+    shape = build.shape_of_run(m, head, mesh)
+    referenced = kind_of_reference(config) != "none"
+    columns = build.columns_of(t, loss, shape, p.share_prefix, referenced)
+    prompts = Prompts(p.max_prompt_len, p.truncation_mode)
+    prepared = build.preparing(d, m, prompts, t.seed, shape.vocab_size, mesh)
+    return Scorer(
+        shape,
+        loss,
+        t.eval_micro_batch_size or t.micro_batch_size,
+        sets(d, t, loss, columns, prepared, whole),
+        functools.partial(filled_engine, m, config.lora, shape, d, t, mesh),
+    )
+
+
+def sets(
+    data: Data, train: Train, loss: Loss, columns: Columns, prepared: build.Prepared, whole: bool
+) -> Iterator[Set]:
     """What a run evaluates and tests on, or without anything each of data.datasets.
 
-    whole: every document of data.test_datasets, or of data.datasets without them.
+    columns: of a run.   prepared: see `build.preparing`.   whole: every document of
+    data.test_datasets, or of data.datasets without them.
     """
-    data, t, loss = config.data, config.train, build.loss_of_run(config)
-    prefixes, referenced = config.preference.share_prefix, kind_of_reference(config) != "none"
-    trained = build.columns_of(t, loss, shape, prefixes, referenced)
     # What scores depend on beside tokens and labels.
-    routed = {name: c for name, c in trained.items() if name == "routed_experts"}
+    routed = {name: c for name, c in columns.items() if name == "routed_experts"}
     # A folder that was prepared for training has no names of rows.
     named = {} if data.skip_prepare_dataset else {"id": COLUMNS["id"]}
 
@@ -132,111 +174,101 @@ def sets(config: Config, mesh: Mesh, shape: ModelConfig, *, whole: bool = False)
 
     held = data.val_set_size is not None and not whole
     entries = data.test_datasets or ([] if held else data.datasets)
-    most, names = t.test_max_batches if t.do_test else t.eval_max_batches, titles(entries)
-    prepared = functools.partial(
-        build.prepared, config=config, mesh=mesh, vocab=shape.vocab_size, learns=False
-    )
+    most = train.test_max_batches if train.do_test else train.eval_max_batches
+    names = titles(entries)
     for name, entry in zip(names, entries, strict=True):
         yield made(name, prepared([entry], columns=routed | named, shuffle=False), most)
     if held:
-        columns = trained | named
+        columns = {**columns, **named}
         both = prepared(data.datasets, columns=columns, shuffle=True)
-        rows = split_validation(both, data.val_set_size, t.seed, columns)[1]
-        yield made("held_out#2" if "held_out" in names else "held_out", rows, t.eval_max_batches)
+        rows = split_validation(both, data.val_set_size, train.seed, columns)[1]
+        name = "held_out#2" if "held_out" in names else "held_out"
+        yield made(name, rows, train.eval_max_batches)
 
 
 def evaluate(
-    config: Config, mesh: Mesh, file: pathlib.Path | None = None, *, each_token: bool = False
+    train: Train, scorer: Scorer, file: pathlib.Path | None = None, *, each_token: bool = False
 ) -> dict[str, Any]:
     """Scores every document, and returns the sums of each data set: `Totals`, or of a reward model
     `Rewards`. Every rank must call it.
 
     file: where scores are written, at the end, in the order of the data.
     """
-    t, loss = config.train, build.loss_of_run(config)
-    check_weights(config.model.model_path, t.load_checkpoint_path)
-    if loss.tempered and isinstance(t.loss_temperature, PerStep):
+    loss, rewarded = scorer.loss, scorer.shape.head == "reward"
+    if loss.tempered and isinstance(train.loss_temperature, PerStep):
         raise ValueError(
             f"train.loss_temperature follows the steps of a run, of which there are none here: give "
-            f"the sampler's temperature as a number, got {t.loss_temperature.model_dump()}"
+            f"the sampler's temperature as a number, got {train.loss_temperature.model_dump()}"
         )
-    with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config.model, loss.head, mesh)
-        if each_token and shape.head == "reward":
-            raise ValueError("--per-token: a reward model has one number for each document")
-        chosen = list(sets(config, mesh, shape))
-        engine = filled_engine(config, shape, mesh)
-        size = t.eval_micro_batch_size or t.micro_batch_size
-        found, lines = {}, []
+    if each_token and rewarded:
+        raise ValueError("--per-token: a reward model has one number for each document")
+    with reproducible(train.seed, train.enable_full_determinism):
+        chosen, engine = list(scorer.sets), scorer.engine()
+        sums, lines = {}, []
         for one in chosen:
-            of_set: list[Any] = sorted(_scores(engine, one, size, loss, each_token))
-            found[one.name] = (Rewards if shape.head == "reward" else Totals).of(of_set)
-            if not (shape.head == "reward" or sum(s.tokens for s in of_set)):
+            of_set: list[Any] = _scores(engine, one, scorer.size, loss, each_token)
+            sums[one.name] = (Rewards if rewarded else Totals).of(of_set)
+            if not (rewarded or sum(s.tokens for s in of_set)):
                 raise ValueError(
                     f"{one.name}: none of the {len(of_set)} documents in the first batches, of which "
                     f"{one.most} are evaluated, has a label after its first token"
                 )
             lines += [_line(one, s) for s in of_set] if file is not None else []
-    if mesh.main:
-        for name, totals in found.items():
+    if engine.mesh.main:
+        for name, totals in sums.items():
             print(totals.line(name))
         if file is not None:
             write_text(file, "".join(lines))
             print(f"{file}: {len(lines)} documents")
-    return found
+    return sums
 
 
-def shape_of(model: Model, head: str, mesh: Mesh) -> ModelConfig:
-    """The model's shape, with the head that the loss reads, or that the model's folder has."""
-    stored = hf.shape_of(model).head
-    return build.shape_of_run(model, stored if head == "language_model" else head, mesh)
-
-
-def check_weights(model_path: str | None, checkpoint: str | None) -> None:
+def check_weights(model: Model, train: Checkpointing) -> None:
     """Raises ValueError for a configuration whose weights would be drawn."""
-    if model_path is None and checkpoint is None:
+    if model.model_path is None and train.load_checkpoint_path is None:
         raise ValueError(
             "model.model_path = null, train.load_checkpoint_path = null: give one of them; there "
             "are no weights to evaluate"
         )
 
 
-def filled_engine(config: Config, shape: ModelConfig, mesh: Mesh) -> Engine:
+def filled_engine(
+    model: Model, lora: Lora, shape: ModelConfig, data: Width, train: Train, mesh: Mesh
+) -> Engine:
     """An engine with the model folder's weights or a checkpoint's. Raises as `check_weights`."""
-    path, m = config.train.load_checkpoint_path, config.model
-    check_weights(m.model_path, path)
-    if path is None and m.model_path is not None:
-        missing, _ = drawn(hf.local_folder(m.model_path, m.revision), shape)
+    check_weights(model, train)
+    path = train.load_checkpoint_path
+    if path is None and model.model_path is not None:
+        missing, _ = drawn(hf.local_folder(model.model_path, model.revision), shape)
         if missing:
             raise ValueError(
-                f"model.model_path = {m.model_path}: a language model, which has no {missing[0]} to "
-                "give rewards; train one with train.loss = reward"
+                f"model.model_path = {model.model_path}: a language model, which has no "
+                f"{missing[0]} to give rewards; train one with train.loss = reward"
             )
-    ops = build.choose_ops(config.model, shape, mesh, build.compute_dtype(config.train))
-    engine = build.build_engine(config, shape, mesh, ops)
+    ops = build.choose_ops(model, shape, mesh, build.compute_dtype(train))
+    parts = build.build_model(model, lora, shape, data, train, mesh, ops)
+    engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale)
     if path is not None:
-        folders = earlier(config.train.output_dir, path)
+        folders = earlier(train.output_dir, path)
         if not folders:
             raise ValueError(f"train.load_checkpoint_path = {path}: there is no checkpoint")
-        wanted = {"model": build.model_identity(m, config.lora, shape)}
-        if config.lora.enable_lora and not config.train.allow_other_base:
-            wanted["base"] = {"weights": engine.parts.origin}  # adapters are of these weights
-        names = build.names_of_ops(ops, engine, config.train)
-        engine.load(folders, wanted, names, config.train.verify_checkpoint, states=False)
+        wanted = {"model": build.model_identity(model, lora, shape)}
+        if lora.enable_lora and not train.allow_other_base:
+            wanted["base"] = {"weights": parts.origin}  # adapters are of these weights
+        names = build.names_of_ops(ops, engine, train)
+        engine.load(folders, wanted, names, train.verify_checkpoint, states=False)
     return engine
 
 
 def _scores(
     engine: Engine, one: Set, size: int, loss: Loss, each_token: bool
-) -> Iterator[Score | Rewarded]:
+) -> list[Score] | list[Rewarded]:
+    """In the order of the data."""
     batches = batches_of(one.bins, size, engine.mesh, one.most)
-    found: Iterable[list[Score] | list[Rewarded]] = (
-        rewards(engine, batches)
-        if engine.model.config.head == "reward"
-        else scores(engine, batches, each_token=each_token, loss=loss)
-    )
-    for some in found:
-        yield from some
+    if engine.model.config.head == "reward":
+        return sorted(r for some in rewards(engine, batches) for r in some)
+    each = scores(engine, batches, each_token=each_token, loss=loss)
+    return sorted(s for some in each for s in some)
 
 
 def _line(one: Set, s: Score | Rewarded) -> str:
@@ -291,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
             check_writable(file, "--scores")
 
     def work(mesh: Mesh) -> None:
-        evaluate(config, mesh, file, each_token=each)
+        evaluate(config.train, scorer_of(config, mesh), file, each_token=each)
 
     return launch.run(config.train, work, first=first)
 

@@ -60,13 +60,12 @@ class LanguageModel(Base):
         Raises ConfigError for the configuration, and what `evaluate` raises.
         """
         config = load(path, overrides, training=False)
-        mesh: Mesh = join(config.train)
-        engine = filled_engine(
-            config, build.shape_of_run(config.model, "language_model", mesh), mesh
-        )
-        tokenizer = build.tokenizer_of(config.model)
-        size = config.train.eval_micro_batch_size or config.train.micro_batch_size
-        return cls(engine, config.data, size, tokenizer)
+        model, data, train = config.model, config.data, config.train
+        mesh: Mesh = join(train)
+        shape = build.shape_of_run(model, "language_model", mesh)
+        engine = filled_engine(model, config.lora, shape, data, train, mesh)
+        size = train.eval_micro_batch_size or train.micro_batch_size
+        return cls(engine, data, size, build.tokenizer_of(model))
 
     @property
     def eot_token_id(self) -> int:

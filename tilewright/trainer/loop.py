@@ -9,21 +9,19 @@ import math
 import pathlib
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tilewright.ops import checked_targets
 from tilewright.trainer import build
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.checkpoint.best import Best, history, over
-from tilewright.trainer.checkpoint.made_of import MadeOf
 from tilewright.trainer.config import Config, Train, resolved
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import Bins, evaluated_bins
 from tilewright.trainer.data.contents import digest
 from tilewright.trainer.engine import NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
-from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.losses.preference_fields import kind_of_reference
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
@@ -31,6 +29,7 @@ from tilewright.trainer.plugins import writable
 from tilewright.trainer.plugins.callback import Step, add_callbacks, check_callbacks
 from tilewright.trainer.plugins.flops import flops_per_token
 from tilewright.trainer.plugins.metrics import Metrics
+from tilewright.trainer.plugins.run import Built
 from tilewright.trainer.plugins.run import Run as Parts
 from tilewright.trainer.plugins.summary import choices, summary, too_long
 from tilewright.trainer.resume import refuse_others, resume
@@ -46,10 +45,16 @@ def train(config: Config, mesh: Mesh) -> None:
         checkpoint.claim(t.output_dir, mesh),
     ):
         run = prepare(config, mesh)
-        with run.interruptible():
+        try:
             loop(run, interrupts)
             run.export()
             run.test()
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted after step {run.done}; {run.saver.interrupted()}"
+            ) from None
         run.close()
 
 
@@ -70,8 +75,10 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             engine.set_values(plan.values(number - 1))
             with checked_targets() if first else contextlib.nullcontext():
                 step.sums = engine.forward_backward(step.batches, run.loss)
-            with run.refusing(number):
+            try:
                 step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
+            except NotFinite as error:
+                run.give_up(f"step {number}: the {error}, so the step was not taken")
             run.done, step.tokens = number, run.batches.tokens - before
             run.owes = plan.evaluates(number)
             for callback in run.callbacks:
@@ -180,14 +187,6 @@ class Run(Parts):
             callback.close()
         self.metrics.close()
 
-    @contextlib.contextmanager
-    def refusing(self, step: int) -> Iterator[None]:
-        """Adds to the error of a step that is not finite how to continue."""
-        try:
-            yield
-        except NotFinite as error:
-            self.give_up(f"step {step}: the {error}, so the step was not taken")
-
     def give_up(self, why: str) -> NoReturn:
         """Waits for the last checkpoint, and ends the run with how to continue."""
         self.saver.finish()
@@ -206,33 +205,23 @@ class Run(Parts):
             )
         raise ValueError(f"{why}; {how}") from None
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        try:
-            yield
-        except Stopped:
-            raise
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"interrupted after step {self.done}; {self.saver.interrupted()}"
-            ) from None
 
-
-def _by(train: Train, loss: Loss, fields: dict[str, Any], made: build.Built, mesh: Mesh) -> str:
+def _by(train: Train, fields: dict[str, Any], made: Built, mesh: Mesh) -> str:
     """A hash of what the values of evaluations depend on beside weights and data sets.   fields:
     what `certified` returns.
     """
     size, most = train.eval_micro_batch_size or train.micro_batch_size, train.eval_max_batches
     some = {
-        name: packing.fingerprint(found)
+        name: packing.fingerprint(first)
         for name, bins in made.held.items()
-        if len(found := evaluated_bins(bins, size, mesh.layout.data, most)) < len(bins)
+        if len(first := evaluated_bins(bins, size, mesh.layout.data, most)) < len(bins)
     }
-    own = {k: v for k, v in fields.items() if k.startswith(f"{loss.section}.")}
+    section = made.loss.section
+    own = {k: v for k, v in fields.items() if k.startswith(f"{section}.")}
     if train.loss_args:
         own["train.loss_args"] = train.loss_args
-    reference = made.made_of.get("reference")
-    temperature = str(train.loss_temperature) if loss.section == "policy" else None
+    reference = made.made_of.now.get("reference")
+    temperature = str(train.loss_temperature) if section == "policy" else None
     return digest([train.loss, own, some, reference and reference.digest, temperature])
 
 
@@ -247,7 +236,7 @@ def prepare(config: Config, mesh: Mesh) -> Run:
     check_callbacks(t, mesh)
     kind = kind_of_reference(config)
     made = build.build(config, mesh, functools.partial(refuse_others, t, kind, mesh, folders))
-    engine, batches, held = made.engine, made.batches, made.held
+    engine, batches, held, loss = made.engine, made.batches, made.held, made.loss
     resumed, state = resume(t, kind, mesh, made, folders)
     start = state.get("step", 0)
     plan = Plan(t, batches.steps_per_epoch, start - batches.position)
@@ -255,9 +244,8 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         raise ValueError(f"{resumed} is at step {start}, and the run ends at step {plan.total}")
     if problem := plan.problem():
         raise ValueError(problem)
-    loss = build.loss_of_run(config)
     names = reported_names(held, loss, accuracy=t.eval_accuracy)
-    by = _by(t, loss, certified(config), made, mesh)
+    by = _by(t, certified(config), made, mesh)
     of = over([bins.fingerprint() for bins in held.values()], by, t.eval_max_batches)
     best = history(t, Best.of(t, of, names), state)
     flops = flops_per_token(engine.parts.whole, config.data.sample_packing_sequence_len)
@@ -272,13 +260,9 @@ def prepare(config: Config, mesh: Mesh) -> Run:
         owed=(owes := state.get("owes_evaluation", False)) and plan.evaluates(start),
     )
     run = Run(
+        **vars(made),
         config=config,
         mesh=mesh,
-        engine=engine,
-        batches=batches,
-        held=held,
-        last=made.last,
-        loss=loss,
         plan=plan,
         metrics=metrics,
         saver=checkpoint.Saver(
@@ -292,10 +276,6 @@ def prepare(config: Config, mesh: Mesh) -> Run:
             former=best.former,
             states=t.save_optimizer,
         ),
-        identity=made.identity,
-        made_of=MadeOf(made.made_of),
-        ops=made.ops,
-        export_as=made.export_as,
         start=start,
         done=start,
         owes=owes,

@@ -14,7 +14,7 @@ import functools
 import logging
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
 
@@ -32,15 +32,17 @@ from tilewright.trainer.build import (
     columns_of,
     compute_dtype,
     engine_around,
-    loss_of_run,
     reference,
+    second_model,
     shape_of_run,
     unfilled,
 )
 from tilewright.trainer.columns import MISMATCHED
-from tilewright.trainer.config import Config, ConfigError, Data
+from tilewright.trainer.config import Config, ConfigError, Data, Train
 from tilewright.trainer.data.batches import collate
 from tilewright.trainer.data.columns.column import COLUMNS, Column
+from tilewright.trainer.engine import Engine
+from tilewright.trainer.losses.loss import Loss, loss_of
 from tilewright.trainer.losses.preference_fields import kind_of_reference
 from tilewright.trainer.memory_tracker import Tracker
 from tilewright.trainer.models.model import Transformer
@@ -52,6 +54,7 @@ from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.row import LAYOUTS
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
+from tilewright.trainer.reference import Reference
 
 log = logging.getLogger("tilewright")
 PARTS = {
@@ -78,90 +81,174 @@ class RankPlan:
     peak: dict[str, int]
     whole: dict[str, int]
     saved: dict[str, int]
-    otherwise: dict[str, int]
+    otherwise: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return sum(self.peak.values())
 
 
-def plan(
-    config: Config,
-    shape: ModelConfig,
-    size: int,
-    rank: int,
-    device: torch.device,
-    otherwise: bool = True,
-) -> RankPlan:
-    """The plan of one rank of a layout of `size` ranks.
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Plans the memory of a run in so many processes.   device: of each.
 
-    Computed for full bins of one document each, and for tokens that are routed to all experts
-    alike. Must not be called while a process group is initialized. Raises ConfigError or ValueError
-    as the run would.
+    Methods raise ConfigError or ValueError as the run would.
     """
-    layout_of(config.train, size)
-    recomputed = config.train.enable_gradient_checkpointing
-    LAYOUTS.names()  # imports modules, some of which make tensors that are not the run's
-    join_pretended_group(rank, size)
-    try:
-        with balanced_routing():
-            mesh = build(config.train, rank, size, device, control_backend="fake")
-            peak, whole, saved = _measured(config, shape, mesh, steps=2)
-            options = {"enable_gradient_checkpointing": not recomputed, "recompute_modules": None}
-            options |= {"moe_checkpoint_method": None, "enable_reentrant": False}
-            other = config.model_copy(update={"train": config.train.model_copy(update=options)})
-            opposite = _measured(other, shape, mesh, steps=0)[2] if otherwise else {}
-    finally:
-        dist.destroy_process_group()
-    return RankPlan(rank, peak, whole, saved, opposite)
 
+    config: Config
+    size: int
+    device: torch.device
 
-def _measured(
-    config: Config, shape: ModelConfig, mesh: Mesh, steps: int
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """steps: optimizer steps; 0: one forward and backward pass."""
-    t, loss, prefixes = config.train, loss_of_run(config), config.preference.share_prefix
-    dropped = t.attention_dropout > 0
-    ops = choose_ops(config.model, shape, mesh, compute_dtype(t), dropped, prefixes)
-    columns = columns_of(t, loss, shape, prefixes)
-    if kind_of_reference(config) == "precomputed":  # which is read, not computed
-        columns["reference_logprob"] = COLUMNS["reference_logprob"]
-    # Compiled code saves less or as much; tracing it needs real tensors.
-    eager = {"enable_compile": False, "enable_activation_offload": False}
-    config = config.model_copy(update={"train": t.model_copy(update=eager)})
-    batch = full_batch(config.data, t.micro_batch_size, columns, mesh, loss.mismatched)
-    tracker = Tracker(mesh.device)
-    with tracker.watching():
-        with tracker.owned_by("parameters"):
-            parts = unfilled(config, shape, mesh, ops, mesh.device)
-            engine = engine_around(parts, config.train, mesh, config.lora.lora_plus_scale)
-            made = functools.partial(unfilled, init_device=mesh.device)
-            engine.reference = compared = reference(config, shape, mesh, ops, parts, made)
+    @property
+    def loss(self) -> Loss:
+        train = self.config.train
+        return loss_of(train.loss, dict(self.config), train.loss_args)
+
+    @functools.cached_property
+    def shape(self) -> ModelConfig:
+        return shape_of_run(self.config.model, self.loss.head)
+
+    def plan(self, rank: int, otherwise: bool = False) -> RankPlan:
+        """Computed for full bins of one document each, and for tokens that are routed to all
+        experts alike. Must not be called while a process group is initialized.
+        """
+        shape, train = self.shape, self.config.train
+        layout_of(train, self.size)
+        LAYOUTS.names()  # imports modules, some of which make tensors that are not the run's
+        join_pretended_group(rank, self.size)
+        try:
+            with balanced_routing():
+                mesh = build(train, rank, self.size, self.device, control_backend="fake")
+                planned = self._measured(shape, train, mesh, steps=2)
+                if not otherwise:
+                    return planned
+                recomputed = train.enable_gradient_checkpointing
+                options = {"enable_gradient_checkpointing": not recomputed}
+                options |= {"recompute_modules": None, "moe_checkpoint_method": None}
+                other = train.model_copy(update={**options, "enable_reentrant": False})
+                opposite = self._measured(shape, other, mesh, steps=0).saved
+                return dataclasses.replace(planned, otherwise=opposite)
+        finally:
+            dist.destroy_process_group()
+
+    def _measured(self, shape: ModelConfig, t: Train, mesh: Mesh, steps: int) -> RankPlan:
+        """steps: see `_counted`."""
+        c, loss = self.config, self.loss
+        m, lora, p, kind = c.model, c.lora, c.preference, kind_of_reference(c)
+        dropped = t.attention_dropout > 0
+        ops = choose_ops(m, shape, mesh, compute_dtype(t), dropped, p.share_prefix)
+        columns = columns_of(t, loss, shape, p.share_prefix)
+        if kind == "precomputed":  # which is read, not computed
+            columns["reference_logprob"] = COLUMNS["reference_logprob"]
+        batch = full_batch(c.data, t.micro_batch_size, columns, mesh, loss.mismatched)
+        # Compiled code saves less or as much; tracing it needs real tensors.
+        eager = t.model_copy(update={"enable_compile": False, "enable_activation_offload": False})
+        on = {"data": c.data, "train": eager, "mesh": mesh, "ops": ops}
+        model = functools.partial(unfilled, **on, init_device=mesh.device)
+        second = functools.partial(second_model, m, p, eager, shape, mesh, model)
+
+        def made() -> Engine:
+            parts = model(m, lora, shape)
+            engine = engine_around(parts, eager, mesh, lora.lora_plus_scale)
+            engine.reference = reference(kind, m, p, parts, second)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9
                 offload_activations(parts.model, limit, NoCopies(mesh.device))
-        saved = _mark(engine.parts, tracker)
-        second = () if compared is None or compared.parts is None else (compared.parts.model,)
-        stored = [t for m in (engine.model, *second) for t in (*m.parameters(), *m.buffers())]
+            return engine
+
+        return _counted(made, batch, loss, t, mesh, steps)
+
+    def apart(self, rank: int, otherwise: bool = False) -> RankPlan:
+        """`plan` in a process of its own: PyTorch caches device meshes by their ranks, and would
+        use those of the plan, whose groups are gone, in the run or in another rank's plan.
+        """
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            return process.submit(self.plan, rank, otherwise).result()
+
+    def check(self, rank: int) -> None:
+        """Raises ValueError if the plan of this rank does not fit into its device."""
+        model, data, train = self.config.model, self.config.data, self.config.train
+        if train.ignore_memory_plan:
+            return
+        layout_of(train, self.size)
+        there, where = available(self.device)
+        eager = model.attn_implementation == "eager"
+        if most(train, data.sample_packing_sequence_len, eager, self.shape) < there:
+            return
+        try:
+            needed = self.apart(rank)
+        except (ConfigError, ImplementationUnavailable):
+            raise
+        except Exception as error:  # what is the run's own error it raises itself
+            log.warning("no plan of memory could be made: %s: %s", type(error).__name__, error)
+            return
+        if needed.total > there:
+            parts = ", ".join(f"{PARTS[k]} {gib(v)}" for k, v in needed.peak.items() if v)
+            raise ValueError(
+                f"rank {rank} needs {gib(needed.total)} ({parts}) and {where} {gib(there)}; use more "
+                "processes, smaller bins or recomputation, or set train.ignore_memory_plan to true to "
+                "start nevertheless"
+            )
+
+    def report(self) -> Iterator[str]:
+        """The lines of `--plan`, for each pipeline rank of the first of its ranks: its shards are
+        the largest, and the others' differ only by the remainder of what does not divide.
+        """
+        train = self.config.train
+        layout = layout_of(train, self.size)
+        axes = " x ".join(f"{n} {axis}" for axis, n in layout.sizes.items() if n > 1)
+        experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
+        yield f"plan of memory, {axes or 'one process'}{experts}, on {self.device.type}"
+        if layout.expert > 1:
+            yield "for tokens routed evenly: a rank whose experts get more than their share needs more"
+        planned = self.plan if layout.pp == 1 else self.apart
+        for first in layout.stages()[0].flatten(1)[:, 0].tolist():
+            yield ""
+            yield from table(planned(first, otherwise=True), _whose(train, layout, first), train)
+        there, where = available(self.device)
+        yield ""
+        yield f"{where} {gib(there)}"
+
+
+def _counted(
+    made: Callable[[], Engine],
+    batch: dict[str, Any],
+    loss: Loss,
+    train: Train,
+    mesh: Mesh,
+    steps: int,
+) -> RankPlan:
+    """What an engine needs from when it is made.   batch: each micro-batch.   steps: optimizer
+    steps; 0: one forward and backward pass.
+    """
+    tracker = Tracker(mesh.device)
+    with tracker.watching():
+        with tracker.owned_by("parameters"):
+            engine = made()
+        saved, models = _mark(engine.parts, tracker), [engine.model]
+        if isinstance(engine.reference, Reference) and engine.reference.parts is not None:
+            models.append(engine.reference.parts.model)
+        stored = [t for model in models for t in (*model.parameters(), *model.buffers())]
         owners = tracker.own("parameters", stored)
         for step in range(max(1, steps)):
-            for micro_batches in _calls(t, last=step == steps - 1):
+            for micro_batches in _calls(train, last=step == steps - 1):
                 engine.forward_backward([batch] * micro_batches, loss)
             owners |= tracker.own(
                 "gradients", [p.grad for p in engine.parameters if p.grad is not None]
             )
             if step < steps:
                 with tracker.owned_by("temporary"):
-                    engine.optim_step(max_norm=at_step(t.max_grad_norm, 0))
+                    engine.optim_step(max_norm=at_step(train.max_grad_norm, 0))
                 states = [s for state in engine.optimizer.state.values() for s in state.values()]
                 owners |= tracker.own("optimizer", [s for s in states if torch.is_tensor(s)])
-    peak, whole = tracker.peak(owners)
-    found, largest = _by_part(peak), _by_part(whole)
-    if t.data_parallel_mode == "ddp" and mesh.params.size > 1:  # gradients are views of its buckets
+    peak, whole = (_by_part(sizes) for sizes in tracker.peak(owners))
+    # Gradients are views of DDP's buckets.
+    if train.data_parallel_mode == "ddp" and mesh.params.size > 1:
         buckets = sum(p.numel() * p.element_size() for p in engine.parameters if p.requires_grad)
-        for sizes in (found, largest):
+        for sizes in (peak, whole):
             sizes["gradients"] = max(sizes["gradients"], buckets)
-    return found, largest, saved
+    return RankPlan(mesh.rank, peak, whole, saved)
 
 
 def _calls(train: Batching, last: bool) -> list[int]:
@@ -270,48 +357,6 @@ def available(device: torch.device) -> tuple[int, str]:
     )
 
 
-def check(config: Config, size: int, rank: int, device: torch.device) -> None:
-    """Raises ValueError if the plan of this rank does not fit into its device."""
-    if config.train.ignore_memory_plan:
-        return
-    layout_of(config.train, size)
-    there, where = available(device)
-    shape = shape_of_run(config.model, loss_of_run(config).head)
-    eager = config.model.attn_implementation == "eager"
-    if most(config.train, config.data.sample_packing_sequence_len, eager, shape) < there:
-        return
-    try:
-        needed = plan_apart(config, shape, size, rank, device)
-    except (ConfigError, ImplementationUnavailable):
-        raise
-    except Exception as error:  # what is the run's own error it raises itself
-        log.warning("no plan of memory could be made: %s: %s", type(error).__name__, error)
-        return
-    if needed.total > there:
-        parts = ", ".join(f"{PARTS[k]} {gib(v)}" for k, v in needed.peak.items() if v)
-        raise ValueError(
-            f"rank {rank} needs {gib(needed.total)} ({parts}) and {where} {gib(there)}; use more "
-            "processes, smaller bins or recomputation, or set train.ignore_memory_plan to true to "
-            "start nevertheless"
-        )
-
-
-def plan_apart(
-    config: Config,
-    shape: ModelConfig,
-    size: int,
-    rank: int,
-    device: torch.device,
-    otherwise: bool = False,
-) -> RankPlan:
-    """`plan` in a process of its own: PyTorch caches device meshes by their ranks, and would use
-    those of the plan, whose groups are gone, in the run or in another rank's plan.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(plan, config, shape, size, rank, device, otherwise).result()
-
-
 def most(train: Batching, length: int, eager: bool, shape: ModelConfig) -> int:
     """A bound in bytes, several times what one process would need: smaller runs are not planned.
 
@@ -339,27 +384,6 @@ def most(train: Batching, length: int, eager: bool, shape: ModelConfig) -> int:
 
 def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.2f} MiB"
-
-
-def report(config: Config, size: int, device: torch.device) -> Iterator[str]:
-    """The lines of `--plan`, for each pipeline rank of the first of its ranks: its shards are the
-    largest, and the others' differ only by the remainder of what does not divide.
-    """
-    shape = shape_of_run(config.model, loss_of_run(config).head)
-    layout = layout_of(config.train, size)
-    axes = " x ".join(f"{n} {axis}" for axis, n in layout.sizes.items() if n > 1)
-    experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
-    yield f"plan of memory, {axes or 'one process'}{experts}, on {device.type}"
-    if layout.expert > 1:
-        yield "for tokens routed evenly: a rank whose experts get more than their share needs more"
-    planned = plan if layout.pp == 1 else plan_apart
-    for first in layout.stages()[0].flatten(1)[:, 0].tolist():
-        found = planned(config, shape, size, first, device, True)
-        yield ""
-        yield from table(found, _whose(config.train, layout, first), config.train)
-    there, where = available(device)
-    yield ""
-    yield f"{where} {gib(there)}"
 
 
 def _whose(train: Parallel, layout: Layout, first: int) -> str:

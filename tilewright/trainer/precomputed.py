@@ -24,7 +24,7 @@ from tilewright.trainer.data.prepared import alone
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.reference import Batch, Tensors, logprobs
-from tilewright.trainer.scoring import batches_of
+from tilewright.trainer.scoring import batches_of, passes
 
 log = logging.getLogger("tilewright")
 # Labels of a file, 4 MiB: what a killed pass loses on each rank. A 7B model on one GPU takes some
@@ -135,16 +135,14 @@ def _compute(
     """
     problem = None
     for bins, numbers in zip(sets, todo, strict=True):
-        for batch in batches_of(bins.only(numbers), size, mesh):
-            [outcome] = parts.forward([batch], logprobs)
-            if not outcome.more:  # of a pipeline's stages the last has them
+        batches = batches_of(bins.only(numbers), size, mesh)
+        for batch, whole in passes(parts, mesh, batches, logprobs):
+            rows = _documents(batch, mesh)
+            if whole is None or problem is not None:
                 continue
-            found = _documents(batch, mesh)
-            values = unshard(outcome.more[0], 1, mesh.context)[0].float().cpu().numpy()
-            if not mesh.first_of_row or problem is not None:
-                continue
+            values = whole[1].float().cpu().numpy()
             try:
-                for span, learned, key in found:
+                for span, learned, key in rows:
                     files.add(key, values[span][learned])
             except (OSError, ValueError) as error:
                 problem = error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 from typing import Any
 
-from tilewright.trainer.build import Built, Things
+from tilewright.trainer.build import Things, of_main
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.checkpoint.checkpoint_files import read_state
 from tilewright.trainer.checkpoint.fields import Checkpointing
 from tilewright.trainer.checkpoint.made_of import NOTHING, MadeOf
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.plugins.run import Built
 
 log = logging.getLogger("tilewright")
 
@@ -30,16 +32,14 @@ def refuse_others(
     """Raises ValueError, on every rank, if a run that goes on from the first folder is made of
     other things than it was.   reference: its kind.
     """
-    problem = None
-    if mesh.main and folders and train.load_optimizer:
-        try:
-            state, own = read_state(folders[0]), MadeOf(things, accepted(train, reference))
-            checkpoint.check(folders[0], state, {"data": {}}, own)
-        except checkpoint.Damaged:  # `resume` says so
-            pass
-        except ValueError as error:
-            problem = error
-    mesh.control.agree(problem)
+
+    def check() -> None:
+        if folders and train.load_optimizer:
+            own = MadeOf(things, accepted(train, reference))
+            with contextlib.suppress(checkpoint.Damaged):  # `resume` says so
+                checkpoint.check(folders[0], read_state(folders[0]), {"data": {}}, own)
+
+    of_main(mesh, check)
 
 
 def resume(
@@ -57,7 +57,8 @@ def resume(
     free = {"base"} if train.allow_other_base else set()
     free |= set() if train.load_optimizer else {"optimizer", "data"}
     wanted = {k: v for k, v in made.identity.items() if k not in free}
-    things = MadeOf(made.made_of, accepted(train, reference)) if train.load_optimizer else NOTHING
+    own = made.made_of._replace(accepted=accepted(train, reference))
+    things = own if train.load_optimizer else NOTHING
     options = made.ops, train.verify_checkpoint, train.load_optimizer, things
     resumed, state = made.engine.load(folders, wanted, *options)
     if not train.load_optimizer:

@@ -20,6 +20,7 @@ from tilewright.trainer.losses.loss import Loss, count_labels
 from tilewright.trainer.models.head import LossFunction, TokenLosses
 from tilewright.trainer.models.reward_head import Scores
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.parts import Parts
 
 
 class Score(NamedTuple):
@@ -141,6 +142,30 @@ def _reported(sums: Sums, loss: Loss) -> dict[str, float]:
     return values
 
 
+def passes(
+    parts: Parts, mesh: Mesh, batches: Iterable[Batch], function: LossFunction
+) -> Iterator[tuple[Batch, list[torch.Tensor] | None]]:
+    """Each micro-batch, and the labels and what a function reports of its packed row, [T, ...]; or
+    None on ranks that are not the first of those that share the row, or not the last of a pipeline.
+    Every rank must exhaust it.
+    """
+    for batch in batches:
+        [outcome] = parts.forward([batch], function)
+        whole = None
+        if outcome.more:  # of a pipeline's stages the last has them
+            labels = batch["labels"].to(mesh.device)
+            whole = [unshard(t, 1, mesh.context)[0] for t in (labels, *outcome.more)]
+        yield batch, whole if mesh.first_of_row else None
+
+
+def documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """The number of each document of a packed row, its first token, and where it ends."""
+    ends = itertools.pairwise(batch["cu_seqlens"].tolist())
+    for number, (first, end) in zip(batch["document"].tolist(), ends, strict=True):
+        if number >= 0:  # else it is padding
+            yield number, first, end
+
+
 def scores(
     engine: Engine,
     batches: Iterable[Batch],
@@ -159,21 +184,10 @@ def scores(
         each_token: with the log-probability of each label.
         loss: whose evaluations have the same log-probabilities; None: those of the model.
     """
-    mesh = engine.mesh
     with engine.evaluating(loss):
-        for batch in batches:
-            [outcome] = engine.parts.forward([batch], statistics)
-            own: list[Score] = []
-            if outcome.more:  # of a pipeline's stages the last has them
-                labels = batch["labels"].to(mesh.device)
-                whole = [unshard(t, 1, mesh.context)[0] for t in (labels, *outcome.more)]
-                own = (
-                    list(_of_documents(batch, *whole, each_token=each_token))
-                    if mesh.first_of_row
-                    else []
-                )
-            found = [s for rank in mesh.control.gather(own) for s in rank]
-            yield [Score(*s) for s in found]
+        for batch, whole in passes(engine.parts, engine.mesh, batches, statistics):
+            own = [] if whole is None else list(_of_documents(batch, *whole, each_token=each_token))
+            yield [Score(*s) for rank in engine.mesh.control.gather(own) for s in rank]
 
 
 def rewards(engine: Engine, batches: Iterable[Batch]) -> Iterator[list[Rewarded]]:
@@ -202,11 +216,7 @@ def _of_documents(
 ) -> Iterator[Score]:
     """The scores of a packed row's documents.   labels, tokens: [T], of the whole row."""
     counted = labels != IGNORE
-    ends = batch["cu_seqlens"].tolist()
-    each = zip(batch["document"].tolist(), itertools.pairwise(ends), strict=True)
-    for number, (first, end) in each:
-        if number < 0:  # padding
-            continue
+    for number, first, end in documents(batch):
         logprobs, entropies, hits = (t[first:end][counted[first:end]].tolist() for t in tokens)
         yield Score(
             number,

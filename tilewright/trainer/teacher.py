@@ -16,7 +16,6 @@ if __name__ == "__main__":
     require("trainer")  # else the imports below end in a traceback
 
 import functools
-import itertools
 import logging
 import pathlib
 import sys
@@ -30,20 +29,20 @@ import torch
 
 from tilewright.core import platform
 from tilewright.core.files import check_writable
-from tilewright.ops.attention.context_parallel import unshard
 from tilewright.trainer import build, launch
 from tilewright.trainer.columns import IGNORE, TOKENS
-from tilewright.trainer.config import Config, from_command_line
+from tilewright.trainer.config import Train, from_command_line
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.data.encode import lists
 from tilewright.trainer.data.teacher_files import with_temperature
 from tilewright.trainer.engine import Engine, reproducible
-from tilewright.trainer.evaluate import check_weights, filled_engine, sets, shape_of
+from tilewright.trainer.evaluate import Scorer, scorer_of
+from tilewright.trainer.losses.distillation_fields import Distillation
 from tilewright.trainer.losses.loss import count_labels
 from tilewright.trainer.models.head import TokenLosses
 from tilewright.trainer.parallel.mesh import Mesh
-from tilewright.trainer.scoring import batches_of
+from tilewright.trainer.scoring import batches_of, documents, passes
 
 PROGRAM = "python -m tilewright.trainer.teacher"
 OPTIONS = {"--to FOLDER": "Where the rows are written. It must not be there, or be empty."}
@@ -75,20 +74,13 @@ def rows(
 
     bins: `numbered`.   size: bins of a micro-batch.
     """
-    mesh = engine.mesh
     of_teacher = functools.partial(distributions, top_k=top_k, temperature=temperature)
     names = ("teacher_ids", "teacher_logprobs") if top_k else ("teacher_logprob",)
+    batches = batches_of(bins, size, engine.mesh)
     with engine.evaluating():
-        for batch in batches_of(bins, size, mesh):
-            [outcome] = engine.parts.forward([batch], of_teacher)
-            found: list[Row] = []
-            if outcome.more:  # of a pipeline's stages the last has them
-                labels = batch["labels"].to(mesh.device)
-                whole = [unshard(t, 1, mesh.context)[0] for t in (labels, *outcome.more)]
-                if mesh.first_of_row:
-                    arrays = [t.cpu().numpy() for t in whole]
-                    found = list(_of_documents(batch, bins, arrays, names))
-            yield found
+        for batch, whole in passes(engine.parts, engine.mesh, batches, of_teacher):
+            arrays = [t.cpu().numpy() for t in whole or ()]
+            yield list(_of_documents(batch, bins, arrays, names)) if arrays else []
 
 
 def _of_documents(
@@ -98,18 +90,13 @@ def _of_documents(
     names: Sequence[str],
 ) -> Iterator[Row]:
     """arrays: the labels of a packed row [T], and what is named [T, ...]."""
-    labels, *found = arrays
-    each = zip(
-        batch["document"].tolist(), itertools.pairwise(batch["cu_seqlens"].tolist()), strict=True
-    )
-    for number, (first, end) in each:
-        if number < 0:  # padding
-            continue
+    labels, *said = arrays
+    for number, first, end in documents(batch):
         document = bins.dataset[number]
         row = {name: np.asarray(document[name]) for name in TOKENS}
         # A batch has at t what belongs to the token that follows.
         learned = labels[first : end - 1] != IGNORE
-        for name, values in zip(names, found, strict=True):
+        for name, values in zip(names, said, strict=True):
             column = COLUMNS[name]
             own = np.full((end - first, *values.shape[1:]), column.fill, column.dtype)
             own[1:][learned] = values[first : end - 1][learned]
@@ -162,15 +149,14 @@ class Writer:
             self.aside.replace(self.file)
 
 
-def _taken(folder: pathlib.Path) -> ValueError | None:
-    """Makes the folder; an error if it cannot be made, or has files."""
+def _take(folder: pathlib.Path) -> None:
+    """Makes the folder. Raises ValueError if it cannot be made, or has files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            return ValueError(f"--to {folder}: has files; give another folder")
+            raise ValueError(f"--to {folder}: has files; give another folder")
     except OSError as error:
-        return ValueError(f"--to {folder}: cannot be written: {error.strerror}")
-    return None
+        raise ValueError(f"--to {folder}: cannot be written: {error.strerror}") from error
 
 
 def _unwritable(file: pathlib.Path) -> ValueError | None:
@@ -181,32 +167,28 @@ def _unwritable(file: pathlib.Path) -> ValueError | None:
     return None
 
 
-def write(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
+def write(
+    train: Train, distillation: Distillation, scorer: Scorer, mesh: Mesh, folder: pathlib.Path
+) -> None:
     """Writes the rows of every document. Every rank must call it.
 
     folder: which is not there, or has no files.
     """
-    t, d = config.train, config.distillation
-    check_weights(config.model.model_path, t.load_checkpoint_path)
-    with reproducible(t.seed, t.enable_full_determinism):
-        shape = shape_of(config.model, build.loss_of_run(config).head, mesh)
-        if shape.head != "language_model":
-            raise ValueError("a reward model has no distributions of tokens")
-        if d.top_k > shape.vocab_size:
-            raise ValueError(
-                f"distillation.top_k = {d.top_k}: the model has {shape.vocab_size} tokens"
-            )
-        mesh.control.agree(_taken(folder) if mesh.main else None)
-        writer = Writer(folder / f"{mesh.rank:05}.parquet", d.temperature)
-        mesh.control.agree(_unwritable(writer.file))
-        chosen = list(sets(config, mesh, shape, whole=True))
-        engine = filled_engine(config, shape, mesh)
-        size = t.eval_micro_batch_size or t.micro_batch_size
+    k, temperature, shape = distillation.top_k, distillation.temperature, scorer.shape
+    if shape.head != "language_model":
+        raise ValueError("a reward model has no distributions of tokens")
+    if k > shape.vocab_size:
+        raise ValueError(f"distillation.top_k = {k}: the model has {shape.vocab_size} tokens")
+    build.of_main(mesh, lambda: _take(folder))
+    writer = Writer(folder / f"{mesh.rank:05}.parquet", temperature)
+    mesh.control.agree(_unwritable(writer.file))
+    with reproducible(train.seed, train.enable_full_determinism):
+        chosen, engine = list(scorer.sets), scorer.engine()
         for one in chosen:
-            for found in rows(engine, one.bins, size, d.top_k, d.temperature):
-                writer.add(found)
-        writer.close()
-        counts = mesh.control.gather(writer.count)
+            for some in rows(engine, one.bins, scorer.size, k, temperature):
+                writer.add(some)
+    writer.close()
+    counts = mesh.control.gather(writer.count)
     if mesh.main:
         print(f"{folder}: {sum(counts)} documents")
 
@@ -223,7 +205,12 @@ def main(argv: list[str] | None = None) -> int:
     if not to or to[0].startswith("--"):
         print("--to needs a FOLDER", file=sys.stderr)
         return 2
-    return launch.run(config.train, lambda mesh: write(config, mesh, pathlib.Path(to[0])))
+    train, d = config.train, config.distillation
+
+    def work(mesh: Mesh) -> None:
+        write(train, d, scorer_of(config, mesh, whole=True), mesh, pathlib.Path(to[0]))
+
+    return launch.run(train, work)
 
 
 if __name__ == "__main__":

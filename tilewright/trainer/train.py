@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def plan(rank: int, size: int, device: torch.device) -> None:
         if rank == 0:
-            print("\n".join(memory_plan.report(config, world or size, device)))
+            print("\n".join(memory_plan.Planner(config, world or size, device).report()))
 
     def check(rank: int, size: int, device: torch.device) -> None:
         if page is not None and rank == 0:
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             page.parent.mkdir(parents=True, exist_ok=True)
             check_writable(page, "--report")
         check_data(config.data)  # before a model is downloaded for its plan
-        memory_plan.check(config, size, rank, device)
+        memory_plan.Planner(config, size, device).check(rank)
 
     def work(mesh: Mesh) -> None:
         train(config, mesh)

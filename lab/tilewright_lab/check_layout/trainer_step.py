@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.trainer.build import build_engine, choose_ops, compute_dtype, shape_of_run
+from tilewright.trainer.build import (
+    build_model,
+    choose_ops,
+    compute_dtype,
+    engine_around,
+    shape_of_run,
+)
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.batches import collate
@@ -78,7 +84,9 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
     ranks = mesh.build(config.train, rank, world_size, torch.device("cpu"))
     shape = shape_of_run(config.model, "language_model", ranks)
     ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
-    engine = build_engine(config, shape, ranks, ops)
+    c = config
+    parts = build_model(c.model, c.lora, shape, c.data, c.train, ranks, ops)
+    engine = engine_around(parts, c.train, ranks, c.lora.lora_plus_scale)
     batches = _batches(config, ranks, shape.vocab_size)
     latest: dict[str, Any] = {}
 

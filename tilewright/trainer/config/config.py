@@ -70,9 +70,9 @@ def load(path: str | None, overrides: list[str] | None = None, *, training: bool
     return reading.build(Config, path, overrides or [], training=training)
 
 
-def resolved(config: Config) -> str:
-    """Every field with its value, as YAML. Loading it gives the same configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def resolved(section: Section) -> str:
+    """Every field with its value, as YAML. Loading a configuration's gives the same one."""
+    return yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def from_command_line(

@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.optim.fields import Optim
-from tilewright.trainer.optim.per_step import at_step, largest
+from tilewright.trainer.optim.per_step import at_step
 from tilewright.trainer.optim.row import OPTIMIZERS
 from tilewright.trainer.options import given_options
 
@@ -137,7 +137,7 @@ def build_optimizer(
         "no_decay_modules": optim.no_decay_modules,
         "no_decay_params": optim.no_decay_params,
     }
-    decay = largest(optim.weight_decay)  # `set_values` sets that of each step
+    decay = at_step(optim.weight_decay, 0)  # `set_values` sets that of each step
     factor = rate_factors(whole or model, optim.layerwise_lr_bound, plus)
     groups = parameter_groups(model, rates, decay, no_decay, set(apart), whole, factor)
     values: dict[str, Any] = {name: at_step(getattr(optim, name), 0) for name in row.fields}

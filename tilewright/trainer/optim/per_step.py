@@ -131,7 +131,3 @@ Number = Annotated[float | PerStep, BeforeValidator(_from_mapping)]
 
 def at_step(value: float | PerStep, step: int) -> float:
     return value.at(step) if isinstance(value, PerStep) else value
-
-
-def largest(value: float | PerStep) -> float:
-    return max(value.first, value.last) if isinstance(value, PerStep) else value

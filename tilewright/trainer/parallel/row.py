@@ -49,7 +49,7 @@ class Layout:
         50, offload 55, FSDP2 60, DDP 70.
     applies: (mesh, *sections) -> whether it is wanted.
     apply: (parts, mesh, *sections) changes the parts in place, or returns others.
-    sections: sections of the configuration that both read, by class.
+    sections: which of model, lora, data and train both read, by class.
     filled: applied after weights have their values, and not before.
     axes: axes that it adds to the mesh.
     options: the pydantic model of `train.layout_args` under the row's name, in which every option
