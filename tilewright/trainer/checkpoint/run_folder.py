@@ -94,15 +94,11 @@ def claim(output_dir: str, mesh: Mesh) -> Iterator[None]:
     killed run left there. Every rank must call it. Raises ValueError or OSError on all of them.
     """
     with contextlib.ExitStack() as stack:
-        problem = None
-        if mesh.main:
-            try:
+        with mesh.control.agreeing(OSError, ValueError):
+            if mesh.main:
                 folder = pathlib.Path(output_dir)
                 folder.mkdir(parents=True, exist_ok=True)  # fails before anything is computed
                 recover(output_dir, mesh, alone=_lock(folder, stack))
-            except (OSError, ValueError) as error:
-                problem = error
-        mesh.control.agree(problem)
         yield
 
 

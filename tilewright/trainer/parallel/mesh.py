@@ -31,11 +31,12 @@ tp becomes one on (replicate, shard, tp).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -288,12 +289,24 @@ class Group:
         """Raises, on every rank, the first exception that any of them has; otherwise the others
         would wait for it forever. A rank raises its own as it is, another one's with its message.
         """
-        found = self.gather(exchange.described(problem))
-        first = next((i for i, one in enumerate(found) if one is not None), None)
+        told = self.gather(exchange.described(problem))
+        first = next((i for i, one in enumerate(told) if one is not None), None)
         if first is None:
             return
         own = self.group is None or dist.get_rank(self.group) == first
-        raise problem if own and problem is not None else exchange.raised(found[first])
+        raise problem if own and problem is not None else exchange.raised(told[first])
+
+    @contextlib.contextmanager
+    def agreeing(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """Around what ranks do by themselves, none of which may communicate: agrees on the
+        exception of these kinds that it raises.
+        """
+        problem = None
+        try:
+            yield
+        except kinds as error:
+            problem = error
+        self.agree(problem)
 
 
 def _tensors(flat: torch.Tensor, about: list[tuple[list[int], str]]) -> list[torch.Tensor]:

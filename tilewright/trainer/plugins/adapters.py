@@ -151,12 +151,8 @@ def after_step(
     """
     if not merges(wanted, done):
         return
-    problem = None
-    try:
+    with mesh.control.agreeing(ValueError):
         check_merge(parts.model)
-    except ValueError as error:
-        problem = error
-    mesh.control.agree(problem)
     draw = generator(seed, done)
     for module in _in_order(parts, draw):
         module.merge_(draw)
