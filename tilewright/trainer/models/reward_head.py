@@ -59,7 +59,7 @@ def _scores(
 ) -> Scores:
     # As a norm's, the weight's gradient is that of this rank's tokens.
     scores = _outputs(hidden, weight, around)[..., 0]
-    return Scores(scores, around.config.pad_token_id, around.sequence)
+    return Scores(scores, around.padding, around.sequence)
 
 
 REWARD = Head("score", lambda config: 1, _outputs, _scores)
