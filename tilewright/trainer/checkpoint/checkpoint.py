@@ -305,12 +305,15 @@ class Saver:
 
     def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint of this step says of the best ones: itself, if it is better."""
+        if self.best is not None:
+            self._best_before, self.best = self.best, self.best.at(step, values)
+        return self._bests()
+
+    def _bests(self) -> dict[str, Any]:
+        """What checkpoints say of the best ones."""
         former = [dataclasses.asdict(one) for one in self.former]
-        found: dict[str, Any] = {"former_bests": former} if former else {}
-        if self.best is None:
-            return found
-        self._best_before, self.best = self.best, self.best.at(step, values)
-        return {"best": dataclasses.asdict(self.best), **found}
+        best = {} if self.best is None else {"best": dataclasses.asdict(self.best)}
+        return best | ({"former_bests": former} if former else {})
 
     def _spared(self, state: dict[str, Any]) -> list[str]:
         """The names of checkpoints that stay whatever their age."""
@@ -321,9 +324,7 @@ class Saver:
     def prune(self) -> None:
         """Removes what a run that was killed when it had written its last checkpoint could not."""
         if self.mesh.main and self.last is not None and self.last.parent == self.root:
-            named = {"best": self.best and dataclasses.asdict(self.best)}
-            former = {"former_bests": [dataclasses.asdict(one) for one in self.former]}
-            prune(self.root, self.keep, {self.last.name, *self._spared({**named, **former})})
+            prune(self.root, self.keep, {self.last.name, *self._spared(self._bests())})
 
     def _failed(self) -> bool:
         """Waits for a checkpoint in progress; whether it could not be written. What there is of it

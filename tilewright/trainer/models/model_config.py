@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.items import READ, SLIDING, flag, number
+from tilewright.trainer.models.families.reading import READ, SLIDING, flag, number
 
 # Fields of config.json that are accepted at one value only.
 NEUTRAL = {

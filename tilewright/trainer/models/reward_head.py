@@ -14,19 +14,12 @@ from tilewright.trainer.models.head import Around, Head, OfSequence, logits
 class Scores(OfSequence):
     """Scores [B, S] of tokens, float32 with `Numerics.lm_head_fp32`; a document's reward is that of
     its last token that is not padding, as transformers' models for sequence classification have it.
-
-    padding: the padding token; None: there is none. Where it is the end token too, the reward is
-    that of the token before.
+    Where padding is the end token too, the reward is that of the token before.
     """
 
-    def __init__(
-        self,
-        scores: torch.Tensor,
-        padding: int | None = None,
-        sequence: tuple[dist.ProcessGroup, ...] = (),
-    ):
-        super().__init__(sequence)
-        self._scores, self._padding = scores, padding
+    def __init__(self, scores: torch.Tensor, around: Around):
+        super().__init__(around.sequence, around.everywhere)
+        self._scores, self._padding = scores, around.padding
 
     def rewards(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """[documents], float64, differentiable; on every rank that shares the sequence.
@@ -58,8 +51,7 @@ def _scores(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, around: Around
 ) -> Scores:
     # As a norm's, the weight's gradient is that of this rank's tokens.
-    scores = _outputs(hidden, weight, around)[..., 0]
-    return Scores(scores, around.padding, around.sequence)
+    return Scores(_outputs(hidden, weight, around)[..., 0], around)
 
 
 REWARD = Head("score", lambda config: 1, _outputs, _scores)
