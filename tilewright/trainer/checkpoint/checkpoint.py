@@ -58,14 +58,11 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
 )
 from tilewright.trainer.checkpoint.made_of import ACCEPTS, NOTHING, MadeOf
 from tilewright.trainer.checkpoint.run_folder import (
-    candidates,
     claim,
     complete,
     earlier,
-    find,
     prune,
     publish,
-    recover,
     step_of,
     time_after,
 )
@@ -78,13 +75,9 @@ from tilewright.trainer.section import Resume, unrecorded
 __all__ = [
     "Damaged",
     "Saver",
-    "candidates",
     "claim",
     "complete",
     "earlier",
-    "find",
-    "read_metadata",
-    "recover",
     "restore",
     "resume",
     "step_of",

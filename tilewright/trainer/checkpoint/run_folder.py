@@ -18,11 +18,6 @@ from tilewright.trainer.parallel.mesh import Mesh
 log = logging.getLogger("tilewright")
 
 
-def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
-    """The first of `candidates`, if any."""
-    return next(iter(candidates(output_dir, wanted)), None)
-
-
 def earlier(output_dir: str, wanted: str | None, anew: bool = False) -> list[pathlib.Path]:
     """`candidates` for a new run, which does not start over what an earlier one has written.
 

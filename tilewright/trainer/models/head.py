@@ -54,6 +54,16 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
+def by_document(
+    values: torch.Tensor, lengths: torch.Tensor, reduction: str = "sum"
+) -> torch.Tensor:
+    """[documents], float64, of values [T]; 0 for a document without a token here.
+
+    lengths: the number of these tokens that each document has, in order.
+    """
+    return torch.segment_reduce(values.double(), reduction, lengths=lengths, initial=0, unsafe=True)
+
+
 @runtime_checkable
 class AdaptedHead(Protocol):
     """A head's layer with an adapter."""

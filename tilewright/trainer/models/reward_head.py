@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright.trainer.models.head import Around, Head, OfSequence, logits
+from tilewright.trainer.models.head import Around, Head, OfSequence, by_document, logits
 
 
 class Scores(OfSequence):
@@ -29,17 +29,12 @@ class Scores(OfSequence):
         """
         ids, at, lengths = batch["input_ids"][0], batch["position_ids"][0], batch["lengths"]
         own = at if self._padding is None else at.where(ids != self._padding, 0)
-        last = _of_documents("max", own, lengths)
+        last = by_document(own, lengths, "max")
         for group in self._sequence:
             dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
         is_last = at == last.repeat_interleave(lengths, output_size=len(at))
         # A sum of one number, exact.
-        return self.over_ranks(_of_documents("sum", self._scores[0].where(is_last, 0.0), lengths))
-
-
-def _of_documents(reduction: str, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[documents], float64; 0 for a document without a token here.   values: [T]."""
-    return torch.segment_reduce(values.double(), reduction, lengths=lengths, initial=0, unsafe=True)
+        return self.over_ranks(by_document(self._scores[0].where(is_last, 0.0), lengths))
 
 
 def _outputs(hidden: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:

@@ -236,17 +236,12 @@ class Group:
 
     group: dist.ProcessGroup | None = None
     size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """Sums t over the ranks, in place, and returns it."""
         if self.group is not None:
             dist.all_reduce(t, group=self.group)
         return t
-
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks, in float64."""
-        return self.total(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
     def barrier(self) -> None:
         if self.group is not None:
@@ -311,13 +306,13 @@ class Group:
 
 def _tensors(flat: torch.Tensor, about: list[tuple[list[int], str]]) -> list[torch.Tensor]:
     """Tensors from their bytes, by their shapes and dtypes."""
-    found, at = [], 0
+    tensors, at = [], 0
     for shape, name in about:
         dtype = getattr(torch, name)
         end = at + math.prod(shape) * dtype.itemsize
-        found.append(flat[at:end].clone().view(dtype).reshape(shape))
+        tensors.append(flat[at:end].clone().view(dtype).reshape(shape))
         at = end
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -407,7 +402,7 @@ def build(
 ) -> Mesh:
     """The mesh of an initialized process group. Every rank must call it."""
     layout = layout_of(train, size)
-    everyone = Group(dist.group.WORLD, size, device)
+    everyone = Group(dist.group.WORLD, size)
     # A rank that is no member would get an int.
     control: Any = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
     shards = tensor = experts = None
@@ -420,7 +415,7 @@ def build(
         if layout.tp > 1:
             tensor = root["tp"]
         if layout.pp > 1:
-            pipeline = Group(root.get_group("pp"), layout.pp, device)
+            pipeline = Group(root.get_group("pp"), layout.pp)
     # Beside tensor parallelism a rank has tokens of its own in every layer with experts.
     if fsdp2 and (layout.expert > 1 or layout.tp > 1):
         names = ("expert_shard", "expert")
@@ -492,4 +487,4 @@ def _subgroup(everyone: Group, ranks: torch.Tensor) -> Group:
         return everyone
     own: Any
     own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return Group(own, ranks.shape[1], everyone.device)
+    return Group(own, ranks.shape[1])
