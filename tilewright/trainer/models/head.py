@@ -114,7 +114,9 @@ class OfSequence:
     """What a loss reads of a head. Several ranks may share a sequence."""
 
     def __init__(
-        self, sequence: tuple[dist.ProcessGroup, ...], everywhere: dist.ProcessGroup | None
+        self,
+        sequence: tuple[dist.ProcessGroup, ...],
+        everywhere: dist.ProcessGroup | None = None,
     ):
         self._sequence, self._everywhere = sequence, everywhere
         self.computed: torch.Tensor | None = None  # [B, S], values of tokens

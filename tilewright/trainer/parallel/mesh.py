@@ -232,10 +232,14 @@ def layout_of(train: Parallel, world_size: int) -> Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose. Without a process group it is one rank alone."""
+    """Ranks that communicate for one purpose. Without a process group it is one rank alone.
+
+    device: where the group sums tensors.
+    """
 
     group: dist.ProcessGroup | None = None
     size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """Sums t over the ranks, in place, and returns it."""
@@ -402,7 +406,7 @@ def build(
 ) -> Mesh:
     """The mesh of an initialized process group. Every rank must call it."""
     layout = layout_of(train, size)
-    everyone = Group(dist.group.WORLD, size)
+    everyone = Group(dist.group.WORLD, size, device)
     # A rank that is no member would get an int.
     control: Any = dist.new_group(backend=control_backend, timeout=CONTROL_TIMEOUT)
     shards = tensor = experts = None
@@ -415,7 +419,7 @@ def build(
         if layout.tp > 1:
             tensor = root["tp"]
         if layout.pp > 1:
-            pipeline = Group(root.get_group("pp"), layout.pp)
+            pipeline = Group(root.get_group("pp"), layout.pp, device)
     # Beside tensor parallelism a rank has tokens of its own in every layer with experts.
     if fsdp2 and (layout.expert > 1 or layout.tp > 1):
         names = ("expert_shard", "expert")
@@ -487,4 +491,4 @@ def _subgroup(everyone: Group, ranks: torch.Tensor) -> Group:
         return everyone
     own: Any
     own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return Group(own, ranks.shape[1])
+    return Group(own, ranks.shape[1], everyone.device)
