@@ -35,7 +35,7 @@ from tilewright import nn
 from tilewright.core import files as core_files
 from tilewright.nn import peft
 from tilewright.nn.weights import is_adapter
-from tilewright.trainer.checkpoint import checkpoint, hf
+from tilewright.trainer.checkpoint import checkpoint, hf, run_folder
 from tilewright.trainer.checkpoint.checkpoint_files import (
     Damaged,
     checksums,
@@ -197,7 +197,7 @@ def test_a_state_of_other_types_is_damage(name, value, written, tmp_path):
     file.write_text(json.dumps({k: v for k, v in state.items() if k != "files"}))
     with pytest.raises(Damaged, match=rf"state\.json: {name} is "):
         read_state(file.parent)
-    assert len(checkpoint.candidates(str(root), "auto")) == 3
+    assert len(run_folder.candidates(str(root), "auto")) == 3
 
 
 def test_auto_passes_over_a_checkpoint_with_a_flipped_bit_and_the_log_says_so(
@@ -268,7 +268,7 @@ def test_a_clock_that_is_set_back_changes_no_order(tmp_path, monkeypatch):
     times = iter([3000.0, 2000.0, 1000.0])
     monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(time=lambda: next(times)))
     run(path)
-    found = [p.name for p in checkpoint.candidates(str(tmp_path / "out"), "auto")]
+    found = [p.name for p in run_folder.candidates(str(tmp_path / "out"), "auto")]
     assert found == [f"global_step_{n}" for n in (12, 8, 4)]
 
 

@@ -19,7 +19,7 @@ from tilewright.trainer import loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.models import masks as of_masks
 from tilewright.trainer.models.initialize import init_weights
-from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks, Run, key_of, runs
+from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP, Masks, Span, key_of, spans
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
@@ -38,7 +38,7 @@ SHORT = {"train__max_steps": 3, "train__save_hf_weights": False}
 
 def masks_of(rates, key, *bins):
     """The masks of one process."""
-    bins = tuple(Run(*one) for one in bins)
+    bins = tuple(Span(*one) for one in bins)
     return Masks(*rates, key, bins, bins, bins)
 
 
@@ -199,10 +199,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(alone, tmp_pat
 
 
 def test_runs_are_what_a_rank_has_of_whole_bins():
-    bins = Run(7, 0, 5), Run(8, 5, 5), Run(9, 5, 16)
-    assert runs(bins, torch.arange(16)) == (Run(7, 0, 5), Run(9, 5, 16))
+    bins = Span(7, 0, 5), Span(8, 5, 5), Span(9, 5, 16)
+    assert spans(bins, torch.arange(16)) == (Span(7, 0, 5), Span(9, 5, 16))
     at = torch.tensor([2, 3, 4, 5, 12, 13])  # two intervals, the first over a bound
-    assert runs(bins, at) == (Run(7, 0, 3, 2), Run(9, 3, 4, 0), Run(9, 4, 6, 7))
+    assert spans(bins, at) == (Span(7, 0, 3, 2), Span(9, 3, 4, 0), Span(9, 4, 6, 7))
 
 
 # ---- rates

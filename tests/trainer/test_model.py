@@ -159,7 +159,10 @@ def test_the_residual_stream_keeps_its_dtypes_under_autocast(monkeypatch):
         return op(x, residual, *args, **options)
 
     monkeypatch.setattr(tw, "add_rmsnorm", recorded)
-    norm = AddRMSNorm(16, 1e-6, Ops.resolve(device_type="cpu", dtype=torch.bfloat16))
+    norm = AddRMSNorm(
+        ModelConfig("llama", 8, 16, 16, 1, 1, 1, 16),
+        Ops.resolve(device_type="cpu", dtype=torch.bfloat16),
+    )
     x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16)
     with torch.autocast("cpu", torch.bfloat16):
         _, total = norm(x, residual)

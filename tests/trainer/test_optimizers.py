@@ -145,7 +145,7 @@ def test_novograd_follows_the_paper():
 
 
 def test_rprop_has_the_bits_of_torchs():
-    """Which cannot be computed on shards, and so has steps of its own here."""
+    """Which cannot be computed on DTensors: here its steps compute on shards."""
     draw = torch.Generator().manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(5, 3, generator=draw)) for _ in range(2)]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]

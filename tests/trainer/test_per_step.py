@@ -16,7 +16,7 @@ from training import rows, run, tensors, write_config
 from tilewright.trainer import engine
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.config import ConfigError, load, resolved
-from tilewright.trainer.models.head import Shaping, TokenLosses
+from tilewright.trainer.models.head import Around, Shaping, TokenLosses
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.optim.matrices import Parts
 from tilewright.trainer.optim.muon import Muon, Settings
@@ -264,7 +264,8 @@ def of_head(values, shaping=None):
     hidden = torch.randn(1, 5, 8, generator=generator, requires_grad=True)
     weight = torch.randn(11, 8, generator=generator)
     labels = torch.tensor([[3, IGNORE, 0, 10, 7]])
-    losses = TokenLosses(hidden, weight, labels, Ops.resolve(), shaping=Shaping(**values))
+    around = Around(Ops.resolve(), shaping=Shaping(**values))
+    losses = TokenLosses(hidden, weight, labels, around)
     total = losses.sum()
     total.backward()
     logits = (hidden.detach().double() @ weight.double().T)[0]

@@ -20,7 +20,7 @@ from tilewright.trainer import loop
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses import policies
 from tilewright.trainer.losses.policies import COLUMNS
-from tilewright.trainer.models.head import Shaping, TokenLosses
+from tilewright.trainer.models.head import Around, Shaping, TokenLosses
 from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
@@ -171,9 +171,9 @@ def test_a_z_loss_is_not_dropped_where_an_engine_has_one(z_loss, fused):
     hidden, weight = torch.randn(1, 3, 8, generator=g), torch.randn(11, 8, generator=g)
     numerics = types.SimpleNamespace(batch_invariant=False, lm_head_fp32=False)
     ops = types.SimpleNamespace(numerics=numerics, linear_cross_entropy="eager")
-    shaping, labels = Shaping(z_loss=z_loss), torch.tensor([[1, 2, 3]])
+    around, labels = Around(ops, shaping=Shaping(z_loss=z_loss)), torch.tensor([[1, 2, 3]])
     given = dict.fromkeys(("advantage", "old_logprob"), torch.zeros(1, 3))
-    found = TokenLosses(hidden, weight, labels, ops, shaping=shaping).policy(policy.PPO(), **given)
+    found = TokenLosses(hidden, weight, labels, around).policy(policy.PPO(), **given)
     assert (found is not None) == fused
 
 

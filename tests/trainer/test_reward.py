@@ -25,7 +25,9 @@ from tilewright.trainer.checkpoint.hf_head import padding_of
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.losses.reward import reward
 from tilewright.trainer.models.families.architecture import FAMILIES
+from tilewright.trainer.models.head import Around
 from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.reward_head import Scores
 from tilewright.trainer.parallel.mesh import Mesh
 
@@ -64,7 +66,8 @@ def ours(chosen, rejected, margin, coefficient):
         "role": torch.tensor([0, 1] * n),
         "margin": margins.repeat_interleave(2),
     }
-    return reward(Scores(given[None]), batch, center_rewards_coefficient=coefficient or 0.0)
+    scores = Scores(given[None], Around(Ops.resolve()))
+    return reward(scores, batch, center_rewards_coefficient=coefficient or 0.0)
 
 
 @pytest.mark.parametrize("coefficient", [None, 0.01, 0.5])
@@ -106,10 +109,10 @@ def test_a_reward_is_that_of_the_last_token_before_padding():
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 2]]),
         "lengths": torch.tensor([3, 2, 1, 3]),
     }
-    scores = torch.arange(9.0)[None].requires_grad_()
-    found = Scores(scores, 2).rewards(batch)
+    scores, around = torch.arange(9.0)[None].requires_grad_(), Around(Ops.resolve())
+    found = Scores(scores, around._replace(padding=2)).rewards(batch)
     assert found.tolist() == [0.0, 3.0, 5.0, 8.0]
-    assert Scores(scores).rewards(batch).tolist() == [2.0, 4.0, 5.0, 8.0]
+    assert Scores(scores, around).rewards(batch).tolist() == [2.0, 4.0, 5.0, 8.0]
     (grad,) = torch.autograd.grad(found.sum(), scores)
     assert grad[0].nonzero()[:, 0].tolist() == [0, 3, 5, 8]
 

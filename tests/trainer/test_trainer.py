@@ -63,7 +63,7 @@ from tilewright.ops.moe.moe_lora import MOE_LORA
 from tilewright.ops.quant.aqn import AQN
 from tilewright.trainer import build as build_module
 from tilewright.trainer import loop, train
-from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf
+from tilewright.trainer.checkpoint import checkpoint, checkpoint_files, hf, run_folder
 from tilewright.trainer.config import load
 from tilewright.trainer.data import batches
 from tilewright.trainer.data.batches import evaluation_batches
@@ -823,7 +823,7 @@ def test_a_finished_asynchronous_checkpoint_has_its_name_at_the_next_step(tmp_pa
     path = write_config(tmp_path, train__save_steps=2, train__save_async=True)
     with stopped(4, Killed()), pytest.raises(Killed):
         run(path)
-    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_2"
+    assert run_folder.candidates(str(tmp_path / "out"), "auto")[0].name == "global_step_2"
 
 
 def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
@@ -836,7 +836,7 @@ def test_what_a_killed_run_left_is_put_in_order(tmp_path, caplog):
     (folder / ".global_step_6.partial/dcp/.metadata").unlink()
     (folder / "global_step_2/.hf.partial").mkdir()
     shutil.copytree(folder / "global_step_2", folder / ".global_step_8.partial")
-    checkpoint.recover(str(tmp_path / "out"), Mesh(), alone=False)
+    run_folder.recover(str(tmp_path / "out"), Mesh(), alone=False)
     assert sum("another run may be writing it" in r.message for r in caplog.records) == 4
     run(path, AUTO)
     assert sorted(p.name for p in folder.iterdir()) == ["global_step_2", "global_step_4"]
@@ -883,7 +883,7 @@ def test_an_interrupt_is_one_sentence_that_names_the_last_checkpoint(
     said, last = capsys.readouterr().err, tmp_path / "out/checkpoints/global_step_4"
     assert said.splitlines()[-1] == f"interrupted after step 4; the last whole checkpoint is {last}"
     assert "Traceback" not in said
-    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
+    assert run_folder.candidates(str(tmp_path / "out"), "auto")[0].name == "global_step_4"
 
 
 def test_a_checkpoint_that_an_interrupt_cuts_off_is_said_to_be_given_up(tmp_path):
@@ -1156,7 +1156,7 @@ def test_other_data_of_the_same_lengths_are_not_gone_on_with(tmp_path):
     file.write_text(file.read_text().replace("96, 0", "96, 1").replace("[9, 10", "[9, 11"))
     with pytest.raises(ValueError, match=r"another data: \{'contents'"):
         run(path, AUTO)
-    folder = checkpoint.find(str(tmp_path / "out"), "auto")
+    folder = run_folder.candidates(str(tmp_path / "out"), "auto")[0]
     then = checkpoint_files.read_state(folder)
     del then["run"]["data"]["contents"], then["made_of"]
     checkpoint_files.write_state(folder, then)
@@ -1245,7 +1245,7 @@ def test_a_missing_or_broken_checkpoint_is_one_sentence(tmp_path):
     run(path)
     with pytest.raises(FileNotFoundError, match="no checkpoint there"):
         run(path, "--train.load_checkpoint_path", str(tmp_path / "nowhere"))
-    assert checkpoint.find(str(tmp_path / "fresh"), "auto") is None
+    assert run_folder.candidates(str(tmp_path / "fresh"), "auto") == []
     folder = tmp_path / "out/checkpoints/global_step_1"
     (folder / "dcp/.metadata").unlink()
     with pytest.raises(FileNotFoundError, match="not a whole checkpoint"):
@@ -1273,7 +1273,7 @@ def test_a_run_does_not_start_over_an_earlier_one_and_auto_takes_what_was_writte
         )
         with pytest.raises(KeyboardInterrupt):
             run(path, "--train.load_checkpoint_path", str(out / "checkpoints/global_step_2"))
-    assert checkpoint.find(str(out), "auto").name == "global_step_4"
+    assert run_folder.candidates(str(out), "auto")[0].name == "global_step_4"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -1338,8 +1338,8 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path):
     folder = tmp_path / "out/checkpoints"
     # Killed between the two renames.
     (folder / "global_step_4").rename(folder / ".global_step_4.old")
-    checkpoint.recover(str(tmp_path / "out"), Mesh())
-    assert checkpoint.find(str(tmp_path / "out"), "auto").name == "global_step_4"
+    run_folder.recover(str(tmp_path / "out"), Mesh())
+    assert run_folder.candidates(str(tmp_path / "out"), "auto")[0].name == "global_step_4"
     (folder / ".global_step_4.old/x").mkdir(parents=True)  # killed before the old one was removed
     with open(tmp_path / "out/metrics.jsonl", "a") as file:  # and while a line was written
         file.write('{"step": 4, "lo')

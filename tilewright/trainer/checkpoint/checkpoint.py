@@ -58,14 +58,11 @@ from tilewright.trainer.checkpoint.checkpoint_files import (
 )
 from tilewright.trainer.checkpoint.made_of import ACCEPTS, NOTHING, MadeOf
 from tilewright.trainer.checkpoint.run_folder import (
-    candidates,
     claim,
     complete,
     earlier,
-    find,
     prune,
     publish,
-    recover,
     step_of,
     time_after,
 )
@@ -78,13 +75,9 @@ from tilewright.trainer.section import Resume, unrecorded
 __all__ = [
     "Damaged",
     "Saver",
-    "candidates",
     "claim",
     "complete",
     "earlier",
-    "find",
-    "read_metadata",
-    "recover",
     "restore",
     "resume",
     "step_of",
@@ -110,6 +103,15 @@ def _first_failure(
         if written is not None and (full := no_space(written)):
             reason = f"{full}; {reason}"
         raise kind(f"{what} ({reason})") from first
+
+
+@contextlib.contextmanager
+def _named(folder: pathlib.Path, done: str) -> Iterator[None]:
+    """Says in an OSError what cannot be done with a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{folder}: cannot be {done} ({error})") from error
 
 
 def _not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -283,33 +285,28 @@ class Saver:
 
     def _begin(self, aside: pathlib.Path) -> None:
         """Makes the folder, with every rank's random state. Raises OSError on all of them."""
-        problem = None
-        if self.mesh.main:
-            shutil.rmtree(aside, ignore_errors=True)
-            try:
+        with self.mesh.control.agreeing(OSError):
+            if self.mesh.main:
+                shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-            except OSError as error:
-                problem = error
-        self.mesh.control.agree(problem)
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
         file = aside / f"random_{self.mesh.rank}.safetensors"
-        try:
-            with writing(file):
-                save_file(random, file)
-        except OSError as error:
-            problem = error
-        self.mesh.control.agree(problem)
+        with self.mesh.control.agreeing(OSError), writing(file):
+            save_file(random, file)
 
     def _with_best(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint of this step says of the best ones: itself, if it is better."""
+        if self.best is not None:
+            self._best_before, self.best = self.best, self.best.at(step, values)
+        return self._bests()
+
+    def _bests(self) -> dict[str, Any]:
+        """What checkpoints say of the best ones."""
         former = [dataclasses.asdict(one) for one in self.former]
-        found: dict[str, Any] = {"former_bests": former} if former else {}
-        if self.best is None:
-            return found
-        self._best_before, self.best = self.best, self.best.at(step, values)
-        return {"best": dataclasses.asdict(self.best), **found}
+        best = {} if self.best is None else {"best": dataclasses.asdict(self.best)}
+        return best | ({"former_bests": former} if former else {})
 
     def _spared(self, state: dict[str, Any]) -> list[str]:
         """The names of checkpoints that stay whatever their age."""
@@ -320,9 +317,7 @@ class Saver:
     def prune(self) -> None:
         """Removes what a run that was killed when it had written its last checkpoint could not."""
         if self.mesh.main and self.last is not None and self.last.parent == self.root:
-            named = {"best": self.best and dataclasses.asdict(self.best)}
-            former = {"former_bests": [dataclasses.asdict(one) for one in self.former]}
-            prune(self.root, self.keep, {self.last.name, *self._spared({**named, **former})})
+            prune(self.root, self.keep, {self.last.name, *self._spared(self._bests())})
 
     def _failed(self) -> bool:
         """Waits for a checkpoint in progress; whether it could not be written. What there is of it
@@ -345,23 +340,16 @@ class Saver:
         """Writes the state, with the checksums of all ranks' files, and renames the checkpoint.
         Every rank of the group must call it once it has written its files; raises on all of them.
         """
-        problem, own = None, {}
-        try:
+        with group.agreeing(OSError), _named(aside, "read back"):
             own = checksums(aside, self.mesh.rank)
-        except OSError as error:
-            problem = OSError(f"{aside}: cannot be read back ({error})")
-        group.agree(problem)
         files = dict(itertools.chain.from_iterable(one.items() for one in group.gather(own)))
-        if self.mesh.main:
-            try:
+        with group.agreeing(OSError), _named(aside, "written"):
+            if self.mesh.main:
                 written = time_after(target.parent, time.time())
                 write_state(aside, {"written": written, **state, "files": files})
                 # Those of other names are no checkpoints of steps, of which old ones go.
                 keep = self.keep if target.parent == self.root else 0
                 publish(aside, target, keep, self._spared(state))
-            except OSError as error:
-                problem = OSError(f"{aside}: cannot be written ({error})")
-        group.agree(problem)
 
     def check(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, spared: str
@@ -497,10 +485,7 @@ def restore(
     Raises ValueError if a key differs, and Damaged, on all ranks, if the checkpoint cannot be read
     or has changed since it was written; warns if ops were computed by other implementations.
     """
-    problem = state = metadata = None
-    random: dict[str, torch.Tensor] = {}
-    adapters_alone, large = False, {}
-    try:
+    with mesh.control.agreeing(OSError, ValueError):
         state = read_state(folder)
         check(folder, state, run, made_of)
         if states and not state.get("optimizer", True):
@@ -513,16 +498,8 @@ def restore(
         small, large = share(folder, state, mesh.rank, mesh.size) if checked else ({}, {})
         verify(folder, small)
         metadata = read_metadata(folder / "dcp")
-        file = folder / f"random_{mesh.rank}.safetensors"
-        if states and file.is_file():  # a new rank starts from its seed
-            random = load_file(file)
+        random = _random_states(folder, mesh.rank) if states else {}
         adapters_alone = _without_base(folder, state, parts)
-    except SafetensorError as error:
-        problem = Damaged(f"{file}: cannot be read as safetensors: {error}")
-    except (OSError, ValueError) as error:
-        problem = error
-    mesh.control.agree(problem)
-    assert state is not None and metadata is not None  # else there was a problem
     if mesh.main and (
         changed := {k: (v, ops.get(k)) for k, v in state["ops"].items() if ops.get(k) != v}
     ):
@@ -553,6 +530,15 @@ def restore(
         if "cuda" in random and torch.cuda.is_available():
             torch.cuda.set_rng_state(random["cuda"])
     return state
+
+
+def _random_states(folder: pathlib.Path, rank: int) -> dict[str, torch.Tensor]:
+    """By device; {} for a new rank, which starts from its seed."""
+    file = folder / f"random_{rank}.safetensors"
+    try:
+        return load_file(file) if file.is_file() else {}
+    except SafetensorError as error:
+        raise Damaged(f"{file}: cannot be read as safetensors: {error}") from error
 
 
 def _load(

@@ -70,9 +70,9 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
     own = str(state.pop("checksum", ""))  # none in those of earlier versions, as "files"
     if own or "files" in state:
         before, _, after = text.rpartition(own) if own else ("", "", "")
-        found = xxhash.xxh3_64_hexdigest((before + NO_CHECKSUM + after).encode())
-        if own != found:
-            raise Damaged(f"{file}: has the checksum {found}, and says {own or 'none'}")
+        there = xxhash.xxh3_64_hexdigest((before + NO_CHECKSUM + after).encode())
+        if own != there:
+            raise Damaged(f"{file}: has the checksum {there}, and says {own or 'none'}")
     return state
 
 
@@ -220,7 +220,7 @@ class Reader(FileSystemReader):
         return self.metadata
 
 
-class Parts:
+class InParts:
     """A DTensor whose shard has rows of each of several parts of the whole (see
     `torch_names.strided_shard`), for DCP: one chunk per part. DCP takes a shard for one chunk.
     """
@@ -270,13 +270,13 @@ class Parts:
 
 def _in_parts(tensors: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: Parts(t) if is_sharded(t) and max(map(parts_of_shard, t.placements)) > 1 else t
+        name: InParts(t) if is_sharded(t) and max(map(parts_of_shard, t.placements)) > 1 else t
         for name, t in tensors.items()
     }
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes such tensors as `Parts`."""
+    """Writes such tensors as `InParts`."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -285,8 +285,8 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = _in_parts(self.state_dict)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Parts) else super().lookup_object(index)
+        t = self.state_dict[index.fqn]
+        return t.shard(index) if isinstance(t, InParts) else super().lookup_object(index)
 
 
 class Planner(DefaultLoadPlanner):
@@ -299,8 +299,8 @@ class Planner(DefaultLoadPlanner):
         self.state_dict = _in_parts(self.state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Parts) else super().lookup_tensor(index)
+        t = self.state_dict[index.fqn]
+        return t.shard(index) if isinstance(t, InParts) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         torch.save(torch.load(value, weights_only=True), safe := io.BytesIO())

@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.trainer.checkpoint.hf_folder import Folder
 from tilewright.trainer.checkpoint.hf_names import read_config
-from tilewright.trainer.models.items import number
+from tilewright.trainer.models.families.reading import number
 from tilewright.trainer.models.model_config import ModelConfig, is_scored
 
 SCORE = "score.weight"  # of a reward model

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilewright.core.registry import short
 from tilewright.core.torch_names import pytree
@@ -27,6 +26,7 @@ from tilewright.nn.quantized_layers import (
     join,
     quantize_as,
 )
+from tilewright.nn.sharded import assign
 from tilewright.nn.weights import base_weights, fill, quantized, shape_of
 from tilewright.ops.quant.block_fp8 import BlockFP8
 from tilewright.ops.quant.nf4_format import NF4
@@ -145,7 +145,8 @@ def load_weights(
     several = many()
     parts = parts_of(model)
     model, source, group = parts.model, parts.reader, parts.readers
-    reads = not several or mode == "all_ranks" or dist.get_rank() == source
+    sends = (source, group) if several and mode == "broadcast" else None
+    reads = sends is None or dist.get_rank() == source
     folder = problem = None
     if reads:
         try:
@@ -158,7 +159,6 @@ def load_weights(
         if name in without:
             continue
         if not isinstance(p, nn.Parameter):
-            sends = (source, group) if several and mode == "broadcast" else None
             _fill(name, p, model.config, folder, sends)
             continue
         full = (
@@ -166,17 +166,9 @@ def load_weights(
             if folder is not None
             else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         )
-        if isinstance(p, DTensor):
-            first = None if mode == "all_ranks" else 0
-            if first is not None and p.device_mesh.size() < dist.get_world_size(group):
-                # Only one of the copies that train apart has the rank that reads.
-                dist.broadcast(full, src=source, group=group)
-                first = None
-            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=first))
-        else:
-            if several and mode == "broadcast":
-                dist.broadcast(full, src=source, group=group)
-            p.copy_(full)
+        if sends is not None:
+            dist.broadcast(full, src=source, group=group)
+        assign(p, full)
     parts.origin = _origin(parts.read_by_all({} if folder is None else folder.checksums))
 
 

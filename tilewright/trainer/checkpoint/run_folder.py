@@ -18,11 +18,6 @@ from tilewright.trainer.parallel.mesh import Mesh
 log = logging.getLogger("tilewright")
 
 
-def find(output_dir: str, wanted: str | None) -> pathlib.Path | None:
-    """The first of `candidates`, if any."""
-    return next(iter(candidates(output_dir, wanted)), None)
-
-
 def earlier(output_dir: str, wanted: str | None, anew: bool = False) -> list[pathlib.Path]:
     """`candidates` for a new run, which does not start over what an earlier one has written.
 
@@ -94,15 +89,11 @@ def claim(output_dir: str, mesh: Mesh) -> Iterator[None]:
     killed run left there. Every rank must call it. Raises ValueError or OSError on all of them.
     """
     with contextlib.ExitStack() as stack:
-        problem = None
-        if mesh.main:
-            try:
+        with mesh.control.agreeing(OSError, ValueError):
+            if mesh.main:
                 folder = pathlib.Path(output_dir)
                 folder.mkdir(parents=True, exist_ok=True)  # fails before anything is computed
                 recover(output_dir, mesh, alone=_lock(folder, stack))
-            except (OSError, ValueError) as error:
-                problem = error
-        mesh.control.agree(problem)
         yield
 
 

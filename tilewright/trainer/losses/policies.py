@@ -15,8 +15,7 @@ from tilewright.ops.loss.policy import Formula, Tokens
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.losses.policy_fields import Policy
-from tilewright.trainer.losses.preferences import by_document
-from tilewright.trainer.models.head import TokenLosses
+from tilewright.trainer.models.head import TokenLosses, by_document
 
 # Tensors that formulas read -> columns.
 COLUMNS = {
@@ -37,7 +36,7 @@ class Documents(NamedTuple):
     lengths: torch.Tensor
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        return self.per_token.over_ranks(by_document(values[None], self.lengths))
+        return self.per_token.over_ranks(by_document(values, self.lengths))
 
     def each(self, values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(self.lengths, output_size=int(self.lengths.sum()))

@@ -15,7 +15,7 @@ from tilewright.trainer.losses.before import Compared
 from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.losses.preference.row import PREFERENCES
 from tilewright.trainer.losses.preference_fields import Preference
-from tilewright.trainer.models.head import OfSequence, TokenLosses
+from tilewright.trainer.models.head import OfSequence, TokenLosses, by_document
 
 CHOSEN, REJECTED = 0, 1  # values of the column role
 COLUMNS = ("labels", "pair", "role")
@@ -38,14 +38,6 @@ OVER = {f"{what}_{kind}": kind for kind in KINDS for what in ("reward", "logprob
 ALONE = ("saturated", "reward_accuracy", *KINDS, *OVER)
 
 
-def by_document(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sums [documents] of values [1, T], in float64.
-
-    lengths: the number of these tokens that each document has, in order.
-    """
-    return torch.segment_reduce(values[0].double(), "sum", lengths=lengths, unsafe=True)
-
-
 def sums_of(per_token: TokenLosses, batch: Mapping[str, Any], reference: bool) -> torch.Tensor:
     """[3, documents]: log-probability, tokens, and log-probability under the reference, or without
     one 0.
@@ -55,7 +47,7 @@ def sums_of(per_token: TokenLosses, batch: Mapping[str, Any], reference: bool) -
     columns = [-per_token.values(), learned]
     if reference:
         columns.append(batch["reference_logprob"].where(learned, 0.0))
-    sums = per_token.over_ranks(torch.stack([by_document(c, lengths) for c in columns]))
+    sums = per_token.over_ranks(torch.stack([by_document(c[0], lengths) for c in columns]))
     return sums if reference else torch.cat((sums, torch.zeros_like(sums[:1])))
 
 
@@ -104,7 +96,7 @@ def desirable_tokens(of: OfSequence, batch: Mapping[str, Any]) -> tuple[torch.Te
 
 
 def answer_tokens(of: OfSequence, batch: Mapping[str, Any]) -> torch.Tensor:
-    return of.over_ranks(by_document(batch["labels"] != IGNORE, batch["lengths"]))
+    return of.over_ranks(by_document(batch["labels"][0] != IGNORE, batch["lengths"]))
 
 
 def likelihood(answers: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:

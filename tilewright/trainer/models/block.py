@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tilewright.trainer.models.layers import MLP, Attention, Place, norm, residual_norm
+from tilewright.trainer.models.layers import MLP, AddRMSNorm, Attention, Place, norm
 from tilewright.trainer.models.masks import AFTER_ATTENTION, AFTER_MLP
 from tilewright.trainer.models.moe import MoE, feed_forward
 
@@ -42,12 +42,12 @@ class Block(nn.Module):
         self.layer, self.norms = place.layer, norms
         # The seed of a parameter's initial values depends on the order in which modules are added.
         if norms.before_attention is not None:
-            self.add_module(norms.before_attention, residual_norm(config, ops))
+            self.add_module(norms.before_attention, AddRMSNorm(config, ops))
         self.self_attn = Attention(place) if attention is None else attention
         if norms.after_attention is not None:
             self.add_module(norms.after_attention, norm(config, ops, config.hidden_size))
         if norms.before_mlp is not None:
-            self.add_module(norms.before_mlp, residual_norm(config, ops))
+            self.add_module(norms.before_mlp, AddRMSNorm(config, ops))
         if norms.after_mlp is not None:
             self.add_module(norms.after_mlp, norm(config, ops, config.hidden_size))
         self.mlp = feed_forward(place) if mlp is None else mlp

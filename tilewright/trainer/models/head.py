@@ -54,6 +54,16 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
+def by_document(
+    values: torch.Tensor, lengths: torch.Tensor, reduction: str = "sum"
+) -> torch.Tensor:
+    """[documents], float64, of values [T]; 0 for a document without a token here.
+
+    lengths: the number of these tokens that each document has, in order.
+    """
+    return torch.segment_reduce(values.double(), reduction, lengths=lengths, initial=0, unsafe=True)
+
+
 @runtime_checkable
 class AdaptedHead(Protocol):
     """A head's layer with an adapter."""
@@ -84,15 +94,16 @@ class Around(NamedTuple):
     adapted: the head's layer, if it has an adapter.
     sequence: the groups over whose ranks the tokens of a sequence are sharded.
     everywhere: the ranks whose losses are added.
+    padding: the padding token; None: there is none.
     """
 
     ops: Ops
-    config: ModelConfig
     tp: TensorParallel = TensorParallel()
     sequence: tuple[dist.ProcessGroup, ...] = ()
     shaping: Shaping = Shaping()
     everywhere: dist.ProcessGroup | None = None
     adapted: AdaptedHead | None = None
+    padding: int | None = None
 
     def adapter(self, *, repeated: bool) -> Adapter | None:
         """repeated: as in `LoRALinear.factors`."""
@@ -144,23 +155,19 @@ class TokenLosses(OfSequence):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        ops: Ops,
-        group: dist.ProcessGroup | None = None,
-        shaping: Shaping = Shaping(),  # noqa: B008
-        sequence: tuple[dist.ProcessGroup, ...] = (),
-        everywhere: dist.ProcessGroup | None = None,
+        around: Around,
         adapter: Adapter | None = None,
     ) -> None:
-        """group: of the ranks that have the weight's rows, if it is this rank's shard of them.
-        sequence: the groups over whose ranks the tokens of a sequence are sharded.
-        everywhere: the ranks whose losses are added.
+        """hidden: the same on all ranks of `around.tp`, each of which has its rows of weight, and
+        of the adapter.
         """
+        shaping = around.shaping
         if shaping.loss_temperature != 1.0:
             # Not the logits, of which there are more; rounded to the dtype of the hidden states.
             hidden = hidden / shaping.loss_temperature
-        super().__init__(sequence, everywhere)
-        self._operands, self._labels, self._ops = (hidden, weight), labels, ops
-        self._group, self._z_loss, self._adapter = group, shaping.z_loss, adapter
+        super().__init__(around.sequence, around.everywhere)
+        self._operands, self._labels, self._ops = (hidden, weight), labels, around.ops
+        self._group, self._z_loss, self._adapter = around.tp.group, shaping.z_loss, adapter
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
 
     def sum(self) -> torch.Tensor:
@@ -208,13 +215,11 @@ class TokenLosses(OfSequence):
         numerics, labels = self._ops.numerics, self._labels
         if numerics.batch_invariant:
             # Whole blocks of rows, in which a row's bits do not depend on the others.
-            found = [
-                tw.logprob_entropy(self._logits(x), y, return_argmax=True)
-                for x, y in zip(
-                    self._operands[0].split(SCORED, 1), labels.split(SCORED, 1), strict=True
-                )
+            blocks = zip(self._operands[0].split(SCORED, 1), labels.split(SCORED, 1), strict=True)
+            of_blocks = [
+                tw.logprob_entropy(self._logits(x), y, return_argmax=True) for x, y in blocks
             ]
-            logprob, entropy, best = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+            logprob, entropy, best = (torch.cat(parts, 1) for parts in zip(*of_blocks, strict=True))
         else:
             x, weight = in_autocast(*self._operands)
             logprob, entropy, best = tw.linear_logprob(
@@ -238,8 +243,8 @@ class TokenLosses(OfSequence):
         head, how, pad = self._in_rows(temperature)
         given = (t.flatten(0, 1) for t in (ids, self._labels[..., None]))
         ids, labels = (F.pad(t, (0, 0, 0, pad), value=-1) for t in given)
-        found = listed(head, ids, labels[:, 0], how)
-        return Listed(*(t[: tokens.numel()].unflatten(0, tokens) for t in found))
+        of_rows = listed(head, ids, labels[:, 0], how)
+        return Listed(*(t[: tokens.numel()].unflatten(0, tokens) for t in of_rows))
 
     def most_probable(self, k: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens [B, S, k] that are most probable at a temperature, and their
@@ -247,8 +252,8 @@ class TokenLosses(OfSequence):
         """
         tokens = self._labels.shape
         head, how, _ = self._in_rows(temperature)
-        found = most_probable(head, k, how)
-        ids, logprobs = (t[: tokens.numel()].unflatten(0, tokens) for t in found)
+        of_rows = most_probable(head, k, how)
+        ids, logprobs = (t[: tokens.numel()].unflatten(0, tokens) for t in of_rows)
         return ids, logprobs
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -284,13 +289,12 @@ class TokenLosses(OfSequence):
             return self._scored.sum() if reduction == "sum" else self._scored
         numerics = self._ops.numerics
         if numerics.batch_invariant:
-            name = self._ops.cross_entropy
             return tw.cross_entropy(
                 self._logits(self._operands[0]),
                 self._labels,
                 z_loss=self._z_loss,
                 reduction=reduction,
-                implementation=name,
+                implementation=self._ops.cross_entropy,
             )
         x, weight = in_autocast(*self._operands)
         return tw.linear_cross_entropy(
@@ -319,11 +323,11 @@ def logits(
         hidden, weight = hidden.float(), weight.float()
     product = linear_in_row_blocks if ops.numerics.batch_invariant else F.linear
     with torch.autocast(hidden.device.type, enabled=False):
-        found = product(hidden, weight)
+        of_weight = product(hidden, weight)
         if adapter is None:
-            return found
+            return of_weight
         A, B, scale = adapter.arguments(hidden).values()
-        return found + product(product(hidden, A) * scale, B)
+        return of_weight + product(product(hidden, A) * scale, B)
 
 
 def in_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -359,10 +363,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, around: Around) -> torch
 def _token_losses(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, around: Around
 ) -> TokenLosses:
-    whole, ops = around.tp.gather_for_all(hidden), around.ops
-    shards, shaping = around.tp.group, around.shaping
-    ranks, adapter = (around.sequence, around.everywhere), around.adapter(repeated=True)
-    return TokenLosses(whole, weight, labels, ops, shards, shaping, *ranks, adapter)
+    whole = around.tp.gather_for_all(hidden)
+    return TokenLosses(whole, weight, labels, around, around.adapter(repeated=True))
 
 
 LANGUAGE_MODEL = Head("lm_head", lambda config: config.vocab_size, _logits, _token_losses)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tilewright import ops as tw
 from tilewright.nn import Linear, RMSNorm
 from tilewright.ops.attention.attention import takes_values
-from tilewright.trainer.models.layers import Attention, Place
+from tilewright.trainer.models.layers import Attention
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.positions import Sequence
 
@@ -26,9 +26,6 @@ EPS = 1e-6  # of the norms of narrow vectors, whatever config.json says
 
 
 class LatentAttention(Attention):
-    def __init__(self, place: Place, *, scale: float | None = None):
-        super().__init__(place, scale=scale)
-
     def add_projections(self, config: ModelConfig, merge_qkv: bool) -> None:
         sizes = config.latent
         assert sizes is not None  # else the layer has `Attention`

@@ -35,10 +35,8 @@ class AddRMSNorm(RMSNorm):
     A residual of None is zero.
     """
 
-    def __init__(
-        self, size: int, eps: float, ops: Ops, *, offset: float = 0.0, cast: str = "llama"
-    ):
-        super().__init__(size, eps, offset=offset, cast=cast, implementation=ops.rmsnorm)
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__(config.hidden_size, **options_of_norm(config, ops))
         self.add_implementation, self.native = ops.add_rmsnorm, ops.numerics.rmsnorm_native
 
     def forward(
@@ -66,25 +64,17 @@ class AddRMSNorm(RMSNorm):
 
 def norm(config: ModelConfig, ops: Ops, size: int) -> RMSNorm:
     """A norm of the model's kind, of another vector than the residual stream."""
-    family = config.architecture
-    return RMSNorm(
-        size,
-        config.rms_norm_eps,
-        offset=family.norm_offset,
-        cast=family.norm_cast,
-        implementation=ops.rmsnorm,
-    )
+    return RMSNorm(size, **options_of_norm(config, ops))
 
 
-def residual_norm(config: ModelConfig, ops: Ops) -> AddRMSNorm:
+def options_of_norm(config: ModelConfig, ops: Ops) -> dict[str, Any]:
     family = config.architecture
-    return AddRMSNorm(
-        config.hidden_size,
-        config.rms_norm_eps,
-        ops,
-        offset=family.norm_offset,
-        cast=family.norm_cast,
-    )
+    return {
+        "eps": config.rms_norm_eps,
+        "offset": family.norm_offset,
+        "cast": family.norm_cast,
+        "implementation": ops.rmsnorm,
+    }
 
 
 class Attention(nn.Module):

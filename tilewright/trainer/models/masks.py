@@ -22,7 +22,7 @@ AFTER_ATTENTION, AFTER_MLP, WITHIN_MLP = range(3)
 MOST_BINS, MOST_LAYERS = 2**20, 2**9
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Tokens of one bin that follow each other in a tensor.
 
     number: the bin's number in the step.
@@ -36,15 +36,15 @@ class Run(NamedTuple):
     place: int = 0
 
 
-def runs(bins: Sequence[Run], at: torch.Tensor) -> tuple[Run, ...]:
+def spans(bins: Sequence[Span], at: torch.Tensor) -> tuple[Span, ...]:
     """What a rank has of whole bins.   at: int64 [tokens], where each is in the micro-batch."""
     bin_of = torch.searchsorted(torch.tensor([b.end for b in bins]), at, right=True)
     cut = ((at.diff() != 1) | (bin_of.diff() != 0)).nonzero().flatten() + 1
-    found = []
+    parts = []
     for a, b in itertools.pairwise((0, *cut.tolist(), len(at))):
         whole = bins[int(bin_of[a])]
-        found.append(Run(whole.number, a, b, int(at[a]) - whole.first))
-    return tuple(found)
+        parts.append(Span(whole.number, a, b, int(at[a]) - whole.first))
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class Masks:
     attention: float
     ffn: float
     key: int
-    bins: tuple[Run, ...]
-    inner: tuple[Run, ...]
-    rows: tuple[Run, ...]
+    bins: tuple[Span, ...]
+    inner: tuple[Span, ...]
+    rows: tuple[Span, ...]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, layer: int, site: int) -> torch.Tensor:
         """residual + dropout(x), [1, tokens of `rows`, H]."""
         of_call = self.key, layer * 3 + site
         return _joined(
             [
-                _dropped(x, residual, self.hidden, of_call, run, (0, x.shape[-1]))
-                for run in self.rows
+                _dropped(x, residual, self.hidden, of_call, span, (0, x.shape[-1]))
+                for span in self.rows
             ],
             1,
         )
@@ -83,7 +83,7 @@ class Masks:
         of_call, n = (self.key, layer * 3 + WITHIN_MLP), x.shape[-1]
         columns, zero = (tp.rank * n, tp.size * n), torch.zeros_like(x)
         return _joined(
-            [_dropped(x, zero, self.ffn, of_call, run, columns) for run in self.inner], 1
+            [_dropped(x, zero, self.ffn, of_call, span, columns) for span in self.inner], 1
         )
 
     def attend(
@@ -106,20 +106,20 @@ def _dropped(
     residual: torch.Tensor,
     p: float,
     of_call: tuple[int, int],
-    run: Run,
+    span: Span,
     columns: tuple[int, int],
 ) -> torch.Tensor:
-    """residual + dropout(x) in the rows of a run.   of_call: the key, and the number of layer and
+    """residual + dropout(x) in the rows of a span.   of_call: the key, and the number of layer and
     site.   columns: the number of x's first column, and how many columns a whole row has.
     """
-    (key, call), (first, row), rows = of_call, columns, slice(run.first, run.end)
+    (key, call), (first, row), rows = of_call, columns, slice(span.first, span.end)
     return tw.dropout_add(
         x[:, rows],
         residual[:, rows],
         p,
         seed=key,
-        offset=call << 32 | run.number,
-        first=run.place * row + first,
+        offset=call << 32 | span.number,
+        first=span.place * row + first,
         row=row,
     )
 

@@ -30,7 +30,7 @@ from tilewright.trainer.models.head import (
     Shaping,
     TokenLosses,
 )
-from tilewright.trainer.models.layers import Place, residual_norm
+from tilewright.trainer.models.layers import AddRMSNorm, Place
 from tilewright.trainer.models.masks import Masks
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import MoE
@@ -39,6 +39,8 @@ from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.models.reward_head import REWARD
 from tilewright.trainer.models.shared import TensorParallel
 
+# Items of a batch that no loss reads.
+OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
 HEADS: dict[str, Head] = {"language_model": LANGUAGE_MODEL, "reward": REWARD}
 
 
@@ -51,7 +53,7 @@ class Decoder(nn.Module):
             (family.block or Block)(Place(config, ops, i, merge_qkv))
             for i in range(config.num_hidden_layers)
         )
-        self.norm = residual_norm(config, ops)
+        self.norm = AddRMSNorm(config, ops)
         # As transformers rounds it: to the dtype of the embedding.
         self.scale = config.hidden_size**0.5 if family.scaled_embedding else None
         # Reentrant checkpointing computes gradients only if an input requires them.
@@ -150,15 +152,8 @@ class Transformer(nn.Module):
         input_ids: torch.Tensor,
         *,
         labels: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        ends: tuple[int, ...] | None = None,
-        prefixes: tuple[Prefix, ...] = (),
-        routed_experts: torch.Tensor | None = None,
-        real: torch.Tensor | None = None,
-        masks: Masks | None = None,
         loss: LossFunction | None = None,
-        **more: Any,
+        **batch: Any,
     ) -> torch.Tensor | Outcome:
         """Logits [B, S, V], or scores [B, S, 1] of a reward model (float32 with `lm_head_fp32`);
         with labels the mean loss per token of a language model; with a loss its `Outcome`.
@@ -166,6 +161,39 @@ class Transformer(nn.Module):
         Args:
             input_ids: [B, S]; with cu_seqlens [n + 1], packed documents and B = 1.
             labels: [B, S], already shifted: labels[t] is the token that follows t; -100 is ignored.
+            loss: see `losses.loss`; called with what the head gives and the batch.
+            batch: what `sequence` takes, and further tensors for the loss.
+        """
+        sequence = self.sequence(input_ids, **batch)
+        hidden, reports = self.model(input_ids, sequence)
+        if labels is None:
+            return self.head.outputs(hidden, *self._around())
+        if loss is not None:
+            batch["position_ids"] = sequence.position_ids
+            batch |= {"input_ids": input_ids, "labels": labels}
+            return self.outcome(hidden, loss, batch)._replace(reports=reports)
+        values = self.values(hidden, labels)
+        if not isinstance(values, TokenLosses):
+            raise ValueError("labels: a reward model has no loss of its own; give `loss` too")
+        return values.reduced("mean")
+
+    def sequence(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        ends: tuple[int, ...] | None = None,
+        prefixes: tuple[Prefix, ...] = (),
+        routed_experts: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
+        masks: Masks | None = None,
+        **_: Any,
+    ) -> Sequence:
+        """What the layers get of a batch beside hidden states.
+
+        Args:
+            input_ids: [B, S].
             position_ids: [B, S]; default: from 0 in every document.
             cu_seqlens, ends: see `Sequence`. With context parallelism they describe the whole
                 sequence, and all other tensors are this rank's shard.
@@ -176,9 +204,6 @@ class Transformer(nn.Module):
                 is.
             masks: masks of dropout, which is off outside of training; with ends, and those of
                 attention not with a ring.
-            loss: see `losses.loss`; called with what the head gives, input_ids, labels,
-                position_ids and `more`.
-            more: further tensors of the batch, for the loss.
         """
         sequence = Sequence.of(
             input_ids,
@@ -189,38 +214,24 @@ class Transformer(nn.Module):
             ends=ends,
             prefixes=prefixes,
         )
-        sequence.routes, sequence.real = self.routes(routed_experts), self.real(real)
         sequence.masks = masks if self.training else None
-        hidden, reports = self.model(input_ids, sequence)
-        if labels is None:
-            return self.head.outputs(hidden, *self._around())
-        at = sequence.position_ids
-        batch = {"input_ids": input_ids, "labels": labels, "position_ids": at, **more}
-        if loss is not None:
-            return self.outcome(hidden, loss, batch)._replace(reports=reports)
-        values = self.values(hidden, labels)
-        if not isinstance(values, TokenLosses):
-            raise ValueError("labels: a reward model has no loss of its own; give `loss` too")
-        return values.reduced("mean")
-
-    def routes(self, routed_experts: torch.Tensor | None) -> torch.Tensor | None:
-        """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
-        if routed_experts is None:
-            return None
-        own = self.tp.own(routed_experts[0])
-        K = self.config.num_experts_per_tok
-        return own.T.contiguous().unflatten(0, (-1, K))
-
-    def real(self, real: torch.Tensor | None) -> torch.Tensor | None:
-        """A batch's, as `Sequence` has them: of the tokens that this rank has in each layer."""
-        return None if real is None else self.tp.own(real.T).T.flatten()
+        # Those of the tokens that this rank has in each layer.
+        if routed_experts is not None:
+            own = self.tp.own(routed_experts[0]).T.contiguous()
+            sequence.routes = own.unflatten(0, (-1, self.config.num_experts_per_tok))
+        if real is not None:
+            sequence.real = self.tp.own(real.T).T.flatten()
+        return sequence
 
     def outcome(
         self, hidden: torch.Tensor, loss: LossFunction, batch: Mapping[str, Any]
     ) -> Outcome:
-        """A loss of the final hidden states, this rank's shard; without reports."""
+        """A loss of the final hidden states, this rank's shard; without reports. It does not get
+        what of a batch `sequence` alone reads.
+        """
         per_token = self.values(hidden, batch["labels"])
-        total, denominator, *more = loss(per_token, batch)
+        seen = {name: t for name, t in batch.items() if name not in OF_SEQUENCE}
+        total, denominator, *more = loss(per_token, seen)
         values = None if per_token.computed is None else per_token.computed.detach()
         denominator, *more = (torch.as_tensor(t, device=total.device) for t in (denominator, *more))
         return Outcome(total, denominator, values, more=tuple(t.detach() for t in more))
@@ -236,5 +247,12 @@ class Transformer(nn.Module):
         assert layer is not None  # a pipeline's last stage computes it
         if isinstance(layer, AdaptedHead):
             layer, adapted = layer.base, layer
-        given = self.shaping, self.everywhere, adapted
-        return local(layer.weight), Around(self.ops, self.config, self.tp, self.cp.groups, *given)
+        return local(layer.weight), Around(
+            self.ops,
+            self.tp,
+            self.cp.groups,
+            self.shaping,
+            self.everywhere,
+            adapted,
+            self.config.pad_token_id,
+        )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.items import READ, SLIDING, flag, number
+from tilewright.trainer.models.families.reading import READ, SLIDING, flag, number
 
 # Fields of config.json that are accepted at one value only.
 NEUTRAL = {
@@ -131,19 +131,19 @@ class ModelConfig:
         family = self.architecture
         rope = dict(self.rope_scaling) or {"rope_type": "default"}
         # transformers 5 reads rope_parameters, 4 the other two.
+        scored = self.head == "reward"
+        name = family.scored or family.name if scored else family.name
         out |= {
             "rope_theta": self.rope_theta,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
-            "architectures": [f"{family.name}{HEADS[self.head]}"],
+            "architectures": [f"{name}{HEADS[self.head]}"],
             "hidden_act": "silu",
             "attention_bias": False,
         }
         if rope["rope_type"] != "default":
             out["rope_scaling"] = rope
-        if self.head == "reward":
-            name = f"{family.scored or family.name}{HEADS[self.head]}"
-            out |= {"architectures": [name], "num_labels": 1}
-            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        if scored:
+            out |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return out | dict(self.own) | family.write(self)
 
     def recorded(self) -> dict[str, Any]:

@@ -27,12 +27,13 @@ class Numerics:
 
     def implementations(self) -> dict[str, str]:
         """The implementations that the switches select, by op."""
-        asked = {"rmsnorm": "torch"} if self.rmsnorm_native else {}
-        return (
-            asked
-            | (dict.fromkeys(("silu_mul", "gelu_mul"), "torch") if self.activation_native else {})
-            | ({"rope": "eager"} if self.rope_native else {})
-        )
+        selected = {
+            "rmsnorm": ("torch", self.rmsnorm_native),
+            "silu_mul": ("torch", self.activation_native),
+            "gelu_mul": ("torch", self.activation_native),
+            "rope": ("eager", self.rope_native),
+        }
+        return {op: name for op, (name, native) in selected.items() if native}
 
 
 @dataclass(frozen=True)
@@ -106,23 +107,16 @@ class Ops:
             op, name = table[field.name], asked.pop(field.name, "auto")
             what = (device_type, dtype, requests.get(field.name))
             op.resolve(name, *what)
-            if (
-                numerics.batch_invariant
-                and field.name in INVARIANT
-                and (experts or field.name not in EXPERTS)
-            ):
-                chosen[field.name] = (
-                    op.choose_invariant(*what) if name == "auto" else op.implementation(name).name
+            computes_logits = field.name in INVARIANT and (experts or field.name not in EXPERTS)
+            invariant = numerics.batch_invariant and computes_logits
+            choose = op.choose_invariant if invariant else op.choose
+            made = op.implementation(choose(*what) if name == "auto" else name)
+            if invariant and device_type not in made.batch_invariant:
+                raise ImplementationUnavailable(
+                    f"{op.name}[{name}]: does not claim that a row's bits do not depend on the "
+                    "batch"
                 )
-                if device_type not in op.implementation(chosen[field.name]).batch_invariant:
-                    raise ImplementationUnavailable(
-                        f"{op.name}[{name}]: does not claim that a row's bits do not "
-                        "depend on the batch"
-                    )
-            else:
-                chosen[field.name] = (
-                    op.choose(*what) if name == "auto" else op.implementation(name).name
-                )
+            chosen[field.name] = made.name
         if asked:
             raise ValueError(
                 f"unknown ops {sorted(asked)}; have {[f.name for f in fields(cls)[:-1]]}"

@@ -158,24 +158,22 @@ class Sequence:
             position_ids = positions(S, cp, device).expand_as(input_ids)
         if ends is not None:
             ends = check_boundaries(cu_seqlens, ends, len(input_ids), S)[1]
-        local = local_rope_tables(config, length, device)
         context = original_context(config)
-        if context is None or length <= context:
-            angles = rope_tables(config, length, device)
-            sequence = cls(*angles, position_ids, cu_seqlens, ends, local)
-        elif prefixes:
+        by_length = context is not None and length > context
+        if by_length and prefixes:
             raise ValueError(
                 f"preference.share_prefix = True: documents of more than {context} tokens "
                 "(original_max_position_embeddings) have other angles than shorter ones, so they "
                 "cannot share keys; make data.sample_packing_sequence_len at most that"
             )
-        else:
-            angles = tables_by_length(config, length, device)
-            sequence = cls(*angles, position_ids, cu_seqlens, ends, local)
+        angles = (tables_by_length if by_length else rope_tables)(config, length, device)
+        local = local_rope_tables(config, length, device)
+        sequence = cls(*angles, position_ids, cu_seqlens, ends, local)
+        sequence.prefixes = prefixes
+        if context is not None and by_length:
             at = torch.arange(S, device=device) if position_ids is None else position_ids
             long = longer_than(context, input_ids, cp, position_ids, cu_seqlens)
             sequence.rows = at + length * long
-        sequence.prefixes = prefixes
         return sequence
 
     def angles(self, local: bool) -> tuple[torch.Tensor, torch.Tensor]:

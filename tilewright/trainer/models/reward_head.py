@@ -8,25 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright.trainer.models.head import Around, Head, OfSequence, logits
+from tilewright.trainer.models.head import Around, Head, OfSequence, by_document, logits
 
 
 class Scores(OfSequence):
     """Scores [B, S] of tokens, float32 with `Numerics.lm_head_fp32`; a document's reward is that of
     its last token that is not padding, as transformers' models for sequence classification have it.
-
-    padding: the padding token; None: there is none. Where it is the end token too, the reward is
-    that of the token before.
+    Where padding is the end token too, the reward is that of the token before.
     """
 
-    def __init__(
-        self,
-        scores: torch.Tensor,
-        padding: int | None = None,
-        sequence: tuple[dist.ProcessGroup, ...] = (),
-    ):
-        super().__init__(sequence)
-        self._scores, self._padding = scores, padding
+    def __init__(self, scores: torch.Tensor, around: Around):
+        super().__init__(around.sequence, around.everywhere)
+        self._scores, self._padding = scores, around.padding
 
     def rewards(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """[documents], float64, differentiable; on every rank that shares the sequence.
@@ -36,17 +29,12 @@ class Scores(OfSequence):
         """
         ids, at, lengths = batch["input_ids"][0], batch["position_ids"][0], batch["lengths"]
         own = at if self._padding is None else at.where(ids != self._padding, 0)
-        last = _of_documents("max", own, lengths)
+        last = by_document(own, lengths, "max")
         for group in self._sequence:
             dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
         is_last = at == last.repeat_interleave(lengths, output_size=len(at))
         # A sum of one number, exact.
-        return self.over_ranks(_of_documents("sum", self._scores[0].where(is_last, 0.0), lengths))
-
-
-def _of_documents(reduction: str, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[documents], float64; 0 for a document without a token here.   values: [T]."""
-    return torch.segment_reduce(values.double(), reduction, lengths=lengths, initial=0, unsafe=True)
+        return self.over_ranks(by_document(self._scores[0].where(is_last, 0.0), lengths))
 
 
 def _outputs(hidden: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
@@ -58,8 +46,7 @@ def _scores(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, around: Around
 ) -> Scores:
     # As a norm's, the weight's gradient is that of this rank's tokens.
-    scores = _outputs(hidden, weight, around)[..., 0]
-    return Scores(scores, around.config.pad_token_id, around.sequence)
+    return Scores(_outputs(hidden, weight, around)[..., 0], around)
 
 
 REWARD = Head("score", lambda config: 1, _outputs, _scores)

@@ -17,7 +17,6 @@ from pydantic import (
     model_validator,
 )
 from torch import nn
-from torch.optim.rprop import rprop
 
 from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
@@ -38,7 +37,7 @@ def options_of(
 
     needs: options that do nothing without another one, by name.
     """
-    found = {
+    fields: dict[str, Any] = {
         name: (p.annotation, p.default)
         for name, p in inspect.signature(kind, eval_str=True).parameters.items()
         if name not in OWNED.union(owned)
@@ -50,7 +49,7 @@ def options_of(
         @field_validator("*", mode="before")
         @classmethod
         def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-            if isinstance(value, bool) and found[info.field_name or ""][0] is not bool:
+            if isinstance(value, bool) and fields[info.field_name or ""][0] is not bool:
                 raise ValueError("a boolean does not fit here")
             return value
 
@@ -63,8 +62,7 @@ def options_of(
             kind([torch.zeros(1)], **values)
             return self
 
-    fields: dict[str, Any] = found
-    return create_model(f"{kind.__name__}Options", __base__=Options, **fields) if found else None
+    return create_model(f"{kind.__name__}Options", __base__=Options, **fields) if fields else None
 
 
 def row(
@@ -83,35 +81,6 @@ def row(
     return Optimizer(build, fields, options, ignores=ignores or {})
 
 
-class Rprop(torch.optim.Rprop):
-    """Rprop on shards: the rule is elementwise, and PyTorch's cannot be computed on DTensors."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise ValueError("closure must be None: a step reads the gradients that are there")
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            for p in trained:
-                if not (state := self.state[p]):
-                    state["step"] = torch.zeros(())  # as PyTorch's, on the CPU
-                    state["prev"] = torch.zeros_like(p)
-                    state["step_size"] = torch.full_like(p, group["lr"])
-            if trained:
-                states = [self.state[p] for p in trained]
-                rprop(
-                    [shard(p) for p in trained],
-                    [shard(p.grad) for p in trained],
-                    [shard(s["prev"]) for s in states],
-                    [shard(s["step_size"]) for s in states],
-                    [s["step"] for s in states],
-                    step_size_min=group["step_sizes"][0],
-                    step_size_max=group["step_sizes"][1],
-                    etaminus=group["etas"][0],
-                    etaplus=group["etas"][1],
-                )
-
-
 class Adafactor(torch.optim.Adafactor):
     """Adafactor by the model's own tensors: what a parameter merges or stacks has factors, a
     clipping and a rate of its own.
@@ -127,11 +96,11 @@ class Adafactor(torch.optim.Adafactor):
         for p in group["params"]:
             if p.grad is not None and p in self.merged and not self.state[p]:
                 self.state[p] |= self._states(p, self.merged[p])
-        found = super()._init_group(group, *lists)
+        has_complex = super()._init_group(group, *lists)
         each = [self._own(p, values) for p, *values in zip(*lists, strict=True)]
         for i, given in enumerate(lists):
             given[:] = [value for own in each for value in own[i]]
-        return found
+        return has_complex
 
     @staticmethod
     def _states(p: nn.Parameter, parts: Parts) -> dict[str, torch.Tensor]:
@@ -172,6 +141,7 @@ FACTORED = (
 )
 FIRST = "rprop reads the learning rate of its first step alone"
 PLAIN = on_shards(torch.optim.SGD, shard)
+Rprop = on_shards(torch.optim.Rprop, shard)  # PyTorch's cannot be computed on DTensors
 OPTIMIZERS.add("sgd", row(PLAIN, needs={"dampening": "momentum"}))
 OPTIMIZERS.add("adam", row(torch.optim.Adam, ADAM))
 OPTIMIZERS.add("adamax", row(torch.optim.Adamax, ADAM))

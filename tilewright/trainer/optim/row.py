@@ -13,10 +13,6 @@ from torch import nn
 from tilewright.trainer.tables import Table
 
 
-def _none(model: nn.Module) -> Mapping[nn.Parameter, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Optimizer:
     """A row of OPTIMIZERS.
@@ -38,7 +34,7 @@ class Optimizer:
     build: Callable[..., torch.optim.Optimizer]
     fields: tuple[str, ...] = ()
     options: type[BaseModel] | None = None
-    apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = _none
+    apart: Callable[[nn.Module], Mapping[nn.Parameter, Any]] = lambda model: {}
     apart_lr: str | None = None
     merged: Callable[[nn.Module], Mapping[nn.Parameter, Any]] | None = None
     version: int = 1

@@ -31,11 +31,12 @@ tp becomes one on (replicate, shard, tp).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -231,7 +232,10 @@ def layout_of(train: Parallel, world_size: int) -> Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate for one purpose. Without a process group it is one rank alone."""
+    """Ranks that communicate for one purpose. Without a process group it is one rank alone.
+
+    device: where the group sums tensors.
+    """
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -242,10 +246,6 @@ class Group:
         if self.group is not None:
             dist.all_reduce(t, group=self.group)
         return t
-
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks, in float64."""
-        return self.total(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
     def barrier(self) -> None:
         if self.group is not None:
@@ -288,23 +288,35 @@ class Group:
         """Raises, on every rank, the first exception that any of them has; otherwise the others
         would wait for it forever. A rank raises its own as it is, another one's with its message.
         """
-        found = self.gather(exchange.described(problem))
-        first = next((i for i, one in enumerate(found) if one is not None), None)
+        told = self.gather(exchange.described(problem))
+        first = next((i for i, one in enumerate(told) if one is not None), None)
         if first is None:
             return
         own = self.group is None or dist.get_rank(self.group) == first
-        raise problem if own and problem is not None else exchange.raised(found[first])
+        raise problem if own and problem is not None else exchange.raised(told[first])
+
+    @contextlib.contextmanager
+    def agreeing(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """Around what ranks do by themselves, none of which may communicate: agrees on the
+        exception of these kinds that it raises.
+        """
+        problem = None
+        try:
+            yield
+        except kinds as error:
+            problem = error
+        self.agree(problem)
 
 
 def _tensors(flat: torch.Tensor, about: list[tuple[list[int], str]]) -> list[torch.Tensor]:
     """Tensors from their bytes, by their shapes and dtypes."""
-    found, at = [], 0
+    tensors, at = [], 0
     for shape, name in about:
         dtype = getattr(torch, name)
         end = at + math.prod(shape) * dtype.itemsize
-        found.append(flat[at:end].clone().view(dtype).reshape(shape))
+        tensors.append(flat[at:end].clone().view(dtype).reshape(shape))
         at = end
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tilewright.ops.attention.prefixes import prefixes_of
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
+from tilewright.trainer.parallel.mesh import Group
 
 Weights = Iterator[tuple[str, torch.Tensor, torch.dtype]]  # name, full, dtype
 
@@ -119,13 +120,8 @@ class Parts:
         return None
 
     def agree(self, problem: BaseException | None) -> None:
-        """Raises the reader's problem, on every rank: the others would wait for it forever."""
-        if many():
-            verdict = exchange.broadcast(exchange.described(problem))
-            if verdict is not None and problem is None:
-                problem = exchange.raised(verdict)
-        if problem is not None:
-            raise problem
+        """`Group.agree` of all ranks, on what a reader has found."""
+        Group(dist.group.WORLD if many() else None).agree(problem)
 
     def read_by_all(self, checksums: dict[str, str]) -> dict[str, str]:
         """The checksums that all readers have read."""

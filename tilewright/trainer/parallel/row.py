@@ -32,14 +32,6 @@ class Axis(NamedTuple):
     field: str | None
 
 
-def _never(*_: Any) -> bool:
-    return False
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Layout:
     """A row of LAYOUTS.
@@ -57,8 +49,8 @@ class Layout:
     """
 
     order: int = 0
-    applies: Callable[..., bool] = _never
-    apply: Callable[..., Any] = _nothing
+    applies: Callable[..., bool] = lambda *_: False
+    apply: Callable[..., Any] = lambda *_: None
     sections: tuple[type[Section], ...] = ()
     filled: bool = False
     axes: tuple[Axis, ...] = ()

@@ -14,11 +14,7 @@ from torch import nn
 from tilewright.nn.weights import base_weights, shape_of
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
-from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.parallel.fields import Parallel
-
-# Items of a batch that positions are made of, and that no loss reads.
-_OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
 
 
 def ranks_of_stages(train: Parallel) -> list[int]:
@@ -135,26 +131,15 @@ class Stage(nn.Module):
 
     def forward(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
         [model], batch = self.of, next(self.queue)
-        ids, decoder = batch["input_ids"], model.model
-        sequence = Sequence.of(
-            ids,
-            model.config,
-            model.cp,
-            **{name: batch.get(name) for name in ("position_ids", "cu_seqlens", "ends")},
-            prefixes=batch.get("prefixes", ()),
-        )
-        sequence.routes = model.routes(batch.get("routed_experts"))
-        sequence.real = model.real(batch.get("real"))
-        sequence.masks = batch.get("masks") if model.training else None
+        ids, decoder, sequence = batch["input_ids"], model.model, model.sequence(**batch)
         T = ids.shape[1] // self.parts
         x = decoder.embed(ids) if hidden is None else hidden
         if x.shape[1] > T:
             x = x[:, :T]
         x, residual, reports = decoder.through(self.layers, x, sequence)
         if self.last:
-            seen = {name: t for name, t in batch.items() if name not in _OF_SEQUENCE}
             assert self.loss is not None
-            outcome = model.outcome(decoder.norm(x, residual)[0], self.loss, seen)
+            outcome = model.outcome(decoder.norm(x, residual)[0], self.loss, batch)
             self.outcomes.append(outcome._replace(total=outcome.total.detach(), reports=reports))
             return outcome.total
         zero = torch.zeros((), device=x.device)

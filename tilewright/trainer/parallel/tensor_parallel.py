@@ -89,19 +89,13 @@ class ColumnParallelLinear(Linear):
         return linear(x, local(self.weight), self.own_bias())
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(ColumnParallelLinear):
     """A projection whose matrix is sharded by columns: the first rank alone adds the bias to the
     sum over ranks.
     """
 
-    tp = TensorParallel()
-
     def own_bias(self) -> torch.Tensor:
-        """What this rank adds."""
         return local(self.bias) * float(self.tp.rank == 0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, local(self.weight), self.own_bias())
 
 
 def check(config: ModelConfig, size: int) -> None:

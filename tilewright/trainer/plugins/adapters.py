@@ -58,11 +58,8 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
             f"lora.lora_target_modules: {model.config.model_type} stores {', '.join(QKV)} as one "
             "tensor, which has one adapter; set model.merge_qkv to true, or name other projections"
         )
-    if (
-        wanted.merge_lora_interval
-        and isinstance(model.head_layer, AdaptedHead)
-        and model.config.tied
-    ):
+    tied = isinstance(model.head_layer, AdaptedHead) and model.config.tied
+    if wanted.merge_lora_interval and tied:
         raise ValueError(
             f"lora.merge_lora_interval = {wanted.merge_lora_interval}: lm_head is tied to the "
             "embedding, which would change with it; train without merging (an export merges), or "
@@ -80,13 +77,10 @@ def mixtures(model: Transformer) -> list[LoRAExperts]:
 
 def operations(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The implementations of experts with adapters, which `Ops` does not list."""
-    experts = mixtures(model)
-    name = experts[0].implementation if experts else ""
-    return (
-        {"moe_lora": MOE_LORA.choose(device.type, dtype) if name == "auto" else name}
-        if experts
-        else {}
-    )
+    names = [module.implementation for module in mixtures(model)]  # the same of each
+    if not names:
+        return {}
+    return {"moe_lora": MOE_LORA.choose(device.type, dtype) if names[0] == "auto" else names[0]}
 
 
 def generator(seed: int, step: int) -> torch.Generator:
@@ -151,12 +145,8 @@ def after_step(
     """
     if not merges(wanted, done):
         return
-    problem = None
-    try:
+    with mesh.control.agreeing(ValueError):
         check_merge(parts.model)
-    except ValueError as error:
-        problem = error
-    mesh.control.agree(problem)
     draw = generator(seed, done)
     for module in _in_order(parts, draw):
         module.merge_(draw)

@@ -16,11 +16,11 @@ from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.data.batches import BIN_ENDS
 from tilewright.trainer.engine import Batch
 from tilewright.trainer.models.fields import Dropouts
-from tilewright.trainer.models.masks import MOST_BINS, MOST_LAYERS, Masks, Run, key_of, runs
+from tilewright.trainer.models.masks import MOST_BINS, MOST_LAYERS, Masks, Span, key_of, spans
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.parallel.fields import Parallel
 from tilewright.trainer.plugins.callback import Callback, Step
-from tilewright.trainer.plugins.run import Run as Parts
+from tilewright.trainer.plugins.run import Run
 
 
 def check(train: Dropouts, mesh: Parallel, shape: ModelConfig, bins: int) -> None:
@@ -64,7 +64,7 @@ def part_of_target(train: Dropouts, done: int) -> float:
 
 
 class Dropout(Callback):
-    def __init__(self, run: Parts):
+    def __init__(self, run: Run):
         super().__init__(run)
         self.train, self.batches = run.config.train, run.batches
         self.tp = run.mesh.layout.tp, run.mesh.layout.coordinates(run.mesh.rank)["tp"]
@@ -83,7 +83,7 @@ class Dropout(Callback):
         ends = [0, *batch[BIN_ENDS].tolist()]
         ends[-1] = batch["input_ids"].shape[1] * of.cp.size  # padding follows the last bin
         first = (number * of.world + of.rank) * of.micro
-        bins = tuple(Run(first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)))
+        bins = tuple(Span(first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)))
         own = positions(ends[-1], of.cp, "cpu")
         masks = Masks(
             hidden=part * train.hidden_dropout,
@@ -91,8 +91,8 @@ class Dropout(Callback):
             ffn=part * train.ffn_dropout,
             key=key_of(train.seed, done),
             bins=bins,
-            inner=runs(bins, own),
-            rows=runs(bins, own.chunk(size)[rank]),
+            inner=spans(bins, own),
+            rows=spans(bins, own.chunk(size)[rank]),
         )
         return {**rest, "masks": masks}
 

@@ -26,18 +26,15 @@ def check(train: Reporting, mesh: Mesh) -> None:
     """Writes a byte in each folder, which is made, on each rank: they may be other machines. Raises
     OSError on all of them.
     """
-    problem = None
-    for field, folder in folders(train):
-        probe = folder / f".writable_{mesh.rank}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+    with mesh.control.agreeing(OSError):
+        for field, folder in folders(train):
+            probe = folder / f".writable_{mesh.rank}"
             try:
-                probe.write_bytes(b"x")
-            finally:
-                probe.unlink(missing_ok=True)
-        except OSError as error:
-            problem = OSError(
-                f"train.{field}: {folder} cannot be written: {os.strerror(error.errno or 0)}"
-            )
-            break
-    mesh.control.agree(problem)
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    probe.write_bytes(b"x")
+                finally:
+                    probe.unlink(missing_ok=True)
+            except OSError as error:
+                reason = os.strerror(error.errno or 0)
+                raise OSError(f"train.{field}: {folder} cannot be written: {reason}") from error

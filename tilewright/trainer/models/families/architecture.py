@@ -15,10 +15,6 @@ from tilewright.trainer.models.stored import Stored
 from tilewright.trainer.tables import Table
 
 
-def _nothing(config: Any) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Architecture:
     """model_type: of config.json.   name: of transformers' class, without ForCausalLM.
@@ -37,7 +33,7 @@ class Architecture:
     model_type: str
     name: str
     read: Callable[[dict[str, Any]], dict[str, Any]] = dense
-    write: Callable[[Any], dict[str, Any]] = _nothing
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
     defaults: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     scored: str | None = None

@@ -11,8 +11,7 @@ from typing import Any
 from tilewright.ops.rope.tables import yarn_mscale
 from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import dense, experts
-from tilewright.trainer.models.items import flag, number
+from tilewright.trainer.models.families.reading import dense, experts, flag, number
 from tilewright.trainer.models.latent_attention import LatentAttention
 from tilewright.trainer.models.layers import Place
 from tilewright.trainer.models.model_config import ModelConfig

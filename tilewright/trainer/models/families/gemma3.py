@@ -9,8 +9,7 @@ from typing import Any
 
 from tilewright.trainer.models.block import Block, Norms
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import rope, sizes, windows
-from tilewright.trainer.models.items import FULL, SLIDING, number
+from tilewright.trainer.models.families.reading import FULL, SLIDING, number, rope, sizes, windows
 from tilewright.trainer.models.layers import MLP, Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from tilewright.trainer.models.block import Block, Norms
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import dense, unpadded
-from tilewright.trainer.models.items import READ, flag
+from tilewright.trainer.models.families.reading import READ, dense, flag, unpadded
 from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import Stored

@@ -10,8 +10,14 @@ import torch
 
 from tilewright.trainer.models.block import Block
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import dense, experts, windows
-from tilewright.trainer.models.items import FULL, SLIDING, number
+from tilewright.trainer.models.families.reading import (
+    FULL,
+    SLIDING,
+    dense,
+    experts,
+    number,
+    windows,
+)
 from tilewright.trainer.models.layers import Attention, Place
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.moe import MoE

@@ -9,8 +9,7 @@ from typing import Any
 
 from tilewright.ops.rope import tables
 from tilewright.trainer.models.families.architecture import FAMILIES, Architecture
-from tilewright.trainer.models.families.reading import rope, sizes, unpadded, windows
-from tilewright.trainer.models.items import READ, number
+from tilewright.trainer.models.families.reading import READ, number, rope, sizes, unpadded, windows
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.stored import FUSED, Stored
 

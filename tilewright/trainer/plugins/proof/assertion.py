@@ -85,14 +85,9 @@ class Earlier:
 
 def earlier(train: Train, mesh: Mesh) -> Earlier | None:
     """The run that `train.assert_deterministic` names, on rank 0; raises on every rank."""
-    path, read, problem = train.assert_deterministic, None, None
-    if path is not None and mesh.main:
-        try:
-            read = Earlier(path)
-        except (OSError, ValueError) as error:
-            problem = error
-    mesh.control.agree(problem)
-    return read
+    path = train.assert_deterministic
+    with mesh.control.agreeing(OSError, ValueError):
+        return Earlier(path) if path is not None and mesh.main else None
 
 
 class Assertion(Callback):
@@ -105,13 +100,9 @@ class Assertion(Callback):
         self.earlier, own, total = earlier(t, mesh), of_run(run), run.plan.total
         if own.apart:
             raise ValueError(f"{FIELD} = {t.assert_deterministic}: ranks differ: {own.apart}")
-        problem = None
-        if self.earlier is not None:
-            try:
+        with mesh.control.agreeing(ValueError):
+            if self.earlier is not None:
                 self.earlier.check(own.made, total)
-            except ValueError as error:
-                problem = error
-        mesh.control.agree(problem)
         self.recorder = next(c for c in run.callbacks if isinstance(c, Recorder))
         there = sorted(self.earlier.checksums) if self.earlier else []
         self.recorder.known.update(mesh.control.broadcast(there))

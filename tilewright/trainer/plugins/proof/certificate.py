@@ -327,14 +327,11 @@ class Certificate(Callback):
         self.made = certify(own, self.checksums, run.start, files)
 
     def begin(self) -> None:
-        run, problem = self.run, None
-        if run.mesh.main:
-            try:
+        run = self.run
+        with run.mesh.control.agreeing(OSError):
+            if run.mesh.main:
                 name, digest = write(run.config.train.output_dir, self.made)
                 run.metrics.say(f"certificate: {digest[:16]} in {name}")
-            except OSError as error:
-                problem = error
-        run.mesh.control.agree(problem)
         if self.apart:
             run.metrics.say(f"ranks differ: {self.apart}")
 

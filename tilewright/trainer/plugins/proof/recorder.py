@@ -53,7 +53,7 @@ class Recorder(Callback):
             self.parts.append(self.checksums.of_trained())
 
     def after_step(self, step: Step) -> None:
-        self.last, problem = {}, None
+        self.last = {}
         if self.parts:
             sums = self.checksums.read(torch.cat(self.parts))
             names, count = self.outputs.names, len(self.checksums.trained)
@@ -67,10 +67,7 @@ class Recorder(Callback):
         self.step = step.number  # one without a target does not reach the optimizer
         if not self.last:
             return
-        if self.run.mesh.main:
-            try:
+        with self.run.mesh.control.agreeing(OSError):
+            if self.run.mesh.main:
                 with self.file.open("a") as file:
                     file.write(json.dumps({"step": step.number, **self.last}) + "\n")
-            except OSError as error:
-                problem = error
-        self.run.mesh.control.agree(problem)
