@@ -35,7 +35,7 @@ from tilewright.trainer.losses.preference_fields import Preference
 from tilewright.trainer.losses.reward_fields import Reward
 from tilewright.trainer.models.fields import Model
 from tilewright.trainer.models.lora_fields import Lora
-from tilewright.trainer.section import Section, checked, problems
+from tilewright.trainer.section import Section, problems
 
 
 class Config(Section):
@@ -51,7 +51,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:
         training = getattr(info.context, "training", True)
-        broken = [*problems(self, training), *checked(self, CHECKS, training)]
+        broken = problems(self, CHECKS, training)
         if isinstance(info.context, list):  # `load` reports them together with every other error
             info.context.extend(broken)
         elif broken:
