@@ -234,7 +234,7 @@ def test_what_reads_a_field_may_come_from_a_table():
 
 
 def test_what_is_wrong_comes_in_the_order_of_fields_and_each_rule_is_told_of_all_its_fields():
-    """Of a function of two sections, one of which is an entry of lists."""
+    """Sections of a function, here first an entry of lists, are told by class."""
 
     def short(entry: Dataset, train: Train, training: bool) -> Iterator[Stated]:
         """It is long."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -229,8 +230,13 @@ def sections(config: Any) -> Iterator[tuple[str, Section]]:
                     yield f"{at}.{name}.{i}", entry
 
 
-def rules(config: Any, checks: Iterable[Check], training: bool = True) -> Iterator[Rule]:
-    """Everything that a configuration's values follow: what fields state, and plain functions."""
+def rules(
+    config: Any, checks: Iterable[Check], training: bool = True, *, unbroken: bool = True
+) -> Iterator[Rule]:
+    """What a configuration's values follow: what fields state, and plain functions.
+
+    unbroken: with the rules that are not broken.
+    """
     every = [*sections(config)]
     for at, section in every:
         for name, field in type(section).model_fields.items():
@@ -243,19 +249,28 @@ def rules(config: Any, checks: Iterable[Check], training: bool = True) -> Iterat
                 other = _path(at, need.other)
                 neutral = value in (field.default, *need.neutral)
                 broken = not neutral and not need.met(get(config, other))
+                if not (broken or unbroken):
+                    continue
                 wanted = need.wanted(field.default, without_index(other))
                 description = ": ".join(filter(None, (wanted, need.why)))
                 yield Rule((path, other), broken, need.sentence(), description)
     for check in checks:
-        first, *kinds = (kind for name, kind in get_type_hints(check).items() if name != "return")
+        first, *kinds = _kinds(check)
         given = [training if k is bool else part((s for _, s in config), k) for k in kinds]
         for at, section in every:
             for broken, why, *names in check(section, *given) if isinstance(section, first) else ():
+                if not ((broken and why) or unbroken):
+                    continue
                 paths = tuple(_path(at, name) for name in names)
                 others = ", ".join(map(without_index, paths[1:]))
                 wanted = others and f"refused with some values of {others}"
                 said = why or " ".join((check.__doc__ or "").split()).rstrip(".")
                 yield Rule(paths, broken, why, ": ".join(filter(None, (wanted, said))))
+
+
+@functools.cache
+def _kinds(check: Check) -> list[type]:
+    return [kind for name, kind in get_type_hints(check).items() if name != "return"]
 
 
 def _path(section: str, name: str) -> str:
@@ -267,7 +282,7 @@ def problems(config: Any, checks: Iterable[Check], training: bool = True) -> lis
     order = [f"{at}.{name}" for at, section in sections(config) for name, _ in section]
     broken = (
         Problem(rule.paths, rule.message)
-        for rule in rules(config, checks, training)
+        for rule in rules(config, checks, training, unbroken=False)
         if rule.broken and rule.message
     )
     return sorted(broken, key=lambda problem: order.index(problem.paths[0]))

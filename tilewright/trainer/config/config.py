@@ -4,8 +4,9 @@ A field that is accepted does what its description says. What cannot work is ref
 sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
 a default or a meaning departs from it, `dialects/xorl.toml` says so, and why. Everything else about
 a field stands on it (`section.field`), beside what reads it: in `fields.py` of `models`, `optim`,
-`losses`, `parallel`, `checkpoint` and `data`, and, where the readers are above, in `train.py`.
-`checks.py` has what concerns several of them; `overrides.py` reads files and command lines.
+`losses`, `parallel`, `checkpoint` and `data`, and, where the readers are above, in `train.py`. What
+values of several fields follow is in plain functions there, and in `checks.py` where no reader of
+one knows the other; `checks.CHECKS` lists them. `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference

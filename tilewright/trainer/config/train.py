@@ -84,24 +84,24 @@ def of_evaluation(
 ) -> Iterator[Stated]:
     """There is something to evaluate on, when it is evaluated."""
     strategy, on = evaluation.eval_strategy, ("data.test_datasets", "data.val_set_size")
-    nothing = None if held_out(data, evaluation.do_test) else "there is nothing to evaluate on"
-    never = "nothing is evaluated" if strategy == "no" else None
+    never, nothing = strategy == "no", not held_out(data, evaluation.do_test)
     limited = evaluation.eval_max_batches is not None and training
+    yield limited and never, "nothing is evaluated", "eval_max_batches", "eval_strategy"
     for name, given in (
         ("eval_strategy", strategy in ("steps", "epoch")),
         ("eval_on_start", evaluation.eval_on_start),
         ("eval_sanity_batches", evaluation.eval_sanity_batches),
         ("eval_max_batches", limited),
     ):
-        yield given, nothing, name, *on
-    yield limited, never, "eval_max_batches", "eval_strategy"
-    unscored = None if evaluation.do_test else never or nothing
+        yield given and nothing, "there is nothing to evaluate on", name, *on
+    unscored = training and not evaluation.do_test and (never or nothing)
+    why = "nothing is evaluated" if never else "there is nothing to evaluate on"
     for name, given in (
-        ("train.eval_micro_batch_size", evaluation.eval_micro_batch_size is not None),
-        ("train.eval_accuracy", evaluation.eval_accuracy),
+        ("eval_micro_batch_size", evaluation.eval_micro_batch_size is not None),
+        ("eval_accuracy", evaluation.eval_accuracy),
         ("data.eval_sample_packing", data.eval_sample_packing is not None),
     ):
-        yield given and training, unscored, name, "eval_strategy", "do_test", *on
+        yield given and unscored, why, name, "eval_strategy", "do_test", *on
     unsaid = strategy == "steps" and evaluation.eval_steps is None
     yield unsaid, "say every how many", "eval_strategy", "eval_steps"
     for name in ("eval_max_batches", "test_max_batches"):

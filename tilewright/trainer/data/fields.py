@@ -117,11 +117,6 @@ def held_out(data: Data, do_test: bool) -> bool:
     return bool(during) or data.val_set_size is not None
 
 
-def no_size(size: float | None) -> bool:
-    """Whether it is neither a number of 1 or more nor a fraction between 0 and 1."""
-    return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
-
-
 class Data(Width):
     datasets: list[Dataset] = field(
         ..., Resume.OTHER_CONTENTS, min_length=1, examples=[[{"path": "dummy"}]], certified=False
@@ -243,8 +238,10 @@ def of_data(data: Data) -> Iterator[Stated]:
     held = data.val_set_size is not None
     why = "a sample that is taken twice would be trained on and held out"
     yield held and data.mixing in REPEAT, why, "mixing", "val_set_size"
+    size = data.val_set_size or 0
+    fits = 0 < size < 1 if isinstance(size, float) else size >= 1
     why = "must be a number of samples (1 or more) or a fraction between 0 and 1"
-    yield no_size(data.val_set_size), why, "val_set_size"
+    yield held and not fits, why, "val_set_size"
     # Whether two data sets are of the same rows, as what names them says.
     names = {"path", "name", "split", "revision", "data_files", "shards", "shards_idx"}
     named = [e.model_dump(include=names) for e in data.datasets if e.path != "dummy"]

@@ -128,7 +128,7 @@ class Lora(Section):
 
 
 def of_lora(lora: Lora) -> Iterator[Stated]:
-    """Adapters, and a format that has groups of this size."""
+    """The format has groups of this size, and QLoRA is LoRA."""
     alone = lora.enable_qlora and not lora.enable_lora
     yield alone, "QLoRA implies LoRA", "enable_lora", "enable_qlora"
     why = wrong_group_size(lora.quant_format, lora.quant_group_size)

@@ -16,15 +16,11 @@ from tilewright.trainer.optim.row import OPTIMIZERS
 from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
 FSDP2 = Needs("data_parallel_mode", ["fsdp2"])
-
 SIZES = Needs("data_parallel_mode", ["fsdp2"], neutral=(1,))
-
 STAGES = Needs("pipeline_parallel_size", but=1, why="there is one stage")
-
 RECOMPUTED = Needs("enable_gradient_checkpointing", [True], "nothing is recomputed")
 
 WHOLE = ("GPipe", "Interleaved1F1B")  # one backward for inputs and weights, as 1F1B
-
 MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -287,9 +283,9 @@ class Compute(Parallel):
 def of_compute(compute: Compute, model: Model, preference: Preference) -> Iterator[Stated]:
     """It can be computed on this machine."""
     modules = compute.recompute_modules
-    kept = compute.moe_checkpoint_method and modules is not None and "mlp" not in modules
+    apart = compute.moe_checkpoint_method and modules is not None and "mlp" not in modules
     why = "without mlp the experts are not recomputed"
-    yield kept, why, "moe_checkpoint_method", "recompute_modules"
+    yield apart, why, "moe_checkpoint_method", "recompute_modules"
     no_cuda = platform.no_cuda()
     why = no_cuda and f"activations are in CPU memory already: {no_cuda}"
     yield compute.enable_activation_offload, why, "enable_activation_offload"
