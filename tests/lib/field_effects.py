@@ -34,7 +34,7 @@ from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plugins import housekeeping, records
 from tilewright.trainer.plugins.callback import Step
-from tilewright.trainer.section import Accepts, properties
+from tilewright.trainer.section import properties
 
 DENSE = {
     "model_type": "qwen3",
@@ -456,10 +456,11 @@ HELD = {
 
 # Other fields of which one value is accepted, and why.
 REFUSED = {
-    path: rule.why
+    path: why
     for path, field in leaves(Config).items()
-    for rule in properties(field).rules
-    if isinstance(rule, Accepts) and not path.startswith("data.test_datasets.") and path not in HELD
+    if (why := properties(field).refused)
+    and not path.startswith("data.test_datasets.")
+    and path not in HELD
 }
 
 

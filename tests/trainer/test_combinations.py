@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from tilewright.trainer.config import Config, ConfigError  # noqa: E402
+from tilewright.trainer.config.checks import CHECKS  # noqa: E402
 from tilewright.trainer.parallel.mesh import layout_of  # noqa: E402
 from tilewright.trainer.section import problems  # noqa: E402
 
@@ -54,14 +55,14 @@ def refusal(one, other):
     a, b = FEATURES[one], FEATURES[other]
     if any(a[path] != b[path] for path in a.keys() & b.keys()):
         return ""
-    tree = {"model": {}, "data": {}, "train": {}, "lora": {}}
+    tree = {name: {} for name in Config.model_fields}
     for path, value in (BASE | a | b).items():
         section, name = path.split(".")
         tree[section][name] = value
     # Without the rules, which raise at the first.
     parts = {name: Config.model_fields[name].annotation(**tree[name]) for name in tree}
     config = Config.model_construct(**parts)
-    for problem in problems(config):
+    for problem in problems(config, CHECKS):
         return problem.message
     t = config.train
     work = t.pipeline_parallel_size * t.tensor_parallel_size * t.context_parallel_size

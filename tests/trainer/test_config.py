@@ -7,6 +7,7 @@ import json
 import pathlib
 import pickle
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tilewright.trainer.config import (
     Config,
     ConfigError,
     Data,
+    Dataset,
     Lora,
     Model,
     Train,
@@ -35,19 +37,27 @@ from tilewright.trainer.config.reference import meaning, page
 from tilewright.trainer.field_tree import get, kind, leaves
 from tilewright.trainer.losses.loss import LOSSES, Loss
 from tilewright.trainer.parallel.mesh import layout_of
-from tilewright.trainer.section import Accepts, Only, Resume, kept, places, properties
+from tilewright.trainer.section import (
+    Broken,
+    Needs,
+    Resume,
+    Stated,
+    kept,
+    needs,
+    problems,
+    properties,
+)
 
 pytestmark = pytest.mark.packages
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINER = ROOT / "tilewright/trainer"
 LEAVES = leaves(Config)
-# Fields of which this version accepts some values only, with the rule.
+# Fields of which this version accepts some values only, with what they state.
 REFUSED = {
-    path: rule
+    path: properties(field)
     for path, field in LEAVES.items()
-    for rule in properties(field).rules
-    if isinstance(rule, Accepts) and not path.startswith("data.test_datasets.")
+    if properties(field).refused and not path.startswith("data.test_datasets.")
 }
 LEAST = (
     "model: {config_path: nowhere}\ndata: {datasets: [{path: dummy}]}\ntrain: {output_dir: out}\n"
@@ -149,11 +159,15 @@ def test_every_field_can_be_explained():
         assert f"  resume:  {properties(field).resume}" in said[path]
         assert all(f"\n  in {who}: " in said[path] for who in dialects.names_of(path))
         section = path.rpartition(".")[0]
-        for other in (o for rule in properties(field).rules for o in rule.others):
+        for other in (need.other for need in properties(field).needs):
             assert f"  rule:    {path}: " in said[other if "." in other else f"{section}.{other}"]
-    assert "  rule:    What is the best follows from evaluations" in said["train.eval_strategy"]
-    assert "  rule:    Some tokens of a prompt are left beside an answer" in said["data.datasets"]
-    assert f"  rule:    only {{}}: {REFUSED['model.encoders'].why}" in said["model.encoders"]
+    assert (
+        "refused with some values of train.eval_strategy: nothing is" in said["train.best_metric"]
+    )
+    assert "data.datasets: no row of these types has a prompt that is cut" in said["data.datasets"]
+    assert "  rule:    What a loss reads of a batch is there" in said["train.loss"]
+    assert "refused with some values of train.loss: Options are those" in said["train.loss_args"]
+    assert f"  rule:    only {{}}: {REFUSED['model.encoders'].refused}" in said["model.encoders"]
     assert "  rule:    any value but 1.0 needs lora.enable_aqn = true" in said["lora.aqn_alpha"]
     assert "refused with some values of lora.enable_lora: only ad" in said["train.optimizer"]
 
@@ -203,7 +217,7 @@ def test_every_field_is_read():
     """But those of which there is one value, one that only rules need, and one that stands for
     values of others.
     """
-    single = {path for path, rule in REFUSED.items() if len(rule.values) < 2}
+    single = {path for path, own in REFUSED.items() if len(own.accepted) < 2}
     entries = {path for path in LEAVES if path.startswith("data.test_datasets.")}
     assert LEAVES.keys() - entries - readers(Config).keys() == single | {
         "train.allow_cuda_launch_blocking",
@@ -212,15 +226,34 @@ def test_every_field_is_read():
 
 
 def test_what_reads_a_field_may_come_from_a_table():
-    rule = Only("optimizer", table=lambda: ["muon", "lion"])
-    parts = {"model": {"config_path": "x"}, "data": {"datasets": [{"path": "dummy"}]}}
-    config = Config(**parts, train={"output_dir": "o", "optimizer": "muon", "muon_lr": 1})
-    [at] = [at for at in places(config) if at.path == "train.muon_lr"]
-    assert not rule.broken(at)
-    sgd = config.train.model_copy(update={"optimizer": "sgd"})
-    at = at._replace(config=config.model_copy(update={"train": sgd}))
-    assert rule.broken(at) and rule.sentence(at) == "only muon and lion read this"
-    assert rule.wanted(at) == "any value but 0.02 needs train.optimizer = muon or lion"
+    need = Needs("optimizer", lambda: ["muon", "lion"])
+    assert need.met("muon") and not need.met("sgd")
+    assert need.sentence() == "only muon and lion read this"
+    wanted = "any value but 0.02 needs train.optimizer = muon or lion"
+    assert need.wanted(0.02, "train.optimizer") == wanted
+
+
+def test_what_is_wrong_comes_in_the_order_of_fields_and_each_rule_is_told_of_all_its_fields():
+    """Sections of a function, here first an entry of lists, are told by class."""
+
+    def short(entry: Dataset, train: Train, training: bool) -> Iterator[Stated]:
+        """It is long."""
+        yield training and train.seed, "is short", "path", "train.seed"
+        yield train.seed, None, "name"
+
+    sections = {"model": {"config_path": "x"}, "train": {"output_dir": "o", "muon_lr": 1}}
+    entries = [{"path": "dummy"}, {"path": "dummy"}]
+    broken = Broken()
+    config = Config.model_validate({**sections, "data": {"datasets": entries}}, context=broken)
+    assert [p.paths for p in problems(config, [short])] == [
+        ("data.datasets.0.path", "train.seed"),
+        ("data.datasets.1.path", "train.seed"),
+        ("train.muon_lr", "train.optimizer"),
+    ]
+    assert broken == problems(config, [short], training=False) == problems(config, ())
+    assert "It is long" in [*needs("data.datasets.name", config, [short])]
+    told = "data.datasets.path: refused with some values of train.seed: is short"
+    assert told in [*needs("train.seed", config, [short])]
 
 
 def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoints():
@@ -537,10 +570,7 @@ def test_every_row_of_a_reference_has_its_state(who):
         elif row.state is State.MISSING:
             assert dialects.by_value(Config, who, name, value) is None, f"{row.name} is there"
         elif row.state is State.REFUSED and not value:
-            assert [r.why for path in fields for r in properties(LEAVES[path]).rules] in (
-                [],
-                [row.here],
-            )
+            assert [properties(LEAVES[path]).refused for path in fields] in ([], [row.here])
     # Nothing is said of a name that the reference does not have.
     said = {n for n, e in dialects.dialects()[who].items() if who != "xorl" and e.row(n)}
     assert {n.partition(": ")[0] for n in said} <= {n.partition(": ")[0] for n in rows}
@@ -1008,15 +1038,15 @@ def test_configurations_do_not_change(least):
 # ---- rejected values
 
 
-def other_values(path, rule):
+def other_values(path, own):
     """Values that the type allows, other than the accepted ones."""
-    named, accepted = kind(LEAVES[path].annotation), rule.values or (LEAVES[path].default,)
+    named, accepted = kind(LEAVES[path].annotation), own.accepted or (LEAVES[path].default,)
     candidates = {"boolean": [True, False], "mapping": [{"a": 1}]}.get(named, named.split(" | "))
     return [v for v in candidates if v not in accepted]
 
 
 @pytest.mark.parametrize(
-    "path, value", [(path, v) for path, rule in REFUSED.items() for v in other_values(path, rule)]
+    "path, value", [(path, v) for path, own in REFUSED.items() for v in other_values(path, own)]
 )
 def test_unsupported_fields_are_refused_with_their_sentence(least, path, value):
     at = path.replace("datasets.", "datasets.0.")
@@ -1025,12 +1055,14 @@ def test_unsupported_fields_are_refused_with_their_sentence(least, path, value):
         for line in errors(least, f"--{at}", value if isinstance(value, str) else json.dumps(value))
         if line.startswith(f"{at} = ")
     ]
-    assert [line for line in found if line.endswith(f": {REFUSED[path].why}")] == found[:1] != []
+    assert (
+        [line for line in found if line.endswith(f": {REFUSED[path].refused}")] == found[:1] != []
+    )
 
 
 def test_every_refused_field_has_another_value_and_takes_its_default(least):
-    for path, rule in REFUSED.items():
-        assert other_values(path, rule)
+    for path, own in REFUSED.items():
+        assert other_values(path, own)
         at = path.replace("datasets.", "datasets.0.")
         value = get(least(), at)
         least(f"--{at}={value if isinstance(value, str) else json.dumps(value)}")

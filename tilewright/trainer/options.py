@@ -34,6 +34,14 @@ def wrong_options(options: type[BaseModel] | None, given: Mapping[str, Any], of:
     return None
 
 
+def wrong_options_of(table: Table[Any], name: str, given: Mapping[str, Any], of: str) -> str | None:
+    """Why these are no options of the row with a name, or None.   of: what rows are."""
+    known = with_options(table)
+    if name not in known:
+        return f"{name} is no {of} with options; accepted: {', '.join(known) or 'none'}"
+    return wrong_options(table[name].options, given, f"{of} {name}")
+
+
 def reasons(error: ValidationError) -> str:
     """What is wrong with a mapping, by its keys."""
     said = (e["msg"].removeprefix("Value error, ") for e in error.errors())

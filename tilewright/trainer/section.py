@@ -1,17 +1,18 @@
 """What a field of the configuration states, and what reads it from there.
 
 Everything about a field stands on it: its default and meaning, what a change does where a run
-resumes, and the rules that its values follow. What others call it is in `dialects`.
+resumes, and which values need what of others. What else values of several fields follow is in plain
+functions (`Check`). What others call a field is in `dialects`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -135,202 +136,57 @@ class Resume(enum.StrEnum):
 BESIDE = (Resume.PLACE, Resume.OUTPUT, Resume.THIS_START)
 
 
-class Place(NamedTuple):
-    """Where a field stands in a configuration: its path, with the indices of lists' entries, and
-    what its rules are about, which is the configuration, or the entry that it is in.
+# ---- what values need of each other
+
+
+class Needs(NamedTuple):
+    """What any value of a field needs, but the default and those of `neutral`: that another field
+    has one of these values, or one that they return, or any value but `but`.
+
+    other: without a section it is beside this field.   why: the sentence where it is not so; ""
+    where something reads the field only there.
     """
 
-    path: str
-    field: FieldInfo
-    config: Any
-    within: Any
+    other: str
+    values: Iterable[Any] | Callable[[], Iterable[Any]] = ()
+    why: str = ""
+    but: Any = ...
+    neutral: tuple[Any, ...] = ()
 
     @property
-    def value(self) -> Any:
-        return get(self.config, self.path)
+    def accepted(self) -> list[Any]:
+        return [*(self.values() if callable(self.values) else self.values)]
 
-    def paths(self, rule: Rule) -> tuple[str, ...]:
-        """The paths of the fields concerned. A name without a section is one beside this field."""
-        beside = self.path.rpartition(".")[0]
-        return (self.path, *(o if "." in o else f"{beside}.{o}" for o in rule.others))
+    def met(self, other: Any) -> bool:
+        return other in self.accepted if self.but is ... else other != self.but
 
+    def sentence(self) -> str:
+        accepted = self.accepted
+        if self.why:
+            return self.why
+        if accepted == [True]:
+            return f"only {self.other.rpartition('.')[2]} makes something read this"
+        if not accepted:
+            return "nothing reads this here"
+        return f"only {' and '.join(accepted)} read{'s' * (len(accepted) == 1)} this"
 
-# ---- rules
-
-
-class _Rule:
-    """What a field's values follow: whether it is `broken`, and what is `wanted`, in words.
-
-    others: the fields that it concerns beside its own. why: the sentence where it is broken, or a
-    function that returns it, or None if nothing is wrong: on this machine, say. training: whether
-    it is one of training alone.
-    """
-
-    others: tuple[str, ...] = ()
-    why: str | Callable[[Any], str | None] = ""
-    training: bool = False
-
-    def in_training(self) -> Self:
-        """Not where documents are scored alone."""
-        return self._with(training=True)
-
-    def because(self, why: str) -> Self:
-        return self._with(why=why)
-
-    def _with(self, **changes: Any) -> Self:
-        made = copy.copy(self)
-        vars(made).update(changes)
-        return made
-
-    def sentence(self, at: Place) -> str | None:
-        return self.why if isinstance(self.why, str) else self.why(at.within)
-
-
-class Accepts(_Rule):
-    """Only these values are accepted; without any, only the default."""
-
-    def __init__(self, *values: Any):
-        self.values = values
-
-    def broken(self, at: Place) -> object:
-        return at.value not in (self.values or (at.field.default,))
-
-    def wanted(self, at: Place) -> str:
-        return f"only {_either(self.values or (at.field.default,))}"
-
-
-class Only(_Rule):
-    """The default, and what `neutral` adds to it, are accepted everywhere; other values only where
-    another field has one of these values, one that `table` returns, or not the value `but`.
-
-    Without a reason of its own: something reads the field only there.
-    """
-
-    def __init__(
-        self,
-        other: str,
-        *values: Any,
-        table: Callable[[], Iterable[Any]] | None = None,
-        but: Any = ...,
-        neutral: tuple[Any, ...] = (),
-    ):
-        self.others, self.but, self.neutral = (other,), but, neutral
-        self._values = table or (lambda: values)
-
-    @property
-    def values(self) -> list[Any]:
-        return [*self._values()]
-
-    def holds(self, other: Any) -> bool:
-        return other in self.values if self.but is ... else other != self.but
-
-    def broken(self, at: Place) -> object:
-        other = get(at.config, at.paths(self)[1])
-        return not self.holds(other) and at.value not in (at.field.default, *self.neutral)
-
-    def wanted(self, at: Place) -> str:
+    def wanted(self, default: Any, other: str) -> str:
+        """In words.   other: the path of the other field."""
         values = f"!= {show(self.but)}"
         if self.but is ...:
-            values = f"= {_either(self.values)}" if self.values else "of another package"
-        other = without_index(at.paths(self)[1])
-        return f"any value but {_either((at.field.default, *self.neutral))} needs {other} {values}"
-
-    def sentence(self, at: Place) -> str | None:
-        if self.why:
-            return super().sentence(at)
-        if self.values == [True]:
-            return f"only {self.others[0].rpartition('.')[2]} makes something read this"
-        if not self.values:
-            return "nothing reads this here"
-        return f"only {' and '.join(self.values)} read{'s' * (len(self.values) == 1)} this"
+            values = f"= {_either(self.accepted)}" if self.accepted else "of another package"
+        return f"any value but {_either((default, *self.neutral))} needs {other} {values}"
 
 
-class Refuse(_Rule):
-    """Values of this field, which is the one at fault, and others that do not go together. Without
-    `when`: any value but the default.
-    """
+# What a function of a section states of its values: whether they are wrong, the sentence where they
+# are, and the fields concerned, the one at fault first. Without a sentence nothing is wrong. A name
+# without a section is one of the function's first section.
+Stated = tuple[object, str | None, *tuple[str, ...]]
 
-    condition: Callable[[Any], object] | None = None
-
-    def __init__(self, why: str | Callable[[Any], str | None], *others: str):
-        self.why, self.others = why, others
-
-    def when(self, condition: Callable[[Any], object]) -> Self:
-        return self._with(condition=condition)
-
-    def when_entry(self, condition: Callable[[Any], object]) -> Self:
-        return self._with(condition=condition)
-
-    def broken(self, at: Place) -> object:
-        return self.condition(at.within) if self.condition else at.value != at.field.default
-
-    def wanted(self, at: Place) -> str:
-        others = ", ".join(map(without_index, at.paths(self)[1:]))
-        return f"refused with some values of {others}" if others else ""
-
-
-Rule = Accepts | Only | Refuse
-
-
-def _either(values: Iterable[Any]) -> str:
-    return " or ".join(map(show, values))
-
-
-# ---- fields
-
-
-class Properties(NamedTuple):
-    resume: Resume
-    rules: tuple[Rule, ...]
-    stored: str | None
-    certified: bool
-    keyed: bool
-    later: bool
-
-
-def field(
-    default: Any,
-    resume: Resume,
-    *rules: Rule,
-    stored: str | None = None,
-    certified: bool = True,
-    keyed: bool = False,
-    later: bool = False,
-    **limits: Any,
-) -> Any:
-    """A field, which means what the string below it says.
-
-    stored: its name in the identity of a run, if it has another one there.
-    certified: whether the certificate of a run holds it, unless `resume` says already that nothing
-    computed depends on it. False where no step and no number of an evaluation does, and where what
-    it names is another fact.
-    keyed: whether the name of a prepared set holds it.
-    later: whether there are checkpoints or prepared sets from before there was the field: what they
-    do not hold is the default.
-    limits: for pydantic's Field. An example of a required field stands in where it is missing.
-    """
-    made = Field(default, **limits)
-    certified = certified and resume not in BESIDE
-    made.metadata.append(Properties(resume, rules, stored, certified, keyed, later))
-    return made
-
-
-def properties(field: FieldInfo) -> Properties:
-    return next(p for p in field.metadata if isinstance(p, Properties))
-
-
-def places(config: Any, at: str = "", entry: Section | None = None) -> Iterator[Place]:
-    """Every field of a configuration, and of its lists' entries, in order."""
-    section = entry or (get(config, at[:-1]) if at else config)
-    for name, field in type(section).model_fields.items():
-        value, path = getattr(section, name), at + name
-        if isinstance(value, Section):
-            yield from places(config, f"{path}.")
-            continue
-        yield Place(path, field, config, entry or config)
-        for i, one in enumerate(value if isinstance(value, list) else ()):
-            if isinstance(one, Section):
-                yield from places(config, f"{path}.{i}.", one)
+# A function of sections that are told by its annotations, the first of which may be the class of a
+# list's entries. With a parameter `training` it is given whether the configuration is one to train
+# with. Its documentation stands for a sentence that is not known before something is wrong.
+Check = Callable[..., Iterator[Stated]]
 
 
 class Problem(NamedTuple):
@@ -344,63 +200,150 @@ class Problem(NamedTuple):
 
 
 class Broken(list[Problem]):
-    """The rules that a configuration breaks.   training: whether it is one to train with."""
+    """What is wrong with a configuration.   training: whether it is one to train with."""
 
     training = True
 
 
-# A function of sections, or of an entry of a list, that are told by its annotations. With a
-# parameter `training` it is given whether the configuration is one to train with.
-Check = Callable[..., Problem | None]
+class Rule(NamedTuple):
+    """Something that values follow: the fields concerned, whether it is broken, the sentence where
+    it is, and its description.
+    """
+
+    paths: tuple[str, ...]
+    broken: object
+    message: str | None
+    description: str
 
 
-def checked(config: Any, checks: Iterable[Check], training: bool) -> Iterator[Problem]:
-    """The problems of plain functions."""
-    sections = [section for _, section in config]
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(map(show, values))
+
+
+def sections(config: Any) -> Iterator[tuple[str, Section]]:
+    """The sections of a configuration, and the entries of their lists, by their paths."""
+    for at, section in config:
+        yield at, section
+        for name, value in section:
+            for i, entry in enumerate(value if isinstance(value, list) else ()):
+                if isinstance(entry, Section):
+                    yield f"{at}.{name}.{i}", entry
+
+
+def rules(
+    config: Any, checks: Iterable[Check], training: bool = True, *, unbroken: bool = True
+) -> Iterator[Rule]:
+    """What a configuration's values follow: what fields state, and plain functions.
+
+    unbroken: with the rules that are not broken.
+    """
+    every = [*sections(config)]
+    for at, section in every:
+        for name, field in type(section).model_fields.items():
+            own, value, path = properties(field), getattr(section, name), f"{at}.{name}"
+            if own.refused:
+                accepted = own.accepted or (field.default,)
+                description = f"only {_either(accepted)}: {own.refused}"
+                yield Rule((path,), value not in accepted, own.refused, description)
+            for need in own.needs:
+                other = _path(at, need.other)
+                neutral = value in (field.default, *need.neutral)
+                broken = not neutral and not need.met(get(config, other))
+                if not (broken or unbroken):
+                    continue
+                wanted = need.wanted(field.default, without_index(other))
+                description = ": ".join(filter(None, (wanted, need.why)))
+                yield Rule((path, other), broken, need.sentence(), description)
     for check in checks:
-        kinds = get_type_hints(check)
-        kinds.pop("return")
-        given = {n: training if k is bool else part(sections, k) for n, k in kinds.items()}
-        if (problem := check(**given)) is not None:
-            yield problem
+        first, *kinds = _kinds(check)
+        given = [training if k is bool else part((s for _, s in config), k) for k in kinds]
+        for at, section in every:
+            for broken, why, *names in check(section, *given) if isinstance(section, first) else ():
+                if not ((broken and why) or unbroken):
+                    continue
+                paths = tuple(_path(at, name) for name in names)
+                others = ", ".join(map(without_index, paths[1:]))
+                wanted = others and f"refused with some values of {others}"
+                said = why or " ".join((check.__doc__ or "").split()).rstrip(".")
+                yield Rule(paths, broken, why, ": ".join(filter(None, (wanted, said))))
 
 
-def concerning(config: Any, checks: Iterable[Check], path: str) -> Iterator[str]:
-    """What the plain functions that read a field hold, by their documentation."""
-    for check in checks:
-        kinds = [kind for kind in get_type_hints(check).values() if isinstance(kind, type)]
-        read = {
-            f"{at}.{name}"
-            for at, section in config
-            for kind in kinds
-            if issubclass(kind, Section) and isinstance(section, kind)
-            for name in kind.model_fields
-            if name in check.__code__.co_names
-        }
-        if path in read and check.__doc__:
-            yield " ".join(check.__doc__.split()).rstrip(".")
+@functools.cache
+def _kinds(check: Check) -> list[type]:
+    return [kind for name, kind in get_type_hints(check).items() if name != "return"]
 
 
-def problems(config: Any, training: bool = True) -> Iterator[Problem]:
-    """Every rule that is broken.   training: with those of training alone."""
-    for at in places(config):
-        for rule in properties(at.field).rules:
-            if (
-                (training or not rule.training)
-                and rule.broken(at)
-                and (sentence := rule.sentence(at))
-            ):
-                yield Problem(at.paths(rule), sentence)
+def _path(section: str, name: str) -> str:
+    return name if "." in name else f"{section}.{name}"
 
 
-def needs(path: str, config: Any) -> Iterator[str]:
+def problems(config: Any, checks: Iterable[Check], training: bool = True) -> list[Problem]:
+    """What is wrong with a configuration, in the order of its fields.   training: to train with."""
+    order = [f"{at}.{name}" for at, section in sections(config) for name, _ in section]
+    broken = (
+        Problem(rule.paths, rule.message)
+        for rule in rules(config, checks, training, unbroken=False)
+        if rule.broken and rule.message
+    )
+    return sorted(broken, key=lambda problem: order.index(problem.paths[0]))
+
+
+def needs(path: str, config: Any, checks: Iterable[Check]) -> Iterator[str]:
     """Every rule that concerns a field, at fault or not. config: any with an entry in each list."""
-    for at in places(config):
-        for rule in properties(at.field).rules:
-            own, *others = map(without_index, at.paths(rule))
-            if path in (own, *others):
-                parts = own * (own != path), rule.wanted(at), rule.why and rule.sentence(at)
-                yield ": ".join(filter(None, parts))
+    for rule in rules(config, checks):
+        own, *others = map(without_index, rule.paths)
+        if path in (own, *others):
+            yield f"{own}: " * (own != path) + rule.description
+
+
+# ---- fields
+
+
+class Properties(NamedTuple):
+    resume: Resume
+    needs: tuple[Needs, ...]
+    refused: str
+    accepted: tuple[Any, ...]
+    stored: str | None
+    certified: bool
+    keyed: bool
+    later: bool
+
+
+def field(
+    default: Any,
+    resume: Resume,
+    *needs: Needs,
+    refused: str = "",
+    accepted: tuple[Any, ...] = (),
+    stored: str | None = None,
+    certified: bool = True,
+    keyed: bool = False,
+    later: bool = False,
+    **limits: Any,
+) -> Any:
+    """A field, which means what the string below it says.
+
+    refused: why values that its type has are not accepted: all but `accepted`, or the default.
+    stored: its name in the identity of a run, if it has another one there.
+    certified: whether the certificate of a run holds it, unless `resume` says already that nothing
+    computed depends on it. False where no step and no number of an evaluation does, and where what
+    it names is another fact.
+    keyed: whether the name of a prepared set holds it.
+    later: whether there are checkpoints or prepared sets from before there was the field: what they
+    do not hold is the default.
+    limits: for pydantic's Field. An example of a required field stands in where it is missing.
+    """
+    made = Field(default, **limits)
+    certified = certified and resume not in BESIDE
+    made.metadata.append(
+        Properties(resume, needs, refused, accepted, stored, certified, keyed, later)
+    )
+    return made
+
+
+def properties(field: FieldInfo) -> Properties:
+    return next(p for p in field.metadata if isinstance(p, Properties))
 
 
 def kept(section: Section, resume: Resume, *, unread: bool = True) -> dict[str, Any]:
@@ -410,10 +353,10 @@ def kept(section: Section, resume: Resume, *, unread: bool = True) -> dict[str, 
     """
     always, sometimes = {}, {}
     for name, field in type(section).model_fields.items():
-        found = properties(field)
-        deciding = [r for r in found.rules if isinstance(r, Only) and not (r.why or unread)]
-        if found.resume == resume and all(r.holds(getattr(section, r.others[0])) for r in deciding):
-            (sometimes if deciding else always)[found.stored or name] = getattr(section, name)
+        own = properties(field)
+        deciding = [need for need in own.needs if not (need.why or unread)]
+        if own.resume == resume and all(n.met(getattr(section, n.other)) for n in deciding):
+            (sometimes if deciding else always)[own.stored or name] = getattr(section, name)
     return always | sometimes
 
 
@@ -430,19 +373,19 @@ def certified(config: Any) -> dict[str, Any]:
 
 def keyed(section: Section) -> dict[str, Any]:
     """What the name of a prepared set holds of a section, or of an entry of its data sets."""
-    found = {}
+    values = {}
     for name, field in type(section).model_fields.items():
         own, value = properties(field), getattr(section, name)
         if own.keyed and not (own.later and value == field.default):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def unrecorded(kind: type[Section], resume: Resume) -> dict[str, Any]:
     """What `kept` would have held of a section in a run from before it had its later fields."""
-    found = {name: (properties(field), field) for name, field in kind.model_fields.items()}
+    fields = ((name, properties(field), field) for name, field in kind.model_fields.items())
     return {
         own.stored or name: field.default
-        for name, (own, field) in found.items()
+        for name, own, field in fields
         if own.later and own.resume == resume
     }

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from tilewright.trainer.section import Accepts, Only, Refuse, Resume, Section, field
-
-
-def _wants(config: Any, *strategies: str) -> bool:
-    return config.train.save_strategy in strategies
+from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
 
 class Output(Section):
@@ -26,34 +23,11 @@ class Checkpointing(Output):
     ckpt_manager: Literal["dcp", "torch"] = field(
         "dcp",
         Resume.OUTPUT,
-        Accepts("dcp").because("torch.save writes pickles, which run code when they are read"),
+        refused="torch.save writes pickles, which run code when they are read",
+        accepted=("dcp",),
     )
     """The format of checkpoints: dcp (torch.distributed.checkpoint)."""
-    save_strategy: Literal["auto", "no", "steps", "epoch", "best"] = field(
-        "auto",
-        Resume.OUTPUT,
-        Refuse("it would save by epochs; leave that field out, or set it to 0", "save_epochs").when(
-            lambda c: _wants(c, "no", "steps", "best") and c.train.save_epochs
-        ),
-        Refuse("it would save by steps; leave that field out, or set it to 0", "save_steps").when(
-            lambda c: _wants(c, "no", "epoch", "best") and c.train.save_steps
-        ),
-        Refuse("it would save the best; leave that field out", "save_best").when(
-            lambda c: _wants(c, "no") and c.train.save_best
-        ),
-        Refuse("say every how many", "save_steps").when(
-            lambda c: _wants(c, "steps") and not c.train.save_steps
-        ),
-        Refuse("say every how many", "save_epochs").when(
-            lambda c: _wants(c, "epoch") and not c.train.save_epochs
-        ),
-        Refuse("it would not save the best; leave that field out", "save_best").when(
-            lambda c: _wants(c, "best") and c.train.best_metric and not c.train.save_best
-        ),
-        Refuse("no checkpoint is the best", "best_metric").when(
-            lambda c: _wants(c, "best") and c.train.best_metric is None
-        ),
-    )
+    save_strategy: Literal["auto", "no", "steps", "epoch", "best"] = field("auto", Resume.OUTPUT)
     """A name for values of save_steps, save_epochs and save_best. auto: as they are; steps: by
     steps alone; epoch: by epochs alone; best: the best alone; no: none of them. The last step is
     saved in any case.
@@ -69,26 +43,19 @@ class Checkpointing(Output):
     newest, the best by best_metric, nor the one that the run resumed from: these count, and may be
     more.
     """
-    best_metric: str | None = field(
-        None,
-        Resume.OUTPUT,
-        Refuse(
-            "whether less or more of it is better does not follow from its name", "best_mode"
-        ).when(lambda c: c.train.best_metric is not None and c.train.mode_of_best is None),
-        min_length=1,
-    )
+    best_metric: str | None = field(None, Resume.OUTPUT, min_length=1)
     """A number that evaluations report, such as eval_loss, by which a checkpoint is the best: of
     those that are written right after an evaluation. null: none is. Where nothing else is evaluated
     before the first step, one batch is, so that a name that is not reported is known there.
     """
     best_mode: Literal["min", "max"] | None = field(
-        None, Resume.OUTPUT, Only("best_metric", but=None).because("no checkpoint is the best")
+        None, Resume.OUTPUT, Needs("best_metric", but=None, why="no checkpoint is the best")
     )
     """Whether the least or the most of best_metric is best; null: the least of a loss or a
     perplexity, the most of an accuracy.
     """
     save_best: bool = field(
-        False, Resume.OUTPUT, Only("best_metric", but=None).because("no checkpoint is the best")
+        False, Resume.OUTPUT, Needs("best_metric", but=None, why="no checkpoint is the best")
     )
     """Save after each evaluation that is the best so far, too."""
     save_optimizer: bool = field(True, Resume.OUTPUT)
@@ -100,13 +67,7 @@ class Checkpointing(Output):
     load_checkpoint_path: str | None = field(None, Resume.THIS_START)
     """Folder to resume from; auto: the last complete in output_dir, if any; "" or null: none."""
     load_optimizer: bool = field(
-        True,
-        Resume.THIS_START,
-        Only("load_checkpoint_path", but=None).because("nothing is loaded"),
-        Refuse(
-            "auto goes on with a run; name the folder whose weights to begin from",
-            "load_checkpoint_path",
-        ).when(lambda c: not c.train.load_optimizer and c.train.load_checkpoint_path == "auto"),
+        True, Resume.THIS_START, Needs("load_checkpoint_path", but=None, why="nothing is loaded")
     )
     """Resume with the optimizer's states; false: begin a new run with the weights of
     load_checkpoint_path, at step 0 of the schedule and the data.
@@ -145,3 +106,27 @@ class Checkpointing(Output):
         name = (self.best_metric or "").partition("/")[0]
         known = {"loss": "min", "perplexity": "min", "accuracy": "max"}
         return self.best_mode or next((m for part, m in known.items() if part in name), None)
+
+
+def of_checkpoints(saved: Checkpointing) -> Iterator[Stated]:
+    """A strategy is a name for values of the fields that it is about."""
+    strategy, best = saved.save_strategy, saved.best_metric is not None
+    own = "save_strategy"
+    for kind, given, name in (
+        ("epochs", strategy in ("no", "steps", "best") and saved.save_epochs, "save_epochs"),
+        ("steps", strategy in ("no", "epoch", "best") and saved.save_steps, "save_steps"),
+    ):
+        why = f"it would save by {kind}; leave that field out, or set it to 0"
+        yield given, why, own, name
+    unsaid = strategy == "no" and saved.save_best
+    yield unsaid, "it would save the best; leave that field out", own, "save_best"
+    yield strategy == "steps" and not saved.save_steps, "say every how many", own, "save_steps"
+    yield strategy == "epoch" and not saved.save_epochs, "say every how many", own, "save_epochs"
+    unsaved = strategy == "best" and best and not saved.save_best
+    yield unsaved, "it would not save the best; leave that field out", own, "save_best"
+    yield strategy == "best" and not best, "no checkpoint is the best", own, "best_metric"
+    why = "whether less or more of it is better does not follow from its name"
+    yield best and saved.mode_of_best is None, why, "best_metric", "best_mode"
+    why = "auto goes on with a run; name the folder whose weights to begin from"
+    goes_on = not saved.load_optimizer and saved.load_checkpoint_path == "auto"
+    yield goes_on, why, "load_optimizer", "load_checkpoint_path"

@@ -4,8 +4,9 @@ A field that is accepted does what its description says. What cannot work is ref
 sentence, never ignored. Names, types and meanings follow xorl's local training configuration; where
 a default or a meaning departs from it, `dialects/xorl.toml` says so, and why. Everything else about
 a field stands on it (`section.field`), beside what reads it: in `fields.py` of `models`, `optim`,
-`losses`, `parallel`, `checkpoint` and `data`, and, where the readers are above, in `train.py`.
-`checks.py` has what concerns several of them; `overrides.py` reads files and command lines.
+`losses`, `parallel`, `checkpoint` and `data`, and, where the readers are above, in `train.py`. What
+values of several fields follow is in plain functions there, and in `checks.py` where no reader of
+one knows the other; `checks.CHECKS` lists them. `overrides.py` reads files and command lines.
 
     python -m tilewright.trainer.config check config.yaml --train.lr 2e-5  # the resolved YAML
     python -m tilewright.trainer.config docs docs/trainer/fields.md        # writes the reference
@@ -35,7 +36,7 @@ from tilewright.trainer.losses.preference_fields import Preference
 from tilewright.trainer.losses.reward_fields import Reward
 from tilewright.trainer.models.fields import Model
 from tilewright.trainer.models.lora_fields import Lora
-from tilewright.trainer.section import Section, checked, problems
+from tilewright.trainer.section import Section, problems
 
 
 class Config(Section):
@@ -51,7 +52,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:
         training = getattr(info.context, "training", True)
-        broken = [*problems(self, training), *checked(self, CHECKS, training)]
+        broken = problems(self, CHECKS, training)
         if isinstance(info.context, list):  # `load` reports them together with every other error
             info.context.extend(broken)
         elif broken:

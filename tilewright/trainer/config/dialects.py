@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from tilewright.trainer.field_tree import leaves, show, without_index
-from tilewright.trainer.section import Accepts, RowOf, properties
+from tilewright.trainer.section import RowOf, properties
 
 FOLDER = pathlib.Path(__file__).with_suffix("")
 FOLLOWED = "xorl"  # whose names the fields have
@@ -221,24 +221,20 @@ def rows(model: type[BaseModel], product: str, names: Iterable[str]) -> Iterator
     own, listed = {n: row for n, entry in entries.items() if (row := entry.row(n))}, [*names]
     for name in listed:
         key, colon, value = name.partition(": ")
-        found = named(model, product, key)
+        paths = named(model, product, key)
         if name in own:
             yield own[name]
         elif colon and (row := by_value(model, product, key, value)) is not None:
             yield row
-        elif colon or not (found or any(n.startswith(f"{key}: ") for n in own)):
+        elif colon or not (paths or any(n.startswith(f"{key}: ") for n in own)):
             raise KeyError(f"{product} has {name}, which is nothing here")
-        elif found:
-            why = [r.why for r in properties(_field(model, found[0])).rules if _refuses(r)]
-            yield Row(name, State.REFUSED, str(why[0])) if why else Row(name, State.FIELD, found)
+        elif paths:
+            field = properties(_field(model, paths[0]))
+            why = "" if field.accepted else field.refused
+            yield Row(name, State.REFUSED, why) if why else Row(name, State.FIELD, paths)
         for n, row in own.items():
             if not colon and n.startswith(f"{key}: ") and n not in listed:
                 yield row
-
-
-def _refuses(rule: Any) -> bool:
-    """Whether only the default is accepted."""
-    return isinstance(rule, Accepts) and not rule.values
 
 
 def written(here: list[str] | dict[str, Any] | str) -> str:

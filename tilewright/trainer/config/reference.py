@@ -14,7 +14,7 @@ from tilewright.trainer.config.checks import CHECKS
 from tilewright.trainer.config.dialects import State, difference, names_of, rows, written
 from tilewright.trainer.config.readers import readers
 from tilewright.trainer.field_tree import kind, leaves
-from tilewright.trainer.section import Accepts, RowOf, concerning, needs, properties
+from tilewright.trainer.section import RowOf, needs, properties
 
 BEGIN, END = "<!-- fields: generated -->", "<!-- end of fields -->"
 TITLE = """
@@ -63,10 +63,9 @@ def meaning(field: Any) -> str:
 
 def _accepted(field: Any, text: str) -> str:
     """The text with the accepted values, and why, of a field whose type has others."""
-    rules = (rule for rule in properties(field).rules if isinstance(rule, Accepts))
-    return "".join(
-        text.format(" or ".join(rule.values or ["the default"]), rule.why) for rule in rules
-    )
+    own = properties(field)
+    accepted = " or ".join(own.accepted or ["the default"])
+    return text.format(accepted, own.refused) if own.refused else ""
 
 
 def help_text(model: type[BaseModel]) -> str:
@@ -181,8 +180,7 @@ def explain(config: BaseModel, path: str) -> str:
         f"  meaning: {meaning(field)}",
         f"  resume:  {properties(field).resume}",
         f"  read by: {', '.join(readers(type(config)).get(path, ['its rules']))}",
-        *(f"  rule:    {sentence}" for sentence in needs(path, config)),
-        *(f"  rule:    {sentence}" for sentence in concerning(config, CHECKS, path)),
+        *(f"  rule:    {sentence}" for sentence in needs(path, config, CHECKS)),
         *(
             [f"  in xorl: {differs[0]}; here: {differs[1]}"]
             if (differs := difference(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
@@ -10,45 +11,11 @@ from pydantic import model_validator
 from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.options import with_options, wrong_options
 from tilewright.trainer.parallel.fields import Width
-from tilewright.trainer.section import (
-    Accepts,
-    Only,
-    Refuse,
-    Resume,
-    RowOf,
-    Section,
-    field,
-)
+from tilewright.trainer.section import Needs, Resume, RowOf, Section, Stated, field
 
 REPEAT = ("random", "interleave_over")
 WEIGHED = ("random", "interleave_under", "interleave_over")
-READ = Only("path", but="dummy").because("dummy data is not read from anywhere")
-ON_HUB = "only a dataset on the Hub has one"
-SHARDS, INDICES = "give both, or neither", "indices run from 0 to one below the number"
-
-
-def _here(entry: Dataset) -> bool:
-    """Whether it is a file, a folder or an address."""
-    return entry.path != "dummy" and ("://" in entry.path or pathlib.Path(entry.path).exists())
-
-
-def _on_hub(entry: Dataset) -> bool:
-    return entry.path != "dummy" and not _here(entry)
-
-
-def _beyond(index: int | None, number: int | None) -> bool:
-    return index is not None and number is not None and index >= number
-
-
-def _same_rows_twice(config: Any) -> bool:
-    """Whether two data sets are of the same rows, as what names them says."""
-    names = {"path", "name", "split", "revision", "data_files", "shards", "shards_idx"}
-    named = [e.model_dump(include=names) for e in config.data.datasets if e.path != "dummy"]
-    return any(one in named[:i] for i, one in enumerate(named))
-
-
-def _wrong_type(entry: Any) -> str | None:
-    return wrong_options(DATASETS[entry.type].options, entry.type_args, f"type {entry.type}")
+READ = Needs("path", but="dummy", why="dummy data is not read from anywhere")
 
 
 class Dataset(Section):
@@ -59,7 +26,7 @@ class Dataset(Section):
     type: Annotated[str, RowOf(DATASETS)] = field(
         "tokenized",
         Resume.OTHER_CONTENTS,
-        Only("path", but="dummy").because("dummy data is tokenized already"),
+        Needs("path", but="dummy", why="dummy data is tokenized already"),
         keyed=True,
     )
     """tokenized: rows with input_ids and, if there, labels; text: rows with text, tokenized; chat:
@@ -72,138 +39,82 @@ class Dataset(Section):
     type_args: dict[str, Any] = field(
         {},
         Resume.OTHER_CONTENTS,
-        Only("type", table=lambda: with_options(DATASETS)),
-        Refuse(_wrong_type, "type").when_entry(_wrong_type),
+        Needs("type", lambda: with_options(DATASETS)),
         keyed=True,
         later=True,
     )
     """Options of the type."""
-    name: str | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        READ,
-        Refuse(ON_HUB, "path").when_entry(lambda e: e.name is not None and _here(e)),
-        Refuse("give one of them", "data_files").when_entry(
-            lambda e: e.name is not None and e.data_files is not None and _on_hub(e)
-        ),
-        keyed=True,
-    )
+    name: str | None = field(None, Resume.OTHER_CONTENTS, READ, keyed=True)
     """Configuration (subset) of a Hub dataset."""
     split: str | None = field(None, Resume.OTHER_CONTENTS, READ, keyed=True)
     """Split, such as train or train[:10%]; null: the only one. Files are one split, train."""
-    revision: str | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        READ,
-        Refuse(ON_HUB, "path").when_entry(lambda e: e.revision is not None and _here(e)),
-        keyed=True,
-    )
+    revision: str | None = field(None, Resume.OTHER_CONTENTS, READ, keyed=True)
     """Commit or tag of a Hub dataset."""
     trust_remote_code: bool = field(
-        False,
-        Resume.THIS_START,
-        Accepts().because("the package datasets no longer runs a dataset's own code"),
+        False, Resume.THIS_START, refused="the package datasets no longer runs a dataset's own code"
     )
     """Run a dataset's own code."""
     data_files: str | list[str] | None = field(
         None,
         Resume.OTHER_CONTENTS,
         READ,
-        Only("ds_type", but=None).because("data_files needs ds_type"),
+        Needs("ds_type", but=None, why="data_files needs ds_type"),
         keyed=True,
     )
     """Files or patterns within path (a folder, Hub id or address); needs ds_type."""
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        READ,
-        Refuse("the Hub knows the format, unless data_files are named", "data_files").when_entry(
-            lambda e: e.ds_type is not None and e.data_files is None and _on_hub(e)
-        ),
-        keyed=True,
+        None, Resume.OTHER_CONTENTS, READ, keyed=True
     )
     """Format of the files; null: by their suffix. Only such files of a folder are read."""
     max_seq_len: int | None = field(None, Resume.OTHER_CONTENTS, ge=2)
     """Tokens kept of a longer sample (text: of a piece of a document)."""
-    shards: int | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        Refuse(SHARDS, "shards_idx").when_entry(
-            lambda e: (e.shards is None) != (e.shards_idx is None)
-        ),
-        ge=1,
-        keyed=True,
-    )
+    shards: int | None = field(None, Resume.OTHER_CONTENTS, ge=1, keyed=True)
     """Take one of this many parts of the dataset."""
-    shards_idx: int | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        Refuse(INDICES, "shards").when_entry(lambda e: _beyond(e.shards_idx, e.shards)),
-        ge=0,
-        keyed=True,
-    )
+    shards_idx: int | None = field(None, Resume.OTHER_CONTENTS, ge=0, keyed=True)
     """Which part, from 0."""
     max_samples: int | None = field(None, Resume.OTHER_CONTENTS, READ, ge=1, keyed=True, later=True)
     """Rows that are taken, from the beginning; null: all."""
     weight: float | None = field(
         None,
         Resume.OTHER_CONTENTS,
-        Only("data.mixing", *WEIGHED).because("concat takes every sample once"),
+        Needs("data.mixing", WEIGHED, "concat takes every sample once"),
         gt=0,
         keyed=True,
         later=True,
     )
     """Its share of the samples is this over the sum of the weights; null: see data.mixing."""
     preprocess_shards: int | None = field(
-        None, Resume.COST, Only("shards", None).because("give one of them"), ge=1
+        None, Resume.COST, Needs("shards", [None], "give one of them"), ge=1
     )
     """Prepare in this many chunks, one after the other."""
 
 
-def _grouped(name: str) -> Refuse:
-    """A field of the groups that multipack packs."""
+def of_dataset(entry: Dataset) -> Iterator[Stated]:
+    """Options are those of the type."""
+    why = wrong_options(DATASETS[entry.type].options, entry.type_args, f"type {entry.type}")
+    yield why, why, "type_args", "type"
+    read = entry.path != "dummy"
+    here = read and ("://" in entry.path or pathlib.Path(entry.path).exists())
+    for name in ("name", "revision"):
+        local = getattr(entry, name) is not None and here
+        yield local, "only a dataset on the Hub has one", name, "path"
+    on_hub, files = read and not here, entry.data_files is not None
+    yield entry.name is not None and files and on_hub, "give one of them", "name", "data_files"
+    why = "the Hub knows the format, unless data_files are named"
+    yield entry.ds_type is not None and not files and on_hub, why, "ds_type", "data_files"
+    yield from _parts("shards", entry.shards, "shards_idx", entry.shards_idx)
 
-    def unread(config: Any) -> bool:
-        data = config.data
-        given = getattr(data, name) != Data.model_fields[name].default
-        groups = data.sample_packing_method == "multipack" and not data.sample_packing_sequentially
-        return given and not groups
 
-    return Refuse(
-        "only multipack packs groups, in processes or not",
-        "sample_packing_method",
-        "sample_packing_sequentially",
-    ).when(unread)
+def _parts(name: str, number: int | None, index_name: str, index: int | None) -> Iterator[Stated]:
+    yield (number is None) != (index is None), "give both, or neither", name, index_name
+    beyond = number is not None and index is not None and index >= number
+    yield beyond, "indices run from 0 to one below the number", index_name, name
 
 
 def held_out(data: Data, do_test: bool) -> bool:
     """Whether something is evaluated during training."""
     during = [] if do_test else data.test_datasets
     return bool(during) or data.val_set_size is not None
-
-
-def nothing_held_out(config: Any) -> str | None:
-    """Why nothing is evaluated during training, if that is so."""
-    held = held_out(config.data, config.train.do_test)
-    return None if held else "there is nothing to evaluate on"
-
-
-def nothing_scored(config: Any) -> str | None:
-    """Why nothing is evaluated, neither during training nor after it."""
-    if config.train.do_test:
-        return None
-    never = config.train.eval_strategy == "no"
-    return "nothing is evaluated" if never else nothing_held_out(config)
-
-
-def _weighs_some(config: Any) -> bool:
-    given = [e.weight is not None for e in config.data.datasets]
-    return any(given) and not all(given)
-
-
-def no_size(size: float | None) -> bool:
-    """Whether it is neither a number of 1 or more nor a fraction between 0 and 1."""
-    return size is not None and not (0 < size < 1 if isinstance(size, float) else size >= 1)
 
 
 class Data(Width):
@@ -214,15 +125,7 @@ class Data(Width):
     test_datasets: list[Dataset] = field([], Resume.EVALUATION, certified=False)
     """What to evaluate on."""
     mixing: Literal["concat", "random", "interleave_under", "interleave_over"] = field(
-        "concat",
-        Resume.OTHER_CONTENTS,
-        Refuse("give every data set a weight, or none of them", "datasets").when(_weighs_some),
-        Refuse("what is evaluated on is not mixed", "test_datasets").when(
-            lambda c: any(e.weight is not None for e in c.data.test_datasets)
-        ),
-        Refuse(
-            "a sample that is taken twice would be trained on and held out", "val_set_size"
-        ).when(lambda c: c.data.mixing in REPEAT and c.data.val_set_size is not None),
+        "concat", Resume.OTHER_CONTENTS
     )
     """How datasets are merged. concat: every sample once; random: samples_per_epoch samples, each
     of a dataset drawn by its weight (null: its number of samples), in the dataset's order and from
@@ -232,7 +135,7 @@ class Data(Width):
     samples_per_epoch: int | None = field(
         None,
         Resume.OTHER_CONTENTS,
-        Only("mixing", "random").because("the other ways take what there is"),
+        Needs("mixing", ["random"], "the other ways take what there is"),
         ge=1,
     )
     """Samples that random draws; null: as many as there are."""
@@ -250,30 +153,22 @@ class Data(Width):
         "sequential", Resume.OTHER_BINS
     )
     """sequential: in order; multipack: first-fit decreasing within a group."""
-    sample_packing_group_size: int = field(
-        100000, Resume.OTHER_BINS, _grouped("sample_packing_group_size"), ge=1
-    )
+    sample_packing_group_size: int = field(100000, Resume.OTHER_BINS, ge=1)
     """Samples that multipack packs together."""
     sample_packing_sequentially: bool | None = field(None, Resume.OTHER_BINS)
     """true: sequential whatever the method."""
     sample_packing_mp_start_method: Literal["fork", "spawn", "forkserver"] | None = field(
-        None, Resume.COST, _grouped("sample_packing_mp_start_method"), certified=False
+        None, Resume.COST, certified=False
     )
     """Pack the groups of multipack in processes that are started so; null: in this process."""
-    eval_sample_packing: bool | None = field(
-        None,
-        Resume.EVALUATION,
-        Refuse(
-            nothing_scored, "train.eval_strategy", "train.do_test", "test_datasets", "val_set_size"
-        ).in_training(),
-    )
+    eval_sample_packing: bool | None = field(None, Resume.EVALUATION)
     """false: one document a bin in evaluation."""
     dataloader_num_workers: int = field(0, Resume.COST, ge=0, certified=False)
     """Worker processes that read batches; 0: none."""
     dataloader_prefetch_factor: int | None = field(
         None,
         Resume.COST,
-        Only("dataloader_num_workers", but=0).because("without workers it must be null"),
+        Needs("dataloader_num_workers", but=0, why="without workers it must be null"),
         ge=1,
         certified=False,
     )
@@ -282,22 +177,7 @@ class Data(Width):
     """Pin batches in memory where there is a CUDA device."""
     dataloader_drop_last: bool = field(True, Resume.NEXT_STEP)
     """Drop the last incomplete global batch of an epoch; false: fill it with empty bins."""
-    val_set_size: int | float | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        Refuse("must be a number of samples (1 or more) or a fraction between 0 and 1").when(
-            lambda c: no_size(c.data.val_set_size)
-        ),
-        Refuse("give one of them, or set train.do_test", "test_datasets").when(
-            lambda c: (
-                c.data.val_set_size is not None and c.data.test_datasets and not c.train.do_test
-            )
-        ),
-        Refuse("rows that are given twice would be trained on and held out", "datasets").when(
-            lambda c: c.data.val_set_size is not None and _same_rows_twice(c)
-        ),
-        certified=False,
-    )
+    val_set_size: int | float | None = field(None, Resume.OTHER_CONTENTS, certified=False)
     """Held out of datasets for evaluation, with all their samples: a number of rows, or a fraction
     below 1.
     """
@@ -310,25 +190,11 @@ class Data(Width):
     dataset of more than 64 MiB, this process alone for a smaller one.
     """
     dataset_shard_num: int | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        Refuse(SHARDS, "dataset_shard_idx").when(
-            lambda c: (c.data.dataset_shard_num is None) != (c.data.dataset_shard_idx is None)
-        ),
-        ge=1,
-        certified=False,
-        keyed=True,
+        None, Resume.OTHER_CONTENTS, ge=1, certified=False, keyed=True
     )
     """Take one of this many parts of every dataset."""
     dataset_shard_idx: int | None = field(
-        None,
-        Resume.OTHER_CONTENTS,
-        Refuse(INDICES, "dataset_shard_num").when(
-            lambda c: _beyond(c.data.dataset_shard_idx, c.data.dataset_shard_num)
-        ),
-        ge=0,
-        certified=False,
-        keyed=True,
+        None, Resume.OTHER_CONTENTS, ge=0, certified=False, keyed=True
     )
     """Which of those parts, from 0."""
     num_dataset_shards_to_save: int | None = field(None, Resume.OUTPUT, ge=1)
@@ -338,11 +204,12 @@ class Data(Width):
     push_dataset_to_hub: str | None = field(
         None,
         Resume.OUTPUT,
-        Only("hf_use_auth_token", True, neutral=("",)).because(
-            "pushing needs hf_use_auth_token: true"
-        ),
-        Only("skip_prepare_dataset", False, neutral=("",)).because(
-            "nothing is prepared, so nothing can be pushed"
+        Needs("hf_use_auth_token", [True], "pushing needs hf_use_auth_token: true", neutral=("",)),
+        Needs(
+            "skip_prepare_dataset",
+            [False],
+            "nothing is prepared, so nothing can be pushed",
+            neutral=("",),
         ),
     )
     """Push what was prepared to this Hub repository, privately."""
@@ -359,3 +226,33 @@ class Data(Width):
         if self.dataloader_num_workers and self.dataloader_prefetch_factor is None:
             self._fill(dataloader_prefetch_factor=2)
         return self
+
+
+def of_data(data: Data) -> Iterator[Stated]:
+    """Every sample is trained on as often as it says, or held out."""
+    weights = [entry.weight is not None for entry in data.datasets]
+    some = any(weights) and not all(weights)
+    yield some, "give every data set a weight, or none of them", "mixing", "datasets"
+    weighed = any(entry.weight is not None for entry in data.test_datasets)
+    yield weighed, "what is evaluated on is not mixed", "mixing", "test_datasets"
+    held = data.val_set_size is not None
+    why = "a sample that is taken twice would be trained on and held out"
+    yield held and data.mixing in REPEAT, why, "mixing", "val_set_size"
+    size = data.val_set_size or 0
+    fits = 0 < size < 1 if isinstance(size, float) else size >= 1
+    why = "must be a number of samples (1 or more) or a fraction between 0 and 1"
+    yield held and not fits, why, "val_set_size"
+    # Whether two data sets are of the same rows, as what names them says.
+    names = {"path", "name", "split", "revision", "data_files", "shards", "shards_idx"}
+    named = [e.model_dump(include=names) for e in data.datasets if e.path != "dummy"]
+    twice = held and any(one in named[:i] for i, one in enumerate(named))
+    why = "rows that are given twice would be trained on and held out"
+    yield twice, why, "val_set_size", "datasets"
+    methods = "sample_packing_method", "sample_packing_sequentially"
+    groups = data.sample_packing_method == "multipack" and not data.sample_packing_sequentially
+    for name in ("sample_packing_group_size", "sample_packing_mp_start_method"):
+        given = getattr(data, name) != Data.model_fields[name].default
+        why = "only multipack packs groups, in processes or not"
+        yield given and not groups, why, name, *methods
+    number, index = data.dataset_shard_num, data.dataset_shard_idx
+    yield from _parts("dataset_shard_num", number, "dataset_shard_idx", index)

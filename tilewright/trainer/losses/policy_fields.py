@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from tilewright.ops.loss.policy import (
-    FORMULAS,
-    INTERVALS,
-    READ_WITH,
-    Options,
-    contradiction,
-)
-from tilewright.trainer.section import Only, Refuse, Resume, Section, field
+from tilewright.ops.loss.policy import FORMULAS, INTERVALS, READ_WITH, Options, contradiction
+from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
-POLICY = Only("train.loss", "policy")
+POLICY = Needs("train.loss", ["policy"])
 COLUMNS_READ = Resume.OTHER_CONTENTS  # of a field that decides which columns samples have
 
 
@@ -24,19 +18,6 @@ def _known(name: str) -> str:
     if name not in FORMULAS:
         raise ValueError(f"must be one of {', '.join(FORMULAS)}")
     return name
-
-
-def _contradicted(name: str, other: str) -> Callable[[Any], str | None]:
-    """Why an option does not fit to this other one."""
-
-    def why(config: Any) -> str | None:
-        policy = config.policy
-        row, values = FORMULAS[policy.loss], {n: getattr(policy, n) for n in Options._fields}
-        given = {n: v for n, v in values.items() if v is not None and n in row.reads}
-        wrong = contradiction(policy.loss, given, Options(**{**row.defaults, **given}))
-        return wrong[2] if wrong is not None and wrong[:2] == (name, other) else None
-
-    return why
 
 
 # Pairs of options that may not fit to each other.
@@ -49,13 +30,8 @@ TOGETHER = {
 
 def _option(name: str, *, resume: Resume = Resume.NEXT_STEP, **more: Any) -> Any:
     """An option of formulas; null: what the formula has."""
-    readers = Only("loss", table=lambda: [n for n, row in FORMULAS.items() if name in row.reads])
-    fits = (
-        Refuse(_contradicted(name, other), other)
-        for option, other in sorted(TOGETHER)
-        if option == name
-    )
-    return field(None, resume, POLICY, readers, *fits, **more)
+    readers = Needs("loss", lambda: [n for n, row in FORMULAS.items() if name in row.reads])
+    return field(None, resume, POLICY, readers, **more)
 
 
 class Policy(Section):
@@ -87,3 +63,13 @@ class Policy(Section):
     """The estimate of that KL; null: k3."""
     ratio_type: Literal["token", "sequence"] | None = _option("ratio_type")
     """The ratio of a token, or the geometric mean over its document; null: token."""
+
+
+def of_policy(policy: Policy) -> Iterator[Stated]:
+    """Options fit to each other."""
+    row, values = FORMULAS[policy.loss], {n: getattr(policy, n) for n in Options._fields}
+    given = {n: v for n, v in values.items() if v is not None and n in row.reads}
+    wrong = contradiction(policy.loss, given, Options(**{**row.defaults, **given}))
+    for option, other in sorted(TOGETHER):
+        why = wrong[2] if wrong is not None and wrong[:2] == (option, other) else None
+        yield values[option] is not None, why, option, other

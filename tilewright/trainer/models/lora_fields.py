@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, model_validator
 
 from tilewright.nn.quantized_layers import wrong_group_size
-from tilewright.trainer.section import Only, Refuse, Resume, Section, field
+from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
-LORA, QLORA = Only("enable_lora", True), Only("enable_qlora", True)
+LORA, QLORA = Needs("enable_lora", [True]), Needs("enable_qlora", [True])
 AUTO = -1.0  # lora_alpha from the rank
 
 
@@ -23,14 +24,15 @@ class Lora(Section):
     enable_lora: bool = field(
         False,
         Resume.OTHER_WEIGHTS,
-        Refuse("QLoRA implies LoRA", "enable_qlora").when(
-            lambda c: c.lora.enable_qlora and not c.lora.enable_lora
+        Needs(
+            "model.batch_invariant",
+            [False],
+            "the products of adapters and of quantized weights do not claim that",
         ),
-        Only("model.batch_invariant", False).because(
-            "the products of adapters and of quantized weights do not claim that"
-        ),
-        Only("model.ep_dispatch", "alltoall").because(
-            "tokens travel to experts with adapters by alltoall only"
+        Needs(
+            "model.ep_dispatch",
+            ["alltoall"],
+            "tokens travel to experts with adapters by alltoall only",
         ),
     )
     """Train low-rank adapters on projections of the decoder layers; all else is frozen."""
@@ -54,14 +56,18 @@ class Lora(Section):
         False,
         Resume.OTHER_WEIGHTS,
         LORA,
-        Only("merge_lora_interval", 0).because(
+        Needs(
+            "merge_lora_interval",
+            [0],
             "merging changes the weights under the adapters, so that adapters alone would lose "
-            "what was merged"
+            "what was merged",
         ),
-        Only("model.model_path", but=None).because(
-            "random weights are not stored anywhere that the adapters could be put on again"
+        Needs(
+            "model.model_path",
+            why="random weights are not stored anywhere that the adapters could be put on again",
+            but=None,
         ),
-        Only("train.save_hf_weights", True).because("no Hugging Face checkpoint is written"),
+        Needs("train.save_hf_weights", [True], "no Hugging Face checkpoint is written"),
         certified=False,
     )
     """true: write the adapters as peft reads them; false: dense weights with adapters merged."""
@@ -72,9 +78,11 @@ class Lora(Section):
     enable_qlora: bool = field(
         False,
         Resume.OTHER_WEIGHTS,
-        Only("train.expert_parallel_size", 1).because(
+        Needs(
+            "train.expert_parallel_size",
+            [1],
             "quantized experts are buffers, the same on every process, and a checkpoint holds one "
-            "copy"
+            "copy",
         ),
     )
     """Quantize the projections, layer by layer as they are read; every process has them all.
@@ -82,15 +90,7 @@ class Lora(Section):
     """
     quant_format: Literal["nvfp4", "block_fp8", "nf4"] = field("nvfp4", Resume.OTHER_WEIGHTS, QLORA)
     """Quantized format; of a checkpoint that is quantized already, its own."""
-    quant_group_size: int = field(
-        16,
-        Resume.OTHER_WEIGHTS,
-        QLORA,
-        Refuse(
-            lambda c: wrong_group_size(c.lora.quant_format, c.lora.quant_group_size), "quant_format"
-        ).when(lambda c: c.lora.enable_qlora),
-        ge=1,
-    )
+    quant_group_size: int = field(16, Resume.OTHER_WEIGHTS, QLORA, ge=1)
     """Elements that share a scale: 16 for nvfp4; edge of the square blocks of block_fp8, 1 to 128;
     32 to 4096, a power of two, for nf4.
     """
@@ -101,19 +101,21 @@ class Lora(Section):
     reset_optimizer_on_merge: bool = field(
         False,
         Resume.NEXT_STEP,
-        Only("merge_lora_interval", but=0).because("there is no merge to reset at"),
+        Needs("merge_lora_interval", but=0, why="there is no merge to reset at"),
     )
     """Forget optimizer states at each merge."""
     enable_aqn: bool = field(
         False,
         Resume.NEXT_STEP,
         QLORA,
-        Only("train.enable_compile", False).because(
-            "the noise is another in each step, and compiled code would be recompiled for each"
+        Needs(
+            "train.enable_compile",
+            [False],
+            "the noise is another in each step, and compiled code would be recompiled for each",
         ),
     )
     """Adaptive quantization noise on quantized weights, in training only."""
-    aqn_alpha: float = field(1.0, Resume.NEXT_STEP, Only("enable_aqn", True), ge=0)
+    aqn_alpha: float = field(1.0, Resume.NEXT_STEP, Needs("enable_aqn", [True]), ge=0)
     """Scale of that noise, in units of the local quantization step."""
 
     @model_validator(mode="after")
@@ -123,3 +125,11 @@ class Lora(Section):
         if self.lora_alpha == AUTO:
             self._fill(lora_alpha=4.0 if self.rslora else 2.0 * self.lora_rank)
         return self
+
+
+def of_lora(lora: Lora) -> Iterator[Stated]:
+    """The format has groups of this size, and QLoRA is LoRA."""
+    alone = lora.enable_qlora and not lora.enable_lora
+    yield alone, "QLoRA implies LoRA", "enable_lora", "enable_qlora"
+    why = wrong_group_size(lora.quant_format, lora.quant_group_size)
+    yield lora.enable_qlora, why, "quant_group_size", "quant_format"

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
-from tilewright.trainer.options import wrong_options
-from tilewright.trainer.parallel.row import LAYOUTS
-from tilewright.trainer.section import Accepts, Only, Refuse, Resume, Section, field
+from tilewright.trainer.losses.fields import Objective
+from tilewright.trainer.losses.preference.row import PREFERENCES
+from tilewright.trainer.losses.preference_fields import Preference
+from tilewright.trainer.models.fields import Model
+from tilewright.trainer.optim.fields import Optim
+from tilewright.trainer.optim.row import OPTIMIZERS
+from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
-FSDP2 = Only("data_parallel_mode", "fsdp2")
-
-SIZES = Only("data_parallel_mode", "fsdp2", neutral=(1,))
-
-STAGES = Only("pipeline_parallel_size", but=1).because("there is one stage")
-
-RECOMPUTED = Only("enable_gradient_checkpointing", True).because("nothing is recomputed")
+FSDP2 = Needs("data_parallel_mode", ["fsdp2"])
+SIZES = Needs("data_parallel_mode", ["fsdp2"], neutral=(1,))
+STAGES = Needs("pipeline_parallel_size", but=1, why="there is one stage")
+RECOMPUTED = Needs("enable_gradient_checkpointing", [True], "nothing is recomputed")
 
 WHOLE = ("GPipe", "Interleaved1F1B")  # one backward for inputs and weights, as 1F1B
-
 MANY = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -36,74 +37,51 @@ def too_few(schedule: str, micro_batches: int, ranks: int) -> str | None:
     return None
 
 
-def _size(name: str) -> Refuse:
-    return Refuse("must be -1, or 1 or more").when(
-        lambda c: getattr(c.train, name) < 1 and getattr(c.train, name) != -1
-    )
-
-
-def _few(config: Any) -> str | None:
-    t = config.train
-    return too_few(
-        t.pipeline_parallel_schedule, t.gradient_accumulation_steps, t.pipeline_parallel_size
-    )
-
-
-def _splits_otherwise(config: Any) -> bool:
-    t = config.train
-    stages = t.pipeline_parallel_size * t.virtual_pipeline_size
-    return t.pipeline_split is not None and len(t.pipeline_split) != stages
-
-
-def _wrong_layouts(config: Any) -> str | None:
-    known = [name for name in LAYOUTS.names() if LAYOUTS[name].options is not None]
-    for name, given in config.train.layout_args.items():
-        if name not in known:
-            return f"{name} is no layout with options; accepted: {', '.join(known) or 'none'}"
-        if wrong := wrong_options(LAYOUTS[name].options, given, f"layout {name}"):
-            return wrong
-    return None
-
-
 class Parallel(Section):
     """Processes, and what each of them holds."""
 
     data_parallel_mode: Literal["none", "ddp", "fsdp2"] = field(
         "fsdp2",
         Resume.LAYOUT,
-        Only("pipeline_parallel_size", 1).because(
+        Needs(
+            "pipeline_parallel_size",
+            [1],
             "the schedules accumulate gradients of fsdp2's parameters; with it, data_parallel_shard_size: 1 "
-            "makes replicas of pipelines"
+            "makes replicas of pipelines",
         ),
     )
     """none: one process; ddp: replicas; fsdp2: sharded parameters."""
-    data_parallel_shard_size: int = field(
-        -1, Resume.LAYOUT, SIZES, _size("data_parallel_shard_size")
-    )
+    data_parallel_shard_size: int = field(-1, Resume.LAYOUT, SIZES)
     """Processes of a shard group that read batches of their own; -1: all that remain. All processes
     are stages x replicas x shards x ring x Ulysses x tensor-parallel.
     """
-    data_parallel_replicate_size: int = field(
-        -1, Resume.LAYOUT, SIZES, _size("data_parallel_replicate_size")
-    )
+    data_parallel_replicate_size: int = field(-1, Resume.LAYOUT, SIZES)
     """Replicas of shard groups (HSDP); -1: automatic."""
     tensor_parallel_size: int = field(
         1,
         Resume.LAYOUT,
-        Only("data_parallel_mode", "fsdp2").because(
+        Needs(
+            "data_parallel_mode",
+            ["fsdp2"],
             "of these only fsdp2 takes parameters that are sharded already; with it, "
-            "data_parallel_shard_size: 1 makes replicas of tensor-parallel groups"
+            "data_parallel_shard_size: 1 makes replicas of tensor-parallel groups",
         ),
-        Only("lora.enable_qlora", False).because(
+        Needs(
+            "lora.enable_qlora",
+            [False],
             "every process has all of a quantized matrix, whose scales are those of blocks that a "
-            "shard would cut, so it would save neither memory nor time"
+            "shard would cut, so it would save neither memory nor time",
         ),
-        Only("model.merge_qkv", False).because(
+        Needs(
+            "model.merge_qkv",
+            [False],
             "each rank needs rows of queries, of keys and of values, which are not one shard of a "
-            "merged matrix; set merge_qkv: false"
+            "merged matrix; set merge_qkv: false",
         ),
-        Only("model.batch_invariant", False).because(
-            "in which order the ranks' sums are added depends on where in the batch a token is"
+        Needs(
+            "model.batch_invariant",
+            [False],
+            "in which order the ranks' sums are added depends on where in the batch a token is",
         ),
         ge=1,
     )
@@ -119,18 +97,18 @@ class Parallel(Section):
         "1F1B",
         Resume.LAYOUT,
         STAGES,
-        Refuse(lambda _: no_zero_bubble()).when(
-            lambda c: (
-                c.train.pipeline_parallel_size > 1
-                and c.train.pipeline_parallel_schedule.endswith("ZeroBubble")
-            )
-        ),
-        Only("enable_compile", False, neutral=WHOLE).because(
+        Needs(
+            "enable_compile",
+            [False],
             "compiled code computes the gradients of inputs and weights at once, and cannot be "
-            "split"
+            "split",
+            neutral=WHOLE,
         ),
-        Only("enable_reentrant", False, neutral=WHOLE).because(
-            "reentrant recomputation cannot compute the gradients of inputs and weights apart"
+        Needs(
+            "enable_reentrant",
+            [False],
+            "reentrant recomputation cannot compute the gradients of inputs and weights apart",
+            neutral=WHOLE,
         ),
     )
     """The order in which stages run the gradient_accumulation_steps micro-batches."""
@@ -138,44 +116,11 @@ class Parallel(Section):
         1,
         Resume.LAYOUT,
         STAGES,
-        Only("pipeline_parallel_schedule", *MANY).because(
-            "1F1B and GPipe run one stage on each process"
-        ),
-        Refuse(
-            "an interleaved schedule needs two or more stages on each process",
-            "pipeline_parallel_schedule",
-        ).when(
-            lambda c: (
-                c.train.pipeline_parallel_size > 1
-                and c.train.virtual_pipeline_size == 1
-                and c.train.pipeline_parallel_schedule.startswith("Interleaved")
-            )
-        ),
-        Refuse("ZBVZeroBubble needs two stages on each process", "pipeline_parallel_schedule").when(
-            lambda c: (
-                c.train.pipeline_parallel_size > 1
-                and c.train.virtual_pipeline_size != 2
-                and c.train.pipeline_parallel_schedule == "ZBVZeroBubble"
-            )
-        ),
+        Needs("pipeline_parallel_schedule", MANY, "1F1B and GPipe run one stage on each process"),
         ge=1,
     )
     """Stages of each process."""
-    pipeline_split: list[int] | None = field(
-        None,
-        Resume.LAYOUT,
-        STAGES,
-        Refuse(
-            "needs a number for each stage, of which there are pipeline_parallel_size x "
-            "virtual_pipeline_size",
-            "pipeline_parallel_size",
-            "virtual_pipeline_size",
-        ).when(_splits_otherwise),
-        Refuse("a stage has one layer or more").when(
-            lambda c: c.train.pipeline_split is not None and min(c.train.pipeline_split) < 1
-        ),
-        min_length=2,
-    )
+    pipeline_split: list[int] | None = field(None, Resume.LAYOUT, STAGES, min_length=2)
     """Numbers of layers of the stages, in order; null: such that the stage with the most parameters
     has the fewest, with embedding and head.
     """
@@ -187,8 +132,10 @@ class Parallel(Section):
         1,
         Resume.LAYOUT,
         FSDP2,
-        Only("model.batch_invariant", False).because(
-            "no implementation of moe_mlp claims that a row's bits do not depend on the batch"
+        Needs(
+            "model.batch_invariant",
+            [False],
+            "no implementation of moe_mlp claims that a row's bits do not depend on the batch",
         ),
         ge=1,
     )
@@ -200,22 +147,20 @@ class Parallel(Section):
     batch_invariant they exchange heads, as Ulysses does, of any number.
     """
     cp_fsdp_mode: Literal["all", "ulysses_only", "ring_only", "none"] = field(
-        "all",
-        Resume.LAYOUT,
-        FSDP2,
-        Refuse("no sequence is spread", "ringattn_parallel_size", "ulysses_parallel_size").when(
-            lambda c: c.train.cp_fsdp_mode != "all" and c.train.context_parallel_size == 1
-        ),
+        "all", Resume.LAYOUT, FSDP2
     )
     """Which processes that share a sequence shard parameters too; others are replicas (HSDP)."""
-    layout_args: dict[str, dict[str, Any]] = field({}, Resume.LAYOUT, Refuse(_wrong_layouts))
+    layout_args: dict[str, dict[str, Any]] = field({}, Resume.LAYOUT)
     """Options of layouts that have no field here, by the layout's name."""
     reshard_after_forward: bool | None = field(
         None,
         Resume.LAYOUT,
         FSDP2,
-        Only("enable_full_shard", True, neutral=(False,)).because(
-            "ZeRO-2 keeps parameters after the forward pass"
+        Needs(
+            "enable_full_shard",
+            [True],
+            "ZeRO-2 keeps parameters after the forward pass",
+            neutral=(False,),
         ),
     )
     """Free gathered parameters after forward; null: as enable_full_shard, false in pipelines."""
@@ -223,7 +168,7 @@ class Parallel(Section):
         False,
         Resume.LAYOUT,
         FSDP2,
-        Only("expert_parallel_size", but=1).because("there is nothing to place"),
+        Needs("expert_parallel_size", but=1, why="there is nothing to place"),
     )
     """false: the processes that share a layer's experts are neighbors; true: those that shard one
     expert.
@@ -247,6 +192,19 @@ class Parallel(Section):
         return self.ringattn_parallel_size * self.ulysses_parallel_size
 
 
+def of_layouts(train: Parallel, optim: Optim) -> Iterator[Stated]:
+    """Sizes are those of a mesh, and the optimizer can train its shards."""
+    for name in ("data_parallel_shard_size", "data_parallel_replicate_size"):
+        size = getattr(train, name)
+        yield size < 1 and size != -1, "must be -1, or 1 or more", name
+    sharded = train.data_parallel_mode == "fsdp2"
+    why = OPTIMIZERS[optim.optimizer].needs_whole
+    yield sharded, why, "train.optimizer", "train.data_parallel_mode"
+    alone = train.cp_fsdp_mode != "all" and train.context_parallel_size == 1
+    sizes = "ringattn_parallel_size", "ulysses_parallel_size"
+    yield alone, "no sequence is spread", "cp_fsdp_mode", *sizes
+
+
 class Compute(Parallel):
     """Precision, memory and speed of a process."""
 
@@ -264,33 +222,17 @@ class Compute(Parallel):
         None,
         Resume.COST,
         RECOMPUTED,
-        Refuse("without mlp the experts are not recomputed", "recompute_modules").when(
-            lambda c: (
-                c.train.moe_checkpoint_method == "moe_act"
-                and c.train.recompute_modules is not None
-                and "mlp" not in c.train.recompute_modules
-            )
-        ),
-        Only("enable_reentrant", False).because(
-            "the experts' activations are recomputed without reentering the backward"
+        Needs(
+            "enable_reentrant",
+            [False],
+            "the experts' activations are recomputed without reentering the backward",
         ),
     )
     """null: recompute experts with their layer, communication too; moe_act: activations only."""
-    enable_activation_offload: bool = field(
-        False,
-        Resume.COST,
-        Refuse(
-            lambda _: (
-                (cuda := platform.no_cuda()) and f"activations are in CPU memory already: {cuda}"
-            )
-        ),
-    )
+    enable_activation_offload: bool = field(False, Resume.COST)
     """Keep what layers save for backward in CPU memory until the backward pass."""
     activation_gpu_limit: float = field(
-        0.0,
-        Resume.COST,
-        Only("enable_activation_offload", True).because("nothing is offloaded"),
-        ge=0,
+        0.0, Resume.COST, Needs("enable_activation_offload", [True], "nothing is offloaded"), ge=0
     )
     """GB (10^9 bytes) of it that stay on the GPU: the last layers'."""
     enable_compile: bool = field(False, Resume.ROUNDING)
@@ -298,31 +240,26 @@ class Compute(Parallel):
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
         "auto",
         Resume.COST,
-        Accepts("auto", "cpu", "cuda", "meta").because(
-            "no op and no process group here runs on NPUs"
+        Needs(
+            "data_parallel_mode",
+            why="fsdp2 builds the model on meta; leave it at auto",
+            but="fsdp2",
+            neutral=("meta", "npu"),
         ),
-        Only("data_parallel_mode", but="fsdp2", neutral=("meta", "npu")).because(
-            "fsdp2 builds the model on meta; leave it at auto"
+        Needs(
+            "data_parallel_mode",
+            ["fsdp2"],
+            "only fsdp2 builds the model on meta; leave it at auto",
+            neutral=("cpu", "cuda", "npu"),
         ),
-        Only("data_parallel_mode", "fsdp2", neutral=("cpu", "cuda", "npu")).because(
-            "only fsdp2 builds the model on meta; leave it at auto"
-        ),
-        Refuse(lambda _: platform.no_cuda()).when(lambda c: c.train.init_device == "cuda"),
+        refused="no op and no process group here runs on NPUs",
+        accepted=("auto", "cpu", "cuda", "meta"),
     )
     """Where the model is built; auto: meta for fsdp2, else cuda, or cpu where there is none. With
     lora.enable_qlora always meta.
     """
     load_weights_mode: Literal["broadcast", "all_ranks"] = field(
-        "broadcast",
-        Resume.COST,
-        Refuse("weights are drawn, not read", "model.model_path").when(
-            lambda c: (
-                c.train.load_weights_mode == "all_ranks"
-                and c.model.model_path is None
-                and c.preference.reference_path is None
-            )
-        ),
-        certified=False,
+        "broadcast", Resume.COST, certified=False
     )
     """broadcast: rank 0 (of a pipeline, the first of each stage) reads the weights and sends them;
     all_ranks: each reads.
@@ -330,23 +267,36 @@ class Compute(Parallel):
     enable_full_determinism: bool = field(
         False,
         Resume.ROUNDING,
-        Only("allow_cuda_launch_blocking", True).because(
-            "full determinism needs allow_cuda_launch_blocking: true"
+        Needs(
+            "allow_cuda_launch_blocking",
+            [True],
+            "full determinism needs allow_cuda_launch_blocking: true",
         ),
     )
     """Deterministic algorithms only; slow."""
-    allow_cuda_launch_blocking: bool = field(
-        False,
-        Resume.THIS_START,
-        Refuse("CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it").when(
-            lambda c: (
-                platform.env_flag("CUDA_LAUNCH_BLOCKING") and not c.train.allow_cuda_launch_blocking
-            )
-        ),
-    )
+    allow_cuda_launch_blocking: bool = field(False, Resume.THIS_START)
     """Run although CUDA_LAUNCH_BLOCKING is set."""
     ignore_memory_plan: bool = field(False, Resume.THIS_START)
     """Start although the plan of memory does not fit into the device."""
+
+
+def of_compute(compute: Compute, model: Model, preference: Preference) -> Iterator[Stated]:
+    """It can be computed on this machine."""
+    modules = compute.recompute_modules
+    apart = compute.moe_checkpoint_method and modules is not None and "mlp" not in modules
+    why = "without mlp the experts are not recomputed"
+    yield apart, why, "moe_checkpoint_method", "recompute_modules"
+    no_cuda = platform.no_cuda()
+    why = no_cuda and f"activations are in CPU memory already: {no_cuda}"
+    yield compute.enable_activation_offload, why, "enable_activation_offload"
+    yield compute.init_device == "cuda", no_cuda, "init_device"
+    drawn = model.model_path is None and preference.reference_path is None
+    all_read = compute.load_weights_mode == "all_ranks"
+    why = "weights are drawn, not read"
+    yield drawn and all_read, why, "load_weights_mode", "model.model_path"
+    slow = platform.env_flag("CUDA_LAUNCH_BLOCKING") and not compute.allow_cuda_launch_blocking
+    why = "CUDA_LAUNCH_BLOCKING is set, which slows training down; unset it"
+    yield slow, why, "allow_cuda_launch_blocking"
 
 
 class Batching(Parallel):
@@ -354,14 +304,7 @@ class Batching(Parallel):
 
     micro_batch_size: int = field(1, Resume.NEXT_STEP, ge=1)
     """Bins in a forward pass of a process, or of those that share a sequence."""
-    gradient_accumulation_steps: int = field(
-        1,
-        Resume.NEXT_STEP,
-        Refuse(_few, "pipeline_parallel_schedule", "pipeline_parallel_size").when(
-            lambda c: c.train.pipeline_parallel_size > 1
-        ),
-        ge=1,
-    )
+    gradient_accumulation_steps: int = field(1, Resume.NEXT_STEP, ge=1)
     """Forward passes before an optimizer step."""
     num_train_epochs: int = field(1, Resume.NEXT_STEP, ge=1, certified=False)
     """Passes over the data."""
@@ -369,6 +312,34 @@ class Batching(Parallel):
     """Optimizer steps in all; overrides epochs."""
     seed: int = field(42, Resume.OTHER_ORDER, ge=0, lt=2**32)
     """Seed of weights and shuffling."""
+
+
+def of_pipelines(train: Batching, objective: Objective, preference: Preference) -> Iterator[Stated]:
+    """The schedule can run these stages and micro-batches here."""
+    ranks, stages = train.pipeline_parallel_size, train.virtual_pipeline_size
+    schedule, split = train.pipeline_parallel_schedule, train.pipeline_split
+    mean = objective.loss == "preference" and PREFERENCES[preference.loss].kl
+    yield (
+        mean and ranks > 1,
+        "a pipeline's log-ratios are on its last stage",
+        "preference.loss",
+        "train.pipeline_parallel_size",
+    )
+    named = "pipeline_parallel_schedule"
+    yield ranks > 1 and schedule.endswith("ZeroBubble"), no_zero_bubble(), named
+    why = "an interleaved schedule needs two or more stages on each process"
+    few = ranks > 1 and stages == 1 and schedule.startswith("Interleaved")
+    yield few, why, "virtual_pipeline_size", named
+    other = ranks > 1 and stages != 2 and schedule == "ZBVZeroBubble"
+    yield other, "ZBVZeroBubble needs two stages on each process", "virtual_pipeline_size", named
+    sizes = "pipeline_parallel_size", "virtual_pipeline_size"
+    why = f"needs a number for each stage, of which there are {' x '.join(sizes)}"
+    yield split is not None and len(split) != ranks * stages, why, "pipeline_split", *sizes
+    empty = split is not None and min(split) < 1
+    yield empty, "a stage has one layer or more", "pipeline_split"
+    steps = train.gradient_accumulation_steps
+    why = too_few(schedule, steps, ranks)
+    yield ranks > 1, why, "gradient_accumulation_steps", named, "pipeline_parallel_size"
 
 
 class Width(Section):
