@@ -36,7 +36,7 @@ from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import has_target
 from tilewright.trainer.data.fields import Data
-from tilewright.trainer.data.units import rows_of, starts_of, unfolded
+from tilewright.trainer.data.units import rows_of, starts_of, unfolded, values_of
 from tilewright.trainer.parallel.fields import Batching
 from tilewright.trainer.parallel.mesh import padding
 
@@ -236,8 +236,7 @@ class Bins(torch.utils.data.Dataset):
 
 def _shared(dataset: Any, lengths: np.ndarray) -> np.ndarray:
     """The column prefix. Raises ValueError for one that leaves nothing of its document."""
-    rows, column = rows_of(dataset), dataset.data.column(PREFIX).to_numpy()
-    shared = column if rows is None else column[rows]
+    shared = values_of(dataset, PREFIX)
     if (wrong := shared >= lengths).any():
         i = int(wrong.argmax())
         raise ValueError(f"document {i} has {lengths[i]} tokens, and a prefix of {shared[i]}")
