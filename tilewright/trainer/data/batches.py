@@ -195,15 +195,15 @@ class Bins(torch.utils.data.Dataset):
         further: dict[str, list] = {}
         for name, column in self._read.items():
             if name in self._absent:
-                stored = (self.lengths + self.shared)[numbers]
+                stored = self.lengths[numbers] + self.shared[numbers]
                 further[name] = [column.read(None, int(n)) for n in stored]
             else:
                 further[name] = [column.shaped(v) for v in rows[name]]
         if "document" in self.columns:
             further["document"] = list(numbers)
         each = ({name: values[j] for name, values in further.items()} for j in range(len(numbers)))
-        found = list(zip(*(rows[name] for name in TOKENS), each, strict=True))
-        return self._without_prefixes(found) if PREFIX in self._read else found
+        documents = list(zip(*(rows[name] for name in TOKENS), each, strict=True))
+        return self._without_prefixes(documents) if PREFIX in self._read else documents
 
     def _without_prefixes(self, documents: list[Document]) -> list[Document]:
         """Raises ValueError for a prefix that is not that of the document before it."""

@@ -67,7 +67,8 @@ def chat(tokenizer: Any, row: dict[str, Any], asked: Asked | None = None) -> lis
             f"{column}[0] is marked to be learned, and opens the conversation, so that it answers "
             "nothing"
         )
-    return conversation(asked or _alone(tokenizer), messages, _learned(marks), _tools(row))
+    asked = asked or _alone(tokenizer, "chat")
+    return conversation(asked, messages, _learned(marks), _tools(row))
 
 
 def prompt_completion(
@@ -77,7 +78,9 @@ def prompt_completion(
 
     asked: whose log is told of them.
     """
-    asked = asked or _alone(tokenizer)
+    asked = asked or _alone(tokenizer, "prompt_completion")
+    if isinstance(row.get("completion"), list):
+        check_template(asked.kind, tokenizer)
     kinds = {name: type(row.get(name)) for name in ("prompt", "completion")}
     if kinds["prompt"] is kinds["completion"] is str:
         return [_continued(asked, row["prompt"], row["completion"])]
@@ -90,9 +93,9 @@ def prompt_completion(
     raise Refused(f"prompt and completion must be strings, or lists of messages, not {given}")
 
 
-def _alone(tokenizer: Any) -> Asked:
+def _alone(tokenizer: Any, kind: str) -> Asked:
     """For samples of no data set, whose log nobody reads."""
-    return Asked("", "", 0, tokenizer, ())
+    return Asked("", kind, 0, tokenizer, ())
 
 
 def strings(row: dict[str, Any], name: str) -> list[str]:
@@ -201,10 +204,10 @@ def conversation(
     tools: list[dict[str, Any]] | None = None,
     first: int = 0,
 ) -> list[Sample]:
-    """The samples of a conversation, whose answers are the assistant's messages from `first` on, or
-    of them those that are learned.
+    """The samples of a conversation, whose answers are the assistant's messages from `first` on. A
+    message that opens it answers nothing; what follows the last answer is left out.
 
-    A message that opens the conversation answers nothing; what follows the last answer is left out.
+    learned: which messages may be learned; None: all.   tools: JSON schemas.
     """
     tokenizer = asked.tokenizer
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(1, first)]

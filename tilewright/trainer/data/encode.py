@@ -72,8 +72,8 @@ class Counts(collections.Counter[str]):
         """Why no sample has a target."""
         if self["skipped"] and not self["unlabeled"]:
             return (
-                f"{self['skipped']} rows were skipped (data.on_bad_row = skip), and the others hold "
-                "no sample of two tokens or more"
+                f"{self['skipped']} rows were skipped (data.on_bad_row = skip), and the others "
+                "hold no sample of two tokens or more"
             )
         if not self["unlabeled"]:
             return "they hold no sample of two tokens or more"

@@ -90,8 +90,8 @@ class JsonFile(rows.TextFile):
             yield line, data[first:stop]
 
     def _names(self, count: int) -> list[str]:
-        found = (self._object(raw)[0] for _, _, raw in self._read(0, count))
-        return [*dict.fromkeys(n for value in found if isinstance(value, dict) for n in value)]
+        read = (self._object(raw)[0] for _, _, raw in self._read(0, count))
+        return [*dict.fromkeys(n for row in read if isinstance(row, dict) for n in row)]
 
     def _object(self, raw: bytes) -> tuple[dict[str, Any] | Refused, list[_Wrong], str]:
         """A row, the places in it that cannot be read, and what is wrong with its bytes."""

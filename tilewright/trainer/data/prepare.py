@@ -177,8 +177,8 @@ def prepare_entry(
                 for part in encoded(source.shard(chunks, j), encoder, processes):
                     writer.write(units.numbered(part.batch, writer.samples))
                     bar.update(part.batch.num_rows)
-                    for row in part.skipped[: max(0, TOLD - counts["skipped"])]:
-                        log.warning("%s: %s; skipped", source.place(row.row), row.reason)
+                    for bad in part.skipped[: max(0, TOLD - counts["skipped"])]:
+                        log.warning("%s: %s; skipped", source.place(bad.row), bad.reason)
                     counts.update(part.counts)
                     told.update(part.told)
     except RefusedRow as refused:

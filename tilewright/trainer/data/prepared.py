@@ -318,12 +318,10 @@ def _check_samples(prepared, vocab: int) -> None:
         ids, labels = (
             pc.fill_null(pc.list_value_length(column), -1).to_numpy() for column in lists
         )
-        if (ids != labels).any() or (ids < 0).any():
-            at = int(((ids != labels) | (ids < 0)).argmax())
-            found = [
-                f"{max(0, n[at])} {name}" for n, name in ((ids, "input_ids"), (labels, "labels"))
-            ]
-            raise ValueError(f"row {first + at + 1}: it has {' and '.join(found)}")
+        if (wrong := (ids != labels) | (ids < 0)).any():
+            at = int(wrong.argmax())
+            has = f"{max(0, ids[at])} input_ids and {max(0, labels[at])} labels"
+            raise ValueError(f"row {first + at + 1}: it has {has}")
         row_of = np.repeat(np.arange(len(ids)), ids)
         for column, accepted in zip(lists, (None, IGNORE), strict=True):
             flat = column.flatten()
@@ -331,14 +329,9 @@ def _check_samples(prepared, vocab: int) -> None:
             wrong = ((tokens < 0) | (tokens >= vocab)) & (tokens != accepted)
             if wrong.any():
                 at = int(wrong.argmax())
-                raise ValueError(
-                    f"row {first + row_of[at] + 1}: "
-                    + (
-                        f"token {tokens[at]} is not in the model's vocabulary of {vocab}"
-                        if flat[at].is_valid
-                        else "a token in it is null"
-                    )
-                )
+                why = f"token {tokens[at]} is not in the model's vocabulary of {vocab}"
+                why = why if flat[at].is_valid else "a token in it is null"
+                raise ValueError(f"row {first + row_of[at] + 1}: {why}")
 
 
 def split_validation(dataset, size: int | float | None, seed: int, columns: Columns | None = None):

@@ -39,10 +39,10 @@ def check_columns(
 
     features: features of columns, as the datasets package has them, if a file declares them.
     """
-    row = DATASETS[entry.type]
-    if not row.fits(names):
-        either = " or ".join(" and ".join(f"`{c}`" for c in columns) for columns in row.needed)
-        other = next(((kind, one) for kind, one in DATASETS.items() if one.fits(names)), None)
+    kind = DATASETS[entry.type]
+    if not kind.fits(names):
+        either = " or ".join(" and ".join(f"`{c}`" for c in columns) for columns in kind.needed)
+        other = next(((n, one) for n, one in DATASETS.items() if one.fits(names)), None)
         if other is not None:
             also = f"; for samples that are {other[1].says} set type to {other[0]}"
         else:
@@ -51,60 +51,62 @@ def check_columns(
             f"{entry.path}: type {entry.type} needs a column {either}, has {names}{also}"
         )
     for name, column in columns.items():
-        if column.default is None and name not in (*names, *row.yields):
-            kinds = [kind for kind, one in DATASETS.items() if name in one.yields]
+        if column.default is None and name not in (*names, *kind.yields):
+            kinds = [n for n, one in DATASETS.items() if name in one.yields]
             also = f"; data of type {' or '.join(kinds)} have it" if kinds else ""
             raise ValueError(
                 f"{column.asked_by}: {entry.path} has no column {name}, has {names}{also}"
             )
-    read = {*row.columns, *columns}
     if loss:
-        _check_judged(entry, row, columns, loss)
-    for name in sorted({*names} - read):
+        _check_judged(entry, kind, columns, loss)
+    read = {*kind.columns, *columns}
+    others = sorted({*names} - read)
+    for name in others:
         if why := unread(entry, name, columns, loss):
             raise ValueError(f"{entry.path}: {why}")
-    for name in sorted({*names} - read):
+    for name in others:
         if near := difflib.get_close_matches(name, sorted(read - {*names}), 1, cutoff=0.8):
             log.warning("%s: the column `%s` is not read; `%s` would be", entry.path, name, near[0])
-    row.check(entry.path, features)
+    kind.check(entry.path, features)
 
 
-def _says(name: str, row: DatasetType) -> bool:
+def _says(name: str, kind: DatasetType) -> bool:
     """Whether a column that is not read says what is learned of rows."""
     if marks.OF_ROWS.fullmatch(name):
         return True
-    return not row.tokenizer and (masks.unread(name) or (not row.aligned and name in masks.READ))
+    return not kind.tokenizer and (masks.unread(name) or (not kind.aligned and name in masks.READ))
 
 
-def _check_judged(entry: Dataset, row: DatasetType, columns: Columns, loss: str) -> None:
+def _check_judged(entry: Dataset, kind: DatasetType, columns: Columns, loss: str) -> None:
     """Raises ValueError if the loss does not read what judges samples."""
-    if _instructing() & {*row.yields} and not columns.keys() & {*row.yields}:
+    if _instructing() & {*kind.yields} and not columns.keys() & {*kind.yields}:
         raise ValueError(
-            f"train.loss = {loss}: {entry.path} has {row.says} (type {entry.type}), which this loss "
-            f"would all learn alike: it does not read {_either(row.yields)}{_readers(row.yields)}"
+            f"train.loss = {loss}: {entry.path} has {kind.says} (type {entry.type}), which this loss "
+            "would all learn alike: it does not read "
+            f"{' or '.join(kind.yields)}{_readers(kind.yields)}"
         )
 
 
 def unread(entry: Dataset, name: str, columns: Columns, loss: str) -> str | None:
     """Why rows with a column are refused that is not read: by its name it says what is learned."""
-    row = DATASETS[entry.type]
-    if _says(name, row):
-        also = f"; {', '.join(masks.READ)} are read" if row.aligned else ""
+    kind = DATASETS[entry.type]
+    if _says(name, kind):
+        also = f"; {', '.join(masks.READ)} are read" if kind.aligned else ""
         return f"type {entry.type} does not read the column `{name}`{also}{LEFT_OUT}"
-    if not loss or (row.tokenizer and name in STRUCTURE):
+    if not loss or (kind.tokenizer and name in STRUCTURE):
         return None
-    found = not_instructed({name}, columns, loss)
-    return None if found is None else f"train.loss = {loss} {found}"
+    why = not_instructed({name}, columns, loss)
+    return None if why is None else f"train.loss = {loss} {why}"
 
 
 def not_instructed(names: Iterable[str], columns: Columns, loss: str) -> str | None:
     """What a loss does not read, of columns that say what is learned. What other settings of the
     run read may be there.
     """
-    found = sorted(_instructing() & {*names} - {*columns, *LOSSES[loss].accepts})
-    if not found:
+    ignored = sorted(_instructing() & {*names} - {*columns, *LOSSES[loss].accepts})
+    if not ignored:
         return None
-    return f"does not read the column `{found[0]}`{_readers(found[:1])}{LEFT_OUT}"
+    return f"does not read the column `{ignored[0]}`{_readers(ignored[:1])}{LEFT_OUT}"
 
 
 def _instructing() -> set[str]:
@@ -112,12 +114,8 @@ def _instructing() -> set[str]:
 
 
 def _readers(columns: Collection[str]) -> str:
-    found = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns, *loss.accepts}]
-    return f"; train.loss = {_either(found)} would" if found else ""
-
-
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(names)
+    losses = [name for name, loss in LOSSES.items() if {*columns} & {*loss.columns, *loss.accepts}]
+    return f"; train.loss = {' or '.join(losses)} would" if losses else ""
 
 
 def _is_whole(n: object) -> bool:

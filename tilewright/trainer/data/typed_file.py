@@ -34,10 +34,8 @@ class _Typed(rows.File):
     def _table(self, columns: tuple[str, ...] | None) -> tuple[Any, int]:
         """The same with those of its columns that are asked for, which it keeps."""
         if self._kept is None or self._kept[0] != columns:
-            self._kept = (
-                columns,
-                self._of([n for n in self.names if columns is None or n in columns]),
-            )
+            names = [n for n in self.names if columns is None or n in columns]
+            self._kept = columns, self._of(names)
         return self._kept[1]
 
     def parts(self, first: int, stop: int, asking: rows.Asking) -> Iterator[tuple[int, int]]:
@@ -142,13 +140,21 @@ class TypedFile(_Typed):
     without a name, which processes share: a part of a row group cannot be read alone.
     """
 
-    def __init__(self, path: str, kind: str, shown: str | None = None):
-        self.path, self.kind, self.shown = path, kind, shown or path
+    def __init__(self, path: str, shown: str | None = None):
+        self.path, self.shown = path, shown or path
         self.nbytes = os.path.getsize(path)
         try:
             self.schema, self._count = self._opened()
         except Exception as error:  # readers' exceptions have no common base
             raise ValueError(f"{self.shown}: {Defect('', error)}") from error
+
+    def _opened(self) -> tuple[pa.Schema, int]:
+        """The schema, and the number of rows."""
+        raise NotImplementedError
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        """All rows, of these columns."""
+        raise NotImplementedError
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -161,13 +167,50 @@ class TypedFile(_Typed):
     def __len__(self) -> int:
         return self._count
 
-    def _opened(self) -> tuple[pa.Schema, int]:
-        if self.kind == "parquet":
-            import pyarrow.parquet as pq
+    def _of(self, names: list[str]) -> tuple[Any, int]:
+        from datasets import config
 
-            with pq.ParquetFile(self.path) as file:
-                return file.schema_arrow, file.metadata.num_rows
-        batches, count = self._arrow(), 0
+        schema = pa.schema([self.schema.field(n) for n in names])
+        folder = config.HF_DATASETS_CACHE
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as aside:
+            with pa.OSFile(aside.name, "wb") as out, pa.ipc.new_stream(out, schema) as stream:
+                for batch in self._named(self._batches(names)):
+                    stream.write_batch(batch)
+            table = pa.ipc.open_stream(pa.memory_map(aside.name)).read_all()
+        return table, table.nbytes
+
+    def _named(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises ValueError, with the row, where reading them fails."""
+        row = 0
+        try:
+            for batch in batches:
+                yield batch
+                row += batch.num_rows
+        except Exception as error:  # readers' exceptions have no common base
+            raise ValueError(f"{self.shown}: {Defect(f'from row {row + 1} on', error)}") from error
+
+
+class ParquetFile(TypedFile):
+    def _opened(self) -> tuple[pa.Schema, int]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path) as file:
+            return file.schema_arrow, file.metadata.num_rows
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
+            groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
+            mean = sum(g.total_byte_size for g in groups) // max(1, len(self))
+            step = max(1, min(rows.MOST_ROWS, 8 * rows.PIECE // max(1, mean)))
+            yield from file.iter_batches(step, columns=names)
+
+
+class ArrowFile(TypedFile):
+    def _opened(self) -> tuple[pa.Schema, int]:
+        batches, count = self._stored(), 0
         schema = next(batches)
         try:
             for batch in batches:
@@ -176,7 +219,7 @@ class TypedFile(_Typed):
             raise Defect(f"from row {count + 1} on", error) from error
         return schema, count
 
-    def _arrow(self) -> Iterator[Any]:
+    def _stored(self) -> Iterator[Any]:
         """The schema, then the batches."""
         with pa.memory_map(self.path) as file:
             try:
@@ -192,26 +235,7 @@ class TypedFile(_Typed):
             yield from stream
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        """Raises ValueError, with the row."""
-        row = 0
-        try:
-            for batch in self._parquet(names) if self.kind == "parquet" else self._of_arrow(names):
-                yield batch
-                row += batch.num_rows
-        except Exception as error:  # readers' exceptions have no common base
-            raise ValueError(f"{self.shown}: {Defect(f'from row {row + 1} on', error)}") from error
-
-    def _parquet(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
-            groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
-            mean = sum(g.total_byte_size for g in groups) // max(1, len(self))
-            step = max(1, min(rows.MOST_ROWS, 8 * rows.PIECE // max(1, mean)))
-            yield from file.iter_batches(step, columns=names)
-
-    def _of_arrow(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        batches = self._arrow()
+        batches = self._stored()
         next(batches)  # the schema
         for batch in batches:
             batch = batch.select(names)
@@ -221,16 +245,3 @@ class TypedFile(_Typed):
                 if "UTF8" not in str(error):  # which is the row's own matter
                     raise
             yield batch
-
-    def _of(self, names: list[str]) -> tuple[Any, int]:
-        from datasets import config
-
-        schema = pa.schema([self.schema.field(n) for n in names])
-        folder = config.HF_DATASETS_CACHE
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as aside:
-            with pa.OSFile(aside.name, "wb") as out, pa.ipc.new_stream(out, schema) as stream:
-                for batch in self._batches(names):
-                    stream.write_batch(batch)
-            table = pa.ipc.open_stream(pa.memory_map(aside.name)).read_all()
-        return table, table.nbytes
