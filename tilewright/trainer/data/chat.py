@@ -239,9 +239,10 @@ def conversation(
     ends, samples = Ends.of(tokenizer, asked.stops), []
     for text, spans in texts:
         ids, labels, opened = _labeled(tokenizer, text, spans, ends, trim=not marked)
-        if opened and opened[-1].at_end and ended_by_the_next(tokenizer, template, ends):
+        end = ends.appended if opened and opened[-1].at_end else None
+        if end is not None and ended_by_the_next(tokenizer, template, ends):
             last = opened.pop()
-            ids.append(ends.appended)
+            ids.append(end)
             labels[last.first :] = ids[last.first :]
         if opened:
             asked.told[ENDLESS] += len(opened)

@@ -122,7 +122,8 @@ def last(samples: list[chat.Sample], name: str) -> chat.Sample:
 
 def _answers(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt of a row, and the two answers to it: strings, or lists of messages."""
-    prompt, both = row.get("prompt"), [row.get(name) for name in ROLES]
+    prompt = row.get("prompt")
+    both: list[Any] = [row.get(name) for name in ROLES]
     if any(isinstance(b, list) for b in both):
         if not all(isinstance(b, list) and b for b in both):
             raise Refused("chosen and rejected must both be strings, or lists of messages")
