@@ -340,7 +340,7 @@ def test_what_the_network_is_asked_for(path, entry, token, expected, make, monke
     unreachable_hub(monkeypatch, load_dataset)
     monkeypatch.setattr(cache_key, "version", lambda entry, token: None)
     monkeypatch.setattr(sources, "downloaded", downloaded)
-    monkeypatch.setattr(sources, "_opened", lambda kind, path, shown: JsonFile(path, shown))
+    monkeypatch.setattr(sources, "FILES", dict.fromkeys(sources.FILES, JsonFile))
     monkeypatch.setattr(sources.platform, "no_module", lambda name: None)
     if "data_files" in entry:
         entry = {"ds_type": "json", **entry}

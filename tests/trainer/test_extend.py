@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tilewright.trainer.callbacks import CALLBACKS, Plugin
 from tilewright.trainer.data import cache_key
+from tilewright.trainer.data.encode import Use
 from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.losses.loss import Loss
 from tilewright.trainer.optim.row import SCHEDULES, Schedule
@@ -272,7 +273,8 @@ def test_a_type_of_another_version_is_prepared_anew(tmp_path, monkeypatch):
     for version in (0, 1, 2):
         changed = dataclasses.replace(DATASETS["text"], version=version)
         monkeypatch.setitem(DATASETS._rows, "text", changed)
-        asked = data.datasets, data, config.model, config.train.seed, 97, True, {}
+        use = Use(data, 97, {})
+        asked = data.datasets, use, config.model, config.train.seed, True
         names.append(cache_key.cache_key(*asked))
     assert len({*names}) == 3
 

@@ -23,10 +23,10 @@ from tilewright.trainer.config import Dataset
 from tilewright.trainer.data import chat, masks
 from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.data.columns.column import COLUMNS
-from tilewright.trainer.data.encode import check_columns
 from tilewright.trainer.data.ends import BEGUN, ENDLESS
 from tilewright.trainer.data.marks import MARKS
 from tilewright.trainer.data.prepared import split_validation
+from tilewright.trainer.data.read_columns import check_columns
 from tilewright.trainer.data.rows import HEAD
 from tilewright.trainer.data.types.dataset_type import DATASETS, Asked, Refused
 from tilewright.trainer.parallel.mesh import Mesh

@@ -38,10 +38,11 @@ from preparing import (
 from tilewright.core import files, platform
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Dataset
-from tilewright.trainer.data import cache_key, data_files, encode, packing, rows
+from tilewright.trainer.data import cache_key, data_files, packing, rows
 from tilewright.trainer.data import prepare as preparing
 from tilewright.trainer.data.batches import lengths_of
 from tilewright.trainer.data.prepared import split_validation
+from tilewright.trainer.data.read_columns import check_columns
 from tilewright.trainer.data.types import text as text_rows
 from tilewright.trainer.data.types.dataset_type import DATASETS
 
@@ -230,14 +231,14 @@ def test_a_column_whose_name_is_nearly_read_is_warned_of(row, kind, said, caplog
     features = datasets.Dataset.from_list([row]).features
     entry = Dataset(path="a.jsonl", type=kind)
     with caplog.at_level(logging.WARNING, "tilewright"):
-        encode.check_columns(entry, [*row], features, {})
-        encode.check_columns(entry, [*row, "id", "meta"], features, {})
+        check_columns(entry, [*row], features, {})
+        check_columns(entry, [*row, "id", "meta"], features, {})
     assert len(caplog.messages) == 2
     assert all(m.startswith(f"a.jsonl: the column {said}") for m in caplog.messages)
     caplog.clear()
     columns = [*DATASETS[kind].needed[0], *DATASETS[kind].optional, *row]  # the right one as well
     integers = datasets.List(datasets.Value("int64"))
-    encode.check_columns(entry, columns, {"input_ids": integers, "labels": integers}, {})
+    check_columns(entry, columns, {"input_ids": integers, "labels": integers}, {})
     assert not caplog.messages
 
 
@@ -245,7 +246,7 @@ def test_columns_of_alpaca_get_a_hint():
     said = "has .*; for samples that are instructions set type to alpaca$"
     with pytest.raises(ValueError, match=said):
         names = ["instruction", "input", "output"]
-        encode.check_columns(Dataset(path="a.jsonl", type="chat"), names, {}, {})
+        check_columns(Dataset(path="a.jsonl", type="chat"), names, {}, {})
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, made, monkeypatch):
@@ -400,9 +401,9 @@ def test_lengths_are_read_without_tokens(made, tmp_path, monkeypatch):
 def test_large_data_take_processes_by_themselves(made, tmp_path, monkeypatch):
     entry, asked, real = texts(tmp_path / "a.jsonl", *["a"] * 50), [], preparing.encoded
 
-    def encoded(job, count):
+    def encoded(source, encoder, count):
         asked.append(count)
-        return real(job, count)
+        return real(source, encoder, count)
 
     monkeypatch.setattr(preparing, "encoded", encoded)
     monkeypatch.setattr(preparing, "RENEW", 2)

@@ -24,6 +24,7 @@ from tilewright.nn import read_routed_experts
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.data.cache_key import cache_key
 from tilewright.trainer.data.columns import of_tokens
+from tilewright.trainer.data.encode import Use
 from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models import moe
@@ -402,7 +403,7 @@ def test_a_prepared_set_without_routes_is_not_replayed(tmp_path):
     config = load(path)
     data, model, seed = config.data, config.model, config.train.seed
     keys = {
-        cache_key(data.datasets, data, model, seed, 97, True, columns)
+        cache_key(data.datasets, Use(data, 97, columns), model, seed, True)
         for columns in ({}, read(Routes(L, (0, 1), K, E)), read(Routes(L, (1,), K, E)))
     }
     assert len(keys) == 3

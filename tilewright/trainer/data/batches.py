@@ -36,7 +36,7 @@ from tilewright.trainer.data import packing
 from tilewright.trainer.data.columns.column import Column
 from tilewright.trainer.data.encode import has_target
 from tilewright.trainer.data.fields import Data
-from tilewright.trainer.data.units import rows_of, starts_of, unfolded
+from tilewright.trainer.data.units import rows_of, starts_of, unfolded, values_of
 from tilewright.trainer.parallel.fields import Batching
 from tilewright.trainer.parallel.mesh import padding
 
@@ -195,15 +195,15 @@ class Bins(torch.utils.data.Dataset):
         further: dict[str, list] = {}
         for name, column in self._read.items():
             if name in self._absent:
-                stored = (self.lengths + self.shared)[numbers]
+                stored = self.lengths[numbers] + self.shared[numbers]
                 further[name] = [column.read(None, int(n)) for n in stored]
             else:
                 further[name] = [column.shaped(v) for v in rows[name]]
         if "document" in self.columns:
             further["document"] = list(numbers)
         each = ({name: values[j] for name, values in further.items()} for j in range(len(numbers)))
-        found = list(zip(*(rows[name] for name in TOKENS), each, strict=True))
-        return self._without_prefixes(found) if PREFIX in self._read else found
+        documents = list(zip(*(rows[name] for name in TOKENS), each, strict=True))
+        return self._without_prefixes(documents) if PREFIX in self._read else documents
 
     def _without_prefixes(self, documents: list[Document]) -> list[Document]:
         """Raises ValueError for a prefix that is not that of the document before it."""
@@ -236,8 +236,7 @@ class Bins(torch.utils.data.Dataset):
 
 def _shared(dataset: Any, lengths: np.ndarray) -> np.ndarray:
     """The column prefix. Raises ValueError for one that leaves nothing of its document."""
-    rows, column = rows_of(dataset), dataset.data.column(PREFIX).to_numpy()
-    shared = column if rows is None else column[rows]
+    shared = values_of(dataset, PREFIX)
     if (wrong := shared >= lengths).any():
         i = int(wrong.argmax())
         raise ValueError(f"document {i} has {lengths[i]} tokens, and a prefix of {shared[i]}")

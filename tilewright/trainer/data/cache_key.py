@@ -18,11 +18,10 @@ from typing import Any
 
 from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
 from tilewright.trainer.data.data_files import Digests, digests
-from tilewright.trainer.data.encode import Columns, longest
-from tilewright.trainer.data.ends import stops_of
-from tilewright.trainer.data.fields import Data, Dataset
+from tilewright.trainer.data.encode import Use, longest
+from tilewright.trainer.data.fields import Dataset
 from tilewright.trainer.data.sources import located
-from tilewright.trainer.data.types.dataset_type import DATASETS, WHOLE, Prompts
+from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.models.fields import Model
 from tilewright.trainer.section import keyed
 
@@ -42,10 +41,10 @@ class Notes:
 
     def _saved(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.path.read_text())
+            saved = json.loads(self.path.read_text())
         except (OSError, ValueError):  # a new folder, or a torn file
             return {}
-        return found if isinstance(found, dict) else {}
+        return saved if isinstance(saved, dict) else {}
 
     def _note(self, name: str, what: Any) -> None:
         self.known[name] = self.new[name] = what
@@ -101,8 +100,9 @@ def version(entry: Dataset, token: bool | None) -> Any:
     import datasets
     from datasets.data_files import DataFilesList
 
-    found = DataFilesList.from_patterns(files, download_config=datasets.DownloadConfig(token=token))
-    return [[f, list(map(str, m))] for f, m in zip(found, found.origin_metadata, strict=True)]
+    given = datasets.DownloadConfig(token=token)
+    there = DataFilesList.from_patterns(files, download_config=given)
+    return [[f, list(map(str, m))] for f, m in zip(there, there.origin_metadata, strict=True)]
 
 
 def known(said: Any) -> bool:
@@ -115,23 +115,15 @@ def files_of(entries: list[Dataset], root: str, blocks: int) -> list[dict[str, A
     folder of prepared sets.   blocks: their number for all files, at most, but one for each.
     """
     notes = Notes(pathlib.Path(root))
-    found = [f for e in entries if e.path != "dummy" for f in located(e)[1] if "://" not in f]
-    made = [{"file": f, **notes.file(f).within(blocks // len(found))._asdict()} for f in found]
+    local = [f for e in entries if e.path != "dummy" for f in located(e)[1] if "://" not in f]
+    made = [{"file": f, **notes.file(f).within(blocks // len(local))._asdict()} for f in local]
     notes.save()
     return made
 
 
-def cache_key(
-    entries: list[Dataset],
-    data: Data,
-    model: Model,
-    seed: int,
-    vocab: int,
-    shuffle: bool,
-    columns: Columns,
-    prompts: Prompts = WHOLE,
-) -> str:
+def cache_key(entries: list[Dataset], use: Use, model: Model, seed: int, shuffle: bool) -> str:
     """Changes whenever the prepared data would."""
+    data, columns, prompts = use.data, use.columns, use.prompts
     notes = Notes(pathlib.Path(data.dataset_prepared_path))
 
     def contents(entry: Dataset) -> Any:
@@ -144,13 +136,12 @@ def cache_key(
 
     kinds = [DATASETS[e.type] for e in entries]
     versions = [k.version for k in kinds]
-    stops = stops_of(model, entries)
     cut = prompts.most is not None and any(k.prompts for k in kinds)
     what = [
         PREPARATION,
         [[keyed(e), longest(e, data), contents(e)] for e in entries],
         keyed(data),
-        vocab,
+        use.vocab,
         shuffle,
         seed,
         _tokenizer(model, notes) if any(k.tokenizer for k in kinds) else None,
@@ -158,7 +149,7 @@ def cache_key(
         *([c.depends for c in columns.values() if c.depends is not None]),
         *([versions] if any(versions) else []),
         *([{"prompts": prompts[:2]}] if cut else []),
-        *([{"stops": stops}] if stops else []),
+        *([{"stops": use.stops}] if use.stops else []),
         *([data.on_bad_row] if data.on_bad_row != "error" else []),
         *([data.mixing, data.samples_per_epoch] if shuffle and data.mixing != "concat" else []),
     ]
@@ -178,14 +169,21 @@ def tokenized_by(entries: list[Dataset], model: Model, root: str) -> str:
     return made[:16]
 
 
+def tokenizer_folder(model: Model) -> pathlib.Path | None:
+    """Where the tokenizer's files are; None: there is none, or the Hub does not give it."""
+    if not model.tokenizer_path:
+        return None
+    try:
+        folder = pathlib.Path(local_folder(model.tokenizer_path, model.revision))
+    except FileNotFoundError:
+        return None
+    return folder if folder.is_dir() else None
+
+
 def _tokenizer(model: Model, notes: Notes) -> Any:
     """The tokenizer's files; its id, and revision, if the Hub does not give them."""
-    path, revision = model.tokenizer_path, model.revision
-    try:
-        folder = pathlib.Path(local_folder(path, revision)) if path else None
-    except FileNotFoundError:
-        folder = None
-    if folder is None or not folder.is_dir():
+    if (folder := tokenizer_folder(model)) is None:
+        path, revision = model.tokenizer_path, model.revision
         return path if revision is None else [path, revision]
     # Not its other subfolders: a model's checkpoints may be there.
     files = sorted(

@@ -67,7 +67,8 @@ def chat(tokenizer: Any, row: dict[str, Any], asked: Asked | None = None) -> lis
             f"{column}[0] is marked to be learned, and opens the conversation, so that it answers "
             "nothing"
         )
-    return _answers(tokenizer, messages, _tools(row), 0, _learned(marks), asked)
+    asked = asked or _alone(tokenizer, "chat")
+    return conversation(asked, messages, _learned(marks), _tools(row))
 
 
 def prompt_completion(
@@ -77,28 +78,24 @@ def prompt_completion(
 
     asked: whose log is told of them.
     """
+    asked = asked or _alone(tokenizer, "prompt_completion")
+    if isinstance(row.get("completion"), list):
+        check_template(asked.kind, tokenizer)
     kinds = {name: type(row.get(name)) for name in ("prompt", "completion")}
     if kinds["prompt"] is kinds["completion"] is str:
-        return [_continued(tokenizer, row["prompt"], row["completion"], asked)]
+        return [_continued(asked, row["prompt"], row["completion"])]
     if kinds["prompt"] is kinds["completion"] is list:
         prompt, _ = _messages(row, "prompt")
         completion, marks = _messages(row, "completion")
         learned = _learned([None] * len(prompt) + marks)
-        return _answers(tokenizer, prompt + completion, _tools(row), len(prompt), learned, asked)
-    found = " and ".join("null" if k is type(None) else k.__name__ for k in kinds.values())
-    raise Refused(f"prompt and completion must be strings, or lists of messages, not {found}")
+        return conversation(asked, prompt + completion, learned, _tools(row), len(prompt))
+    given = " and ".join("null" if k is type(None) else k.__name__ for k in kinds.values())
+    raise Refused(f"prompt and completion must be strings, or lists of messages, not {given}")
 
 
-def conversation(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    learned: Collection[int] | None = None,
-    asked: Asked | None = None,
-) -> list[Sample]:
-    """The samples of messages.   learned: which of them are answers; None: all the assistant's.
-    asked: whose log is told of them.
-    """
-    return _answers(tokenizer, messages, None, 0, learned, asked)
+def _alone(tokenizer: Any, kind: str) -> Asked:
+    """For samples of no data set, whose log nobody reads."""
+    return Asked("", kind, 0, tokenizer, ())
 
 
 def strings(row: dict[str, Any], name: str) -> list[str]:
@@ -111,9 +108,9 @@ def strings(row: dict[str, Any], name: str) -> list[str]:
 
 def text(row: dict[str, Any], name: str) -> str:
     """A column of a text, empty if there is none."""
-    if (found := row.get(name)) is not None and not isinstance(found, str):
-        raise Refused(f"its {name} must be a string, got {found!r:.80}")
-    return found or ""
+    if (given := row.get(name)) is not None and not isinstance(given, str):
+        raise Refused(f"its {name} must be a string, got {given!r:.80}")
+    return given or ""
 
 
 def turns(texts: Iterable[str], first: str, system: Any = None) -> list[dict[str, Any]]:
@@ -123,9 +120,10 @@ def turns(texts: Iterable[str], first: str, system: Any = None) -> list[dict[str
     return [*opening, *({"role": roles[i % 2], "content": t} for i, t in enumerate(texts))]
 
 
-def _continued(tokenizer: Any, prompt: str, completion: str, asked: Asked | None = None) -> Sample:
+def _continued(asked: Asked, prompt: str, completion: str) -> Sample:
     if not completion:
         raise Refused("its completion is empty")
+    tokenizer = asked.tokenizer
     encoded = tokenizer(prompt + completion, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     labels = [
@@ -139,8 +137,7 @@ def _continued(tokenizer: Any, prompt: str, completion: str, asked: Asked | None
     before = next((i for i, (_, stop) in enumerate(offsets) if stop), len(offsets))
     if twice := without_twice(ids, before):
         ids, labels = ids[twice:], labels[twice:]
-        if asked is not None:
-            asked.told[BEGUN] += 1
+        asked.told[BEGUN] += 1
     return ids, labels
 
 
@@ -157,8 +154,8 @@ def _messages(row: dict[str, Any], column: str) -> tuple[list[dict[str, Any]], l
         raise Refused(
             f"its {column} {'are empty' if given == [] else f'must be a list, not {said}'}"
         )
-    found = [unmarked(_message(m, f"{column}[{i}]"), f"{column}[{i}]") for i, m in enumerate(given)]
-    return [m for m, _ in found], [mark for _, mark in found]
+    each = [unmarked(_message(m, f"{column}[{i}]"), f"{column}[{i}]") for i, m in enumerate(given)]
+    return [m for m, _ in each], [mark for _, mark in each]
 
 
 def _message(given: Any, at: str) -> dict[str, Any]:
@@ -200,19 +197,19 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _answers(
-    tokenizer: Any,
+def conversation(
+    asked: Asked,
     messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    first: int,
     learned: Collection[int] | None = None,
-    asked: Asked | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    first: int = 0,
 ) -> list[Sample]:
-    """The samples of a conversation, whose answers are the assistant's messages from `first` on, or
-    of them those that are learned.
+    """The samples of a conversation, whose answers are the assistant's messages from `first` on. A
+    message that opens it answers nothing; what follows the last answer is left out.
 
-    A message that opens the conversation answers nothing; what follows the last answer is left out.
+    learned: which messages may be learned; None: all.   tools: JSON schemas.
     """
+    tokenizer = asked.tokenizer
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(1, first)]
     if not answers:
         raise Refused("it has no answer: no message of the assistant that follows another message")
@@ -239,24 +236,18 @@ def _answers(
     except Exception as error:  # raised by templates, for what they do not know
         reason = " ".join(str(error).split())[:200]
         raise Refused(f"the chat template cannot render it: {reason}") from error
-    ends, found, endless = Ends.of(tokenizer, () if asked is None else asked.stops), [], 0
+    ends, samples = Ends.of(tokenizer, asked.stops), []
     for text, spans in texts:
         ids, labels, opened = _labeled(tokenizer, text, spans, ends, trim=not marked)
-        last, end = opened[-1] if opened else None, ends.appended
-        if (
-            last
-            and last.at_end
-            and end is not None
-            and ended_by_the_next(tokenizer, template, ends)
-        ):
-            opened.pop()
-            ids, labels = [*ids, end], [*labels, end]
+        end = ends.appended if opened and opened[-1].at_end else None
+        if end is not None and ended_by_the_next(tokenizer, template, ends):
+            last = opened.pop()
+            ids.append(end)
             labels[last.first :] = ids[last.first :]
-        endless += len(opened)
-        found.append((ids, labels))
-    if endless and asked is not None:
-        asked.told[ENDLESS] += endless
-    return found
+        if opened:
+            asked.told[ENDLESS] += len(opened)
+        samples.append((ids, labels))
+    return samples
 
 
 Marked = tuple[str, list[tuple[int, int]]]  # a text, and (start, end) of the answers in it

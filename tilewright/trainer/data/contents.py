@@ -7,16 +7,15 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from tilewright.trainer.checkpoint import hf
-from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES, local_folder
+from tilewright.trainer.checkpoint.hf_names import CHAT_TEMPLATES
 from tilewright.trainer.checkpoint.made_of import Thing
 from tilewright.trainer.data.batches import Bins
-from tilewright.trainer.data.cache_key import files_of
+from tilewright.trainer.data.cache_key import files_of, tokenizer_folder
 from tilewright.trainer.data.data_files import digests
-from tilewright.trainer.data.fields import Data, Dataset
+from tilewright.trainer.data.fields import Data
 from tilewright.trainer.data.prepared import is_saved
 from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.models.fields import Model
@@ -44,20 +43,16 @@ def of_samples(data: Data, bins: Bins) -> dict[str, Thing]:
     them (`Column.part`). Where not all samples are hashed, their files are.
     """
     root, saved = data.dataset_prepared_path, is_saved(data)
-    places = [root] if saved else _places(data.datasets)
-    found = {part: Thing(digest, places) for part, digest in bins.parts().items()}
+    places = [root] if saved else [*dict.fromkeys(entry.path for entry in data.datasets)]
+    things = {part: Thing(digest, places) for part, digest in bins.parts().items()}
     if bins.sampled:
         files = (
             [digests(str(file)).sha256 for file in sorted(pathlib.Path(root).glob("*.arrow"))]
             if saved
             else [f["sha256"] for f in files_of(data.datasets, root, 1)]
         )
-        found["data"] = Thing(digest([found["data"].digest, files]), places)
-    return found
-
-
-def _places(entries: Sequence[Dataset]) -> list[str]:
-    return [*dict.fromkeys(entry.path for entry in entries)]
+        things["data"] = Thing(digest([things["data"].digest, files]), places)
+    return things
 
 
 def tokenizes(data: Data) -> bool:
@@ -67,12 +62,7 @@ def tokenizes(data: Data) -> bool:
 
 def of_tokenizer(model: Model) -> dict[str, Thing]:
     """The tokenizer and its chat template, wherever in its folder that is; {} without one."""
-    path = model.tokenizer_path
-    try:
-        folder = pathlib.Path(local_folder(path, model.revision)) if path else None
-    except FileNotFoundError:
-        return {}
-    if path is None or folder is None or not folder.is_dir():
+    if (folder := tokenizer_folder(model)) is None:
         return {}
     files, templates = {}, {}
     for file in sorted(folder.iterdir()):
@@ -85,8 +75,8 @@ def of_tokenizer(model: Model) -> dict[str, Thing]:
             files[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     for file in sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")):
         templates[file.stem] = file.read_text("utf-8", "replace")
-    found = {"tokenizer": files, "template": templates}
-    return {name: Thing(digest(what), [path]) for name, what in found.items() if what}
+    parts, places = {"tokenizer": files, "template": templates}, [str(model.tokenizer_path)]
+    return {name: Thing(digest(what), places) for name, what in parts.items() if what}
 
 
 def _settings(file: pathlib.Path) -> tuple[Any, dict[str, str]]:

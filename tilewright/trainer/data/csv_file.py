@@ -8,6 +8,7 @@ import codecs
 import csv
 import functools
 import io
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ ENDED = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 class CsvFile(rows.TextFile):
     def index(self) -> Any:
-        return self.indexed((start, line) for start, line, _ in self._after_header())
+        assert self.header  # else it raises
+        after_header = itertools.islice(self._records(), 1, None)
+        return self.indexed((start, line) for start, line, _ in after_header)
 
     @functools.cached_property
     def header(self) -> list[str]:
@@ -39,12 +42,6 @@ class CsvFile(rows.TextFile):
             start = 3 * (file.read(3) == codecs.BOM_UTF8)
             file.seek(start)
             yield from _records(file, start)
-
-    def _after_header(self) -> Iterator[tuple[int, int, list[str]]]:
-        assert self.header  # else it raises
-        records = self._records()
-        next(records)
-        return records
 
     def _names(self, count: int) -> list[str]:
         return [*dict.fromkeys(self.header)]

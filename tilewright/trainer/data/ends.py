@@ -117,7 +117,7 @@ def ended_by_the_next(tokenizer: Any, template: str, ends: Ends) -> bool:
         )
     except Exception:  # raised by templates, for what they do not know
         return False
-    if ends.appended is None or not two.startswith(one):
+    if not two.startswith(one):
         return False
     rest = tokenizer(two[len(one) :].lstrip(), add_special_tokens=False)["input_ids"]
     return bool(rest) and rest[0] in ends.stops | ends.special

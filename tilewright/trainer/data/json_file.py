@@ -43,20 +43,20 @@ class JsonFile(rows.TextFile):
         self.array = first == b"["
         if self.array:
             self.of_lines = False
-            found = self.indexed(self._values())
+            index = self.indexed(self._values())
         else:
             try:
-                found = self.indexed(self._lines(check=True))
+                index = self.indexed(self._lines(check=True))
             except _Several:
                 self.of_lines = False
                 try:
-                    found = self.indexed(self._values())
+                    index = self.indexed(self._values())
                 except Defect:  # a line is damaged: its row is refused
                     self.of_lines = True
-                    found = self.indexed(self._lines(check=False))
-        if not found.rows:
+                    index = self.indexed(self._lines(check=False))
+        if not index.rows:
             raise Defect("", "there is nothing in it")
-        return found
+        return index
 
     def _lines(self, check: bool) -> Iterator[tuple[int, int]]:
         """The first byte of each line that is not blank, and the lines before it."""
@@ -90,8 +90,8 @@ class JsonFile(rows.TextFile):
             yield line, data[first:stop]
 
     def _names(self, count: int) -> list[str]:
-        found = (self._object(raw)[0] for _, _, raw in self._read(0, count))
-        return [*dict.fromkeys(n for value in found if isinstance(value, dict) for n in value)]
+        read = (self._object(raw)[0] for _, _, raw in self._read(0, count))
+        return [*dict.fromkeys(n for row in read if isinstance(row, dict) for n in row)]
 
     def _object(self, raw: bytes) -> tuple[dict[str, Any] | Refused, list[_Wrong], str]:
         """A row, the places in it that cannot be read, and what is wrong with its bytes."""
@@ -213,27 +213,27 @@ def _values(value: Any, kind: type) -> Iterator[Any]:
 
 class _Scan:
     """Finds values that follow each other, in an array with commas between them. It holds the text
-    of one value, and of what was read with it.
+    of one value, and of what was read with it, as Latin-1: each character is a byte.
     """
 
     def __init__(self, file: Any, start: int, array: bool):
         self.file, self.array = file, array
-        self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        # The text that has been read, where it is read next, and of which character the byte and
-        # the lines before it are known.
-        self.text, self.at, self.known, self.byte, self.line = "", 0, 0, start, 0
+        # The text that has been read, the byte of the file at which it begins, and where in it is
+        # read next.
+        self.text, self.start, self.at = "", start, 0
+        self.counted = self.line = 0  # up to where in it line ends are counted, and how many
 
     def _more(self) -> bool:
         self._count(self.at)
-        self.text, self.at, self.known = self.text[self.at :], 0, 0
-        chunk = self.file.read(max(rows.PIECE, len(self.text)))
-        self.text += self.decoder.decode(chunk, not chunk)
+        chunk = self.file.read(max(rows.PIECE, len(self.text) - self.at))
+        self.text, self.start = self.text[self.at :] + chunk.decode("latin-1"), self.start + self.at
+        self.at = self.counted = 0
         return bool(chunk)
 
-    def _count(self, to: int) -> None:
-        passed = self.text[self.known : to]
-        size = len(passed) if passed.isascii() else len(passed.encode("utf-8", "surrogateescape"))
-        self.byte, self.line, self.known = self.byte + size, self.line + passed.count("\n"), to
+    def _count(self, to: int) -> int:
+        """The lines of the file before a place in the text."""
+        self.line, self.counted = self.line + self.text.count("\n", self.counted, to), to
+        return self.line
 
     def _next(self) -> str:
         """The next character that is no space; nothing at the end."""
@@ -249,16 +249,16 @@ class _Scan:
         self.at += 1
 
     def _wrong(self, reason: str, at: int) -> Defect:
-        self._count(self.at)
-        start = self.text.rfind("\n", 0, at)
-        line = self.line + self.text.count("\n", self.known, at) + 1
-        return Defect(f"line {line}", f"it is not JSON: {reason} at character {at - start}")
+        of_line = self.text[self.text.rfind("\n", 0, at) + 1 : at].encode("latin-1")
+        character = len(of_line.decode("utf-8", "surrogateescape")) + 1
+        line = self._count(at) + 1
+        return Defect(f"line {line}", f"it is not JSON: {reason} at character {character}")
 
     def values(self) -> Iterator[tuple[int, int, int]]:
         """The first and the last byte of each, and the lines before it."""
         first = True
-        while (found := self._next()) and not (self.array and found == "]"):
-            if self.array and not first and found == ",":
+        while (character := self._next()) and not (self.array and character == "]"):
+            if self.array and not first and character == ",":
                 self.at += 1
                 self._next()
             elif self.array and not first:
@@ -267,13 +267,10 @@ class _Scan:
                 stop = self._value()
                 if not self.array and self.text[self.at] != "{":
                     raise self._wrong("Expecting '{'", self.at)
-                self._count(self.at)
-                start, line = self.byte, self.line
-                self._count(stop)
-                self.at = stop
-                yield start, self.byte, line
+                start, line, self.at = self.at, self._count(self.at), stop
+                yield self.start + start, self.start + stop, line
             first = False
-        if found:
+        if character:
             self.at += 1
             if self._next():
                 raise self._wrong("Extra data", self.at)

@@ -9,7 +9,18 @@ import pyarrow as pa
 import pyarrow.compute
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
-LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+KINDS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of a type are lists, stored in any way."""
+    return any(is_one(kind) for is_one in KINDS)
 
 
 def is_nested(given: Any) -> bool:
@@ -28,7 +39,7 @@ def nested(values: Any, what: str) -> np.ndarray:
     if isinstance(values, list):
         values = pa.array(values)
     shape: list[int] = [len(values)]
-    while any(is_list(values.type) for is_list in LISTS):
+    while is_list(values.type):
         lengths = pc.unique(pc.list_value_length(values)).to_pylist()
         if len(lengths) > 1 or None in lengths:
             raise ValueError(f"{what} have no shape: lists of lengths {sorted(map(str, lengths))}")

@@ -5,8 +5,7 @@ grow with the data.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -14,7 +13,7 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -24,22 +23,12 @@ from tqdm import tqdm
 
 from tilewright.core import platform
 from tilewright.trainer.columns import SCHEMA
-from tilewright.trainer.data.encode import (
-    ANY,
-    Columns,
-    Encoded,
-    Encoder,
-    RefusedRow,
-    Use,
-    check_columns,
-    longest,
-    unread,
-)
-from tilewright.trainer.data.fields import Data, Dataset
-from tilewright.trainer.data.rows import Documents, Part, Rows
-from tilewright.trainer.data.types.dataset_type import DATASETS, Refused, number
+from tilewright.trainer.data.encode import Counts, Encoded, Encoder, RefusedRow, Use
+from tilewright.trainer.data.fields import Dataset
+from tilewright.trainer.data.read_columns import checked
+from tilewright.trainer.data.rows import Part, Source
+from tilewright.trainer.data.types.dataset_type import DATASETS
 from tilewright.trainer.data.types.text import PIECE
-from tilewright.trainer.data.types.tokenized import NotIntegers
 from tilewright.trainer.data.units import Units
 
 log = logging.getLogger("tilewright")
@@ -47,18 +36,6 @@ TOLD = 10  # rows that are skipped and named in the log
 LARGE = 64 << 20  # bytes that are worth processes
 # Parts after which processes are replaced: pages of mapped files stay in a process's memory.
 RENEW = (256 << 20) // PIECE
-
-Source = Rows | Documents
-
-
-class Job:
-    """The encoding of some rows, as processes inherit it."""
-
-    def __init__(self, source: Source, encoder: Encoder):
-        self.source, self.encoder = source, encoder
-
-    def __call__(self, part: Part) -> Encoded:
-        return self.encoder(self.source.read(part))
 
 
 def workers(entry: Dataset, asked: int | None, nbytes: int) -> int:
@@ -68,9 +45,13 @@ def workers(entry: Dataset, asked: int | None, nbytes: int) -> int:
     return (platform.dataset_processes() or len(os.sched_getaffinity(0))) if nbytes > LARGE else 0
 
 
-def encoded(job: Job, count: int) -> Iterator[Encoded]:
+def encoded(source: Source, encoder: Encoder, count: int) -> Iterator[Encoded]:
     """The encoded parts of a source, in order. count: of processes, 0 for none."""
-    parts = job.source.parts()
+
+    def job(part: Part) -> Encoded:
+        return encoder(source.read(part))
+
+    parts = source.parts()
     if not count:
         yield from map(job, parts)
         return
@@ -97,10 +78,10 @@ def _in_order(pool: ProcessPoolExecutor, parts: list[Part], ahead: int) -> Itera
         yield running.popleft().result()
 
 
-_job: Job | None = None  # of a worker process
+_job: Callable[[Part], Encoded] | None = None  # of a worker process
 
 
-def _begin(job: Job) -> None:
+def _begin(job: Callable[[Part], Encoded]) -> None:
     """Runs in a new process."""
     global _job
     _job = job
@@ -144,115 +125,16 @@ class Writer:
         self.file.close()
 
 
-@dataclasses.dataclass
-class Counts:
-    """Numbers of samples.   made: written.   targets: of these, with a target.   unlabeled: without
-    one, written or left out.   short: left out, with fewer than two tokens.   skipped: rows that
-    cannot be used.
-    """
-
-    made: int = 0
-    targets: int = 0
-    unlabeled: int = 0
-    short: int = 0
-    skipped: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Counts(*map(sum, pairs))
-
-    def nothing(self) -> str:
-        """Why no sample has a target."""
-        if self.skipped and not self.unlabeled:
-            return (
-                f"{self.skipped} rows were skipped (data.on_bad_row = skip), and the others hold no "
-                "sample of two tokens or more"
-            )
-        if not self.unlabeled:
-            return "they hold no sample of two tokens or more"
-        if self.made:
-            return f"none of the {self.unlabeled} samples has a label after its first token"
-        return (
-            f"none of the {self.unlabeled} samples has an answer within the tokens to which it is "
-            "cut (data.sample_packing_sequence_len, or max_seq_len of the data set)"
-        )
-
-
-def _is_whole(n: object) -> bool:
-    return type(n) is int or (isinstance(n, float) and n.is_integer())
-
-
-def _first_other(source: Rows, column: str) -> str:
-    """The place of the first row of a file whose value is no list of integers, or of the first row
-    if each is one: a number with a fraction makes floating-point numbers of all others.
-    """
-    rows = source.select_columns([column])
-    for part in rows.parts():
-        for row, values in rows.read(part):
-            if isinstance(values, Refused):
-                continue
-            value = values[column]
-            if value is None:  # refused by itself
-                continue
-            if not isinstance(value, list) or not all(n is None or _is_whole(n) for n in value):
-                return source.place(row)
-    return source.place(source.first)
-
-
-def _check_late(source: Source, entry: Dataset, columns: Columns, skip: bool, loss: str) -> None:
-    """Checks the columns of all rows: one may begin late. Raises ValueError."""
-    try:
-        check_columns(entry, source.every_column(), {}, columns, loss)
-    except ValueError:
-        nothing: Any = source.select_columns([])
-        for part in () if skip else nothing.parts():
-            for row, found in nothing.read(part):
-                if isinstance(found, Refused):  # for which there is no column
-                    raise ValueError(f"{nothing.place(row)}: {found}") from None
-        raise
-
-
-def _checked(source: Source, entry: Dataset, columns: Columns, skip: bool, loss: str) -> Source:
-    """The source with the columns that are read. Raises ValueError for columns of another kind."""
-    kind = DATASETS[entry.type]
-    try:
-        check_columns(entry, [*source.column_names], {}, columns, loss)
-    except ValueError:
-        _check_late(source, entry, columns, skip, loss)
-    for rows, path, features in source.declared():
-        try:
-            kind.check(path, features)
-        except NotIntegers as wrong:
-            raise NotIntegers(_first_other(rows, wrong.column), wrong.column, wrong.kind) from wrong
-    if isinstance(source, Documents):
-        return source
-    chosen = source.asking.columns  # by data.select_columns
-    source = source.select_columns((*kind.columns, *columns))
-
-    def refused(name: str) -> str | None:
-        there = chosen is None or name in chosen
-        return unread(entry, name, columns, loss) if there else None
-
-    numbers = {n: number for n, c in columns.items() if c.batched}
-    asking = source.asking._replace(
-        cells=numbers | {**kind.cells},
-        arrow=kind.arrow,
-        refused=functools.cache(refused),
-    )
-    return dataclasses.replace(source, asking=asking)
-
-
-def _say_left_out(
-    path: str, most: int, made: int, cut: int, unlabeled: int, short: int, kept: bool
-) -> None:
+def _say_left_out(path: str, most: int, counts: Counts, kept: bool) -> None:
     """Logs which samples of an entry were cut or left out.   most: tokens of a sample.   kept:
     whether samples without labels are kept.
     """
-    total = made + short + (0 if kept else unlabeled)
-    if cut:
+    unlabeled = counts["unlabeled"]
+    total = counts["made"] + counts["short"] + (0 if kept else unlabeled)
+    if counts["cut"]:
         log.warning(
             "%s: %d of %d samples were longer than %d tokens and were cut",
-            path, cut, total, most,
+            path, counts["cut"], total, most,
         )  # fmt: skip
     if unlabeled and not kept:
         log.warning(
@@ -265,50 +147,40 @@ def _say_left_out(
             "learned from them",
             path, unlabeled, total,
         )  # fmt: skip
-    if short:
-        log.warning("%s: %d samples of fewer than two tokens were left out", path, short)
+    if counts["short"]:
+        log.warning("%s: %d samples of fewer than two tokens were left out", path, counts["short"])
 
 
 def prepare_entry(
     source: Source,
     entry: Dataset,
-    data: Data,
-    tokenizer,
-    vocab: int,
+    number: int,
+    tokenizer: Any,
     writer: Writer,
-    columns: Columns,
     units: Units,
-    number: int = 0,
-    use: Use = ANY,
+    use: Use,
 ) -> Counts:
-    """Writes the samples of an entry. tokenizer: None if not needed.   columns: further ones of
-    samples.   units: those of the samples that have been written.   number: the entry's number.
+    """Writes the samples of an entry.   number: the entry's.   tokenizer: None if not needed.
+    units: those of the samples that have been written.
     """
-    most, kind = longest(entry, data), DATASETS[entry.type]
+    kind, names = DATASETS[entry.type], source.column_names
     units.begin_set(kind.yields)
-    names = source.column_names
-    skip = data.on_bad_row == "skip"
-    source = _checked(source, entry, columns, skip, use.prompts.loss)
-    encoder = Encoder(entry, most, vocab, tokenizer, names, columns, skip, number, use)
-    count = workers(entry, data.dataset_num_proc, source.nbytes)
+    source = checked(source, entry, use)
+    encoder = Encoder(entry, number, tokenizer, names, use)
+    processes = workers(entry, use.data.dataset_num_proc, source.nbytes)
     chunks = entry.preprocess_shards or 1
-    before, cut, unlabeled, short, skipped = writer.samples, 0, 0, 0, 0
-    told: collections.Counter[str] = collections.Counter()
+    counts, told = Counts(), collections.Counter[str]()
     try:
         # A bar on a terminal alone.
         with tqdm(desc=entry.path, unit=" samples", disable=None) as bar:
             for j in range(chunks):
-                for part in encoded(Job(source.shard(chunks, j), encoder), count):
+                for part in encoded(source.shard(chunks, j), encoder, processes):
                     writer.write(units.numbered(part.batch, writer.samples))
                     bar.update(part.batch.num_rows)
-                    cut, unlabeled = cut + part.cut, unlabeled + part.unlabeled
-                    short += part.short
+                    for bad in part.skipped[: max(0, TOLD - counts["skipped"])]:
+                        log.warning("%s: %s; skipped", source.place(bad.row), bad.reason)
+                    counts.update(part.counts)
                     told.update(part.told)
-                    for refused in part.skipped[: max(0, TOLD - skipped)]:
-                        log.warning(
-                            "%s: %s; skipped", source.place(refused.row), refused.reason
-                        )  # fmt: skip
-                    skipped += len(part.skipped)
     except RefusedRow as refused:
         raise ValueError(f"{source.place(refused.row)}: {refused.reason}") from refused
     except BrokenProcessPool as ended:
@@ -316,34 +188,22 @@ def prepare_entry(
             f"a process that prepares {entry.path} has ended, perhaps for lack of memory; set "
             "data.dataset_num_proc lower"
         ) from ended
-    if skipped:
-        log.warning("%s: %d rows in all were skipped", entry.path, skipped)
+    if counts["skipped"]:
+        log.warning("%s: %d rows in all were skipped", entry.path, counts["skipped"])
     for sentence, times in told.items():
         log.warning("%s: %d %s", entry.path, times, sentence)
-    made, kept = writer.samples - before, kind.keeps_unlabeled
-    _say_left_out(entry.path, most, made, cut, unlabeled, short, kept)
-    return Counts(made, made - unlabeled if kept else made, unlabeled, short, skipped)
+    _say_left_out(entry.path, encoder.most, counts, kind.keeps_unlabeled)
+    return counts
 
 
-def split_file(path: pathlib.Path, count: int, samples: int) -> None:
+def split_file(path: pathlib.Path, count: int) -> None:
     """Replaces a file of samples by `count` files of about as many samples each."""
-    ends = [samples * (i + 1) // count for i in range(count)]
-    with pa.OSFile(str(path)) as file:
-        stream = pa.ipc.open_stream(file)
-        at, done, writer = 0, 0, Writer(_part(path, 0, count), stream.schema)
-        for batch in stream:
-            taken = 0
-            while taken < batch.num_rows:
-                take = min(batch.num_rows - taken, ends[at] - done)
-                writer.write(batch.slice(taken, take))
-                taken, done = taken + take, done + take
-                if done == ends[at] and at + 1 < count:
-                    writer.close()
-                    at += 1
-                    writer = Writer(_part(path, at, count), stream.schema)
-        writer.close()
+    with pa.memory_map(str(path)) as file:
+        samples = pa.ipc.open_stream(file).read_all()
+        for i in range(count):
+            part = path.with_name(f"{path.stem}-{i:05d}-of-{count:05d}.arrow")
+            first, stop = (len(samples) * at // count for at in (i, i + 1))
+            with contextlib.closing(Writer(part, samples.schema)) as writer:
+                for batch in samples[first:stop].to_batches():
+                    writer.write(batch)
     path.unlink()
-
-
-def _part(path: pathlib.Path, i: int, count: int) -> pathlib.Path:
-    return path.with_name(f"{path.stem}-{i:05d}-of-{count:05d}.arrow")

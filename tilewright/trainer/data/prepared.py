@@ -28,11 +28,12 @@ from tilewright.core.files import replace_folder
 from tilewright.trainer.columns import IGNORE, TOKENS
 from tilewright.trainer.data import sealed
 from tilewright.trainer.data.cache_key import cache_key
-from tilewright.trainer.data.encode import Columns, Use, has_target, not_instructed, schema
+from tilewright.trainer.data.encode import Columns, Counts, Use, has_target, schema
 from tilewright.trainer.data.ends import stops_of
 from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.mixing import mixed
-from tilewright.trainer.data.prepare import Counts, Writer, prepare_entry, split_file
+from tilewright.trainer.data.prepare import Writer, prepare_entry, split_file
+from tilewright.trainer.data.read_columns import not_instructed
 from tilewright.trainer.data.rows import MOST_ROWS
 from tilewright.trainer.data.sources import check_sources, dummy, read_raw
 from tilewright.trainer.data.types.dataset_type import DATASETS, WHOLE, Prompts
@@ -68,40 +69,35 @@ def _source(entry: Dataset, data: Data, vocab: int, seed: tuple[int, ...]):
 
 def _build(
     entries: list[Dataset],
-    data: Data,
+    use: Use,
     seed: int,
     tokenizer: Callable[[], Any],
-    vocab: int,
     shuffle: bool,
     folder: pathlib.Path,
-    columns: Columns,
-    use: Use,
 ) -> None:
     """Writes a prepared set."""
     check_sources(entries)
-    order, begun = [], time.monotonic()
+    data, order, begun = use.data, [], time.monotonic()
     path, counts = folder / "samples.arrow", Counts()
-    units = Units(columns)
-    with contextlib.closing(Writer(path, schema(columns))) as writer:
+    units = Units(use.columns)
+    with contextlib.closing(Writer(path, schema(use.columns))) as writer:
         for i, entry in enumerate(entries):
             # Training and evaluation must not share documents.
-            source = _source(entry, data, vocab, (seed, i, int(shuffle)))
+            source = _source(entry, data, use.vocab, (seed, i, int(shuffle)))
             loaded = tokenizer() if DATASETS[entry.type].tokenizer else None
-            first = writer.samples, len(units.first)
-            parts = source, entry, data, loaded, vocab, writer, columns, units
-            found = prepare_entry(*parts, i, use)
-            if not found.made and not found.unlabeled:
-                log.warning("%s: holds no sample of two tokens or more", entry.path)
-            counts += found
             # The numbers of samples, or of units where some samples belong together.
-            part = np.arange(first[0], writer.samples)
-            if units.names:
-                part = np.arange(first[1], len(units.first))
+            first = len(units.first) if units.names else writer.samples
+            own = prepare_entry(source, entry, i, loaded, writer, units, use)
+            if not own["made"] and not own["unlabeled"]:
+                log.warning("%s: holds no sample of two tokens or more", entry.path)
+            counts.update(own)
+            part = np.arange(first, len(units.first) if units.names else writer.samples)
             if shuffle and data.shuffle_before_merging_datasets:
                 part = np.random.default_rng(seed).permutation(part)
             order.append(part)
-    if not counts.targets:
-        raise ValueError(f"{_listed(entries)}: nothing can be learned: {counts.nothing()}")
+    if not counts["targets"]:
+        listed = ", ".join(entry.path for entry in entries)
+        raise ValueError(f"{listed}: nothing can be learned: {counts.nothing()}")
     weights = [entry.weight for entry in entries if entry.weight is not None] or None
     how = data.mixing if shuffle else "concat"  # what is evaluated on is not mixed
     merged = mixed(order, how, weights, data.samples_per_epoch, seed)
@@ -112,7 +108,7 @@ def _build(
     if shuffle:
         np.save(folder / ORDER, merged)
     if (count := min(data.num_dataset_shards_to_save or 1, writer.samples)) > 1:
-        split_file(path, count, writer.samples)
+        split_file(path, count)
     sealed.seal(folder)
     log.info(
         "data: prepared %d samples of %d tokens in %.1f s",
@@ -120,10 +116,6 @@ def _build(
         writer.tokens,
         time.monotonic() - begun,
     )
-
-
-def _listed(entries: list[Dataset]) -> str:
-    return ", ".join(entry.path for entry in entries)
 
 
 def check_targets(dataset, what: str) -> None:
@@ -216,7 +208,8 @@ def prepare(
     check_sources(entries, cached=True)
     if not main:
         return _load(root / str(broadcast(None)))
-    folder = root / cache_key(entries, data, model, seed, vocab, shuffle, columns, prompts)
+    use = Use(data, vocab, columns, prompts, stops_of(model, entries))
+    folder = root / cache_key(entries, use, model, seed, shuffle)
     if data.skip_prepare_dataset:
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -238,8 +231,7 @@ def prepare(
                 aside = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
-                use = Use(prompts, stops_of(model, entries))
-                _build(entries, data, seed, tokenizer, vocab, shuffle, aside, columns, use)
+                _build(entries, use, seed, tokenizer, shuffle, aside)
                 replace_folder(aside, folder)
             if data.push_dataset_to_hub:
                 _push(folder, data.push_dataset_to_hub, split)
@@ -326,12 +318,10 @@ def _check_samples(prepared, vocab: int) -> None:
         ids, labels = (
             pc.fill_null(pc.list_value_length(column), -1).to_numpy() for column in lists
         )
-        if (ids != labels).any() or (ids < 0).any():
-            at = int(((ids != labels) | (ids < 0)).argmax())
-            found = [
-                f"{max(0, n[at])} {name}" for n, name in ((ids, "input_ids"), (labels, "labels"))
-            ]
-            raise ValueError(f"row {first + at + 1}: it has {' and '.join(found)}")
+        if (wrong := (ids != labels) | (ids < 0)).any():
+            at = int(wrong.argmax())
+            has = f"{max(0, ids[at])} input_ids and {max(0, labels[at])} labels"
+            raise ValueError(f"row {first + at + 1}: it has {has}")
         row_of = np.repeat(np.arange(len(ids)), ids)
         for column, accepted in zip(lists, (None, IGNORE), strict=True):
             flat = column.flatten()
@@ -339,14 +329,9 @@ def _check_samples(prepared, vocab: int) -> None:
             wrong = ((tokens < 0) | (tokens >= vocab)) & (tokens != accepted)
             if wrong.any():
                 at = int(wrong.argmax())
-                raise ValueError(
-                    f"row {first + row_of[at] + 1}: "
-                    + (
-                        f"token {tokens[at]} is not in the model's vocabulary of {vocab}"
-                        if flat[at].is_valid
-                        else "a token in it is null"
-                    )
-                )
+                why = f"token {tokens[at]} is not in the model's vocabulary of {vocab}"
+                why = why if flat[at].is_valid else "a token in it is null"
+                raise ValueError(f"row {first + row_of[at] + 1}: {why}")
 
 
 def split_validation(dataset, size: int | float | None, seed: int, columns: Columns | None = None):

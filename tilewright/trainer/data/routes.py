@@ -12,7 +12,7 @@ import torch
 
 from tilewright.nn import read_routed_experts
 from tilewright.nn.routed_experts import check
-from tilewright.trainer.data.nested import LISTS, is_nested, nested
+from tilewright.trainer.data.nested import is_list, is_nested, nested
 from tilewright.trainer.models.model_config import ModelConfig
 
 pc: Any = pyarrow.compute  # which makes its functions when it is imported
@@ -68,10 +68,7 @@ class Routes:
 
         column: those of each sample, token after token.   tokens: the tokens of each sample.
         """
-        if not (
-            any(is_list(column.type) for is_list in LISTS)
-            and pa.types.is_integer(column.type.value_type)
-        ):
+        if not (is_list(column.type) and pa.types.is_integer(column.type.value_type)):
             raise ValueError(f"routed_experts are {column.type}; accepted are lists of integers")
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
         counts = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy()

@@ -14,8 +14,8 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from tilewright.trainer.data.defects import Defect
 from tilewright.trainer.data.types.dataset_type import Refused
@@ -66,53 +66,58 @@ EVERYTHING = Asking()
 Row = dict[str, Any] | Refused
 
 
-class File(Protocol):
-    """A file of rows.   shown: its name, in errors.   names: columns of its first rows.   features:
-    of its columns, as the datasets package has them, if it declares them; else empty.   nbytes:
-    about those of its rows.
-    """
+class File:
+    """A file of rows.   shown: its name, in errors.   nbytes: about those of its rows."""
 
     shown: str
+    nbytes: int
 
-    @property
-    def names(self) -> list[str]: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    @property
-    def features(self) -> Mapping[str, Any]: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __len__(self) -> int: ...
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The columns of the first rows."""
+        raise NotImplementedError
 
     def every_name(self) -> list[str]:
         """The columns of all rows."""
-        ...
+        return self.names
 
-    def parts(self, first: int, stop: int, asking: Asking) -> Iterator[tuple[int, int]]: ...
+    @functools.cached_property
+    def features(self) -> Mapping[str, Any]:
+        """Those of its columns, as the datasets package has them, if it declares them."""
+        return {}
 
-    def read(self, first: int, stop: int, asking: Asking) -> Iterator[Row]: ...
+    def parts(self, first: int, stop: int, asking: Asking) -> Iterator[tuple[int, int]]:
+        raise NotImplementedError
 
-    def place(self, row: int) -> str: ...
+    def read(self, first: int, stop: int, asking: Asking) -> Iterator[Row]:
+        raise NotImplementedError
+
+    def place(self, row: int) -> str:
+        return f"{self.shown}: row {row + 1}"
 
 
 class _Index(NamedTuple):
-    """The first byte and the first row of each segment of a file, and the number of lines before
-    it.   rows: the number of rows of the file.
+    """The first byte and the first row of each segment of a file, and the end of the last one; and
+    the number of lines before each.
     """
 
     bytes: array.array
     firsts: array.array
     lines: array.array
-    rows: int
+
+    @property
+    def rows(self) -> int:
+        return self.firsts[-1]
 
 
-class TextFile:
+class TextFile(File):
     """A file whose rows are text. It is read once to find them, and again where a part of them is
     needed: the index has an entry for MOST_ROWS rows or PIECE bytes.
     """
 
-    features: Mapping[str, Any] = {}
     of_lines = True  # whether a row is found by its line
 
     def __init__(self, path: str, shown: str | None = None):
@@ -130,6 +135,10 @@ class TextFile:
     def _row(self, raw: Any, asking: Asking) -> Row:
         raise NotImplementedError
 
+    def _names(self, count: int) -> list[str]:
+        """The columns of so many rows."""
+        raise NotImplementedError
+
     @functools.cached_property
     def _index(self) -> _Index:
         try:
@@ -137,21 +146,22 @@ class TextFile:
         except Defect as defect:
             raise ValueError(f"{self.shown}: {defect}") from defect
 
-    @staticmethod
-    def indexed(rows: Iterable[tuple[int, int]]) -> _Index:
+    def indexed(self, rows: Iterable[tuple[int, int]]) -> _Index:
         """rows: the first byte of each, and the lines before it."""
-        found, count = _Index(array.array("q"), array.array("q"), array.array("q"), 0), 0
+        index, count = _Index(*(array.array("q") for _ in _Index._fields)), 0
         for start, line in rows:
             if (
                 not count
-                or count - found.firsts[-1] >= MOST_ROWS
-                or start - found.bytes[-1] >= PIECE
+                or count - index.firsts[-1] >= MOST_ROWS
+                or start - index.bytes[-1] >= PIECE
             ):
-                found.bytes.append(start)
-                found.firsts.append(count)
-                found.lines.append(line)
+                index.bytes.append(start)
+                index.firsts.append(count)
+                index.lines.append(line)
             count += 1
-        return found._replace(rows=count)
+        index.bytes.append(self.nbytes)
+        index.firsts.append(count)
+        return index
 
     def __len__(self) -> int:
         return self._index.rows
@@ -163,28 +173,24 @@ class TextFile:
     def every_name(self) -> list[str]:
         return self._names(len(self))
 
-    def _names(self, count: int) -> list[str]:
-        rows = self.read(0, count, EVERYTHING)
-        return [*dict.fromkeys(n for row in rows if not isinstance(row, Refused) for n in row)]
-
-    def _segments(self, first: int, stop: int) -> Iterator[int]:
-        at = bisect.bisect_right(self._index.firsts, first) - 1
-        while at < len(self._index.firsts) and self._index.firsts[at] < stop:
-            yield at
-            at += 1
+    def _segments(self, first: int, stop: int) -> Iterable[int]:
+        """Those that have rows first to stop."""
+        if first >= stop:
+            return ()
+        starts = self._index.firsts
+        return range(bisect.bisect_right(starts, first) - 1, bisect.bisect_left(starts, stop))
 
     def parts(self, first: int, stop: int, asking: Asking) -> Iterator[tuple[int, int]]:
-        ends = [*self._index.firsts[1:], len(self)] if first < stop else []
-        for at in self._segments(first, stop) if first < stop else ():
-            yield max(first, self._index.firsts[at]), min(stop, ends[at])
+        for at in self._segments(first, stop):
+            yield max(first, self._index.firsts[at]), min(stop, self._index.firsts[at + 1])
 
     def _read(self, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
         """(row, lines before it, what it is read from)."""
-        ends = self._index.bytes
-        for at in self._segments(first, stop) if first < stop else ():
+        for at in self._segments(first, stop):
+            start, end = self._index.bytes[at : at + 2]
             with open(self.path, "rb") as file:
-                file.seek(ends[at])
-                data = file.read(ends[at + 1] - ends[at] if at + 1 < len(ends) else -1)
+                file.seek(start)
+                data = file.read(end - start)
             for row, (line, raw) in enumerate(self._split(data), self._index.firsts[at]):
                 if row >= stop:
                     return
@@ -199,7 +205,7 @@ class TextFile:
         if self.of_lines:
             for _, line, _ in self._read(row, row + 1):
                 return f"{self.shown}: line {line + 1}"
-        return f"{self.shown}: row {row + 1}"
+        return super().place(row)
 
 
 class Range(NamedTuple):
@@ -211,34 +217,84 @@ class Range(NamedTuple):
 
 
 @dataclasses.dataclass
-class Rows:
-    """Rows first to stop of those of some files' ranges, one after the other. Rows are known by
-    their numbers among all of these.
-    """
+class Source:
+    """What the rows of a data set are read from: the first to the stop of all that it holds."""
 
-    files: list[Any]
-    ranges: list[Range]
-    asking: Asking = EVERYTHING
-    first: int = 0
-    stop: int = -1
+    first: int = dataclasses.field(default=0, kw_only=True)
+    stop: int = dataclasses.field(default=-1, kw_only=True)  # -1: all
 
     def __post_init__(self):
-        self.stop = sum(r.stop - r.first for r in self.ranges) if self.stop < 0 else self.stop
+        self.stop = self._all() if self.stop < 0 else self.stop
 
-    @classmethod
-    def of(cls, files: list[Any]) -> Rows:
-        return cls(files, [Range(i, 0, len(file)) for i, file in enumerate(files)])
+    def _all(self) -> int:
+        """How many rows it holds."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return self.stop - self.first
 
+    def shard(self, count: int, index: int) -> Self:
+        first, stop = share(self.first, self.stop, count, index)
+        return dataclasses.replace(self, first=first, stop=stop)
+
+    def head(self, count: int) -> Self:
+        """The first rows."""
+        return dataclasses.replace(self, stop=min(self.stop, self.first + count))
+
     @property
     def column_names(self) -> list[str]:
         """The columns of the files' first rows."""
-        return self._asked(n for file in self.files for n in file.names)
+        raise NotImplementedError
 
     def every_column(self) -> list[str]:
         """The columns of all rows. It reads every row."""
+        return self.column_names
+
+    def select_columns(self, names: Iterable[str]) -> Self:
+        return self
+
+    def declared(self) -> Iterator[tuple[Source, str, Mapping[str, Any]]]:
+        """The rows of each file that declares types, its name and its columns' features."""
+        return iter(())
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+    def parts(self) -> Iterator[Part]:
+        raise NotImplementedError
+
+    def read(self, part: Part) -> Iterator[tuple[Any, Row]]:
+        """The rows of a part, each with what `place` knows it by."""
+        raise NotImplementedError
+
+    def place(self, row: Any) -> str:
+        """Where a row is, for errors."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class Rows(Source):
+    """Those of some files' ranges, one after the other. Rows are known by their numbers among all
+    of these.
+    """
+
+    files: Sequence[File]
+    ranges: list[Range]
+    asking: Asking = EVERYTHING
+
+    @classmethod
+    def of(cls, files: Sequence[File]) -> Rows:
+        return cls(files, [Range(i, 0, len(file)) for i, file in enumerate(files)])
+
+    def _all(self) -> int:
+        return sum(r.stop - r.first for r in self.ranges)
+
+    @property
+    def column_names(self) -> list[str]:
+        return self._asked(n for file in self.files for n in file.names)
+
+    def every_column(self) -> list[str]:
         return self._asked(n for file in self.files for n in file.every_name())
 
     def _asked(self, names: Iterable[str]) -> list[str]:
@@ -247,13 +303,10 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        own = (
-            self.files[i].nbytes * (b - a) // max(1, len(self.files[i])) for i, a, b in self._own()
-        )
-        return sum(own)
+        own = ((self.files[i], b - a) for i, a, b in self._own())
+        return sum(file.nbytes * rows // max(1, len(file)) for file, rows in own)
 
-    def declared(self) -> Iterator[tuple[Rows, str, Mapping[str, Any]]]:
-        """The rows of each file that declares types, its name and its columns' features."""
+    def declared(self) -> Iterator[tuple[Source, str, Mapping[str, Any]]]:
         for i, file in enumerate(self.files):
             if file.features:
                 asked = self._asked(file.features)
@@ -262,17 +315,8 @@ class Rows:
                 yield Rows(self.files, ranges, self.asking), file.shown, features
 
     def select_columns(self, names: Iterable[str]) -> Rows:
-        asked = self.asking.columns
-        some = tuple(n for n in dict.fromkeys(names) if asked is None or n in asked)
-        return dataclasses.replace(self, asking=self.asking._replace(columns=some))
-
-    def shard(self, count: int, index: int) -> Rows:
-        first, stop = share(self.first, self.stop, count, index)
-        return dataclasses.replace(self, first=first, stop=stop)
-
-    def head(self, count: int) -> Rows:
-        """The first rows."""
-        return dataclasses.replace(self, stop=min(self.stop, self.first + count))
+        columns = tuple(self._asked(names))
+        return dataclasses.replace(self, asking=self.asking._replace(columns=columns))
 
     def _own(self) -> Iterator[Range]:
         """The ranges of rows first to stop."""
@@ -304,44 +348,23 @@ class Rows:
 
 
 @dataclasses.dataclass
-class Documents:
-    """Text files, each of which is a document. A long one is read in parts that end at line
-    ends.
+class Documents(Source):
+    """Text files, each of which is a document. A long one is read in parts that end at line ends,
+    each a row, known by its file and its first byte.
     """
 
     files: list[str]
-    first: int = 0
-    stop: int = -1
 
-    def __post_init__(self):
-        self.stop = len(self.files) if self.stop < 0 else self.stop
+    def _all(self) -> int:
+        return len(self.files)
 
-    def __len__(self) -> int:
-        return self.stop - self.first
-
-    column_names = ("text",)
-
-    def declared(self) -> Iterator[Any]:
-        """No file declares types."""
-        return iter(())
-
-    def every_column(self) -> list[str]:
-        return [*self.column_names]
+    @property
+    def column_names(self) -> list[str]:
+        return ["text"]
 
     @property
     def nbytes(self) -> int:
         return sum(pathlib.Path(f).stat().st_size for f in self.files[self.first : self.stop])
-
-    def select_columns(self, names: list[str]) -> Documents:
-        return self
-
-    def shard(self, count: int, index: int) -> Documents:
-        first, stop = share(self.first, self.stop, count, index)
-        return dataclasses.replace(self, first=first, stop=stop)
-
-    def head(self, count: int) -> Documents:
-        """The first files."""
-        return dataclasses.replace(self, stop=min(self.stop, self.first + count))
 
     def place(self, row: tuple[int, int]) -> str:
         index, start = row
@@ -365,7 +388,7 @@ class Documents:
         if part:
             yield part
 
-    def read(self, part: Part) -> Iterator[tuple[tuple[int, int], dict[str, Any] | Refused]]:
+    def read(self, part: Part) -> Iterator[tuple[tuple[int, int], Row]]:
         for i, start, stop, size in part:
             with open(self.files[i], "rb") as file:
                 file.seek(start)
@@ -388,8 +411,8 @@ def _fitting(file: Any, start: int) -> int:
     window = file.read(PIECE + 1)
     if len(window) <= PIECE:
         return len(window)
-    if found := LINE.match(window) or WORD.match(window):
-        return found.end()
+    if whole := LINE.match(window) or WORD.match(window):
+        return whole.end()
     cut = PIECE
     while cut > 1 and window[cut] & 0xC0 == 0x80:
         cut -= 1

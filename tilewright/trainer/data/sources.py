@@ -18,7 +18,7 @@ from tilewright.trainer.data.csv_file import CsvFile
 from tilewright.trainer.data.fields import Data, Dataset
 from tilewright.trainer.data.json_file import JsonFile
 from tilewright.trainer.data.rows import Documents, Range, Rows
-from tilewright.trainer.data.typed_file import SetFile, TypedFile
+from tilewright.trainer.data.typed_file import ArrowFile, ParquetFile, SetFile
 
 FORMATS = {
     ".json": "json",
@@ -37,8 +37,9 @@ READERS = {
     **dict.fromkeys(("http", "https"), "aiohttp"),
 }
 DUMMY_SAMPLES = 512
+# Formats of files of rows.
+FILES = {"json": JsonFile, "csv": CsvFile, "parquet": ParquetFile, "arrow": ArrowFile}
 GUESSED = ("json", "csv")  # formats whose columns have no types
-READ = (*GUESSED, "parquet", "arrow")  # formats of files of rows
 # Attributes of the datasets package's configurations that say which files they are, and the types,
 # which rows have.
 OF_CONFIG = ("name", "version", "data_dir", "data_files", "description", "features")
@@ -55,13 +56,13 @@ def _files(path: pathlib.Path, kind: str | None) -> tuple[str, list[str]]:
             p for p in path.rglob("*") if p.suffix in FORMATS and kind in (None, FORMATS[p.suffix])
         )
         kinds = {FORMATS[p.suffix] for p in files}
-    found = sorted(kind for kind in kinds if kind is not None)
-    if len(kinds) != 1 or not found:
+    known = sorted(kind for kind in kinds if kind is not None)
+    if len(kinds) != 1 or not known:
         raise ValueError(
             f"{path}: needs files of one kind ({', '.join(FORMATS)}; or ds_type), "
-            f"found {found or 'none of them'}"
+            f"found {known or 'none of them'}"
         )
-    return found[0], list(map(str, files))
+    return known[0], list(map(str, files))
 
 
 def _saved(path: pathlib.Path) -> bool:
@@ -192,7 +193,7 @@ def _joined(kind: str, local: dict[str, list[tuple[str, str]]], split: str) -> R
     if kind in GUESSED:  # a file of no bytes has no rows; alone, its reader names it
         full = {n: [f for f in files if os.path.getsize(f[0])] for n, files in local.items()}
         local = full if any(full.values()) else local
-    read = {name: [_opened(kind, *file) for file in files] for name, files in local.items()}
+    read = {name: [FILES[kind](*file) for file in files] for name, files in local.items()}
     ranges, files = [], [file for some in read.values() for file in some]
     for name, first, stop in _absolute(split, {n: sum(map(len, r)) for n, r in read.items()}):
         before = 0
@@ -202,12 +203,6 @@ def _joined(kind: str, local: dict[str, list[tuple[str, str]]], split: str) -> R
                 ranges.append(Range(files.index(file), *own))
             before += len(file)
     return Rows(files, ranges)
-
-
-def _opened(kind: str, path: str, shown: str) -> JsonFile | CsvFile | TypedFile:
-    if kind == "json":
-        return JsonFile(path, shown)
-    return CsvFile(path, shown) if kind == "csv" else TypedFile(path, kind, shown)
 
 
 def _absolute(split: str, counts: dict[str, int]) -> list[tuple[str, int, int]]:
@@ -228,7 +223,7 @@ def _on_hub(entry: Dataset, token: bool | None) -> tuple[str, Any]:
     split: Any = entry.split  # None, too, which the annotation does not say
     with contextlib.suppress(OSError):  # load_dataset says why
         builder = datasets.load_dataset_builder(entry.path, **given)
-        if builder.name in READ and builder.config.data_files:
+        if builder.name in FILES and builder.config.data_files:
             _check_options(entry.path, builder)
             return builder.name, {str(s): list(f) for s, f in builder.config.data_files.items()}
     try:

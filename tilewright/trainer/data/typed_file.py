@@ -18,35 +18,29 @@ import pyarrow as pa
 
 from tilewright.trainer.data import rows
 from tilewright.trainer.data.defects import Defect
+from tilewright.trainer.data.nested import is_list
 from tilewright.trainer.data.types.dataset_type import Refused
 
 
-class _Typed:
+class _Typed(rows.File):
     """What both kinds share."""
 
-    shown: str
-    nbytes: int
-    names: list[str]
+    _kept: tuple[Any, tuple[Any, int]] | None = None  # columns, and what `_of` made of them
 
-    def __len__(self) -> int:
+    def _of(self, names: list[str]) -> tuple[Any, int]:
+        """What slices of rows are tables of, with these columns, and its bytes."""
         raise NotImplementedError
 
-    def _size(self, asking: rows.Asking) -> int:
-        """Bytes of all rows."""
-        raise NotImplementedError
-
-    def _slice(self, first: int, stop: int, asking: rows.Asking) -> pa.Table:
-        raise NotImplementedError
-
-    def every_name(self) -> list[str]:
-        return self.names
-
-    def place(self, row: int) -> str:
-        return f"{self.shown}: row {row + 1}"
+    def _table(self, columns: tuple[str, ...] | None) -> tuple[Any, int]:
+        """The same with those of its columns that are asked for, which it keeps."""
+        if self._kept is None or self._kept[0] != columns:
+            names = [n for n in self.names if columns is None or n in columns]
+            self._kept = columns, self._of(names)
+        return self._kept[1]
 
     def parts(self, first: int, stop: int, asking: rows.Asking) -> Iterator[tuple[int, int]]:
         if first < stop:
-            mean = max(1, self._size(asking) // len(self))
+            mean = max(1, self._table(asking.columns)[1] // len(self))
             step = max(1, min(rows.MOST_ROWS, rows.PIECE // mean))
             for at in range(first, stop, step):
                 yield at, min(at + step, stop)
@@ -55,16 +49,16 @@ class _Typed:
         if asking.columns is not None and not {*self.names} & {*asking.columns}:
             yield from (asking.of({}) for _ in range(first, stop))
             return
-        table = self._slice(first, stop, asking)
+        table = self._table(asking.columns)[0][first:stop]
         try:
-            found: list[rows.Row] = [asking.of(row) for row in _rows(table, asking.arrow)]
+            read: list[rows.Row] = [asking.of(row) for row in _rows(table, asking.arrow)]
         except UnicodeDecodeError as error:
             if stop - first == 1:
                 at = error.start + 1
                 yield Refused(f"it is not UTF-8: {error.reason} at byte {at} of a text")
                 return
-            found = [row for i in range(first, stop) for row in self.read(i, i + 1, asking)]
-        yield from found
+            read = [row for i in range(first, stop) for row in self.read(i, i + 1, asking)]
+        yield from read
 
 
 def _rows(table: pa.Table, arrow: bool) -> Iterator[dict[str, Any]]:
@@ -99,32 +93,23 @@ def _own(kind: pa.DataType) -> Callable[[Any], Any] | None:
                 if v is not None
             }
         )
-    if any(is_list(kind) for is_list in LISTS) and (inner := _own(kind.value_type)) is not None:
+    if is_list(kind) and (inner := _own(kind.value_type)) is not None:
         return lambda given: given and [*map(inner, given)]
     return None
-
-
-LISTS = (
-    pa.types.is_list,
-    pa.types.is_large_list,
-    pa.types.is_fixed_size_list,
-    pa.types.is_list_view,
-    pa.types.is_large_list_view,
-)
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
     """None for a column whose type the datasets package does not know."""
     import datasets
 
-    found = {}
+    features = {}
     for field in schema:
         try:
             own = datasets.Features.from_arrow_schema(pa.schema([field], schema.metadata))
-            found[field.name] = own[field.name]
+            features[field.name] = own[field.name]
         except (ValueError, TypeError, KeyError, NotImplementedError):
-            found[field.name] = None
-    return found
+            features[field.name] = None
+    return features
 
 
 class SetFile(_Typed):
@@ -132,22 +117,22 @@ class SetFile(_Typed):
 
     def __init__(self, loaded: Any, shown: str):
         self.dataset, self.shown = loaded, shown
-        self.names, self.features = [*loaded.column_names], {**loaded.features}
         self.nbytes = loaded.data.nbytes * len(loaded) // max(1, loaded.data.num_rows)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _size(self, asking: rows.Asking) -> int:
-        return self._asked(asking.columns).data.nbytes
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [*self.dataset.column_names]
 
-    @functools.lru_cache(1)  # noqa: B019 (lives as long as the set)
-    def _asked(self, columns: tuple[str, ...] | None) -> Any:
-        names = self.names if columns is None else [n for n in self.names if n in columns]
-        return self.dataset.select_columns(names).with_format("arrow")
+    @functools.cached_property
+    def features(self) -> Mapping[str, Any]:
+        return {**self.dataset.features}
 
-    def _slice(self, first: int, stop: int, asking: rows.Asking) -> pa.Table:
-        return self._asked(asking.columns)[first:stop]
+    def _of(self, names: list[str]) -> tuple[Any, int]:
+        selected = self.dataset.select_columns(names).with_format("arrow")
+        return selected, selected.data.nbytes
 
 
 class TypedFile(_Typed):
@@ -155,15 +140,25 @@ class TypedFile(_Typed):
     without a name, which processes share: a part of a row group cannot be read alone.
     """
 
-    def __init__(self, path: str, kind: str, shown: str | None = None):
-        self.path, self.kind, self.shown = path, kind, shown or path
+    def __init__(self, path: str, shown: str | None = None):
+        self.path, self.shown = path, shown or path
         self.nbytes = os.path.getsize(path)
         try:
             self.schema, self._count = self._opened()
         except Exception as error:  # readers' exceptions have no common base
             raise ValueError(f"{self.shown}: {Defect('', error)}") from error
-        self.names = [*dict.fromkeys(self.schema.names)]
-        self._table: tuple[tuple[str, ...] | None, pa.Table] | None = None
+
+    def _opened(self) -> tuple[pa.Schema, int]:
+        """The schema, and the number of rows."""
+        raise NotImplementedError
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        """All rows, of these columns."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [*dict.fromkeys(self.schema.names)]
 
     @functools.cached_property
     def features(self) -> Mapping[str, Any]:
@@ -172,22 +167,59 @@ class TypedFile(_Typed):
     def __len__(self) -> int:
         return self._count
 
-    def _opened(self) -> tuple[pa.Schema, int]:
-        if self.kind == "parquet":
-            import pyarrow.parquet as pq
+    def _of(self, names: list[str]) -> tuple[Any, int]:
+        from datasets import config
 
-            with pq.ParquetFile(self.path) as file:
-                return file.schema_arrow, file.metadata.num_rows
-        found, count = self._arrow(), 0
-        schema = next(found)
+        schema = pa.schema([self.schema.field(n) for n in names])
+        folder = config.HF_DATASETS_CACHE
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as aside:
+            with pa.OSFile(aside.name, "wb") as out, pa.ipc.new_stream(out, schema) as stream:
+                for batch in self._named(self._batches(names)):
+                    stream.write_batch(batch)
+            table = pa.ipc.open_stream(pa.memory_map(aside.name)).read_all()
+        return table, table.nbytes
+
+    def _named(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises ValueError, with the row, where reading them fails."""
+        row = 0
         try:
-            for batch in found:
+            for batch in batches:
+                yield batch
+                row += batch.num_rows
+        except Exception as error:  # readers' exceptions have no common base
+            raise ValueError(f"{self.shown}: {Defect(f'from row {row + 1} on', error)}") from error
+
+
+class ParquetFile(TypedFile):
+    def _opened(self) -> tuple[pa.Schema, int]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path) as file:
+            return file.schema_arrow, file.metadata.num_rows
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
+            groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
+            mean = sum(g.total_byte_size for g in groups) // max(1, len(self))
+            step = max(1, min(rows.MOST_ROWS, 8 * rows.PIECE // max(1, mean)))
+            yield from file.iter_batches(step, columns=names)
+
+
+class ArrowFile(TypedFile):
+    def _opened(self) -> tuple[pa.Schema, int]:
+        batches, count = self._stored(), 0
+        schema = next(batches)
+        try:
+            for batch in batches:
                 count += batch.num_rows
         except Exception as error:  # readers' exceptions have no common base
             raise Defect(f"from row {count + 1} on", error) from error
         return schema, count
 
-    def _arrow(self) -> Iterator[Any]:
+    def _stored(self) -> Iterator[Any]:
         """The schema, then the batches."""
         with pa.memory_map(self.path) as file:
             try:
@@ -203,28 +235,9 @@ class TypedFile(_Typed):
             yield from stream
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        """Raises ValueError, with the row."""
-        row = 0
-        try:
-            for batch in self._parquet(names) if self.kind == "parquet" else self._of_arrow(names):
-                yield batch
-                row += batch.num_rows
-        except Exception as error:  # readers' exceptions have no common base
-            raise ValueError(f"{self.shown}: {Defect(f'from row {row + 1} on', error)}") from error
-
-    def _parquet(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
-            groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
-            mean = sum(g.total_byte_size for g in groups) // max(1, len(self))
-            step = max(1, min(rows.MOST_ROWS, 8 * rows.PIECE // max(1, mean)))
-            yield from file.iter_batches(step, columns=names)
-
-    def _of_arrow(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        found = self._arrow()
-        next(found)
-        for batch in found:
+        batches = self._stored()
+        next(batches)  # the schema
+        for batch in batches:
             batch = batch.select(names)
             try:  # Arrow would read where a damaged file's offsets point
                 batch.validate(full=True)
@@ -232,25 +245,3 @@ class TypedFile(_Typed):
                 if "UTF8" not in str(error):  # which is the row's own matter
                     raise
             yield batch
-
-    def _whole(self, columns: tuple[str, ...] | None) -> pa.Table:
-        """Mapped, of the columns that are asked for."""
-        if self._table is None or self._table[0] != columns:
-            from datasets import config
-
-            names = [n for n in self.names if columns is None or n in columns]
-            schema = pa.schema([self.schema.field(n) for n in names])
-            folder = config.HF_DATASETS_CACHE
-            os.makedirs(folder, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as aside:
-                with pa.OSFile(aside.name, "wb") as out, pa.ipc.new_stream(out, schema) as stream:
-                    for batch in self._batches(names):
-                        stream.write_batch(batch)
-                self._table = columns, pa.ipc.open_stream(pa.memory_map(aside.name)).read_all()
-        return self._table[1]
-
-    def _size(self, asking: rows.Asking) -> int:
-        return self._whole(asking.columns).nbytes
-
-    def _slice(self, first: int, stop: int, asking: rows.Asking) -> pa.Table:
-        return self._whole(asking.columns).slice(first, stop - first)

@@ -84,6 +84,12 @@ def rows_of(dataset: Any) -> np.ndarray | None:
     return None if rows is None else rows.column(0).to_numpy()
 
 
+def values_of(dataset: Any, name: str) -> np.ndarray:
+    """A column with one value per sample, in the order of the data set."""
+    rows, stored = rows_of(dataset), dataset.data.column(name).to_numpy()
+    return stored if rows is None else stored[rows]
+
+
 def has_rows(dataset: Any) -> bool:
     """Whether the rows of samples are known: a set that was saved elsewhere may not say."""
     return ROW in dataset.column_names and pa.types.is_integer(dataset.data.column(ROW).type)
@@ -98,9 +104,7 @@ def held_together(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray:
         if starts is None:
             return np.arange(len(dataset))
         return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    rows, numbers = rows_of(dataset), dataset.data.column(ROW).to_numpy()
-    numbers = numbers if rows is None else numbers[rows]
-    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(values_of(dataset, ROW), return_index=True, return_inverse=True)
     place = np.empty_like(first)
     place[np.argsort(first)] = np.arange(len(first))
     return place[inverse]
@@ -110,11 +114,9 @@ def check_pairs(dataset: Any, columns: Mapping[str, Column]) -> None:
     """Raises ValueError for a unit whose documents are not chosen answers, each followed by its
     rejected one.
     """
-    rows, starts = rows_of(dataset), starts_of(dataset, columns)
-    if starts is None:
+    if (starts := starts_of(dataset, columns)) is None:
         return
-    roles = dataset.data.column("role").to_numpy()
-    roles = roles if rows is None else roles[rows]
+    roles = values_of(dataset, "role")
     place = np.arange(len(roles)) - np.repeat(starts[:-1], np.diff(starts))
     wrong = roles != place % 2
     wrong[starts[1:] - 1] |= np.diff(starts) % 2 == 1
@@ -133,9 +135,8 @@ def starts_of(dataset: Any, columns: Mapping[str, Column]) -> np.ndarray | None:
     names = [name for name in together(columns) if name in dataset.column_names]
     if not names or not len(dataset):
         return None
-    rows = rows_of(dataset)
-    rows = np.arange(len(dataset)) if rows is None else rows
-    values = np.stack([dataset.data.column(name).to_numpy()[rows] for name in names])
+    values = np.stack([values_of(dataset, name) for name in names])
     changes = (values[:, 1:] != values[:, :-1]).any(0)
-    changes |= np.diff(rows) != 1  # a unit that is taken twice in a row
-    return np.array([0, *(changes.nonzero()[0] + 1), len(rows)])
+    if (rows := rows_of(dataset)) is not None:
+        changes |= np.diff(rows) != 1  # a unit that is taken twice in a row
+    return np.array([0, *(changes.nonzero()[0] + 1), len(dataset)])

@@ -16,13 +16,7 @@ def _chat(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
 
 def _prompt_completion(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=False)
-
-    def samples(row: dict[str, Any]) -> list[chat.Sample]:
-        if isinstance(row.get("completion"), list):
-            chat.check_template(asked.kind, asked.tokenizer)
-        return chat.prompt_completion(asked.tokenizer, row, asked)
-
-    return samples
+    return lambda row: chat.prompt_completion(asked.tokenizer, row, asked)
 
 
 DATASETS.add(

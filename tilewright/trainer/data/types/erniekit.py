@@ -22,7 +22,7 @@ def _samples(
     if label is not None and not all(label):
         learned = {2 * i + 1 + bool(system) for i, one in enumerate(label) if one}
     messages = chat.turns(texts, "user", system)
-    return chat.conversation(asked.tokenizer, messages, learned, asked)
+    return chat.conversation(asked, messages, learned)
 
 
 def _erniekit(asked: Asked) -> Callable[[dict[str, Any]], list[chat.Sample]]:

@@ -23,7 +23,7 @@ from tilewright.trainer.data.types.dataset_type import (
 )
 from tilewright.trainer.data.types.tokenized import check_tokens, tokens
 
-ROLES = (("chosen", 0), ("rejected", 1))
+ROLES = ("chosen", "rejected")  # by number
 LEAST = 10  # tokens that a cut prompt leaves of a document, as in ERNIEKit
 YIELDS = ("pair", "role", "reward", "prefix")
 SCORES = ("chosen_score", "rejected_score")
@@ -32,10 +32,9 @@ IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 def _scores(row: dict[str, Any]) -> tuple[float, ...]:
     """Those of the chosen and of the rejected answer; nothing if there are none."""
-    found = [row.get(name) for name in SCORES]
-    if found == [None, None]:
+    if all(row.get(name) is None for name in SCORES):
         return ()
-    chosen, rejected = (_number(s, name) for s, name in zip(found, SCORES, strict=True))
+    chosen, rejected = (_number(row.get(name), name) for name in SCORES)
     if chosen <= rejected:
         raise Refused(f"its chosen_score {chosen:g} is not above its rejected_score {rejected:g}")
     return chosen, rejected
@@ -58,7 +57,7 @@ def _pair(
     half = asked.most // 2
     answers, told = with_shorter_prompt(answers, asked.prompts, half)
     cut = [(ids[:half], labels[:half]) for ids, labels in answers]
-    for (name, _), (_, labels) in zip(ROLES, cut, strict=True):
+    for name, (_, labels) in zip(ROLES, cut, strict=True):
         if all(token == IGNORE for token in labels[1:]):
             raise Refused(
                 f"its {name} answer has no token within {half}, half of the longest sample; a "
@@ -71,7 +70,7 @@ def _pair(
         told[f"answers were cut at their ends, to documents of {half} tokens"] = longer
     asked.told.update(told)
     prefixes = 0, _shared(cut[0][0], *cut[1])
-    for (_, role), (ids, labels), prefix in zip(ROLES, cut, prefixes, strict=True):
+    for role, ((ids, labels), prefix) in enumerate(zip(cut, prefixes, strict=True)):
         own = {"reward": scores[role]} if scores else {}
         yield ids, labels, {"pair": number, "role": role, "prefix": prefix, **own}
 
@@ -121,22 +120,32 @@ def last(samples: list[chat.Sample], name: str) -> chat.Sample:
     return samples[0]
 
 
-def _messages_of(row: dict[str, Any], name: str) -> tuple[list, list]:
-    """The messages that are given for both answers, and those of the named one."""
-    both: list[Any] = [row.get(n) for n, _ in ROLES]
-    if not all(isinstance(b, list) and b for b in both):
-        raise Refused("chosen and rejected must both be strings, or lists of messages")
+def _answers(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The prompt of a row, and the two answers to it: strings, or lists of messages."""
     prompt = row.get("prompt")
-    if prompt is None:  # TRL's implicit prompt: what both begin with
-        count = 0
-        while count < min(map(len, both)) - 1 and both[0][count] == both[1][count]:
-            count += 1
-        if not count:
-            raise Refused("it has no prompt, and chosen and rejected begin with other messages")
-        return both[0][:count], row[name][count:]
-    if not isinstance(prompt, list):
-        raise Refused("its prompt must be a list of messages, as chosen and rejected are")
-    return prompt, row[name]
+    both: list[Any] = [row.get(name) for name in ROLES]
+    if any(isinstance(b, list) for b in both):
+        if not all(isinstance(b, list) and b for b in both):
+            raise Refused("chosen and rejected must both be strings, or lists of messages")
+        if prompt is None:  # TRL's implicit prompt: what both begin with
+            count = 0
+            while count < min(map(len, both)) - 1 and both[0][count] == both[1][count]:
+                count += 1
+            if not count:
+                raise Refused("it has no prompt, and chosen and rejected begin with other messages")
+            return both[0][:count], [b[count:] for b in both]
+        if not isinstance(prompt, list):
+            raise Refused("its prompt must be a list of messages, as chosen and rejected are")
+        return prompt, both
+    if prompt is None and all(isinstance(b, str) and b for b in both):
+        count = implicit_prompt(*both)
+        return both[0][:count], [b[count:] for b in both]
+    for name, answer in zip(ROLES, both, strict=True):
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise Refused(f"prompt and {name} must both be strings, or lists of messages")
+        if not answer:
+            raise Refused(f"its {name} answer is empty")
+    return prompt, both
 
 
 def implicit_prompt(chosen: str, rejected: str) -> int:
@@ -152,20 +161,6 @@ def implicit_prompt(chosen: str, rejected: str) -> int:
     return count
 
 
-def _of_strings(asked: Asked, row: dict[str, Any], name: str) -> chat.Sample:
-    prompt, answer = row.get("prompt"), row.get(name)
-    both: list[Any] = [row.get(n) for n, _ in ROLES]
-    if prompt is None and all(isinstance(b, str) and b for b in both):
-        count = implicit_prompt(*both)
-        prompt, answer = both[0][:count], row[name][count:]
-    if not isinstance(prompt, str) or not isinstance(answer, str):
-        raise Refused(f"prompt and {name} must both be strings, or lists of messages")
-    if not answer:
-        raise Refused(f"its {name} answer is empty")
-    given = {"prompt": prompt, "completion": answer}
-    return chat.prompt_completion(asked.tokenizer, given, asked)[0]
-
-
 def check_text(asked: Asked) -> None:
     """Raises ValueError for TRL's columns of pictures."""
     if pictures := {"images", "image"} & {*asked.columns}:
@@ -179,20 +174,20 @@ def _preference(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     check_text(asked)
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=False)
 
-    def sample(row: dict[str, Any], name: str) -> chat.Sample:
-        if not any(isinstance(row.get(n), list) for n, _ in ROLES):
-            return _of_strings(asked, row, name)
-        chat.check_template(asked.kind, asked.tokenizer)
-        prompt, answer = _messages_of(row, name)
-        given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
-        return last(chat.prompt_completion(asked.tokenizer, given, asked), name)
+    def samples(row: dict[str, Any]) -> Iterator[Sample]:
+        prompt, answers = _answers(row)
+        made = []
+        for name, answer in zip(ROLES, answers, strict=True):
+            given = {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
+            made.append(last(chat.prompt_completion(asked.tokenizer, given, asked), name))
+        return _pair(made, asked, _scores(row))
 
-    return lambda row: _pair([sample(row, name) for name, _ in ROLES], asked, _scores(row))
+    return samples
 
 
 def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
     """The sample of each answer, from columns of tokens: a prompt and answers to it."""
-    found = []
+    columns = []
     for name in names:
         given = row.get(name)
         if given is None or given == []:
@@ -201,8 +196,8 @@ def tokens_of(row: dict[str, Any], names: tuple[str, ...]) -> list[chat.Sample]:
             raise Refused(f"a token of its {name} is null")
         ids = tokens(given, name)
         assert ids is not None
-        found.append(ids.tolist())
-    prompt, *answers = found
+        columns.append(ids.tolist())
+    prompt, *answers = columns
     return [(prompt + a, [IGNORE] * len(prompt) + a) for a in answers]
 
 

@@ -44,10 +44,8 @@ def _unpaired(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
     chat.check_tokenizer(asked.path, asked.kind, asked.tokenizer, template=False)
 
     def samples(row: dict[str, Any]) -> Iterator[Sample]:
-        if isinstance(row.get("completion"), list):
-            chat.check_template(asked.kind, asked.tokenizer)
-        found = chat.prompt_completion(asked.tokenizer, row, asked)
-        yield _judged(row, last(found, "completion"), asked)
+        made = chat.prompt_completion(asked.tokenizer, row, asked)
+        yield _judged(row, last(made, "completion"), asked)
 
     return samples
 
