@@ -45,11 +45,7 @@ from tilewright.kernels.attention.logits_triton import (
     seen,
     widths,
 )
-from tilewright.kernels.attention.operators import (
-    Variant,
-    attend,
-    attend_backward,
-)
+from tilewright.kernels.attention.operators import Variant, attend, attend_backward
 from tilewright.kernels.device import dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2

@@ -593,11 +593,7 @@ def _losses(
 
 # Long: the arguments of a launch, one a line.
 def losses(
-    stats: Stats,
-    rows: slice,
-    inputs: LossInputs,
-    outputs: LossOutputs,
-    before: torch.Tensor | None,
+    stats: Stats, rows: slice, inputs: LossInputs, outputs: LossOutputs, before: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the
     losses so far times their token weights, and its derivatives in these rows' log_sum, target and

@@ -29,12 +29,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewright.kernels.device import (
-    dot_precision,
-    has_tma,
-    large_shared_memory,
-    multiprocessors,
-)
+from tilewright.kernels.device import dot_precision, has_tma, large_shared_memory, multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.moe.gated_triton import Outputs, Tokens, gated
@@ -136,16 +131,7 @@ def _h_epilogue(gate, up, h_ptr, r, live, c, N, GATE: tl.constexpr):
 
 @triton.jit
 def _halves_epilogue(
-    gate,
-    up,
-    pre_ptr,
-    h_ptr,
-    r,
-    live,
-    c,
-    N,
-    STORE_PRE: tl.constexpr,
-    GATE: tl.constexpr,
+    gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.constexpr, GATE: tl.constexpr
 ):
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
@@ -1375,14 +1361,7 @@ UP_SWIGLU = Tunable(
     gemm_specs("up_swiglu", SWIGLU, False, True),
 )
 DOWN_DSWIGLU = Tunable(
-    "moe_mlp",
-    "down_dswiglu",
-    _FIELDS,
-    "backward",
-    _down_heuristic,
-    _down_space,
-    _KEYS,
-    _down_specs,
+    "moe_mlp", "down_dswiglu", _FIELDS, "backward", _down_heuristic, _down_space, _KEYS, _down_specs
 )
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
 FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op composed of them
