@@ -596,6 +596,7 @@ def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS) -> torch.T
     return tiles
 
 
+# Long: one launch, whose arguments are half of it.
 def _launch(
     tunable,
     x,
