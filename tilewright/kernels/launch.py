@@ -47,7 +47,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     arguments: for all other parameters; tensors are on the current device. Nothing is launched on
         FakeTensors. A tuple is of integers, such as strides; each is specialized.
     constants: constexprs, num_warps and the like, also other values of `COMPILE_OPTIONS`. A
-        constexpr may be a NamedTuple, whose fields a kernel and its functions read by name.
+        constexpr may be a NamedTuple, whose fields a kernel and its functions read by name; no
+        properties, whose code Triton's cache does not see.
     """
     types = id(kernel), *map(type, arguments)
     cached = _cache.get(types)

@@ -105,24 +105,25 @@ def _load(operands, tile, memory, signals, FIXED: gl.constexpr):
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
     WIDTH: gl.constexpr = k_s.shape[2]
+    REST: gl.constexpr = FIXED.REST
     if steps > 0:
-        rest: gl.constexpr = q_rest.block_type.nbytes if FIXED.REST else 0
+        rest: gl.constexpr = q_rest.block_type.nbytes if REST else 0
         mbarrier.expect(q_full, 2 * (q.block_type.nbytes + rest))
         for w in gl.static_range(2):
             at = row + w * _ROWS
             tma_load(q, [batch, h, at, 0], q_full, q_s.index(w).reshape(q.block_shape))
-            if FIXED.REST:
+            if REST:
                 here = q_rest_s.index(w).reshape(q_rest.block_shape)
                 tma_load(q_rest, [batch, h, at, WIDTH], q_full, here)
     cleared, stage, phase = 0, 0, 0
     for step in range(steps):
         n = (last - step) * N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        rest: gl.constexpr = k_rest.block_type.nbytes if FIXED.REST else 0
+        rest: gl.constexpr = k_rest.block_type.nbytes if REST else 0
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes + rest)
         here = k_s.index(stage).reshape(k.block_shape)
         tma_load(k, [batch, h // FIXED.GROUP, begin + n, 0], k_full.index(stage), here)
-        if FIXED.REST:
+        if REST:
             here = k_rest_s.index(stage).reshape(k_rest.block_shape)
             tma_load(k_rest, [batch, h // FIXED.GROUP, begin + n, WIDTH], k_full.index(stage), here)
         mbarrier.wait(v_empty.index(stage), phase ^ 1)

@@ -202,7 +202,8 @@ def _forward(
         if FIXED.REST:
             end: tl.constexpr = FIXED.WIDTH + FIXED.REST
             q_rest = _load(q_at, q_strides[2], i, d_rest, live, FIXED.D, end, True)
-        acc = tl.zeros((BLOCK_M, FIXED.WIDTH_V), tl.float32)
+        WIDTH_V: tl.constexpr = FIXED.WIDTH_V  # Triton 3.6 takes no field in a tuple
+        acc = tl.zeros((BLOCK_M, WIDTH_V), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if FIXED.SINKS:  # a key with this logit, whose value is 0
@@ -342,10 +343,12 @@ def _backward_q(
         power = power_of(tl.load(lse_ptr + at, mask=live, other=float("inf")))
         k_at = _at(k_ptr, k_strides, b, head // FIXED.GROUP, start, 0)
         v_at = _at(v_ptr, v_strides, b, head // FIXED.GROUP, start, 0)
-        dq = tl.zeros((BLOCK_M, FIXED.WIDTH), tl.float32)
+        WIDTH: tl.constexpr = FIXED.WIDTH  # as in _forward
+        REST: tl.constexpr = FIXED.REST
+        dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         dq_rest = dq
         if FIXED.REST:
-            dq_rest = tl.zeros((BLOCK_M, FIXED.REST), tl.float32)
+            dq_rest = tl.zeros((BLOCK_M, REST), tl.float32)
         edges = blocks_of_keys(
             m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, FIXED.CAUSAL, FIXED.WINDOW
         )
@@ -425,13 +428,16 @@ def _backward_kv(
         k = _load(k_at, k_strides[2], j, d, n + j < keys, FIXED.D, FIXED.WIDTH, True)
         v_at = _at(v_ptr, v_strides, b, head, start, n)
         v = _load(v_at, v_strides[2], j, e, n + j < keys, FIXED.DV, FIXED.WIDTH_V, True)
-        dk = tl.zeros((BLOCK_N, FIXED.WIDTH), tl.float32)
-        dv = tl.zeros((BLOCK_N, FIXED.WIDTH_V), tl.float32)
+        WIDTH: tl.constexpr = FIXED.WIDTH  # as in _forward
+        WIDTH_V: tl.constexpr = FIXED.WIDTH_V
+        REST: tl.constexpr = FIXED.REST
+        dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        dv = tl.zeros((BLOCK_N, WIDTH_V), tl.float32)
         k_rest, dk_rest = k, dk
         end: tl.constexpr = FIXED.WIDTH + FIXED.REST
         if FIXED.REST:
             k_rest = _load(k_at, k_strides[2], j, d_rest, n + j < keys, FIXED.D, end, True)
-            dk_rest = tl.zeros((BLOCK_N, FIXED.REST), tl.float32)
+            dk_rest = tl.zeros((BLOCK_N, REST), tl.float32)
         low, high = rows_of(
             n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, FIXED.CAUSAL, FIXED.WINDOW
         )
