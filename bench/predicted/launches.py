@@ -20,7 +20,7 @@ from tilewright.core.registry import Case, Implementation, Op
 from tilewright.core.torch_names import TorchDispatchMode, pytree
 from tilewright.kernels import device as device_properties
 from tilewright.kernels import tuning
-from tilewright.kernels.spec import KernelSpec
+from tilewright.kernels.spec import KernelSpec, opened
 from tilewright_lab import pretend
 from tilewright_lab.gate import compilers
 
@@ -162,11 +162,11 @@ def differences(spec: KernelSpec, values: dict[str, Any]) -> tuple[str, ...]:
     """Names of the arguments by which a launch differs from a spec."""
     names = [
         name
-        for name, value in spec.constexprs.items()
+        for name, value in opened(spec.constexprs).items()
         if name in values and not _same(values[name], value)
     ]
     for name, kind in spec.signature.items():
-        if kind.startswith("*") and name in values:
+        if kind[0] == "*" and name in values:
             value = values[name]
             same = isinstance(value, torch.Tensor) and TRITON_TYPES.get(value.dtype) == kind[1:]
             names += [] if same else [name]
@@ -223,7 +223,7 @@ def _nearest(kernel: Any, values: dict[str, Any], arch: int) -> dict[str, Any]:
 
 
 def _values(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    return {**dict(zip(kernel.arg_names, arguments, strict=False)), **opened(options)}
 
 
 def _tensor(value: Any, programs: int) -> Tensor | None:

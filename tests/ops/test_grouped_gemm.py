@@ -284,7 +284,7 @@ def test_up_swiglu(hidden, inner, dtype, interleaved):
     x = torch.randn(25, hidden, device=DEVICE).to(dtype)
     weight = (torch.randn(4, 2 * inner, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
     bias = torch.randn(4, 2 * inner, device=DEVICE).to(dtype) if interleaved else None
-    options = (bias, {**kernel.SILU_MUL, "INTERLEAVED": interleaved})
+    options = (bias, kernel.SILU_MUL._replace(INTERLEAVED=interleaved))
     rows = len(slots)
     expected = torch.zeros(rows, 2 * inner, dtype=torch.float64, device=DEVICE)
     for e, mine, tokens in expert_rows(index, offsets, slots, 3):
@@ -345,7 +345,7 @@ def test_down_dswiglu(monkeypatch, hidden, inner, dtype, split, interleaved):
     hw_true = weight.double().flatten()[slots.long()][:, None] * h.detach().to(dtype).double()
 
     def call(keep):
-        options = {**kernel.SILU_MUL, "INTERLEAVED": interleaved}
+        options = kernel.SILU_MUL._replace(INTERLEAVED=interleaved)
         return kernel.down_dswiglu(dy, down, pre, weight, order, keep, bias, options)
 
     with contract.poisoned():

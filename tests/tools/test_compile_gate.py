@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
+from typing import NamedTuple
 
 import pytest
 
@@ -331,6 +332,31 @@ def result(arch=90, name="op/kernel", **changes):
 
 def spec(**options):
     return KernelSpec(None, "kernel", {}, {}, **options)
+
+
+class Fixed(NamedTuple):
+    WIDTH: int
+    MASKED: bool
+
+
+def test_a_spec_has_the_constants_of_a_named_tuple_by_their_names():
+    given = {"FIXED": Fixed(64, False), "BLOCK": 128}
+    spec = KernelSpec(None, "kernel", {"x_ptr": "*bf16", "x_strides": ("i32", "i32")}, given)
+    assert spec.constants == {"WIDTH": 64, "MASKED": False, "BLOCK": 128}
+    other = spec.changed({"MASKED": True, "BLOCK": 64, "x_ptr": None}, label="other")
+    assert other.constexprs == {"FIXED": Fixed(64, True), "BLOCK": 64, "x_ptr": None}
+    assert other.label == "other" and list(other.signature) == ["x_strides"]
+    assert spec.constexprs == given
+
+
+def test_elements_of_tuples_have_names():
+    signature = {"n": "i32", "strides": ("i32", ("i64", "constexpr"))}
+    assert gate_compilers.paths(signature) == {
+        "n": ((0,), "i32"),
+        "strides[0]": ((1, 0), "i32"),
+        "strides[1][0]": ((1, 1, 0), "i64"),
+        "strides[1][1]": ((1, 1, 1), "constexpr"),
+    }
 
 
 def test_the_column_of_instructions_an_element_is_there_if_a_kernel_has_them():

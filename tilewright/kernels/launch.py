@@ -45,8 +45,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     kernel: a @triton.jit function that lives as long as the process, whose constexpr parameters
         come last.
     arguments: for all other parameters; tensors are on the current device. Nothing is launched on
-        FakeTensors.
-    constants: constexprs, num_warps and the like, also other values of `COMPILE_OPTIONS`.
+        FakeTensors. A tuple is of integers, such as strides; each is specialized.
+    constants: constexprs, num_warps and the like, also other values of `COMPILE_OPTIONS`. A
+        constexpr may be a NamedTuple, whose fields a kernel and its functions read by name; no
+        properties, whose code Triton's cache does not see.
     """
     types = id(kernel), *map(type, arguments)
     cached = _cache.get(types)
@@ -102,8 +104,8 @@ class _CachedLaunch:
                 places["tensor"].append(i)
             elif kind.__name__ == "TensorDescriptor":  # of Triton or of Gluon
                 places["descriptor"].append(i)
-            elif kind in (int, bool):
-                if not p.do_not_specialize:
+            elif kind in (int, bool, tuple):
+                if kind is tuple or not p.do_not_specialize:
                     places["number"].append(i)
                 elif not p.annotation_type:
                     places["wide"].append(i)

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+
+def opened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name, with a NamedTuple's fields in its place."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        out |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+    return out
 
 
 @dataclass(frozen=True)
@@ -13,11 +21,12 @@ class KernelSpec:
 
     kernel: the @triton.jit function.
     label: unique within the op, e.g. "forward bf16 D=4096".
-    signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), for every
-        argument that is not a constexpr. Pointers are assumed to be 16-byte aligned, as torch's
-        allocator returns them.
-    constexprs: argument name -> value.
-    divisible: integer arguments that are multiples of 16 in every launch.
+    signature: argument name -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), or a tuple of
+        types, for every argument that is not a constexpr. Pointers are assumed to be 16-byte
+        aligned, as torch's allocator returns them.
+    constexprs: argument name -> value; an element of a tuple is named "strides[2]".
+    divisible: integer arguments that are multiples of 16 in every launch; a tuple's name stands for
+        all of its elements, "strides[0]" for one.
     min_arch, max_arch: the lowest and highest compute capability with this launch (80, 90, 100,
         ...): sm_120 has less shared memory than sm_90 and sm_100.
 
@@ -40,7 +49,7 @@ class KernelSpec:
 
     kernel: Any
     label: str
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
@@ -57,6 +66,25 @@ class KernelSpec:
     stack: Mapping[int, int] = field(default_factory=dict)
     serial: bool = False
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constexprs by name, those in NamedTuples too."""
+        return opened(self.constexprs)
+
+    def changed(self, values: Mapping[str, Any], **fields: Any) -> KernelSpec:
+        """The spec with other values of these constexprs, or of these arguments as constexprs, and
+        with these fields.
+        """
+        constexprs = dict(self.constexprs)
+        for name, value in values.items():
+            holder = next((h for h, c in constexprs.items() if name in opened({h: c})), name)
+            if holder == name:
+                constexprs[name] = value
+            else:
+                constexprs[holder] = constexprs[holder]._replace(**{name: value})
+        signature = {n: kind for n, kind in self.signature.items() if n not in values}
+        return replace(self, signature=signature, constexprs=constexprs, **fields)
+
     @classmethod
     def of(
         cls,
@@ -64,7 +92,7 @@ class KernelSpec:
         label: str,
         pointers: Mapping[str, str | None],
         constexprs: Mapping[str, Any],
-        numbers: Mapping[str, str] = {},
+        numbers: Mapping[str, Any] = {},
         **needs: Any,
     ) -> KernelSpec:
         """A spec whose signature is that of the kernel's parameters.
@@ -73,7 +101,7 @@ class KernelSpec:
             others are None. "*" is the type of all that are not named, None no pointer.
         constexprs: also of other kernels of this configuration; and num_warps, num_stages and
             maxnreg, as a launch gets them.
-        numbers: types of other arguments that are not 32-bit integers, descriptors too.
+        numbers: types of other arguments that are not 32-bit integers, descriptors and tuples too.
         needs: other fields.
         """
         chosen, signature = dict(constexprs), {}

@@ -92,11 +92,8 @@ def alike(op: str, spec: Any) -> Iterator[Any]:
     specs = [spec]
     if (more := CHANGED.get(f"{op}/{spec.label}")) and isinstance(spec, KernelSpec):
         label, changed = more
-        constants = {**spec.constexprs, **changed}
-        signature = {n: kind for n, kind in spec.signature.items() if n not in changed}
-        label = f"{spec.label} {label}"
-        specs.append(replace(spec, label=label, signature=signature, constexprs=constants))
+        specs.append(spec.changed(changed, label=f"{spec.label} {label}"))
     for one in specs:
         tile = TILES.get(f"{op}/{one.label}")
-        of_tile = tile and math.prod(one.constexprs[n] for n in tile)
+        of_tile = tile and math.prod(one.constants[n] for n in tile)
         yield replace(one, elements=of_tile) if of_tile else one

@@ -9,7 +9,7 @@ import io
 import multiprocessing
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -204,6 +204,24 @@ def compile_options(spec: KernelSpec) -> dict[str, Any]:
     return options
 
 
+def paths(signature: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Arguments by name, elements of tuples as "strides[2]": where they are, as Triton counts, and
+    their types.
+    """
+    places: dict[str, tuple[tuple[int, ...], str]] = {}
+
+    def add(name: str, path: tuple[int, ...], kind: Any) -> None:
+        if not isinstance(kind, tuple):
+            places[name] = path, kind
+            return
+        for i, one in enumerate(kind):
+            add(f"{name}[{i}]", (*path, i), one)
+
+    for i, (name, kind) in enumerate(signature.items()):
+        add(name, (i,), kind)
+    return places
+
+
 def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     import triton
     from triton import knobs
@@ -212,18 +230,23 @@ def compile_triton(spec: KernelSpec, arch: int) -> tuple[Facts, bytes]:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = spec.kernel.arg_names
-    if wrong := set(names) ^ (set(spec.signature) | set(spec.constexprs)):
+    if wrong := set(names) ^ (set(spec.signature) | {n.partition("[")[0] for n in spec.constexprs}):
         raise ValueError(
             f"signature and constexprs must name {names}; missing or unknown: {sorted(wrong)}"
         )
     signature = {name: spec.signature.get(name, "constexpr") for name in names}
-    pointers = {n for n in names if signature[n].startswith("*")} - set(_misaligned(spec))
-    aligned = [i for i, n in enumerate(names) if n in pointers or n in spec.divisible]
+    elements = paths(signature)
+    aligned = [
+        path
+        for name, (path, kind) in elements.items()
+        if (kind.startswith("*") and name not in _misaligned(spec))
+        or {name, names[path[0]]} & set(spec.divisible)
+    ]
     source = (GluonASTSource if spec.kernel.is_gluon() else ASTSource)(
         spec.kernel,
         signature,
-        dict(spec.constexprs),
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
+        {elements[name][0]: value for name, value in spec.constexprs.items()},
+        {path: [["tt.divisibility", 16]] for path in aligned},
     )
     options = compile_options(spec)
     # Triton prints the output of `ptxas -v` only with this knob, and only when it compiles. Unlike

@@ -32,6 +32,7 @@ from tilewright_lab.gate.compilers import (
     LaunchSpec,
     Result,
     compile_all,
+    paths,
 )
 from tilewright_lab.kernel_target import Rejected
 
@@ -82,14 +83,14 @@ def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
     """What the compile gate compiles for a launch."""
     from triton.compiler import make_backend
 
-    names = list(signature)
-    if deep := [name for name, kind in signature.items() if isinstance(kind, tuple)]:
-        raise Rejected(f"the gate compiles no kernel with a tuple as argument ({deep[0]})")
+    elements = paths(signature)
+    names = {path: name for name, (path, _) in elements.items()}
     aligned = [
-        names[path[0]]
-        for path, attributes in attrs.items()
-        if len(path) == 1 and ["tt.divisibility", 16] in [list(a) for a in attributes]
+        names[path]
+        for path, given in attrs.items()
+        if ["tt.divisibility", 16] in [list(a) for a in given]
     ]
+    pointers = [name for name, (_, kind) in elements.items() if kind.startswith("*")]
     defaults = make_backend(active_driver().get_current_target()).parse_options({})
     # Fusion as Triton's version bound it, which may be another choice than our launchers make.
     chosen = {"enable_fp_fusion": options.enable_fp_fusion} | {
@@ -102,15 +103,15 @@ def spec_of(kernel, signature, constexprs, options, attrs) -> LaunchSpec:
         kernel,
         kernel.fn.__name__,
         {n: kind for n, kind in signature.items() if kind != "constexpr"},
-        {names[path[0]]: value for path, value in constexprs.items()},
+        {names[path]: value for path, value in constexprs.items()},
         num_warps=options.num_warps,
         num_stages=options.num_stages,
-        divisible=tuple(n for n in aligned if not signature[n].startswith("*")),
+        divisible=tuple(n for n in aligned if n not in pointers),
         min_arch=0,
         options=chosen,
         load=0,
         store=0,
-        misaligned=tuple(n for n, kind in signature.items() if kind[0] == "*" and n not in aligned),
+        misaligned=tuple(n for n in pointers if n not in aligned),
     )
 
 

@@ -46,7 +46,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention.attention_gluon import launched
-from tilewright.kernels.attention.logits_triton import logits, place, power_of, rows_of, seen
+from tilewright.kernels.attention.logits_triton import (
+    STRIDES,
+    Fixed,
+    logits,
+    place,
+    power_of,
+    rows_of,
+    seen,
+)
 from tilewright.kernels.device import older_triton
 from tilewright.kernels.launch import launch
 from tilewright.kernels.spec import KernelSpec
@@ -108,96 +116,54 @@ def _await_sums(n):
 
 
 @gluon.jit
-def _turn_of(
-    m,
-    n,
-    step,
-    offset,
-    keys,
-    window,
-    KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
+def _turn_of(m, n, step, offset, keys, window, KEYS: gl.constexpr, FIXED: gl.constexpr):
     """The number of tiles of keys that add to dq at rows from m on before the tile of keys from n
     on does. These are the tiles of later keys, or of earlier ones where rows are walked backwards.
     `rows_of` says which rows see a tile of keys.
     """
     top = (keys - 1) // KEYS
-    if CAUSAL:
+    if FIXED.CAUSAL:
         top = gl.minimum(top, (m + offset + _ROWS - 1) // KEYS)
     bottom = 0
-    if WINDOW:
+    if FIXED.WINDOW:
         bottom = gl.maximum(m + offset - window + 1, 0) // KEYS
     return gl.where(step > 0, top - n // KEYS, n // KEYS - bottom)
 
 
 @gluon.jit
-def _load(
-    q,
-    q_rest,
-    k,
-    k_rest,
-    v,
-    g,
-    lse_ptr,
-    delta_ptr,
-    batch,
-    h,
-    begin,
-    n,
-    offset,
-    queries,
-    keys,
-    m,
-    step,
-    steps,
-    k_s,
-    k_rest_s,
-    v_s,
-    q_s,
-    q_rest_s,
-    g_s,
-    lse_s,
-    delta_s,
-    at_s,
-    kv_full,
-    q_full,
-    g_full,
-    empty,
-    g_empty,
-    alone,
-    GROUP: gl.constexpr,
-    PACKED: gl.constexpr,
-    REST: gl.constexpr,
-):
+def _load(operands, tile, walk, memory, signals, FIXED: gl.constexpr):
     """One warp. Rows past a tensor's last read zeros."""
+    q, q_rest, k, k_rest, v, g, lse_ptr, delta_ptr = operands
+    batch, h, begin, n, offset, queries, keys = tile
+    m, step, steps = walk
+    k_s, k_rest_s, v_s, q_s, q_rest_s, g_s, lse_s, delta_s, at_s = memory
+    kv_full, q_full, g_full, empty, g_empty, alone = signals
     WIDTH: gl.constexpr = q_s.shape[2]
     r = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     cleared = 0
     if steps > 0:
-        corner, live = [batch, h // GROUP, begin + n, 0], keys - n
-        cleared = load_rows(k, corner, k_s, kv_full, live, alone, cleared, PACKED)
-        if REST:
-            rest = [batch, h // GROUP, begin + n, WIDTH]
-            cleared = load_rows(k_rest, rest, k_rest_s, kv_full, live, alone, cleared, PACKED)
-        cleared = load_rows(v, corner, v_s, kv_full, live, alone, cleared, PACKED)
+        corner, live = [batch, h // FIXED.GROUP, begin + n, 0], keys - n
+        cleared = load_rows(k, corner, k_s, kv_full, live, alone, cleared, FIXED.PACKED)
+        if FIXED.REST:
+            rest = [batch, h // FIXED.GROUP, begin + n, WIDTH]
+            cleared = load_rows(k_rest, rest, k_rest_s, kv_full, live, alone, cleared, FIXED.PACKED)
+        cleared = load_rows(v, corner, v_s, kv_full, live, alone, cleared, FIXED.PACKED)
     stage, phase, g_phase = 0, 0, 0
     for _ in range(steps):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         corner, live = [batch, h, begin + m, 0], queries - m
         full = q_full.index(stage)
-        cleared = load_rows(q, corner, q_s.index(stage), full, live, alone, cleared, PACKED)
-        if REST:
+        cleared = load_rows(q, corner, q_s.index(stage), full, live, alone, cleared, FIXED.PACKED)
+        if FIXED.REST:
             rest, to = [batch, h, begin + m, WIDTH], q_rest_s.index(stage)
-            cleared = load_rows(q_rest, rest, to, full, live, alone, cleared, PACKED)
+            cleared = load_rows(q_rest, rest, to, full, live, alone, cleared, FIXED.PACKED)
         g_stage = stage
-        if REST:
+        if FIXED.REST:
             g_stage = 0
             mbarrier.wait(g_empty, g_phase ^ 1)
             g_phase ^= 1
         full = g_full.index(g_stage)
-        cleared = load_rows(g, corner, g_s.index(g_stage), full, live, alone, cleared, PACKED)
+        cleared = load_rows(g, corner, g_s.index(g_stage), full, live, alone, cleared, FIXED.PACKED)
         lse = gl.load(lse_ptr + m + r, mask=r < live, other=float("inf"))
         delta = gl.load(delta_ptr + m + r, mask=r < live, other=0.0)
         lse_s.index(stage).store(power_of(lse))
@@ -213,33 +179,34 @@ def _load(
 def _add(
     given,
     W: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
+    FIXED: gl.constexpr,
     EMPTY: gl.constexpr,
     ADDERS: gl.constexpr,
     KEYS: gl.constexpr,
-    REST: gl.constexpr,
 ):
     """Warp W of ADDERS, each of which adds the part of one of ADDERS steps. Rows of another
     document get zeros, and those past the tensor's last nothing.
     """
-    total, turn_ptr, batch, h, begin, n, offset, keys, window, m, step, steps = given[:12]
-    dq_s, dq_full, dq_empty, total_rest, dq_rest_s = given[12:]
+    outputs, tile, walk, memory = given
+    total, turn_ptr = outputs
+    batch, h, begin, n, offset, keys, window = tile
+    m, step, steps = walk
+    dq_s, dq_full, dq_empty, total_rest, dq_rest_s = memory
     WIDTH: gl.constexpr = dq_s.shape[2]
     for at in range(W, steps if W < ADDERS else W, ADDERS):
         stage, row = at % _STAGES, m + at * step
         mbarrier.wait(dq_full.index(stage), at // _STAGES & 1)
         here, corner = dq_s.index(stage).reshape(total.block_shape), [batch, h, begin + row, 0]
-        turn = _turn_of(row, n, step, offset, keys, window, KEYS, CAUSAL, WINDOW)
+        turn = _turn_of(row, n, step, offset, keys, window, KEYS, FIXED)
         _await_turn(turn_ptr + row, turn)
         if EMPTY and turn == 0:
             tma_store(total, corner, here)
-            if REST:
+            if FIXED.REST:
                 there = dq_rest_s.index(stage).reshape(total_rest.block_shape)
                 tma_store(total_rest, [batch, h, begin + row, WIDTH], there)
         else:
             tma_add(total, corner, here)
-            if REST:
+            if FIXED.REST:
                 there = dq_rest_s.index(stage).reshape(total_rest.block_shape)
                 tma_add(total_rest, [batch, h, begin + row, WIDTH], there)
         tma.store_wait(0)
@@ -283,62 +250,23 @@ def _operand(t, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(
-    shared,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    PACKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):
+def _offset(strides, batch, head, row):
+    return batch * strides[0] + head * strides[1] + row * strides[2]
+
+
+@gluon.jit
+def _differentiate(shared, FIXED: gl.constexpr):
     """Arguments of the kernel are read where they are used; what is computed from them would take
     registers, so it is computed here.
 
     ahead: how many positions the first step's first query is after the first key.
     """
-    (
-        dk_ptr,
-        dk_batch,
-        dk_head,
-        dk_row,
-        dv_ptr,
-        dv_batch,
-        dv_head,
-        dv_row,
-        dk_sum_ptr,
-        dv_sum_ptr,
-        key_turn_ptr,
-        Sk,
-        batch,
-        h,
-        begin,
-        n,
-        queries,
-        keys,
-        window,
-        scale,
-        cap,
-        ahead,
-        step,
-        steps,
-        there,
-        k_s,
-        v_s,
-        q_s,
-        g_s,
-        lse_s,
-        delta_s,
-        at_s,
-        ds_s,
-        dq_s,
-        kv_full,
-        q_full,
-        g_full,
-        empty,
-        dq_full,
-        dq_empty,
-    ) = shared
+    outputs, tile, walk, memory, signals = shared
+    dk_ptr, dk_strides, dv_ptr, dv_strides, dk_sum_ptr, dv_sum_ptr, key_turn_ptr, Sk = outputs
+    batch, h, begin, n, queries, keys, window, scale, cap = tile
+    ahead, step, steps, there = walk
+    k_s, v_s, q_s, g_s, lse_s, delta_s, at_s, ds_s, dq_s = memory
+    kv_full, q_full, g_full, empty, dq_full, dq_empty = signals
     KEYS: gl.constexpr = k_s.shape[0]
     WIDTH: gl.constexpr = k_s.shape[1]
     DTYPE: gl.constexpr = k_s.dtype
@@ -364,23 +292,23 @@ def _differentiate(
         mbarrier.wait(g_full.index(stage), phase)
         dp = warpgroup_mma(v_s, g.permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
-        l, slope = logits(s, scale, cap, SOFTCAP)
+        l, slope = logits(s, scale, cap, FIXED.SOFTCAP)
         p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
         edge = n + KEYS > keys
-        if CAUSAL:
+        if FIXED.CAUSAL:
             edge = edge | (ahead < KEYS - 1)
-        if WINDOW:
+        if FIXED.WINDOW:
             edge = edge | (ahead + _ROWS > window)
         if edge:
             # From shared memory: the loop would hold positions in registers.
             at = at_s.index(stage).load(COLUMN)
-            mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
+            mask = seen(at[None, :], j[:, None], keys, window, FIXED.CAUSAL, FIXED.WINDOW)
             p = gl.where(mask, p, 0.0)
         weights = _operand(p, DTYPE, SUMS)
         dv = warpgroup_mma(weights, g, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         t = p * (dp - delta_s.index(stage).load(COLUMN)[None, :])
-        if SOFTCAP:
+        if FIXED.SOFTCAP:
             t *= slope
         ds = _operand(t, DTYPE, SUMS)
         ds_s.store(t.to(DTYPE))
@@ -389,7 +317,7 @@ def _differentiate(
         dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none_of, use_acc=False, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         dq, dv, weights = warpgroup_mma_wait(1, deps=[dq, dv, weights])
-        if PACKED and queries - n - ahead < _ROWS:
+        if FIXED.PACKED and queries - n - ahead < _ROWS:
             # Added to the next document's rows: 0 times a NaN of this one's would be NaN.
             r = n + ahead + gl.arange(0, _ROWS, gl.SliceLayout(1, PART))
             dq = gl.where((r < queries)[:, None], dq, 0.0)
@@ -405,78 +333,37 @@ def _differentiate(
     if there:
         dk *= scale
         h = _here(h)
-        b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
+        b, kv, turn = batch.to(gl.int64), (h // FIXED.GROUP).to(gl.int64), h % FIXED.GROUP
         start = begin.to(gl.int64)
-        if GROUP > 1:
-            key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
+        if FIXED.GROUP > 1:
+            key_at = (b * (gl.num_programs(1) // FIXED.GROUP) + kv) * Sk + begin
             counter_ptr = key_turn_ptr + key_at + n
             _await_turn(counter_ptr, turn)
-            dk = _add_head(dk, dk_sum_ptr + key_at * D, n, keys, turn, GROUP, D, D)
-            dv = _add_head(dv, dv_sum_ptr + key_at * D, n, keys, turn, GROUP, D, D)
+            dk = _add_head(
+                dk, dk_sum_ptr + key_at * FIXED.D, n, keys, turn, FIXED.GROUP, FIXED.D, FIXED.D
+            )
+            dv = _add_head(
+                dv, dv_sum_ptr + key_at * FIXED.D, n, keys, turn, FIXED.GROUP, FIXED.D, FIXED.D
+            )
             _end_turn(counter_ptr)
-        if GROUP == 1 or turn == GROUP - 1:
-            dk_at = b * dk_batch + kv * dk_head + start * dk_row
-            _store(dk, dk_ptr + dk_at, dk_row, n, keys, D)
-            dv_at = b * dv_batch + kv * dv_head + start * dv_row
-            _store(dv, dv_ptr + dv_at, dv_row, n, keys, D)
+        if FIXED.GROUP == 1 or turn == FIXED.GROUP - 1:
+            dk_at = _offset(dk_strides, b, kv, start)
+            _store(dk, dk_ptr + dk_at, dk_strides[2], n, keys, FIXED.D)
+            dv_at = _offset(dv_strides, b, kv, start)
+            _store(dv, dv_ptr + dv_at, dv_strides[2], n, keys, FIXED.D)
 
 
 @gluon.jit
-def _differentiate_parts(
-    shared,
-    parts,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    PACKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
+def _differentiate_parts(shared, parts, FIXED: gl.constexpr):
     """`_differentiate` of keys in two parts. Every product's columns are divided among four warps
     and four, so that no left operand is in registers.
     """
-    (
-        dk_ptr,
-        dk_batch,
-        dk_head,
-        dk_row,
-        dv_ptr,
-        dv_batch,
-        dv_head,
-        dv_row,
-        dk_sum_ptr,
-        dv_sum_ptr,
-        key_turn_ptr,
-        Sk,
-        batch,
-        h,
-        begin,
-        n,
-        queries,
-        keys,
-        window,
-        scale,
-        cap,
-        ahead,
-        step,
-        steps,
-        there,
-        k_s,
-        v_s,
-        q_s,
-        g_s,
-        lse_s,
-        delta_s,
-        at_s,
-        ds_s,
-        dq_s,
-        kv_full,
-        q_full,
-        g_full,
-        empty,
-        dq_full,
-        dq_empty,
-    ) = shared
+    outputs, tile, walk, memory, signals = shared
+    dk_ptr, dk_strides, dv_ptr, dv_strides, dk_sum_ptr, dv_sum_ptr, key_turn_ptr, Sk = outputs
+    batch, h, begin, n, queries, keys, window, scale, cap = tile
+    ahead, step, steps, there = walk
+    k_s, v_s, q_s, g_s, lse_s, delta_s, at_s, ds_s, dq_s = memory
+    kv_full, q_full, g_full, empty, dq_full, dq_empty = signals
     k_rest_s, q_rest_s, dq_rest_s, p_s, g_empty = parts
     KEYS: gl.constexpr = k_s.shape[0]
     WIDTH: gl.constexpr = k_s.shape[1]
@@ -507,13 +394,13 @@ def _differentiate_parts(
         l, _ = logits(s, scale, cap, False)
         p = gl.exp2(l - lse_s.index(stage).load(COLUMN)[None, :])
         edge = n + KEYS > keys
-        if CAUSAL:
+        if FIXED.CAUSAL:
             edge = edge | (ahead < KEYS - 1)
-        if WINDOW:
+        if FIXED.WINDOW:
             edge = edge | (ahead + _ROWS > window)
         if edge:
             at = at_s.index(stage).load(COLUMN)
-            mask = seen(at[None, :], j[:, None], keys, window, CAUSAL, WINDOW)
+            mask = seen(at[None, :], j[:, None], keys, window, FIXED.CAUSAL, FIXED.WINDOW)
             p = gl.where(mask, p, 0.0)
         p_s.store(p.to(DTYPE))
         fence_async_shared()
@@ -529,7 +416,7 @@ def _differentiate_parts(
         dk = warpgroup_mma(ds_s, q, dk, is_async=True)
         dk_rest = warpgroup_mma(ds_s, q_rest, dk_rest, is_async=True)
         dq, dq_rest, dv = warpgroup_mma_wait(2, deps=[dq, dq_rest, dv])
-        if PACKED and queries - n - ahead < _ROWS:
+        if FIXED.PACKED and queries - n - ahead < _ROWS:
             # Added to the next document's rows: 0 times a NaN of this one's would be NaN.
             r = n + ahead + gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
             dq = gl.where((r < queries)[:, None], dq, 0.0)
@@ -551,23 +438,27 @@ def _differentiate_parts(
         dk *= scale
         dk_rest *= scale
         h = _here(h)
-        b, kv, turn = batch.to(gl.int64), (h // GROUP).to(gl.int64), h % GROUP
+        b, kv, turn = batch.to(gl.int64), (h // FIXED.GROUP).to(gl.int64), h % FIXED.GROUP
         start = begin.to(gl.int64)
-        if GROUP > 1:
-            key_at = (b * (gl.num_programs(1) // GROUP) + kv) * Sk + begin
+        if FIXED.GROUP > 1:
+            key_at = (b * (gl.num_programs(1) // FIXED.GROUP) + kv) * Sk + begin
             counter_ptr = key_turn_ptr + key_at + n
             _await_turn(counter_ptr, turn)
-            sum_ptr = dk_sum_ptr + key_at * D
-            dk = _add_head(dk, sum_ptr, n, keys, turn, GROUP, WIDTH, D)
-            dk_rest = _add_head(dk_rest, sum_ptr + WIDTH, n, keys, turn, GROUP, D - WIDTH, D)
-            dv = _add_head(dv, dv_sum_ptr + key_at * DV, n, keys, turn, GROUP, DV, DV)
+            sum_ptr = dk_sum_ptr + key_at * FIXED.D
+            dk = _add_head(dk, sum_ptr, n, keys, turn, FIXED.GROUP, WIDTH, FIXED.D)
+            dk_rest = _add_head(
+                dk_rest, sum_ptr + WIDTH, n, keys, turn, FIXED.GROUP, FIXED.D - WIDTH, FIXED.D
+            )
+            dv = _add_head(
+                dv, dv_sum_ptr + key_at * FIXED.DV, n, keys, turn, FIXED.GROUP, FIXED.DV, FIXED.DV
+            )
             _end_turn(counter_ptr)
-        if GROUP == 1 or turn == GROUP - 1:
-            to = dk_ptr + b * dk_batch + kv * dk_head + start * dk_row
-            _store(dk, to, dk_row, n, keys, WIDTH)
-            _store(dk_rest, to + WIDTH, dk_row, n, keys, D - WIDTH)
-            dv_at = b * dv_batch + kv * dv_head + start * dv_row
-            _store(dv, dv_ptr + dv_at, dv_row, n, keys, DV)
+        if FIXED.GROUP == 1 or turn == FIXED.GROUP - 1:
+            to = dk_ptr + b * dk_strides[0] + kv * dk_strides[1] + start * dk_strides[2]
+            _store(dk, to, dk_strides[2], n, keys, WIDTH)
+            _store(dk_rest, to + WIDTH, dk_strides[2], n, keys, FIXED.D - WIDTH)
+            dv_at = _offset(dv_strides, b, kv, start)
+            _store(dv, dv_ptr + dv_at, dv_strides[2], n, keys, FIXED.DV)
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -597,21 +488,9 @@ def _backward(
     window,
     scale,
     cap,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    WIDTH: gl.constexpr,
-    REST: gl.constexpr,
-    DV: gl.constexpr,
-    PACKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    dk_strides,
+    dv_strides,
+    FIXED: gl.constexpr,
     EMPTY: gl.constexpr,
     LATE: gl.constexpr,
     ADDERS: gl.constexpr,
@@ -624,192 +503,113 @@ def _backward(
     LATE: so many last heads are launched together, the first keys first.
     """
     KEYS: gl.constexpr = k.block_shape[2]
-    G_STAGES: gl.constexpr = 1 if REST else _STAGES
-    k_s = stages(q.dtype, 1, KEYS, WIDTH).index(0)
-    v_s = stages(q.dtype, 1, KEYS, WIDTH).index(0)
-    q_s, g_s = stages(q.dtype, _STAGES, _ROWS, WIDTH), stages(q.dtype, G_STAGES, _ROWS, WIDTH)
+    G_STAGES: gl.constexpr = 1 if FIXED.REST else _STAGES
+    k_s = stages(q.dtype, 1, KEYS, FIXED.WIDTH).index(0)
+    v_s = stages(q.dtype, 1, KEYS, FIXED.WIDTH).index(0)
+    q_s, g_s = (
+        stages(q.dtype, _STAGES, _ROWS, FIXED.WIDTH),
+        stages(q.dtype, G_STAGES, _ROWS, FIXED.WIDTH),
+    )
     ds_s = stages(q.dtype, 1, KEYS, _ROWS).index(0)
-    dq_s = stages(gl.float32, _STAGES, _ROWS, WIDTH)
+    dq_s = stages(gl.float32, _STAGES, _ROWS, FIXED.WIDTH)
     k_rest_s, q_rest_s, dq_rest_s, p_s = k_s, q_s, dq_s, ds_s  # not used
-    if REST:
-        k_rest_s = stages(q.dtype, 1, KEYS, REST).index(0)
-        q_rest_s = stages(q.dtype, _STAGES, _ROWS, REST)
-        dq_rest_s = stages(gl.float32, _STAGES, _ROWS, REST)
+    if FIXED.REST:
+        k_rest_s = stages(q.dtype, 1, KEYS, FIXED.REST).index(0)
+        q_rest_s = stages(q.dtype, _STAGES, _ROWS, FIXED.REST)
+        dq_rest_s = stages(gl.float32, _STAGES, _ROWS, FIXED.REST)
         p_s = stages(q.dtype, 1, KEYS, _ROWS).index(0)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     delta_s = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], LINE)
     at_s = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], LINE)
-    MORE: gl.constexpr = 1 if REST else 0
+    MORE: gl.constexpr = 1 if FIXED.REST else 0
     q_full, g_full, empty = barriers(_STAGES, 2 + MORE), barriers(G_STAGES, 2), barriers(_STAGES, 1)
     kv_full, alone = barriers(1, 2 + MORE), barriers(1, 1)
     dq_full, dq_empty = barriers(_STAGES, 1), barriers(_STAGES, 1)
     g_empty = alone  # not used
-    if REST:
+    if FIXED.REST:
         g_empty = barriers(1, 1)
     # The last keys of a document first; all keys of a head before the next head's. In the last
     # heads, the keys with the most queries first, so that all SMs end at the same time.
     t, h, late = launched(LATE)
     t = gl.where(late, t, gl.num_programs(0) - 1 - t)
     there, batch, n, begin, queries, keys = place(
-        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, KEYS, PACKED
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, KEYS, FIXED.PACKED
     )
     # Packed documents have no offset, and other tiles are all there: constants take no registers.
-    if PACKED:
+    if FIXED.PACKED:
         offset = 0
     else:
         there = t == t
-    low, high = rows_of(n, n + KEYS - 1, queries, offset, window, _ROWS, CAUSAL, WINDOW)
+    low, high = rows_of(n, n + KEYS - 1, queries, offset, window, _ROWS, FIXED.CAUSAL, FIXED.WINDOW)
     steps = gl.where(there, gl.cdiv(high - low, _ROWS), 0)
     m = gl.where(late, low + (steps - 1) * _ROWS, low)
     step = gl.where(late, -_ROWS, _ROWS)
     row_at = (batch.to(gl.int64) * gl.num_programs(1) + h) * S + begin
+    ahead = m + offset - n
     shared = (
-        dk_ptr,
-        dk_batch,
-        dk_head,
-        dk_row,
-        dv_ptr,
-        dv_batch,
-        dv_head,
-        dv_row,
-        dk_sum_ptr,
-        dv_sum_ptr,
-        key_turn_ptr,
-        Sk,
-        batch,
-        h,
-        begin,
-        n,
-        queries,
-        keys,
-        window,
-        scale,
-        cap,
-        m + offset - n,
-        step,
-        steps,
-        there,
-        k_s,
-        v_s,
-        q_s,
-        g_s,
-        lse_s,
-        delta_s,
-        at_s,
-        ds_s,
-        dq_s,
-        kv_full.index(0),
-        q_full,
-        g_full,
-        empty,
-        dq_full,
-        dq_empty,
+        (dk_ptr, dk_strides, dv_ptr, dv_strides, dk_sum_ptr, dv_sum_ptr, key_turn_ptr, Sk),
+        (batch, h, begin, n, queries, keys, window, scale, cap),
+        (ahead, step, steps, there),
+        (k_s, v_s, q_s, g_s, lse_s, delta_s, at_s, ds_s, dq_s),
+        (kv_full.index(0), q_full, g_full, empty, dq_full, dq_empty),
     )
+    walk = m, step, steps
     adds = (
-        part,
-        row_turn_ptr + row_at,
-        batch,
-        h,
-        begin,
-        n,
-        offset,
-        keys,
-        window,
-        m,
-        step,
-        steps,
-        dq_s,
-        dq_full,
-        dq_empty,
-        part_rest,
-        dq_rest_s,
+        (part, row_turn_ptr + row_at),
+        (batch, h, begin, n, offset, keys, window),
+        walk,
+        (dq_s, dq_full, dq_empty, part_rest, dq_rest_s),
     )
     parts = k_rest_s, q_rest_s, dq_rest_s, p_s, g_empty.index(0)
+    operands = q, q_rest, k, k_rest, v, g, lse_ptr + row_at, delta_ptr + row_at
+    tile = batch, h, begin, n, offset, queries, keys
+    memory = k_s, k_rest_s, v_s, q_s, q_rest_s, g_s, lse_s, delta_s, at_s
+    signals = kv_full.index(0), q_full, g_full, empty, g_empty.index(0), alone.index(0)
     gl.warp_specialize(
         [
-            (_differentiate_parts, (shared, parts, GROUP, D, DV, PACKED, CAUSAL, WINDOW))
-            if REST
-            else (_differentiate, (shared, GROUP, D, PACKED, CAUSAL, WINDOW, SOFTCAP)),
-            (
-                _load,
-                (
-                    q,
-                    q_rest,
-                    k,
-                    k_rest,
-                    v,
-                    g,
-                    lse_ptr + row_at,
-                    delta_ptr + row_at,
-                    batch,
-                    h,
-                    begin,
-                    n,
-                    offset,
-                    queries,
-                    keys,
-                    m,
-                    step,
-                    steps,
-                    k_s,
-                    k_rest_s,
-                    v_s,
-                    q_s,
-                    q_rest_s,
-                    g_s,
-                    lse_s,
-                    delta_s,
-                    at_s,
-                    kv_full.index(0),
-                    q_full,
-                    g_full,
-                    empty,
-                    g_empty.index(0),
-                    alone.index(0),
-                    GROUP,
-                    PACKED,
-                    REST,
-                ),
-            ),
-            (_add, (adds, 0, CAUSAL, WINDOW, EMPTY, ADDERS, KEYS, REST)),
-            (_add, (adds, 1, CAUSAL, WINDOW, EMPTY, ADDERS, KEYS, REST)),
+            (_differentiate_parts, (shared, parts, FIXED))
+            if FIXED.REST
+            else (_differentiate, (shared, FIXED)),
+            (_load, (operands, tile, walk, memory, signals, FIXED)),
+            (_add, (adds, 0, FIXED, EMPTY, ADDERS, KEYS)),
+            (_add, (adds, 1, FIXED, EMPTY, ADDERS, KEYS)),
         ],
         [1, 1, 1],
         [ONE_WARP, ONE_WARP, ONE_WARP],
     )
 
 
-def _keys(constants: dict) -> int:
+def _keys(fixed: Fixed) -> int:
     """Keys of a tile."""
-    return 64 if constants["REST"] else 128
+    return 64 if fixed.REST else 128
 
 
-def _ways(heads: int, seen: bool, constants: dict) -> dict:
+def _ways(heads: int, seen: bool, fixed: Fixed) -> dict:
     """The kernel's last constants.   seen: as `_all_seen`."""
     # An addition takes about as long as a step, so that two warps share them. Triton 3.9 holds a
     # few thread indices more, which leave no registers for two beside 128 keys.
-    adders = 2 if older_triton() or constants["REST"] else 1
+    adders = 2 if older_triton() or fixed.REST else 1
     return {"EMPTY": seen, "LATE": min(LATE, heads), "ADDERS": adders}
 
 
-def _all_seen(constants: dict, offset: int) -> bool:
+def _all_seen(fixed: Fixed, offset: int) -> bool:
     """Whether tiles of keys write all rows of dq, and no rows that are not theirs."""
-    return not (constants["PACKED"] or constants["WINDOW"] or (constants["CAUSAL"] and offset < 0))
+    return not (fixed.PACKED or fixed.WINDOW or (fixed.CAUSAL and offset < 0))
 
 
-def backward(tensors, numbers, constants: dict, config: dict, grid) -> torch.Tensor:
+def backward(tensors, numbers, fixed: Fixed, config: dict, grid) -> torch.Tensor:
     """dk and dv as attention_triton's, of operands that TMA reads. Returns dq without the scale, in
     float32.
 
     tensors: dout, q, k, v, lse, delta, dk, dv, tiles and cu_seqlens.
-    numbers: from `capacity` to `cap`.   constants: from GROUP to SOFTCAP.
+    numbers: from `capacity` to `cap`.
     """
     dout, q, k, v, lse, delta, dk, dv, tiles, cu_seqlens = tensors
     (B, Hq, S), (Hk, Sk) = q.shape[:3], k.shape[1:3]
-    width, rest, keys = constants["WIDTH"], constants["REST"], _keys(constants)
+    width, rest, keys = fixed.WIDTH, fixed.REST, _keys(fixed)
     assert keys == config["BLOCK_N"] // (2 if rest else 1), config  # the grid's tiles
-    ways = _ways(Hq, _all_seen(constants, numbers[3]), constants)
+    ways = _ways(Hq, _all_seen(fixed, numbers[3]), fixed)
     part = (q.new_empty if ways["EMPTY"] else q.new_zeros)(q.shape, dtype=torch.float32)
     turns = q.new_zeros(B * (Hq * S + Hk * Sk), dtype=torch.int32)
     shared = Hq > Hk
@@ -836,27 +636,27 @@ def backward(tensors, numbers, constants: dict, config: dict, grid) -> torch.Ten
         tiles,
         cu_seqlens,
         *numbers,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        **{n: value for n, value in constants.items() if n in _backward.arg_names},
+        dk.stride()[:3],
+        dv.stride()[:3],
+        FIXED=fixed,
         **ways,
         num_warps=_WARPS.value,
     )
     return part
 
 
-def fits(constants: dict) -> bool:
+def fits(fixed: Fixed) -> bool:
     """Whether it computes this without spilling registers."""
-    width, capped = constants["WIDTH"], constants["SOFTCAP"]
-    if constants["REST"]:
+    width, capped = fixed.WIDTH, fixed.SOFTCAP
+    if fixed.REST:
         return not capped
-    return constants["DV"] == constants["D"] and width <= (64 if capped else 128)
+    return fixed.DV == fixed.D and width <= (64 if capped else 128)
 
 
-def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
-    """pointers, constants: as attention_triton's."""
-    t, shared = pointers["*"], constants["GROUP"] > 1
-    width, rest, keys = constants["WIDTH"], constants["REST"], _keys(constants)
+def spec(label: str, pointers: dict, fixed: Fixed) -> KernelSpec:
+    """pointers, fixed: as attention_triton's."""
+    t, shared = pointers["*"], fixed.GROUP > 1
+    width, rest, keys = fixed.WIDTH, fixed.REST, _keys(fixed)
     rows = 1, 1, _ROWS.value
     described = {
         **dict.fromkeys("qg", descriptor_type(t, *rows, width)),
@@ -867,8 +667,11 @@ def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
         described["q_rest"] = descriptor_type(t, *rows, rest)
         described["k_rest"] = descriptor_type(t, 1, 1, keys, rest)
         described["part_rest"] = descriptor_type("fp32", *rows, rest)
-    else:
-        constants = {**constants, "q_rest": None, "k_rest": None, "part_rest": None}
+    ways = _ways(LATE, _all_seen(fixed, 0), fixed)
+    constants = {"FIXED": fixed, **ways, "num_warps": _WARPS.value}
+    if not rest:
+        constants |= {"q_rest": None, "k_rest": None, "part_rest": None}
+    strides = dict.fromkeys(("dk_strides", "dv_strides"), STRIDES)
     return KernelSpec.of(
         _backward,
         label,
@@ -879,9 +682,9 @@ def spec(label: str, pointers: dict, constants: dict) -> KernelSpec:
             "dv_sum": "fp32" if shared else None,
             "key_turn": "i32" if shared else None,
         },
-        {**constants, **_ways(LATE, _all_seen(constants, 0), constants), "num_warps": _WARPS.value},
-        {**described, "scale": "fp32", "cap": "fp32"},
-        divisible=tuple(f"{t}_{of}" for t in ("dk", "dv") for of in ("batch", "head", "row")),
+        constants,
+        {**described, "scale": "fp32", "cap": "fp32", **strides},
+        divisible=tuple(strides),
         # TMA reads the operands; sums are added and stored in pairs, as wgmma holds them.
         load=64,
         store=32,

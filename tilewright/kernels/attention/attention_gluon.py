@@ -30,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.kernels.attention.logits_triton import (
     LN2,
     LOG2E,
+    STRIDES,
+    Fixed,
     blocks_of_keys,
     place,
     seen,
@@ -94,38 +96,16 @@ def _blocks(m, offset, keys, window, N: gl.constexpr, CAUSAL: gl.constexpr, WIND
 
 
 @gluon.jit
-def _load(
-    q,
-    q_rest,
-    k,
-    k_rest,
-    v,
-    batch,
-    h,
-    row,
-    begin,
-    keys,
-    last,
-    steps,
-    q_s,
-    q_rest_s,
-    k_s,
-    k_rest_s,
-    v_s,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    alone,
-    GROUP: gl.constexpr,
-    PACKED: gl.constexpr,
-    REST: gl.constexpr,
-):
+def _load(operands, tile, memory, signals, FIXED: gl.constexpr):
     """One warp. Rows past a tensor's last read zeros."""
+    q, q_rest, k, k_rest, v = operands
+    batch, h, row, begin, keys, last, steps = tile
+    q_s, q_rest_s, k_s, k_rest_s, v_s = memory
+    q_full, k_full, k_empty, v_full, v_empty, alone = signals
     STAGES: gl.constexpr = k_s.shape[0]
     N: gl.constexpr = k_s.shape[1]
     WIDTH: gl.constexpr = k_s.shape[2]
+    REST: gl.constexpr = FIXED.REST
     if steps > 0:
         rest: gl.constexpr = q_rest.block_type.nbytes if REST else 0
         mbarrier.expect(q_full, 2 * (q.block_type.nbytes + rest))
@@ -142,44 +122,37 @@ def _load(
         rest: gl.constexpr = k_rest.block_type.nbytes if REST else 0
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes + rest)
         here = k_s.index(stage).reshape(k.block_shape)
-        tma_load(k, [batch, h // GROUP, begin + n, 0], k_full.index(stage), here)
+        tma_load(k, [batch, h // FIXED.GROUP, begin + n, 0], k_full.index(stage), here)
         if REST:
             here = k_rest_s.index(stage).reshape(k_rest.block_shape)
-            tma_load(k_rest, [batch, h // GROUP, begin + n, WIDTH], k_full.index(stage), here)
+            tma_load(k_rest, [batch, h // FIXED.GROUP, begin + n, WIDTH], k_full.index(stage), here)
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        to, full, corner = v_s.index(stage), v_full.index(stage), [batch, h // GROUP, begin + n, 0]
+        to, full, corner = (
+            v_s.index(stage),
+            v_full.index(stage),
+            [batch, h // FIXED.GROUP, begin + n, 0],
+        )
         # Only the last block of keys, which is loaded first, has rows of another document.
-        cleared = load_rows(v, corner, to, full, keys - n, alone, cleared, PACKED)
+        cleared = load_rows(v, corner, to, full, keys - n, alone, cleared, FIXED.PACKED)
         stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _softmax(
-    s,
-    top,
-    total,
-    rows,
-    n,
-    keys,
-    window,
-    scale,
-    cap,
-    MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):
+def _softmax(s, top, total, sight, n, FIXED: gl.constexpr, MASKED: gl.constexpr):
     """The exponentials of products s [rows, keys from n on], the largest logit so far (in base 2),
     the sum of exponentials so far, and the factor of earlier sums.
+
+    sight: the rows' positions, the number of keys, the window, the scale and the cap.
     """
-    if SOFTCAP:
+    rows, keys, window, scale, cap = sight
+    if FIXED.SOFTCAP:
         s = tanh(s * (scale / cap))
         factor = cap * LOG2E
     else:
         factor = scale * LOG2E
     if MASKED:
         column = n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        mask = seen(rows[:, None], column[None, :], keys, window, CAUSAL, WINDOW)
+        mask = seen(rows[:, None], column[None, :], keys, window, FIXED.CAUSAL, FIXED.WINDOW)
         s = gl.where(mask, s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1) * factor)
     base = gl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
@@ -208,19 +181,10 @@ def _product(q, q_rest, k, k_rest, N: gl.constexpr, REST: gl.constexpr):
 
 
 @gluon.jit
-def _steps(
-    count,
-    state,
-    given,
-    MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    REST: gl.constexpr,
-):
+def _steps(count, state, given, FIXED: gl.constexpr, MASKED: gl.constexpr):
     """`count` blocks of keys, down from the one before n."""
     n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity = state
-    q, q_rest, memory, signals, mine, other, rows, keys, window, scale, cap = given
+    q, q_rest, memory, signals, mine, other, sight = given
     k_s, k_rest_s, v_s = memory
     k_full, k_empty, v_full, v_empty = signals
     STAGES: gl.constexpr = k_s.shape[0]
@@ -230,15 +194,13 @@ def _steps(
         mbarrier.wait(k_full.index(k_stage), k_phase)
         mbarrier.wait(mine, parity)
         rest = k_rest_s.index(k_stage)
-        s = _product(q, q_rest, k_s.index(k_stage), rest, N, REST)
+        s = _product(q, q_rest, k_s.index(k_stage), rest, N, FIXED.REST)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
         mbarrier.arrive(other)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(k_stage))
-        s, top, total, shrink = _softmax(
-            s, top, total, rows, n, keys, window, scale, cap, MASKED, CAUSAL, WINDOW, SOFTCAP
-        )
+        s, top, total, shrink = _softmax(s, top, total, sight, n, FIXED, MASKED)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(v_empty.index(v_stage))
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -250,43 +212,14 @@ def _steps(
 
 
 @gluon.jit
-def _attend(
-    shared,
-    W: gl.constexpr,
-    DV: gl.constexpr,
-    REST: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
-):
+def _attend(shared, W: gl.constexpr, FIXED: gl.constexpr):
     """Warpgroup W of two. last: -1 if there is nothing to do."""
-    (
-        sinks_ptr,
-        out_ptr,
-        lse_ptr,
-        h,
-        m,
-        offset,
-        queries,
-        keys,
-        window,
-        last,
-        masked,
-        free,
-        ended,
-        scale,
-        cap,
-        out_at,
-        o_row,
-        lse_at,
-        q_s,
-        q_rest_s,
-        q_full,
-        memory,
-        signals,
-        turn,
-    ) = shared
+    outputs, tile, blocks, numbers, memory_of_q, memory, signals, turn = shared
+    sinks_ptr, out_ptr, lse_ptr = outputs
+    h, m, offset, queries, keys, window = tile
+    last, masked, free, ended = blocks
+    scale, cap, out_at, o_row, lse_at = numbers
+    q_s, q_rest_s, q_full = memory_of_q
     k_s, k_rest_s, v_s = memory
     k_full, k_empty, v_full, _empty = signals
     STAGES: gl.constexpr = k_s.shape[0]
@@ -300,7 +233,7 @@ def _attend(
         rows = m + offset + i
         top = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([_ROWS], gl.float32, ROW)
-        if SINKS:  # a key with this logit, whose value is 0
+        if FIXED.SINKS:  # a key with this logit, whose value is 0
             top = gl.zeros([_ROWS], gl.float32, ROW) + gl.load(sinks_ptr + h) * LOG2E
             total = gl.where(top == float("-inf"), 0.0, 1.0)
         q, q_rest = q_s.index(W), q_rest_s.index(W)
@@ -308,23 +241,22 @@ def _attend(
         acc = gl.zeros([_ROWS, WIDTH], gl.float32, SUMS)
         mbarrier.wait(q_full, 0)
         mbarrier.wait(k_full.index(0), 0)
-        s = _product(q, q_rest, k_s.index(0), k_rest_s.index(0), N, REST)
+        s = _product(q, q_rest, k_s.index(0), k_rest_s.index(0), N, FIXED.REST)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(0))
-        s, top, total, _ = _softmax(
-            s, top, total, rows, n, keys, window, scale, cap, True, CAUSAL, WINDOW, SOFTCAP
-        )
+        sight = rows, keys, window, scale, cap
+        s, top, total, _ = _softmax(s, top, total, sight, n, FIXED, True)
         p = _operand(s, v_s.dtype)
         v_stage, v_phase = 0, 0
         k_stage, k_phase = advance(v_stage, v_phase, STAGES)
         parity = 1 - W  # the first warpgroup's first turn is free
         state = n, acc, p, top, total, k_stage, k_phase, v_stage, v_phase, parity
         mine, other = turn.index(W), turn.index(1 - W)
-        given = (q, q_rest, memory, signals, mine, other, rows, keys, window, scale, cap)
-        state = _steps(masked, state, given, True, CAUSAL, WINDOW, SOFTCAP, REST)
-        state = _steps(free, state, given, False, CAUSAL, WINDOW, SOFTCAP, REST)
-        if WINDOW:
-            state = _steps(ended, state, given, True, CAUSAL, WINDOW, SOFTCAP, REST)
+        given = q, q_rest, memory, signals, mine, other, sight
+        state = _steps(masked, state, given, FIXED, True)
+        state = _steps(free, state, given, FIXED, False)
+        if FIXED.WINDOW:
+            state = _steps(ended, state, given, FIXED, True)
         _, acc, p, top, total, _, _, v_stage, v_phase, _ = state
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc = warpgroup_mma(p, v_s.index(v_stage), acc, is_async=True)
@@ -340,7 +272,7 @@ def _attend(
         r = W * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, WIDE))
         d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
         at = out_ptr + out_at + r.to(gl.int64)[:, None] * o_row + d[None, :]
-        gl.store(at, q.load(WIDE), mask=(m + r < queries)[:, None] & (d < DV)[None, :])
+        gl.store(at, q.load(WIDE), mask=(m + r < queries)[:, None] & (d < FIXED.DV)[None, :])
 
 
 @gluon.jit(do_not_specialize=["capacity", "S", "Sk", "offset", "window"])
@@ -362,19 +294,8 @@ def _forward(
     window,
     scale,
     cap,
-    o_batch,
-    o_head,
-    o_row,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    WIDTH: gl.constexpr,
-    REST: gl.constexpr,
-    DV: gl.constexpr,
-    PACKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
+    o_strides,
+    FIXED: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
     LATE: gl.constexpr,
@@ -383,13 +304,13 @@ def _forward(
     q_rest, k_rest: descriptors of the same q and k, with boxes of the REST columns that follow, or
         None.
     """
-    q_s = stages(q.dtype, 2, _ROWS, WIDTH)
-    k_s = stages(k.dtype, STAGES, N, WIDTH)
+    q_s = stages(q.dtype, 2, _ROWS, FIXED.WIDTH)
+    k_s = stages(k.dtype, STAGES, N, FIXED.WIDTH)
     q_rest_s, k_rest_s = q_s, k_s  # not read
-    if REST:
-        q_rest_s = stages(q.dtype, 2, _ROWS, REST)
-        k_rest_s = stages(k.dtype, STAGES, N, REST)
-    v_s = stages(v.dtype, STAGES, N, WIDTH)
+    if FIXED.REST:
+        q_rest_s = stages(q.dtype, 2, _ROWS, FIXED.REST)
+        k_rest_s = stages(k.dtype, STAGES, N, FIXED.REST)
+    v_s = stages(v.dtype, STAGES, N, FIXED.WIDTH)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     single, turn = barriers(2, 1), barriers(2, 1)
@@ -397,107 +318,62 @@ def _forward(
     t, h, _late = launched(LATE)
     t = gl.num_programs(0) - 1 - t
     there, batch, m, begin, queries, keys = place(
-        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, 2 * _ROWS, PACKED
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, 2 * _ROWS, FIXED.PACKED
     )
-    last, masked, free, ended = _blocks(m, offset, keys, window, N, CAUSAL, WINDOW)
+    last, masked, free, ended = _blocks(m, offset, keys, window, N, FIXED.CAUSAL, FIXED.WINDOW)
     steps = gl.where(there, 1 + masked + free + ended, 0)
     last = gl.where(there, last, -1)
     row = begin + m
     b = batch.to(gl.int64)
-    out_at = b * o_batch + h.to(gl.int64) * o_head + row.to(gl.int64) * o_row
+    out_at = b * o_strides[0] + h.to(gl.int64) * o_strides[1] + row.to(gl.int64) * o_strides[2]
     lse_at = (b * gl.num_programs(1) + h) * S + row
-    memory, signals = (k_s, k_rest_s, v_s), (k_full, k_empty, v_full, v_empty)
     shared = (
-        sinks_ptr,
-        out_ptr,
-        lse_ptr,
-        h,
-        m,
-        offset,
-        queries,
-        keys,
-        window,
-        last,
-        masked,
-        free,
-        ended,
-        scale,
-        cap,
-        out_at,
-        o_row,
-        lse_at,
-        q_s,
-        q_rest_s,
-        single.index(0),
-        memory,
-        signals,
+        (sinks_ptr, out_ptr, lse_ptr),
+        (h, m, offset, queries, keys, window),
+        (last, masked, free, ended),
+        (scale, cap, out_at, o_strides[2], lse_at),
+        (q_s, q_rest_s, single.index(0)),
+        (k_s, k_rest_s, v_s),
+        (k_full, k_empty, v_full, v_empty),
         turn,
     )
+    operands, tile = (q, q_rest, k, k_rest, v), (batch, h, row, begin, keys, last, steps)
+    memory = q_s, q_rest_s, k_s, k_rest_s, v_s
+    signals = single.index(0), k_full, k_empty, v_full, v_empty, single.index(1)
     gl.warp_specialize(
         [
-            (_attend, (shared, 0, DV, REST, CAUSAL, WINDOW, SOFTCAP, SINKS)),
-            (_attend, (shared, 1, DV, REST, CAUSAL, WINDOW, SOFTCAP, SINKS)),
-            (
-                _load,
-                (
-                    q,
-                    q_rest,
-                    k,
-                    k_rest,
-                    v,
-                    batch,
-                    h,
-                    row,
-                    begin,
-                    keys,
-                    last,
-                    steps,
-                    q_s,
-                    q_rest_s,
-                    k_s,
-                    k_rest_s,
-                    v_s,
-                    single.index(0),
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    single.index(1),
-                    GROUP,
-                    PACKED,
-                    REST,
-                ),
-            ),
+            (_attend, (shared, 0, FIXED)),
+            (_attend, (shared, 1, FIXED)),
+            (_load, (operands, tile, memory, signals, FIXED)),
         ],
         [4, 1],
         # Narrow rows leave registers to the warp that loads.
-        [MULTIPLYING, ONE_WARP] if WIDTH > 64 else [ATTENDING_NARROW, GATHERING_WIDE],
+        [MULTIPLYING, ONE_WARP] if FIXED.WIDTH > 64 else [ATTENDING_NARROW, GATHERING_WIDE],
     )
 
 
-def _pieces(config: dict, constants: dict) -> dict[str, int]:
+def _pieces(config: dict, fixed: Fixed) -> dict[str, int]:
     """Keys in a block, and stages: as the configuration has them for rows of up to 128; wider ones
     have fewer keys, for their registers, and packed ones fewer still.
     """
     keys, stages = config["BLOCK_N"], config["num_stages"]
-    if constants["WIDTH"] > 128:
+    if fixed.WIDTH > 128:
         return (
             {"N": keys // 4, "STAGES": 2 * stages}
-            if constants["PACKED"]
+            if fixed.PACKED
             else {"N": keys // 2, "STAGES": stages}
         )
     return {"N": keys, "STAGES": stages}
 
 
-def forward(tensors, numbers, constants: dict, config: dict, grid) -> None:
+def forward(tensors, numbers, fixed: Fixed, config: dict, grid) -> None:
     """Launches the forward like attention_triton's, with operands that TMA reads.
 
     tensors: from q to cu_seqlens.   numbers: from `capacity` to `cap`.
-    constants: from GROUP to SINKS.
     """
     (q, k, v), (sinks, out, *others) = tensors[:3], tensors[3:]
     assert config["BLOCK_M"] == 2 * _ROWS.value, config  # the grid's tiles
-    width, rest, pieces = constants["WIDTH"], constants["REST"], _pieces(config, constants)
+    width, rest, pieces = fixed.WIDTH, fixed.REST, _pieces(config, fixed)
     rows, keys = _ROWS.value, pieces["N"]
     launch(
         _forward,
@@ -511,18 +387,18 @@ def forward(tensors, numbers, constants: dict, config: dict, grid) -> None:
         out,
         *others,
         *numbers,
-        *out.stride()[:3],
-        **{n: value for n, value in constants.items() if n in _forward.arg_names},
+        out.stride()[:3],
+        FIXED=fixed,
         **pieces,
         LATE=min(LATE, grid[1]),
         num_warps=config["num_warps"],
     )
 
 
-def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpec:
-    """pointers, constants: as attention_triton's."""
-    width, rest, t = constants["WIDTH"], constants["REST"], pointers["*"]
-    pieces = _pieces(config, constants)
+def spec(label: str, pointers: dict, fixed: Fixed, config: dict) -> KernelSpec:
+    """pointers, fixed: as attention_triton's."""
+    width, rest, t = fixed.WIDTH, fixed.REST, pointers["*"]
+    pieces = _pieces(config, fixed)
     rows, keys = _ROWS.value, pieces["N"]
     described = {
         "q": descriptor_type(t, 1, 1, rows, width),
@@ -531,20 +407,14 @@ def spec(label: str, pointers: dict, constants: dict, config: dict) -> KernelSpe
     if rest:
         described["q_rest"] = descriptor_type(t, 1, 1, rows, rest)
         described["k_rest"] = descriptor_type(t, 1, 1, keys, rest)
-    else:
-        constants = {**constants, "q_rest": None, "k_rest": None}
+    constants = {"FIXED": fixed, **pieces, "LATE": LATE, "num_warps": config["num_warps"]}
     return KernelSpec.of(
         _forward,
         label,
         pointers,
-        {
-            **constants,
-            **pieces,
-            "LATE": LATE,
-            "num_warps": config["num_warps"],
-        },
-        {**described, "scale": "fp32", "cap": "fp32"},
-        divisible=("o_batch", "o_head", "o_row"),
+        constants if rest else {**constants, "q_rest": None, "k_rest": None},
+        {**described, "scale": "fp32", "cap": "fp32", "o_strides": STRIDES},
+        divisible=("o_strides",),
         # TMA reads all but one sink, and places of tiles.
         load=0,
         **HOPPER,

@@ -35,18 +35,17 @@ from tilewright.kernels.attention import operators
 from tilewright.kernels.attention.logits_triton import (
     LN2,
     LOG2E,
+    STRIDES,
+    Fixed,
     blocks_of_keys,
     logits,
     place,
     power_of,
     rows_of,
     seen,
+    widths,
 )
-from tilewright.kernels.attention.operators import (
-    Variant,
-    attend,
-    attend_backward,
-)
+from tilewright.kernels.attention.operators import Variant, attend, attend_backward
 from tilewright.kernels.device import dot_precision, large_shared_memory
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
@@ -60,23 +59,42 @@ NUMBERS = ["capacity", "S", "Sk", "offset", "window", "threshold", "seed", "draw
 
 
 @triton.jit
-def _load(at, row, i, d, live, D: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr):
-    """Rows i from `at`, [i, d]; 0 where not live."""
+def _load(at, row, i, d, live, D: tl.constexpr, END: tl.constexpr, MASKED: tl.constexpr):
+    """Rows i from `at`, [i, d]; 0 where not live. d: columns before END; there are D."""
     where = at + i[:, None] * row + d[None, :]
-    if MASKED and EVEN:
+    if MASKED and D >= END:
         return tl.load(where, mask=live[:, None], other=0.0)
     if MASKED:
         return tl.load(where, mask=live[:, None] & (d < D)[None, :], other=0.0)
-    if EVEN:
+    if D >= END:
         return tl.load(where)
     return tl.load(where, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def _kept(rows, n, head, threshold, seed, draw, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N]: which probabilities dropout keeps, of queries at `rows` of the sequence
-    and keys from n of their document, a multiple of 4. A counter has the bits of four keys.
+def _at(ptr, strides, batch, head, start, row):
+    """The address of row `row` of a document that starts at `start`."""
+    return ptr + batch * strides[0] + head.to(tl.int64) * strides[1] + (start + row) * strides[2]
+
+
+@triton.jit
+def _columns(FIXED: tl.constexpr):
+    """The columns of keys, those of their rest (of keys again if there is none), and of values."""
+    d = tl.arange(0, FIXED.WIDTH)
+    d_rest = d
+    if FIXED.REST:
+        d_rest = FIXED.WIDTH + tl.arange(0, FIXED.REST)
+    return d, d_rest, tl.arange(0, FIXED.WIDTH_V)
+
+
+@triton.jit
+def _kept(n, dropout, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: which probabilities dropout keeps, of keys from n of their document, a
+    multiple of 4. A counter has the bits of four keys.
+
+    dropout: the queries' rows of the sequence, their head, threshold, inverse, seed and draw.
     """
+    rows, head, threshold, _, seed, draw = dropout
     none = rows[:, None] * 0 + tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int64)
     a, b, c, d = tl.philox(
         seed,
@@ -93,70 +111,44 @@ def _kept(rows, n, head, threshold, seed, draw, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def _attend(
-    acc,
-    top,
-    total,
-    q,
-    q_rest,
-    k_at,
-    v_at,
-    k_row,
-    v_row,
-    rows,
-    d,
-    d_rest,
-    e,
-    low,
-    high,
-    keys,
-    window,
-    scale,
-    cap,
-    line,
-    head,
-    threshold,
-    seed,
-    draw,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    sums, query, kv, columns, low, high, sight, dropout, FIXED: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The online softmax over keys `low` to `high`: top is the largest logit so far, total the sum
-    of exponentials.
+    """The online softmax over keys `low` to `high`. Returns its sums.
+
+    sums: those of values, the largest logit so far and the sum of exponentials, a row each.
+    query: q and the rest of its columns.   kv: where keys and values begin, and their row strides.
+    columns: a block's keys, and those of `_columns`.
+    sight: the rows' positions, the number of keys, the window, the scale and the cap.
+    dropout: as in `_kept`.
     """
-    j = tl.arange(0, BLOCK_N)
+    acc, top, total = sums
+    q, q_rest = query
+    k_at, v_at, k_row, v_row = kv
+    j, d, d_rest, e = columns
+    rows, keys, window, scale, cap = sight
+    BLOCK_N: tl.constexpr = j.shape[0]
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
     for n in range(low, high, BLOCK_N):
-        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, D >= WIDTH)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if REST:
-            more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
-            s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
-        s, _ = logits(s, scale, cap, SOFTCAP)
+        k = _load(k_at, k_row, j, d, n + j < keys, FIXED.D, FIXED.WIDTH, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=FIXED.PRECISION)
+        if FIXED.REST:
+            end: tl.constexpr = FIXED.WIDTH + FIXED.REST
+            more = _load(k_at, k_row, j, d_rest, n + j < keys, FIXED.D, end, MASKED)
+            s = tl.dot(q_rest, tl.trans(more), s, input_precision=FIXED.PRECISION)
+        s, _ = logits(s, scale, cap, FIXED.SOFTCAP)
         if MASKED:
-            s = tl.where(
-                seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), s, float("-inf")
-            )
+            mask = seen(rows[:, None], n + j[None, :], keys, window, FIXED.CAUSAL, FIXED.WINDOW)
+            s = tl.where(mask, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        if DROPOUT:
-            p = tl.where(_kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N), p, 0.0)
-        v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        if FIXED.DROPOUT:
+            p = tl.where(_kept(n, dropout, q.shape[0], BLOCK_N), p, 0.0)
+        v = _load(v_at, v_row, j, e, n + j < keys, FIXED.DV, FIXED.WIDTH_V, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=FIXED.PRECISION)
         top = new
         k_at += BLOCK_N * k_row
         v_at += BLOCK_N * v_row
@@ -184,196 +176,64 @@ def _forward(
     inverse,
     seed: tl.int64,
     draw,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    o_batch,
-    o_head,
-    o_row,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    PACKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    FIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D >= WIDTH
     # The last tiles of a document have the most keys, and start first.
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     there, batch, m, begin, queries, keys = place(
-        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, FIXED.PACKED
     )
     if there:
         i = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, WIDTH)
-        d_rest = d
-        if REST:
-            d_rest = WIDTH + tl.arange(0, REST)
-        e = tl.arange(0, WIDTH_V)
+        d, d_rest, e = _columns(FIXED)
         live = m + i < queries
-        b, g, start = batch.to(tl.int64), (h // GROUP).to(tl.int64), begin.to(tl.int64)
-        q_at = q_ptr + b * q_batch + h.to(tl.int64) * q_head + (start + m) * q_row
-        k_at = k_ptr + b * k_batch + g * k_head + start * k_row
-        v_at = v_ptr + b * v_batch + g * v_head + start * v_row
-        q = _load(q_at, q_row, i, d, live, D, True, EVEN)
+        b, g, start = batch.to(tl.int64), (h // FIXED.GROUP).to(tl.int64), begin.to(tl.int64)
+        q_at = _at(q_ptr, q_strides, b, h, start, m)
+        k_at, v_at = _at(k_ptr, k_strides, b, g, start, 0), _at(v_ptr, v_strides, b, g, start, 0)
+        q = _load(q_at, q_strides[2], i, d, live, FIXED.D, FIXED.WIDTH, True)
         q_rest = q
-        if REST:
-            q_rest = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
+        if FIXED.REST:
+            end: tl.constexpr = FIXED.WIDTH + FIXED.REST
+            q_rest = _load(q_at, q_strides[2], i, d_rest, live, FIXED.D, end, True)
+        WIDTH_V: tl.constexpr = FIXED.WIDTH_V  # Triton 3.6 takes no field in a tuple
         acc = tl.zeros((BLOCK_M, WIDTH_V), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        if SINKS:  # a key with this logit, whose value is 0
+        if FIXED.SINKS:  # a key with this logit, whose value is 0
             top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + h) * LOG2E
             total = tl.where(top == float("-inf"), 0.0, 1.0)
-        low, free, full, high = blocks_of_keys(
-            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
+        edges = blocks_of_keys(
+            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, FIXED.CAUSAL, FIXED.WINDOW
         )
         rows = m + i + offset
-        line, head = begin + m + i, b * tl.num_programs(1) + h + FIRST_HEAD  # of dropout's mask
-        if WINDOW:
-            acc, top, total = _attend(
-                acc,
-                top,
-                total,
-                q,
-                q_rest,
-                k_at,
-                v_at,
-                k_row,
-                v_row,
-                rows,
-                d,
-                d_rest,
-                e,
-                low,
-                free,
-                keys,
-                window,
-                scale,
-                cap,
-                line,
-                head,
-                threshold,
-                seed,
-                draw,
-                D,
-                WIDTH,
-                REST,
-                DV,
-                WIDTH_V,
-                True,
-                CAUSAL,
-                WINDOW,
-                SOFTCAP,
-                DROPOUT,
-                PRECISION,
-                BLOCK_M,
-                BLOCK_N,
-            )
-        acc, top, total = _attend(
-            acc,
-            top,
-            total,
-            q,
-            q_rest,
-            k_at,
-            v_at,
-            k_row,
-            v_row,
-            rows,
-            d,
-            d_rest,
-            e,
-            free,
-            full,
-            keys,
-            window,
-            scale,
-            cap,
-            line,
-            head,
-            threshold,
-            seed,
-            draw,
-            D,
-            WIDTH,
-            REST,
-            DV,
-            WIDTH_V,
-            False,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        acc, top, total = _attend(
-            acc,
-            top,
-            total,
-            q,
-            q_rest,
-            k_at,
-            v_at,
-            k_row,
-            v_row,
-            rows,
-            d,
-            d_rest,
-            e,
-            full,
-            high,
-            keys,
-            window,
-            scale,
-            cap,
-            line,
-            head,
-            threshold,
-            seed,
-            draw,
-            D,
-            WIDTH,
-            REST,
-            DV,
-            WIDTH_V,
-            True,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-        )
+        line, head = begin + m + i, b * tl.num_programs(1) + h + FIXED.FIRST_HEAD
+        sums, query, kv = (acc, top, total), (q, q_rest), (k_at, v_at, k_strides[2], v_strides[2])
+        columns = tl.arange(0, BLOCK_N), d, d_rest, e
+        sight = rows, keys, window, scale, cap
+        dropout = line, head, threshold, inverse, seed, draw
+        for part in tl.static_range(3):  # the middle one needs no mask, the first is a window's
+            if part > 0 or FIXED.WINDOW:
+                low, high = edges[part], edges[part + 1]
+                sums = _attend(
+                    sums, query, kv, columns, low, high, sight, dropout, FIXED, part != 1
+                )
+        acc, top, total = sums
         share = 1.0 / tl.where(total == 0, 1.0, total)  # a division a row, not an element
         out = acc * share[:, None]
-        if DROPOUT:
+        if FIXED.DROPOUT:
             out *= inverse
-        o_at = out_ptr + b * o_batch + h.to(tl.int64) * o_head + (start + m) * o_row
+        o_at = _at(out_ptr, o_strides, b, h, start, m)
         tl.store(
-            o_at + i[:, None] * o_row + e[None, :],
+            o_at + i[:, None] * o_strides[2] + e[None, :],
             out.to(out_ptr.dtype.element_ty),
-            mask=live[:, None] & (e < DV)[None, :],
+            mask=live[:, None] & (e < FIXED.DV)[None, :],
         )
         lse_at = lse_ptr + (b * tl.num_programs(1) + h) * S + start + m
         tl.store(lse_at + i, (top + tl.log2(total)) * LN2, mask=live)
@@ -381,72 +241,44 @@ def _forward(
 
 @triton.jit
 def _walk_keys(
-    dq,
-    dq_rest,
-    q,
-    q_rest,
-    g,
-    power,
-    delta,
-    k_at,
-    v_at,
-    k_row,
-    v_row,
-    rows,
-    d,
-    d_rest,
-    e,
-    low,
-    high,
-    keys,
-    window,
-    scale,
-    cap,
-    line,
-    head,
-    threshold,
-    inverse,
-    seed,
-    draw,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    sums, given, kv, columns, low, high, sight, dropout, FIXED: tl.constexpr, MASKED: tl.constexpr
 ):
-    """dq and the rest of its columns, without the scale, over keys `low` to `high`."""
-    j = tl.arange(0, BLOCK_N)
+    """dq and the rest of its columns, without the scale, over keys `low` to `high`.
+
+    sums: these so far.   given: q, the rest of its columns, dout, the shift of logits and delta.
+    Others as in `_attend`.
+    """
+    dq, dq_rest = sums
+    q, q_rest, g, power, delta = given
+    k_at, v_at, k_row, v_row = kv
+    j, d, d_rest, e = columns
+    rows, keys, window, scale, cap = sight
+    BLOCK_N: tl.constexpr = j.shape[0]
     k_at += low.to(tl.int64) * k_row
     v_at += low.to(tl.int64) * v_row
     for n in range(low, high, BLOCK_N):
-        k = _load(k_at, k_row, j, d, n + j < keys, D, MASKED, D >= WIDTH)
-        v = _load(v_at, v_row, j, e, n + j < keys, DV, MASKED, DV == WIDTH_V)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if REST:
-            more = _load(k_at, k_row, j, d_rest, n + j < keys, D, MASKED, D == WIDTH + REST)
-            s = tl.dot(q_rest, tl.trans(more), s, input_precision=PRECISION)
-        s, slope = logits(s, scale, cap, SOFTCAP)
+        k = _load(k_at, k_row, j, d, n + j < keys, FIXED.D, FIXED.WIDTH, MASKED)
+        v = _load(v_at, v_row, j, e, n + j < keys, FIXED.DV, FIXED.WIDTH_V, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=FIXED.PRECISION)
+        if FIXED.REST:
+            end: tl.constexpr = FIXED.WIDTH + FIXED.REST
+            more = _load(k_at, k_row, j, d_rest, n + j < keys, FIXED.D, end, MASKED)
+            s = tl.dot(q_rest, tl.trans(more), s, input_precision=FIXED.PRECISION)
+        s, slope = logits(s, scale, cap, FIXED.SOFTCAP)
         p = tl.exp2(s - power[:, None])
         if MASKED:
-            p = tl.where(seen(rows[:, None], n + j[None, :], keys, window, CAUSAL, WINDOW), p, 0.0)
-        dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            kept = _kept(line, n, head, threshold, seed, draw, BLOCK_M, BLOCK_N)
-            dp = tl.where(kept, dp * inverse, 0.0)
+            mask = seen(rows[:, None], n + j[None, :], keys, window, FIXED.CAUSAL, FIXED.WINDOW)
+            p = tl.where(mask, p, 0.0)
+        dp = tl.dot(g, tl.trans(v), input_precision=FIXED.PRECISION)
+        if FIXED.DROPOUT:
+            _, _, _, inverse, _, _ = dropout
+            dp = tl.where(_kept(n, dropout, q.shape[0], BLOCK_N), dp * inverse, 0.0)
         ds = p * (dp - delta[:, None])
-        if SOFTCAP:
+        if FIXED.SOFTCAP:
             ds = ds * slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        if REST:
-            dq_rest = tl.dot(ds.to(k.dtype), more, dq_rest, input_precision=PRECISION)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=FIXED.PRECISION)
+        if FIXED.REST:
+            dq_rest = tl.dot(ds.to(k.dtype), more, dq_rest, input_precision=FIXED.PRECISION)
         k_at += BLOCK_N * k_row
         v_at += BLOCK_N * v_row
     return dq, dq_rest
@@ -475,234 +307,76 @@ def _backward_q(
     inverse,
     seed: tl.int64,
     draw,
-    g_batch,
-    g_head,
-    g_row,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    o_batch,
-    o_head,
-    o_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    PACKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    g_strides,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    dq_strides,
+    FIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D >= WIDTH
-    EVEN_V: tl.constexpr = DV == WIDTH_V
     t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     there, batch, m, begin, queries, keys = place(
-        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, PACKED
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, S, BLOCK_M, FIXED.PACKED
     )
     if there:
         i = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, WIDTH)
-        d_rest = d
-        if REST:
-            d_rest = WIDTH + tl.arange(0, REST)
-        e = tl.arange(0, WIDTH_V)
+        d, d_rest, e = _columns(FIXED)
         live = m + i < queries
         b, head, start = batch.to(tl.int64), h.to(tl.int64), begin.to(tl.int64)
-        g = _load(
-            g_ptr + b * g_batch + head * g_head + (start + m) * g_row,
-            g_row,
-            i,
-            e,
-            live,
-            DV,
-            True,
-            EVEN_V,
-        )
-        q_at = q_ptr + b * q_batch + head * q_head + (start + m) * q_row
-        q = _load(q_at, q_row, i, d, live, D, True, EVEN)
+        g_at = _at(g_ptr, g_strides, b, head, start, m)
+        g = _load(g_at, g_strides[2], i, e, live, FIXED.DV, FIXED.WIDTH_V, True)
+        q_at = _at(q_ptr, q_strides, b, head, start, m)
+        q = _load(q_at, q_strides[2], i, d, live, FIXED.D, FIXED.WIDTH, True)
         q_rest = q
-        if REST:
-            q_rest = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
-        out = _load(
-            out_ptr + b * o_batch + head * o_head + (start + m) * o_row,
-            o_row,
-            i,
-            e,
-            live,
-            DV,
-            True,
-            EVEN_V,
-        )
+        if FIXED.REST:
+            end: tl.constexpr = FIXED.WIDTH + FIXED.REST
+            q_rest = _load(q_at, q_strides[2], i, d_rest, live, FIXED.D, end, True)
+        o_at = _at(out_ptr, o_strides, b, head, start, m)
+        out = _load(o_at, o_strides[2], i, e, live, FIXED.DV, FIXED.WIDTH_V, True)
         at = (b * tl.num_programs(1) + h) * S + start + m + i
         delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
         tl.store(delta_ptr + at, delta, mask=live)
         power = power_of(tl.load(lse_ptr + at, mask=live, other=float("inf")))
-        k_at = k_ptr + b * k_batch + (head // GROUP) * k_head + start * k_row
-        v_at = v_ptr + b * v_batch + (head // GROUP) * v_head + start * v_row
+        k_at = _at(k_ptr, k_strides, b, head // FIXED.GROUP, start, 0)
+        v_at = _at(v_ptr, v_strides, b, head // FIXED.GROUP, start, 0)
+        WIDTH: tl.constexpr = FIXED.WIDTH  # as in _forward
+        REST: tl.constexpr = FIXED.REST
         dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         dq_rest = dq
-        if REST:
+        if FIXED.REST:
             dq_rest = tl.zeros((BLOCK_M, REST), tl.float32)
-        low, free, full, high = blocks_of_keys(
-            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, CAUSAL, WINDOW
+        edges = blocks_of_keys(
+            m + offset, m + offset + BLOCK_M - 1, keys, window, BLOCK_N, FIXED.CAUSAL, FIXED.WINDOW
         )
         rows = m + i + offset
-        line, of_mask = begin + m + i, b * tl.num_programs(1) + h + FIRST_HEAD
-        if WINDOW:
-            dq, dq_rest = _walk_keys(
-                dq,
-                dq_rest,
-                q,
-                q_rest,
-                g,
-                power,
-                delta,
-                k_at,
-                v_at,
-                k_row,
-                v_row,
-                rows,
-                d,
-                d_rest,
-                e,
-                low,
-                free,
-                keys,
-                window,
-                scale,
-                cap,
-                line,
-                of_mask,
-                threshold,
-                inverse,
-                seed,
-                draw,
-                D,
-                WIDTH,
-                REST,
-                DV,
-                WIDTH_V,
-                True,
-                CAUSAL,
-                WINDOW,
-                SOFTCAP,
-                DROPOUT,
-                PRECISION,
-                BLOCK_M,
-                BLOCK_N,
-            )
-        dq, dq_rest = _walk_keys(
-            dq,
-            dq_rest,
-            q,
-            q_rest,
-            g,
-            power,
-            delta,
-            k_at,
-            v_at,
-            k_row,
-            v_row,
-            rows,
-            d,
-            d_rest,
-            e,
-            free,
-            full,
-            keys,
-            window,
-            scale,
-            cap,
-            line,
-            of_mask,
-            threshold,
-            inverse,
-            seed,
-            draw,
-            D,
-            WIDTH,
-            REST,
-            DV,
-            WIDTH_V,
-            False,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        dq, dq_rest = _walk_keys(
-            dq,
-            dq_rest,
-            q,
-            q_rest,
-            g,
-            power,
-            delta,
-            k_at,
-            v_at,
-            k_row,
-            v_row,
-            rows,
-            d,
-            d_rest,
-            e,
-            full,
-            high,
-            keys,
-            window,
-            scale,
-            cap,
-            line,
-            of_mask,
-            threshold,
-            inverse,
-            seed,
-            draw,
-            D,
-            WIDTH,
-            REST,
-            DV,
-            WIDTH_V,
-            True,
-            CAUSAL,
-            WINDOW,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        to = dq_ptr + b * dq_batch + head * dq_head + (start + m) * dq_row + i[:, None] * dq_row
+        line, of_mask = begin + m + i, b * tl.num_programs(1) + h + FIXED.FIRST_HEAD
+        sums, given = (dq, dq_rest), (q, q_rest, g, power, delta)
+        kv = k_at, v_at, k_strides[2], v_strides[2]
+        columns = tl.arange(0, BLOCK_N), d, d_rest, e
+        sight = rows, keys, window, scale, cap
+        dropout = line, of_mask, threshold, inverse, seed, draw
+        for part in tl.static_range(3):  # as in _forward
+            if part > 0 or FIXED.WINDOW:
+                low, high = edges[part], edges[part + 1]
+                sums = _walk_keys(
+                    sums, given, kv, columns, low, high, sight, dropout, FIXED, part != 1
+                )
+        dq, dq_rest = sums
+        to = _at(dq_ptr, dq_strides, b, head, start, m) + i[:, None] * dq_strides[2]
         tl.store(
             to + d[None, :],
             (dq * scale).to(dq_ptr.dtype.element_ty),
-            mask=live[:, None] & (d < D)[None, :],
+            mask=live[:, None] & (d < FIXED.D)[None, :],
         )
-        if REST:
+        if FIXED.REST:
             tl.store(
                 to + d_rest[None, :],
                 (dq_rest * scale).to(dq_ptr.dtype.element_ty),
-                mask=live[:, None] & (d_rest < D)[None, :],
+                mask=live[:, None] & (d_rest < FIXED.D)[None, :],
             )
 
 
@@ -729,150 +403,116 @@ def _backward_kv(
     inverse,
     seed: tl.int64,
     draw,
-    g_batch,
-    g_head,
-    g_row,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REST: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    PACKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    g_strides,
+    q_strides,
+    k_strides,
+    v_strides,
+    dk_strides,
+    dv_strides,
+    FIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    EVEN: tl.constexpr = D >= WIDTH
-    EVEN_V: tl.constexpr = DV == WIDTH_V
     # The first tiles of a document are read by the most queries, and start first.
     t = tl.program_id(0)
     kv = tl.program_id(1)
     there, batch, n, begin, queries, keys = place(
-        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, PACKED
+        tiles_ptr, cu_ptr, capacity, S, Sk, t, Sk, BLOCK_N, FIXED.PACKED
     )
     if there:
         i = tl.arange(0, BLOCK_M)
         j = tl.arange(0, BLOCK_N)
-        d = tl.arange(0, WIDTH)
-        d_rest = d
-        if REST:
-            d_rest = WIDTH + tl.arange(0, REST)
-        e = tl.arange(0, WIDTH_V)
+        d, d_rest, e = _columns(FIXED)
         b, head, start = batch.to(tl.int64), kv.to(tl.int64), begin.to(tl.int64)
-        k_at = k_ptr + b * k_batch + head * k_head + (start + n) * k_row
-        k = _load(k_at, k_row, j, d, n + j < keys, D, True, EVEN)
-        v = _load(
-            v_ptr + b * v_batch + head * v_head + (start + n) * v_row,
-            v_row,
-            j,
-            e,
-            n + j < keys,
-            DV,
-            True,
-            EVEN_V,
-        )
+        k_at = _at(k_ptr, k_strides, b, head, start, n)
+        k = _load(k_at, k_strides[2], j, d, n + j < keys, FIXED.D, FIXED.WIDTH, True)
+        v_at = _at(v_ptr, v_strides, b, head, start, n)
+        v = _load(v_at, v_strides[2], j, e, n + j < keys, FIXED.DV, FIXED.WIDTH_V, True)
+        WIDTH: tl.constexpr = FIXED.WIDTH  # as in _forward
+        WIDTH_V: tl.constexpr = FIXED.WIDTH_V
+        REST: tl.constexpr = FIXED.REST
         dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         dv = tl.zeros((BLOCK_N, WIDTH_V), tl.float32)
         k_rest, dk_rest = k, dk
-        if REST:
-            k_rest = _load(k_at, k_row, j, d_rest, n + j < keys, D, True, D == WIDTH + REST)
+        end: tl.constexpr = FIXED.WIDTH + FIXED.REST
+        if FIXED.REST:
+            k_rest = _load(k_at, k_strides[2], j, d_rest, n + j < keys, FIXED.D, end, True)
             dk_rest = tl.zeros((BLOCK_N, REST), tl.float32)
-        low, high = rows_of(n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, CAUSAL, WINDOW)
+        low, high = rows_of(
+            n, n + BLOCK_N - 1, queries, offset, window, BLOCK_M, FIXED.CAUSAL, FIXED.WINDOW
+        )
         # One loop over the heads of the group and their rows: several loops, or an unmasked part,
         # need more registers for addresses than the two sums leave. So h and m are incremented, and
         # a condition selects the mask.
-        h = head * GROUP
+        h = head * FIXED.GROUP
         m = low
-        for _ in range(GROUP * tl.cdiv(high - low, BLOCK_M)):
+        for _ in range(FIXED.GROUP * tl.cdiv(high - low, BLOCK_M)):
             live = m + i < queries
             at = start + m
-            q_at = q_ptr + b * q_batch + h * q_head + at * q_row
-            q = _load(q_at, q_row, i, d, live, D, True, EVEN)
-            g = _load(
-                g_ptr + b * g_batch + h * g_head + at * g_row, g_row, i, e, live, DV, True, EVEN_V
-            )
-            of_row = (b * tl.num_programs(1) * GROUP + h) * S + at + i
+            q_at = _at(q_ptr, q_strides, b, h, start, m)
+            q = _load(q_at, q_strides[2], i, d, live, FIXED.D, FIXED.WIDTH, True)
+            g_at = _at(g_ptr, g_strides, b, h, start, m)
+            g = _load(g_at, g_strides[2], i, e, live, FIXED.DV, FIXED.WIDTH_V, True)
+            of_row = (b * tl.num_programs(1) * FIXED.GROUP + h) * S + at + i
             power = power_of(tl.load(lse_ptr + of_row, mask=live, other=float("inf")))
             delta = tl.load(delta_ptr + of_row, mask=live, other=0.0)
             # Products are transposed: [keys, rows].
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            if REST:
-                more = _load(q_at, q_row, i, d_rest, live, D, True, D == WIDTH + REST)
-                s = tl.dot(k_rest, tl.trans(more), s, input_precision=PRECISION)
-            s, slope = logits(s, scale, cap, SOFTCAP)
+            s = tl.dot(k, tl.trans(q), input_precision=FIXED.PRECISION)
+            if FIXED.REST:
+                more = _load(q_at, q_strides[2], i, d_rest, live, FIXED.D, end, True)
+                s = tl.dot(k_rest, tl.trans(more), s, input_precision=FIXED.PRECISION)
+            s, slope = logits(s, scale, cap, FIXED.SOFTCAP)
             p = tl.exp2(s - power[None, :])
             # rows that see all of these keys need no mask; results of keys past the end are not
             # stored
-            if CAUSAL:
+            if FIXED.CAUSAL:
                 edge = m + offset < n + BLOCK_N - 1
-                if WINDOW:
+                if FIXED.WINDOW:
                     edge = edge | (m + offset + BLOCK_M - 1 - n >= window)
                 if edge:
-                    p = tl.where(
-                        seen(m + i[None, :] + offset, n + j[:, None], keys, window, CAUSAL, WINDOW),
-                        p,
-                        0.0,
-                    )
+                    rows, columns = m + i[None, :] + offset, n + j[:, None]
+                    mask = seen(rows, columns, keys, window, True, FIXED.WINDOW)
+                    p = tl.where(mask, p, 0.0)
             used = p
-            if DROPOUT:
+            if FIXED.DROPOUT:
                 line = begin + m + i
-                head_of_row = b * tl.num_programs(1) * GROUP + h + FIRST_HEAD
-                kept = tl.trans(
-                    _kept(line, n, head_of_row, threshold, seed, draw, BLOCK_M, BLOCK_N)
-                )
+                head_of_row = b * tl.num_programs(1) * FIXED.GROUP + h + FIXED.FIRST_HEAD
+                dropout = line, head_of_row, threshold, inverse, seed, draw
+                kept = tl.trans(_kept(n, dropout, BLOCK_M, BLOCK_N))
                 used = tl.where(kept, p, 0.0)
-            dv = tl.dot(used.to(g.dtype), g, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-            if DROPOUT:
+            dv = tl.dot(used.to(g.dtype), g, dv, input_precision=FIXED.PRECISION)
+            dp = tl.dot(v, tl.trans(g), input_precision=FIXED.PRECISION)
+            if FIXED.DROPOUT:
                 dp = tl.where(kept, dp * inverse, 0.0)
             ds = p * (dp - delta[None, :])
-            if SOFTCAP:
+            if FIXED.SOFTCAP:
                 ds = ds * slope
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-            if REST:
-                dk_rest = tl.dot(ds.to(q.dtype), more, dk_rest, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FIXED.PRECISION)
+            if FIXED.REST:
+                dk_rest = tl.dot(ds.to(q.dtype), more, dk_rest, input_precision=FIXED.PRECISION)
             m += BLOCK_M
             last = m >= high
             h += last.to(tl.int64)
             m = tl.where(last, low, m)
         exists = (n + j < keys)[:, None]
-        to = dk_ptr + b * dk_batch + head * dk_head + (start + n) * dk_row + j[:, None] * dk_row
+        to = _at(dk_ptr, dk_strides, b, head, start, n) + j[:, None] * dk_strides[2]
         tl.store(
             to + d[None, :],
             (dk * scale).to(dk_ptr.dtype.element_ty),
-            mask=exists & (d < D)[None, :],
+            mask=exists & (d < FIXED.D)[None, :],
         )
-        if REST:
+        if FIXED.REST:
             tl.store(
                 to + d_rest[None, :],
                 (dk_rest * scale).to(dk_ptr.dtype.element_ty),
-                mask=exists & (d_rest < D)[None, :],
+                mask=exists & (d_rest < FIXED.D)[None, :],
             )
-        to = dv_ptr + b * dv_batch + head * dv_head + (start + n) * dv_row + j[:, None] * dv_row
-        if DROPOUT:
+        to = _at(dv_ptr, dv_strides, b, head, start, n) + j[:, None] * dv_strides[2]
+        if FIXED.DROPOUT:
             dv *= inverse
-        tl.store(to + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=exists & (e < DV)[None, :])
+        tl.store(
+            to + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=exists & (e < FIXED.DV)[None, :]
+        )
 
 
 # ---- around the backward by specialized warps
@@ -883,10 +523,10 @@ _FEW_ROWS = 16
 
 
 @triton.jit
-def _row_of(batch_stride, head_stride, row_stride, i):
+def _row_of(strides, i):
     """The offsets of rows i for program (rows, head, batch)."""
     b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    return b * batch_stride + h * head_stride + i.to(tl.int64) * row_stride
+    return b * strides[0] + h * strides[1] + i.to(tl.int64) * strides[2]
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -895,12 +535,8 @@ def _delta(
     out_ptr,
     delta_ptr,
     S,
-    g_batch,
-    g_head,
-    g_row,
-    o_batch,
-    o_head,
-    o_row,
+    g_strides,
+    o_strides,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -909,9 +545,9 @@ def _delta(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     mask = (i < S)[:, None] & (d < D)[None, :]
-    at = _row_of(g_batch, g_head, g_row, i)[:, None] + d[None, :]
+    at = _row_of(g_strides, i)[:, None] + d[None, :]
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    at = _row_of(o_batch, o_head, o_row, i)[:, None] + d[None, :]
+    at = _row_of(o_strides, i)[:, None] + d[None, :]
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     heads = tl.num_programs(1)
     at = (tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)) * S + i
@@ -924,9 +560,7 @@ def _round(
     dq_ptr,
     S,
     scale,
-    dq_batch,
-    dq_head,
-    dq_row,
+    dq_strides,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -938,7 +572,7 @@ def _round(
     heads = tl.num_programs(1)
     row = (tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)) * S + i
     total = tl.load(total_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
-    at = _row_of(dq_batch, dq_head, dq_row, i)[:, None] + d[None, :]
+    at = _row_of(dq_strides, i)[:, None] + d[None, :]
     tl.store(dq_ptr + at, (total * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
@@ -1019,43 +653,16 @@ class _Problem(NamedTuple):
     offset: int
 
 
-class _Widths(NamedTuple):
-    """The constants of widths: keys have D columns, in parts of WIDTH and REST, and values DV in
-    one of WIDTH_V. Parts are powers of 2, as Triton's blocks are.
-    """
-
-    D: int
-    WIDTH: int
-    REST: int
-    DV: int
-    WIDTH_V: int
-
-    @classmethod
-    def of(cls, D: int, DV: int) -> _Widths:
-        width, values = (next_power_of_2(max(16, n)) for n in (D, DV))
-        # Latent attention's 192 and 128. With values as wide as keys 256 and no rest: the sums of
-        # both would not leave registers for a second part.
-        if 128 < D <= 192 and values <= 128:
-            return cls(D, 128, 64, DV, values)
-        return cls(D, width, 0, DV, values)
-
-    @property
-    def key(self) -> int:
-        """The width by which launch configurations are chosen."""
-        return max(self.WIDTH + self.REST, self.WIDTH_V)
-
-
-def _choose(tunable: Tunable, others: Others, problem: _Problem, constants: dict, tensors: tuple):
+def _choose(tunable: Tunable, others: Others, problem: _Problem, fixed: Fixed, tensors: tuple):
     """The configuration, and the launcher of another language's kernel (see `tuning.choose`).
 
     tensors: those that such a kernel reads by TMA.
     """
-    q, variant = problem.q, problem.variant
-    if variant.dropout.threshold > 0:
+    q = problem.q
+    if fixed.DROPOUT:
         tunable = DROPPING[tunable]
-    width = _Widths.of(q.shape[3], problem.v.shape[3]).key
-    key = width, q.element_size(), large_shared_memory(q.device), variant.softcap > 0
-    return choose(tunable, others, q.device, key, constants, tensors)
+    key = fixed.width, q.element_size(), large_shared_memory(q.device), fixed.SOFTCAP
+    return choose(tunable, others, q.device, key, fixed, tensors)
 
 
 def _numbers(problem: _Problem, capacity: int) -> tuple:
@@ -1066,35 +673,33 @@ def _numbers(problem: _Problem, capacity: int) -> tuple:
     return capacity, S, Sk, offset, min(window, S + Sk + abs(offset)), scale, softcap
 
 
-def _constants(problem: _Problem) -> dict:
-    """A kernel's constants from GROUP to FIRST_HEAD, which as an argument would make kernels
-    without dropout spill.
-    """
+def _fixed(problem: _Problem, sinks: bool = False) -> Fixed:
     q, k, v, documents, (causal, window, softcap, _, dropout), _ = problem
-    return {
-        "GROUP": q.shape[1] // k.shape[1],
-        **_Widths.of(q.shape[3], v.shape[3])._asdict(),
-        "PACKED": documents is not None,
-        "CAUSAL": causal,
-        "WINDOW": window > 0,
-        "SOFTCAP": softcap > 0,
-        "DROPOUT": dropout.threshold > 0,
-        "FIRST_HEAD": dropout.first_head,
-    }
+    return Fixed(
+        q.shape[1] // k.shape[1],
+        *widths(q.shape[3], v.shape[3]),
+        documents is not None,
+        causal,
+        window > 0,
+        softcap > 0,
+        dropout.threshold > 0,
+        dropout.first_head if dropout.threshold > 0 else 0,
+        sinks,
+        dot_precision(q),
+    )
 
 
-def _launch(kernel, tunable, block, problem, tiled, tensors, strided, others, **constants) -> None:
+def _launch(kernel, tunable, block, problem, fixed, tiled, tensors, strided, others) -> None:
     """A program for each tile of `block` rows of `tiled`, and each of its heads.
 
     strided: those of `tensors` whose strides the kernel takes.
     """
     B, H, rows, _ = tiled.shape
-    constants |= _constants(problem)
-    c, run = _choose(tunable, others, problem, constants, tensors[:3])
+    c, run = _choose(tunable, others, problem, fixed, tensors[:3])
     bounds, tiles, capacity, count = _tiles(problem.documents, B, rows, c[block])
     numbers = _numbers(problem, capacity)
     if run is not None:
-        run((*tensors, tiles, bounds), numbers, constants, c, (count, H))
+        run((*tensors, tiles, bounds), numbers, fixed, c, (count, H))
         return
     launch(
         kernel,
@@ -1104,74 +709,73 @@ def _launch(kernel, tunable, block, problem, tiled, tensors, strided, others, **
         bounds,
         *numbers,
         *problem.variant.dropout[:-1],
-        *[n for t in strided for n in t.stride()[:3]],
-        PRECISION=dot_precision(problem.q),
-        **constants,
+        *[t.stride()[:3] for t in strided],
+        FIXED=fixed,
         **c,
     )
 
 
 def forward(q, k, v, documents, sinks, variant, offset, others: Others = ALONE):
     q, k, v = map(last_contiguous, (q, k, v))
-    found = attend(q, k, v, documents, sinks, variant, offset)
-    if found.lse.numel():
+    attended = attend(q, k, v, documents, sinks, variant, offset)
+    if attended.lse.numel():
         problem = _Problem(q, k, v, documents, variant, offset)
         logits = None if sinks is None else sinks.float().contiguous()
-        tensors, strided = (q, k, v, logits, *found), (q, k, v, found.out)
-        given = problem, q, tensors, strided, others
-        _launch(_forward, FORWARD, "BLOCK_M", *given, SINKS=sinks is not None)
-    return found
+        given = problem, _fixed(problem, sinks is not None), q
+        tensors, strided = (q, k, v, logits, *attended), (q, k, v, attended.out)
+        _launch(_forward, FORWARD, "BLOCK_M", *given, tensors, strided, others)
+    return attended
 
 
 def backward(*operands, others: Others = ALONE):
     """operands: as `operators.attend_backward` takes them."""
     dout, q, k, v, out, lse, documents, sinks, variant, offset = operands
     dout, q, k, v, out = map(last_contiguous, (dout, q, k, v, out))
-    found = attend_backward(dout, q, k, v, out, lse, documents, sinks, variant, offset)
-    dq, dk, dv, dsinks = found
+    gradients = attend_backward(dout, q, k, v, out, lse, documents, sinks, variant, offset)
+    dq, dk, dv, dsinks = gradients
     lse = lse.float().contiguous()
     problem = _Problem(q, k, v, documents, variant, offset)
-    inputs = dout, q, k, v
-    config, run = _choose(BACKWARD_KV, others, problem, _constants(problem), inputs)
+    inputs, fixed = (dout, q, k, v), _fixed(problem)
+    config, run = _choose(BACKWARD_KV, others, problem, fixed, inputs)
     if run is not None:
-        delta = _together(problem, inputs, out, lse, found, config, run)
+        delta = _together(problem, fixed, inputs, out, lse, gradients, config, run)
     else:
         delta = torch.empty_like(lse)
         if lse.numel():
             tensors, strided = (*inputs, out, lse, dq, delta), (*inputs, out, dq)
-            given = problem, q, tensors, strided
+            given = problem, fixed, q, tensors, strided
             _launch(_backward_q, BACKWARD_Q, "BLOCK_M", *given, ALONE)
         if dk.numel():
             tensors, strided = (*inputs, lse, delta, dk, dv), (*inputs, dk, dv)
-            given = problem, k, tensors, strided
+            given = problem, fixed, k, tensors, strided
             _launch(_backward_kv, BACKWARD_KV, "BLOCK_N", *given, ALONE)
     if dsinks is not None:
         # A sink is a logit without a value: dp is 0, and its gradient p (dp - delta) is -p delta.
         # (p is `share`.)
         share = torch.exp(sinks.float()[:, None] - lse)
         torch.sum(share * delta, (0, 2), out=dsinks).neg_()
-    return found
+    return gradients
 
 
-def _together(problem, inputs, out, lse, found, config, run) -> torch.Tensor:
+def _together(problem, fixed, inputs, out, lse, gradients, config, run) -> torch.Tensor:
     """All gradients in one pass over the pairs, by another language's kernel. Returns <dout, out>.
 
-    run: (tensors, numbers, constants, configuration, grid) -> dq without the scale, in float32.
+    run: (tensors, numbers, fixed, configuration, grid) -> dq without the scale, in float32.
     """
-    (dout, q, k, v), (dq, dk, dv, _) = inputs, found
-    (B, Hq, S, D), Sk, constants = q.shape, k.shape[2], _constants(problem)
+    (dout, q, k, v), (dq, dk, dv, _) = inputs, gradients
+    (B, Hq, S, D), Sk = q.shape, k.shape[2]
     rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
-    values = {**rows, "D": constants["DV"], "WIDTH": constants["WIDTH_V"]}
+    values = {**rows, "D": fixed.DV, "WIDTH": fixed.WIDTH_V}
     keys = {**rows, "D": D, "WIDTH": next_power_of_2(max(16, D))}
     grid = cdiv(S, _FEW_ROWS), Hq, B
     delta = torch.empty_like(lse)
-    launch(_delta, grid, dout, out, delta, S, *dout.stride()[:3], *out.stride()[:3], **values)
-    block = config["BLOCK_N"] // (2 if constants["REST"] else 1)
+    launch(_delta, grid, dout, out, delta, S, dout.stride()[:3], out.stride()[:3], **values)
+    block = config["BLOCK_N"] // (2 if fixed.REST else 1)
     bounds, tiles, capacity, count = _tiles(problem.documents, B, Sk, block)
     numbers = _numbers(problem, capacity)
     tensors = dout, q, k, v, lse, delta, dk, dv, tiles, bounds
-    total = run(tensors, numbers, constants, config, (count, Hq))
-    launch(_round, grid, total, dq, S, problem.variant.scale, *dq.stride()[:3], **keys)
+    total = run(tensors, numbers, fixed, config, (count, Hq))
+    launch(_round, grid, total, dq, S, problem.variant.scale, dq.stride()[:3], **keys)
     return delta
 
 
@@ -1302,49 +906,46 @@ def specs_of(
     """tensors: whose strides are multiples of 16.   tiled: the constant that decides on tensor
     cores of Hopper.
 
-    specialized: (label, types, constants, configuration) -> the specs of another language's kernel.
+    specialized: (label, types, fixed, configuration) -> the specs of another language's kernel.
     """
-    strides = tuple(f"{t}_{d}" for t in tensors for d in ("batch", "head", "row"))
+    strides = dict.fromkeys((f"{t}_strides" for t in tensors), STRIDES)
 
-    def specs(key: dict, config: dict) -> list[KernelSpec]:
+    def specs_of_key(key: dict, config: dict) -> list[KernelSpec]:
         width, data = key["width"], "bf16" if key["itemsize"] == 2 else "fp32"
-        widths = _Widths.of(width, 128 if width == 192 else width)
-        name_of_widths = f"D={width}" if widths.D == widths.DV else f"D={width} DV={widths.DV}"
+        values = 128 if width == 192 else width
+        name_of_widths = f"D={width}" if values == width else f"D={width} DV={values}"
         wide = data == "bf16" and config[tiled] >= 64
-        floats, found = dict.fromkeys(("scale", "cap", "inverse"), "fp32"), []
+        numbers = {**dict.fromkeys(("scale", "cap", "inverse"), "fp32"), **strides}
+        numbers |= {"threshold": "i64", "seed": "i64"}
+        specs = []
         for label, options in variants(key).items():
             packed, sinks = options.get("PACKED"), options.get("SINKS")
             types: dict[str, str | None] = {"lse": "fp32", "delta": "fp32", "*": data}
             types["sinks"] = "fp32" if sinks else None
             types |= {"tiles": "i32", "cu": "i64"} if packed else {"tiles": None, "cu": None}
-            chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
-            flags = dict.fromkeys(("PACKED", "WINDOW", "SOFTCAP", "DROPOUT", "SINKS"), False)
-            constants = {"GROUP": 4, **widths._asdict(), "CAUSAL": True, "FIRST_HEAD": 0}
-            constants |= flags | options
+            fixed = Fixed(4, *widths(width, values), **options)
             label = f"{name} {label} {name_of_widths} {data}{'' if key['large'] else ' small'}"
             if specialized is not None:
-                found += specialized(label, types, constants, config)
+                specs += specialized(label, types, fixed, config)
                 continue
-            found.append(
+            chosen = {n: v for n, v in config.items() if n.startswith(("BLOCK", "num_"))}
+            fixed = fixed._replace(PRECISION="ieee" if data == "fp32" else None)
+            specs.append(
                 KernelSpec.of(
                     kernel,
                     label,
                     types,
-                    {
-                        "PRECISION": "ieee" if data == "fp32" else None,
-                        **constants,
-                        **chosen,
-                    },
-                    {**floats, "threshold": "i64", "seed": "i64"},
-                    divisible=strides,
+                    {"FIXED": fixed, **chosen},
+                    numbers,
+                    divisible=tuple(strides),
                     **_arch(key),
                     undivided=data == "bf16" and not key["capped"],
                     uses={90: ("wgmma",), 100: ("tcgen05",)} if wide else {},
                 )
             )
-        return found
+        return specs
 
-    return specs
+    return specs_of_key
 
 
 _FIELDS = ("width", "itemsize", "large", "capped")
@@ -1465,25 +1066,25 @@ def gate() -> list[KernelSpec]:
 
 def gate_of_one() -> list[KernelSpec]:
     """The kernels around a backward that is one (`_together`)."""
-    found = []
+    specs = []
     rows = {"ROWS": _FEW_ROWS, "num_warps": 4}
-    strides = [f"{t}_{of}" for t in ("g", "o", "dq") for of in ("batch", "head", "row")]
+    strides = dict.fromkeys(("g_strides", "o_strides", "dq_strides"), STRIDES)
     types = {"*": "bf16", "delta": "fp32", "total": "fp32"}
     for kernel, label, width in (
         (_delta, "delta", 128),
         (_round, "round", 128),
         (_round, "round", 192),
     ):
-        found.append(
+        specs.append(
             KernelSpec.of(
                 kernel,
                 label if width == 128 else f"{label} D={width}",
                 types,
                 {**rows, "D": width, "WIDTH": next_power_of_2(width)},
-                {"scale": "fp32"},
+                {"scale": "fp32", **strides},
                 divisible=tuple(n for n in strides if n in kernel.arg_names),
                 store=32 if kernel is _delta else 128,  # a number for each row
                 elements=_FEW_ROWS * next_power_of_2(width),
             )
         )
-    return found
+    return specs

@@ -1,16 +1,68 @@
-"""What attention's kernels have in common: where a tile lies, which keys its rows see, and its
-logits in base 2.
+"""What attention's kernels have in common: their constants, where a tile lies, which keys its rows
+see, and its logits in base 2.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from tilewright.kernels.launchers import next_power_of_2
 from tilewright.kernels.math_triton import reciprocal
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+# Types of a tensor's strides from one batch, head and row to the next.
+STRIDES = ("i32",) * 3
+
+
+class Fixed(NamedTuple):
+    """What is constant in a launch.
+
+    GROUP: query heads of a key head.
+    D, WIDTH, REST, DV, WIDTH_V: as `widths` gives them.
+    PACKED: whether there are documents.
+    FIRST_HEAD: the number of q's first head, for dropout; as an argument it would make kernels
+        without dropout spill.
+    SINKS: in forward.
+    PRECISION: `input_precision` of products.
+    """
+
+    GROUP: int
+    D: int
+    WIDTH: int
+    REST: int
+    DV: int
+    WIDTH_V: int
+    PACKED: bool = False
+    CAUSAL: bool = True
+    WINDOW: bool = False
+    SOFTCAP: bool = False
+    DROPOUT: bool = False
+    FIRST_HEAD: int = 0
+    SINKS: bool = False
+    PRECISION: str | None = None
+
+    @property
+    def width(self) -> int:
+        """The width by which launch configurations are chosen."""
+        return max(self.WIDTH + self.REST, self.WIDTH_V)
+
+
+def widths(D: int, DV: int) -> tuple[int, int, int, int, int]:
+    """D, WIDTH, REST, DV and WIDTH_V: keys have D columns, in parts of WIDTH and REST, and values
+    DV in one of WIDTH_V. Parts are powers of 2, as Triton's blocks are.
+    """
+    width, values = (next_power_of_2(max(16, n)) for n in (D, DV))
+    # Latent attention's 192 and 128. With values as wide as keys 256 and no rest: the sums of both
+    # would not leave registers for a second part.
+    if 128 < D <= 192 and values <= 128:
+        return D, 128, 64, DV, values
+    return D, width, 0, DV, values
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 
 from tilewright.kernels.attention import attention_backward_gluon, attention_gluon
 from tilewright.kernels.attention import attention_triton as triton
+from tilewright.kernels.attention.logits_triton import Fixed
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import ROLES, Config, Specialized
 
@@ -32,33 +33,31 @@ def _by_tma(tensors: tuple[torch.Tensor, ...]) -> bool:
     )
 
 
-def _computes(constants: dict, tensors: tuple[torch.Tensor, ...]) -> bool:
+def _computes(fixed: Fixed, tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether specialized warps compute this: blocks of values as wide as those of keys, no
     dropout, what fits into the registers, and operands that TMA reads.
     """
-    as_wide = constants["WIDTH"] == constants["WIDTH_V"]
-    return as_wide and not constants["DROPOUT"] and _in_registers(constants) and _by_tma(tensors)
+    as_wide = fixed.WIDTH == fixed.WIDTH_V
+    return as_wide and not fixed.DROPOUT and _in_registers(fixed) and _by_tma(tensors)
 
 
-def _in_registers(constants: dict) -> bool:
+def _in_registers(fixed: Fixed) -> bool:
     """Whether the forward fits into the registers: not a softcap of keys in two parts, nor windows
     of packed documents with rows of 256.
     """
-    packed_window = constants["PACKED"] and constants["WINDOW"]
-    return not (
-        (constants["REST"] and constants["SOFTCAP"]) or (constants["WIDTH"] > 128 and packed_window)
-    )
+    packed_window = fixed.PACKED and fixed.WINDOW
+    return not ((fixed.REST and fixed.SOFTCAP) or (fixed.WIDTH > 128 and packed_window))
 
 
-def _fits_forward(constants: dict, tensors: tuple[torch.Tensor, ...]) -> bool:
+def _fits_forward(fixed: Fixed, tensors: tuple[torch.Tensor, ...]) -> bool:
     # With windows, rows of 64 have too few products for warps to wait for each other: an H100
     # takes 283 us, and 253 us with one loop (64 heads, a window of 128).
-    few = constants["WIDTH"] <= 64 and constants["WINDOW"]
-    return not few and _computes(constants, tensors)
+    few = fixed.WIDTH <= 64 and fixed.WINDOW
+    return not few and _computes(fixed, tensors)
 
 
-def _fits_backward(constants: dict, tensors: tuple[torch.Tensor, ...]) -> bool:
-    return _computes(constants, tensors) and attention_backward_gluon.fits(constants)
+def _fits_backward(fixed: Fixed, tensors: tuple[torch.Tensor, ...]) -> bool:
+    return _computes(fixed, tensors) and attention_backward_gluon.fits(fixed)
 
 
 def _forward_roles(width: int, itemsize: int, large: bool, capped: bool) -> list[Config]:
@@ -86,14 +85,14 @@ def _backward_usual(width: int, itemsize: int, large: bool, capped: bool) -> Con
     return _BACKWARD if itemsize == 2 and large and fits else None
 
 
-def _forward_spec(label: str, types: dict, constants: dict, config: Config) -> list[KernelSpec]:
-    fits = _in_registers(constants)
-    return [attention_gluon.spec(f"roles {label}", types, constants, config)] if fits else []
+def _forward_spec(label: str, types: dict, fixed: Fixed, config: Config) -> list[KernelSpec]:
+    fits = _in_registers(fixed)
+    return [attention_gluon.spec(f"roles {label}", types, fixed, config)] if fits else []
 
 
-def _backward_spec(label: str, types: dict, constants: dict, config: Config) -> list[KernelSpec]:
-    fits = attention_backward_gluon.fits(constants)
-    return [attention_backward_gluon.spec(label, types, constants)] if fits else []
+def _backward_spec(label: str, types: dict, fixed: Fixed, config: Config) -> list[KernelSpec]:
+    fits = attention_backward_gluon.fits(fixed)
+    return [attention_backward_gluon.spec(label, types, fixed)] if fits else []
 
 
 FORWARD = Specialized(

@@ -121,10 +121,8 @@ def _scores(
     capacity,
     count,
     scale,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
+    q_strides,
+    k_strides,
     C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -146,8 +144,8 @@ def _scores(
         qk = tl.zeros((C, C), tl.float32)
         kk = tl.zeros((C, C), tl.float32)
         for d in range(0, DK, BLOCK):
-            k = _rows(k_ptr + (h // GROUP) * k_head, k_row, row, live, d, BLOCK)
-            q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, d, BLOCK)
+            k = _rows(k_ptr + (h // GROUP) * k_strides[1], k_strides[0], row, live, d, BLOCK)
+            q = _rows(q_ptr + (h // GROUP) * q_strides[1], q_strides[0], row, live, d, BLOCK)
             qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
             if SOLVE:
                 kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
@@ -221,10 +219,8 @@ def _states(
     cu_ptr,
     S,
     capacity,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
+    k_strides,
+    v_strides,
     C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -245,16 +241,16 @@ def _states(
         H = tl.load(initial_ptr + whole)
     else:
         H = tl.zeros((DK, BV), tl.float32)
-    k_at = k_ptr + (h // GROUP) * k_head
-    v_at = v_ptr + h * v_head + column
+    k_at = k_ptr + (h // GROUP) * k_strides[1]
+    v_at = v_ptr + h * v_strides[1] + column
     for c in tl.range(0, chunks, num_stages=STAGES):
         row = begin + c * C + tl.arange(0, C)
         live = row < end
         rounded = H.to(DATA)
         if states_ptr is not None:
             tl.store(states_ptr + _state_at(first + c, h, column, HV, DK, DV, BV), rounded)
-        k = _rows(k_at, k_row, row, live, 0, DK)
-        v = _rows(v_at, v_row, row, live, 0, BV)
+        k = _rows(k_at, k_strides[0], row, live, 0, DK)
+        v = _rows(v_at, v_strides[0], row, live, 0, BV)
         T = _of_heads(solved_ptr, row, live, h, 0, HV, C, C)
         beta = _number(beta_ptr, row, live, h, HV)
         G, last = _decay(decay_ptr, row, end, h, HV)
@@ -284,8 +280,7 @@ def _outputs(
     capacity,
     count,
     scale,
-    q_row,
-    q_head,
+    q_strides,
     C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -303,7 +298,7 @@ def _outputs(
         first, _, end = place(map_ptr, cu_ptr, capacity, S, t, there, C, PACKED)
         row = first + tl.arange(0, C)
         live = row < end
-        q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, 0, DK)
+        q = _rows(q_ptr + (h // GROUP) * q_strides[1], q_strides[0], row, live, 0, DK)
         H = tl.load(states_ptr + _state_at(t.to(tl.int64), h, column, HV, DK, DV, BV))
         G, _ = _decay(decay_ptr, row, end, h, HV)
         o = tl.dot(q, H, input_precision=PRECISION) * (tl.exp(G) * scale)[:, None]
@@ -334,10 +329,8 @@ def _state_gradients(
     S,
     capacity,
     scale,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
+    q_strides,
+    k_strides,
     C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -364,8 +357,8 @@ def _state_gradients(
         live = row < end
         rounded = dH.to(DATA)
         tl.store(dstates_ptr + _state_at(first + c, h, column, HV, DK, DV, BV), rounded)
-        q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, 0, DK)
-        k = _rows(k_ptr + (h // GROUP) * k_head, k_row, row, live, 0, DK)
+        q = _rows(q_ptr + (h // GROUP) * q_strides[1], q_strides[0], row, live, 0, DK)
+        k = _rows(k_ptr + (h // GROUP) * k_strides[1], k_strides[0], row, live, 0, DK)
         do = _of_heads(do_ptr, row, live, h, column, HV, DV, BV)
         p = _of_heads(p_ptr, row, live, h, 0, HV, C, C)
         T = _of_heads(solved_ptr, row, live, h, 0, HV, C, C)
@@ -406,12 +399,9 @@ def _pair_gradients(
     capacity,
     count,
     scale,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
+    q_strides,
+    k_strides,
+    v_strides,
     C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -446,8 +436,8 @@ def _pair_gradients(
         qk = tl.zeros((C, C), tl.float32)
         kk = tl.zeros((C, C), tl.float32)
         for d in range(0, DK, BLOCK):
-            q = _rows(q_ptr + (h // GROUP) * q_head, q_row, row, live, d, BLOCK)
-            k = _rows(k_ptr + (h // GROUP) * k_head, k_row, row, live, d, BLOCK)
+            q = _rows(q_ptr + (h // GROUP) * q_strides[1], q_strides[0], row, live, d, BLOCK)
+            k = _rows(k_ptr + (h // GROUP) * k_strides[1], k_strides[0], row, live, d, BLOCK)
             qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
             kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
         G, _ = _decay(decay_ptr, row, end, h, HV)
@@ -466,7 +456,9 @@ def _pair_gradients(
         tl.store(ddecay_ptr + at, ddecay, mask=live)
         for column in range(0, DV, BLOCK):  # its loads overlap with nothing that it would wait for
             X = _of_heads(x_ptr, row, live, h, column, HV, DV, BLOCK).to(tl.float32)
-            v = _rows(v_ptr + h * v_head, v_row, row, live, column, BLOCK).to(tl.float32)
+            v = _rows(v_ptr + h * v_strides[1], v_strides[0], row, live, column, BLOCK).to(
+                tl.float32
+            )
             dbeta += tl.sum(X * v, 1)
         tl.store(dbeta_ptr + at, dbeta, mask=live)
 
@@ -495,10 +487,8 @@ def _row_gradients(
     count,
     tokens,
     scale,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
+    q_strides,
+    k_strides,
     C: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -519,8 +509,8 @@ def _row_gradients(
         i = tl.arange(0, C)
         row = first + i
         live = row < end
-        q = _rows(q_ptr + head * q_head, q_row, row, live, block * BK, BK)
-        k = _rows(k_ptr + head * k_head, k_row, row, live, block * BK, BK)
+        q = _rows(q_ptr + head * q_strides[1], q_strides[0], row, live, block * BK, BK)
+        k = _rows(k_ptr + head * k_strides[1], k_strides[0], row, live, block * BK, BK)
         dq = tl.zeros((C, BK), tl.float32)
         dk = tl.zeros((C, BK), tl.float32)
         for member in range(GROUP):
@@ -617,21 +607,21 @@ def _gate_gradients(
 
 
 @triton.jit
-def _read_rows(x_ptr, x_row, x_head, T, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _read_rows(x_ptr, x_strides, T, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of [tokens, H, D] in float32, their offsets in a contiguous one, and which exist."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, D)
     mask = (r < T)[:, None] & (d >= 0)[None, :]
-    at = (r // H * x_row + r % H * x_head)[:, None] + d[None, :]
+    at = (r // H * x_strides[0] + r % H * x_strides[1])[:, None] + d[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return x, r[:, None] * D + d[None, :], mask
 
 
 @triton.jit(do_not_specialize=["T"])
 def _normalize(
-    x_ptr, y_ptr, T, eps, x_row, x_head, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, y_ptr, T, eps, x_strides, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    x, at, mask = _read_rows(x_ptr, x_row, x_head, T, H, D, BLOCK)
+    x, at, mask = _read_rows(x_ptr, x_strides, T, H, D, BLOCK)
     y = x * reciprocal(tl.sqrt(tl.sum(x * x, 1) + eps))[:, None]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -643,13 +633,12 @@ def _normalize_backward(
     dx_ptr,
     T,
     eps,
-    x_row,
-    x_head,
+    x_strides,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    x, at, mask = _read_rows(x_ptr, x_row, x_head, T, H, D, BLOCK)
+    x, at, mask = _read_rows(x_ptr, x_strides, T, H, D, BLOCK)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
     inverse = reciprocal(tl.sqrt(tl.sum(x * x, 1) + eps))
     y = x * inverse[:, None]
@@ -687,7 +676,7 @@ def _problem(q, k, v, beta, cu_seqlens, options: DeltaOptions) -> _Problem:
 def _normalized(x):
     y, (n, H, D) = x.new_empty(x.shape), x.shape
     grid = (cdiv(n * H, ROWS),)
-    launch(_normalize, grid, x, y, n * H, L2_EPS, *x.stride()[:2], H=H, D=D, **_OF_ROWS)
+    launch(_normalize, grid, x, y, n * H, L2_EPS, x.stride()[:2], H=H, D=D, **_OF_ROWS)
     return y
 
 
@@ -697,7 +686,7 @@ def _normalized_backward(dy, x, dx):
     n, H, D = x.shape
     grid = (cdiv(n * H, ROWS),)
     strides = x.stride()[:2]
-    launch(_normalize_backward, grid, dy, x, dx, n * H, L2_EPS, *strides, H=H, D=D, **_OF_ROWS)
+    launch(_normalize_backward, grid, dy, x, dx, n * H, L2_EPS, strides, H=H, D=D, **_OF_ROWS)
 
 
 class _Launcher:
@@ -748,7 +737,7 @@ class _Launcher:
             kernel,
             grid,
             *arguments,
-            *(n for t in strided for n in t.stride()[:2]),
+            *[t.stride()[:2] for t in strided],
             **{n: v for n, v in constants.items() if n in names},
         )
 
@@ -789,32 +778,32 @@ def _states_of(run: _Launcher, initial_state, decay, solved, final):
 
 
 def forward(q, k, v, g, beta, initial_state, cu_seqlens, options):
-    found = delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, options)
+    results = delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, options)
     if not v.numel():
-        found.state.copy_(initial_state) if initial_state is not None else found.state.zero_()
-        return found
+        results.state.copy_(initial_state) if initial_state is not None else results.state.zero_()
+        return results
     p = _problem(q, k, v, beta, cu_seqlens, options)
     run = _Launcher(p)
-    scores = _scored(run, g, found.decay, found.solved)
-    states, new = _states_of(run, initial_state, found.decay, found.solved, found.state)
+    scores = _scored(run, g, results.decay, results.solved)
+    states, new = _states_of(run, initial_state, results.decay, results.solved, results.state)
     HV, DV = v.shape[2:]
     blocks = DV // run.config(OUTPUTS)["BV"]
-    tensors = p.q, found.decay, scores, states, new, found.o
+    tensors = p.q, results.decay, scores, states, new, results.o
     run.per_chunk(_outputs, OUTPUTS, (HV, blocks), tensors, (p.scale,), (p.q,))
-    return found
+    return results
 
 
 # Long: the tensors of four launches, one after another.
 def backward(do, dstate, saved: DeltaSaved, options):
-    found = delta_rule_backward(do, dstate, saved, options)
+    gradients = delta_rule_backward(do, dstate, saved, options)
     q, k, v, beta, initial_state, cu_seqlens, decay, solved = saved
-    dq, dk, dv, dg, dbeta, dinitial = found
+    dq, dk, dv, dg, dbeta, dinitial = gradients
     if not v.numel():
         for t in (dq, dk):
             t.zero_()
         if dinitial is not None:
             dinitial.copy_(dstate) if dstate is not None else dinitial.zero_()
-        return found
+        return gradients
     p = _problem(q, k, v, beta, cu_seqlens, options)
     run = _Launcher(p)
     (n, HV, _), (_, HK, DK) = p.v.shape, p.q.shape
@@ -859,7 +848,7 @@ def backward(do, dstate, saved: DeltaSaved, options):
         PACKED=cu_seqlens is not None,
         **_OF_GATES,
     )
-    return found
+    return gradients
 
 
 # ---- launch configurations
@@ -957,10 +946,10 @@ _FLOAT32 = (
 
 
 def _specs_of(kernel, name: str, strided: tuple[str, ...]):
-    divisible = tuple(f"{t}_{d}" for t in strided for d in ("row", "head"))
+    strides = dict.fromkeys((f"{t}_strides" for t in strided), ("i32", "i32"))
 
-    def specs(key: dict, config: dict) -> list[KernelSpec]:
-        data, found = "bf16" if key["itemsize"] == 2 else "fp32", []
+    def specs_of_key(key: dict, config: dict) -> list[KernelSpec]:
+        data, specs = "bf16" if key["itemsize"] == 2 else "fp32", []
         variants = (
             [("", True)]
             if key["itemsize"] == 4 or key["DK"] != 128
@@ -969,7 +958,7 @@ def _specs_of(kernel, name: str, strided: tuple[str, ...]):
         for label, packed in variants:
             types = {**dict.fromkeys(_FLOAT32, "fp32"), "*": data}
             types |= {"map": "i32", "cu": "i64"} if packed else {"map": None, "cu": None}
-            found.append(
+            specs.append(
                 KernelSpec.of(
                     kernel,
                     f"{name}{label} DK={key['DK']} DV={key['DV']} {data}"
@@ -986,15 +975,15 @@ def _specs_of(kernel, name: str, strided: tuple[str, ...]):
                         "PRECISION": _precision(key["itemsize"]),
                         **config,
                     },
-                    {"scale": "fp32"},
-                    divisible=divisible,
+                    {"scale": "fp32", **strides},
+                    divisible=tuple(strides),
                     **({"min_arch": 90, "max_arch": 109} if key["large"] else {"min_arch": 110}),
                     **_accesses(key),
                 )
             )
-        return found
+        return specs
 
-    return specs
+    return specs_of_key
 
 
 def _accesses(key: dict) -> dict:
@@ -1037,7 +1026,7 @@ TUNABLES = (SCORES, STATES, OUTPUTS, STATE_GRADIENTS, PAIR_GRADIENTS, ROW_GRADIE
 def gate() -> list[KernelSpec]:
     """The kernels whose configuration is not tuned."""
     rows = {"H": 16, "D": 128, **_OF_ROWS}
-    found = [
+    specs = [
         KernelSpec.of(
             _gate_gradients,
             f"gate_gradients{'' if packed else ' one'}",
@@ -1052,15 +1041,15 @@ def gate() -> list[KernelSpec]:
             (_normalize, "normalize"),
             (_normalize_backward, "normalize_backward"),
         ):
-            found.append(
+            specs.append(
                 KernelSpec.of(
                     kernel,
                     f"{name} {data}",
                     {"dy": "fp32", "*": data},
                     rows,
-                    {"eps": "fp32"},
-                    divisible=("x_row", "x_head"),
+                    {"eps": "fp32", "x_strides": ("i32", "i32")},
+                    divisible=("x_strides",),
                     elements=ROWS * 128,
                 )
             )
-    return found
+    return specs

@@ -18,7 +18,7 @@ multiples of 16 elements only (32 bytes, in bf16).
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 import triton
@@ -97,6 +97,28 @@ PLAIN, SCALED, SOFTCAP, BOUNDED = (tl.constexpr(mode) for mode in range(4))
 BOUND = 32.0
 
 
+class Fixed(NamedTuple):
+    """What is constant in a launch.
+
+    UNIT, V_UNIT: the units of strides and of V.   VECTOR: elements in 16 bytes.
+    PEEL: whether rows are processed from before their start (see `peels`).
+    CAPPED: PLAIN to BOUNDED.
+    SMOOTH, WEIGHTS, MEAN, ARGMAX: what is requested, and whether classes have weights.
+    SCALE: of gradients: 0 for none, 1 for a scalar, 2 for one per row.
+    """
+
+    UNIT: int
+    V_UNIT: int
+    VECTOR: int
+    PEEL: bool
+    CAPPED: int
+    SMOOTH: bool = False
+    WEIGHTS: bool = False
+    MEAN: bool = False
+    ARGMAX: bool = False
+    SCALE: int = 0
+
+
 @triton.jit
 def _below(z, peak, inverse, CAPPED: tl.constexpr):
     """z - peak, where z is x if SCALED: a product that is rounded before the difference is off by
@@ -165,14 +187,14 @@ def _quarters(x):
 
 
 @triton.jit
-def _row_start(row, stride, UNIT: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr):
+def _row_start(row, stride, FIXED: tl.constexpr):
     """The offset at which processing of a row starts, and how many elements before the row's own
     first one that is.
     """
-    own = row * stride * UNIT
+    own = row * stride * FIXED.UNIT
     start = own
-    if PEEL:
-        start = own // VECTOR * VECTOR
+    if FIXED.PEEL:
+        start = own // FIXED.VECTOR * FIXED.VECTOR
     return start, (own - start).to(tl.int32)
 
 
@@ -192,21 +214,13 @@ def _forward(
     stride,
     softcap,
     inverse,
+    FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    UNIT: tl.constexpr,
-    V_UNIT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PEEL: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MEAN: tl.constexpr,
-    ARGMAX: tl.constexpr,
 ):
-    V = V * V_UNIT
+    V = V * FIXED.V_UNIT
     row = tl.program_id(0).to(tl.int64)
-    start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
+    start, before = _row_start(row, stride, FIXED)
     lanes = tl.arange(0, BLOCK)
     extent = V + before  # columns to process, those before the row's first included
     full = extent // BLOCK * BLOCK
@@ -215,11 +229,13 @@ def _forward(
     peak = float("-inf")
     best = 0
     origin = 0.0  # of the weighted sum, while the row's peak is unknown
-    if SMOOTH:
-        first = tl.load(logits_ptr + row * stride * UNIT).to(tl.float32)
-        origin = _finite(_capped(first, softcap, inverse, CAPPED))
+    if FIXED.SMOOTH:
+        first = tl.load(logits_ptr + row * stride * FIXED.UNIT).to(tl.float32)
+        origin = _finite(_capped(first, softcap, inverse, FIXED.CAPPED))
     s = tl.zeros([BLOCK], tl.float32)
-    UNSHIFTED: tl.constexpr = CAPPED == BOUNDED and not (SMOOTH or MEAN or ARGMAX)
+    UNSHIFTED: tl.constexpr = FIXED.CAPPED == BOUNDED and not (
+        FIXED.SMOOTH or FIXED.MEAN or FIXED.ARGMAX
+    )
     if UNSHIFTED:  # top: for each lane
         top = tl.full([BLOCK // 4], float("-inf"), tl.float32)
         s = tl.zeros([BLOCK // 4], tl.float32)
@@ -230,88 +246,31 @@ def _forward(
     # constant over 16 bytes would split their loads. They are blocks 0 to `edge` and `full` to the
     # end; one body serves all three ranges.
     edge = 0
-    if PEEL:
+    if FIXED.PEEL:
         edge = BLOCK
-    for at in range(0, edge, BLOCK):
-        c = at + lanes - before
-        mask = (c >= 0) & (c < V)
-        x = _loaded(tl.load(x_ptr + at, mask=mask, other=float("-inf")), CAPPED)
-        top, peak, best, s, sz, sw = _step(
-            x,
-            c,
-            mask,
-            top,
-            peak,
-            best,
-            s,
-            sz,
-            sw,
-            origin,
-            weight_ptr,
-            softcap,
-            inverse,
-            True,
-            CAPPED,
-            SMOOTH,
-            WEIGHTS,
-            MEAN,
-            ARGMAX,
-        )
-    for at in tl.range(edge, full, BLOCK, num_stages=STAGES):
-        c = at + lanes - before
-        x = _loaded(tl.load(x_ptr + at), CAPPED)
-        top, peak, best, s, sz, sw = _step(
-            x,
-            c,
-            c >= 0,
-            top,
-            peak,
-            best,
-            s,
-            sz,
-            sw,
-            origin,
-            weight_ptr,
-            softcap,
-            inverse,
-            False,
-            CAPPED,
-            SMOOTH,
-            WEIGHTS,
-            MEAN,
-            ARGMAX,
-        )
-    for at in range(tl.maximum(full, edge), extent, BLOCK):
-        c = at + lanes - before
-        mask = c < V
-        x = _loaded(tl.load(x_ptr + at, mask=mask, other=float("-inf")), CAPPED)
-        top, peak, best, s, sz, sw = _step(
-            x,
-            c,
-            mask,
-            top,
-            peak,
-            best,
-            s,
-            sz,
-            sw,
-            origin,
-            weight_ptr,
-            softcap,
-            inverse,
-            True,
-            CAPPED,
-            SMOOTH,
-            WEIGHTS,
-            MEAN,
-            ARGMAX,
-        )
+    running, cap = (top, peak, best, s, sz, sw), (softcap, inverse)
+    for part in tl.static_range(3):
+        first, end = edge, full
+        if part == 0:
+            first, end = 0, edge
+        elif part == 2:
+            first, end = tl.maximum(full, edge), extent
+        for at in tl.range(first, end, BLOCK, num_stages=STAGES if part == 1 else None):
+            c = at + lanes - before
+            if part == 1:
+                x = _loaded(tl.load(x_ptr + at), FIXED.CAPPED)
+                mask = c >= 0
+            else:
+                mask = (c >= 0) & (c < V) if part == 0 else c < V
+                x = _loaded(tl.load(x_ptr + at, mask=mask, other=float("-inf")), FIXED.CAPPED)
+            running = _step(x, c, mask, running, origin, weight_ptr, cap, FIXED, part != 1)
+    top, peak, best, s, sz, sw = running
 
     total = tl.sum(s, axis=0)
     if UNSHIFTED:
         highest = tl.max(top, axis=0)
-        peak = _capped(highest, softcap, inverse, CAPPED)
-        total /= exp2_or_zero(_capped(highest, softcap * LOG2E, inverse, CAPPED))
+        peak = _capped(highest, softcap, inverse, FIXED.CAPPED)
+        total /= exp2_or_zero(_capped(highest, softcap * LOG2E, inverse, FIXED.CAPPED))
         total = tl.maximum(total, 1.0)  # the largest exponential may differ from the divisor by ulp
         total = tl.where(tl.max((top != top).to(tl.int32), axis=0) > 0, float("nan"), total)
     peak = _finite(peak)
@@ -319,48 +278,30 @@ def _forward(
     tl.store(log_sum_ptr + row, tl.log2(total) * LN2)
     y = tl.load(target_ptr + row)
     inside = (y >= 0) & (y < V)
-    x = tl.load(logits_ptr + row * stride * UNIT + y, mask=inside, other=0.0).to(tl.float32)
-    picked = _below(_capped(x, softcap, inverse, CAPPED), peak, inverse, CAPPED)
+    x = tl.load(logits_ptr + row * stride * FIXED.UNIT + y, mask=inside, other=0.0).to(tl.float32)
+    picked = _below(_capped(x, softcap, inverse, FIXED.CAPPED), peak, inverse, FIXED.CAPPED)
     tl.store(picked_ptr + row, tl.where(inside, picked, 0.0))
-    if SMOOTH:
+    if FIXED.SMOOTH:
         weight_sum = V * 1.0
-        if WEIGHTS:
+        if FIXED.WEIGHTS:
             weight_sum = tl.load(weight_sum_ptr)
         tl.store(weighted_ptr + row, tl.sum(sw, axis=0) + weight_sum * (origin - peak))
-    if MEAN:
+    if FIXED.MEAN:
         tl.store(mean_ptr + row, tl.sum(sz, axis=0) / total)
-    if ARGMAX:
+    if FIXED.ARGMAX:
         tl.store(argmax_ptr + row, best)
 
 
 @triton.jit
-def _step(
-    x,
-    c,
-    mask,
-    top,
-    peak,
-    best,
-    s,
-    sz,
-    sw,
-    origin,
-    weight_ptr,
-    softcap,
-    inverse,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MEAN: tl.constexpr,
-    ARGMAX: tl.constexpr,
-):
+def _step(x, c, mask, running, origin, weight_ptr, cap, FIXED: tl.constexpr, MASKED: tl.constexpr):
     """Adds one block x (masked lanes: -inf) to the running maximum and sums."""
-    if CAPPED == BOUNDED and not (SMOOTH or MEAN or ARGMAX):
+    top, peak, best, s, sz, sw = running
+    softcap, inverse = cap
+    if FIXED.CAPPED == BOUNDED and not (FIXED.SMOOTH or FIXED.MEAN or FIXED.ARGMAX):
         higher = peak
         x0, x1, x2, x3 = _quarters(x)
         largest = _larger(_larger(top, x0), _larger(_larger(x1, x2), x3))
-        z = _capped(x, softcap * LOG2E, inverse, CAPPED)
+        z = _capped(x, softcap * LOG2E, inverse, FIXED.CAPPED)
         if MASKED:
             e0, e1, e2, e3 = _quarters(exp2_or_zero(tl.where(mask, z, float("-inf"))))
         else:
@@ -372,38 +313,38 @@ def _step(
     else:
         here = tl.max(x, axis=0)
         largest = tl.maximum(top, here)
-        z = _capped(x, softcap, inverse, CAPPED)
-        if CAPPED >= SOFTCAP and MASKED:
+        z = _capped(x, softcap, inverse, FIXED.CAPPED)
+        if FIXED.CAPPED >= SOFTCAP and MASKED:
             z = tl.where(mask, z, float("-inf"))
         # The largest z up to rounding, which does not matter.
-        higher = _capped(largest, softcap, inverse, CAPPED)
-        if CAPPED >= SOFTCAP:
+        higher = _capped(largest, softcap, inverse, FIXED.CAPPED)
+        if FIXED.CAPPED >= SOFTCAP:
             higher = tl.maximum(peak, higher)  # the cap is monotone up to rounding
         shift = _finite(higher)
         changed = True
-        if MEAN or ARGMAX:  # a branch: few of a row's blocks have a new maximum
+        if FIXED.MEAN or FIXED.ARGMAX:  # a branch: few of a row's blocks have a new maximum
             changed = (here > top) | (higher != peak)
         if changed:
-            if ARGMAX:
+            if FIXED.ARGMAX:
                 first = tl.min(tl.where(x == here, c, 0x7FFFFFFF), axis=0)
                 best = tl.where(here > top, first, best)
             lower = peak - shift
-            if CAPPED == SCALED:
+            if FIXED.CAPPED == SCALED:
                 lower = lower * inverse
             # Above 0 only after an infinite logit, and then 0 times its exponential could be NaN.
             lower = tl.minimum(tl.maximum(lower, FLOOR), 0.0)
             shrink = tl.exp2(lower * LOG2E)
-            if MEAN:
+            if FIXED.MEAN:
                 sz = (sz + s * lower) * shrink
             s = s * shrink
-        below = _below(z, shift, inverse, CAPPED)
+        below = _below(z, shift, inverse, FIXED.CAPPED)
         e = exp2_or_zero(below * LOG2E)  # in one FMA, a large shift would cost its rounding
-        if MEAN:
+        if FIXED.MEAN:
             sz += e * tl.maximum(below, FLOOR)
         s += e
-        if SMOOTH:
+        if FIXED.SMOOTH:
             z = z - origin
-            if WEIGHTS:
+            if FIXED.WEIGHTS:
                 w = tl.load(weight_ptr + c, mask=mask, other=0.0)
                 z = z * w
             sw += tl.where(mask, z, 0.0) if MASKED else z
@@ -435,26 +376,16 @@ def _backward(
     out_stride,
     softcap,
     inverse,
+    FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    V_UNIT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PEEL: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SCALE: tl.constexpr,
 ):
     """dlogits = (p (g_log_sum + g_mean + g_mean (z - peak - mean)) + g_weighted w + [c = y]
     g_target) (1 - tanh^2), every g times a scale.
-
-    SCALE: 0 for none, 1 for a scalar, 2 for one per row.
     """
-    V = V * V_UNIT
+    V = V * FIXED.V_UNIT
     row = tl.program_id(0).to(tl.int64)
-    start, before = _row_start(row, stride, UNIT, VECTOR, PEEL)
-    out_start, _ = _row_start(row, out_stride, UNIT, VECTOR, PEEL)
+    start, before = _row_start(row, stride, FIXED)
+    out_start, _ = _row_start(row, out_stride, FIXED)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     c = at - before
     peak = tl.load(peak_ptr + row)
@@ -465,13 +396,13 @@ def _backward(
     mean = 0.0
     g_mean = 0.0
     g_weighted = 0.0
-    if MEAN:
+    if FIXED.MEAN:
         mean = tl.load(mean_ptr + row)
         g_mean = tl.load(g_mean_ptr + row)
-    if SMOOTH:
+    if FIXED.SMOOTH:
         g_weighted = tl.load(g_weighted_ptr + row)
-    if SCALE:
-        scale = tl.load(scale_ptr + (row if SCALE == 2 else 0))
+    if FIXED.SCALE:
+        scale = tl.load(scale_ptr + (row if FIXED.SCALE == 2 else 0))
         g_log_sum = _scaled(g_log_sum, scale)
         g_target = _scaled(g_target, scale)
         g_mean = _scaled(g_mean, scale)
@@ -483,100 +414,48 @@ def _backward(
         | (g_weighted != 0.0)
     )
 
-    if CAPPED == BOUNDED:  # one instruction to compare with, and fewer registers
+    if FIXED.CAPPED == BOUNDED:  # one instruction to compare with, and fewer registers
         y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # nothing is stored at c = -1
     first = tl.program_id(1) * BLOCK
+    stats, cap = (peak, log_sum, mean), (softcap, inverse)
+    gradients = g_log_sum, g_target, g_weighted, g_mean
     # Unmasked: loads and stores stay wide.
     inner = (first >= before) & (first + BLOCK <= V + before)
     if learn & inner:
-        x = _loaded(tl.load(logits_ptr + start + at), CAPPED)
-        d = _gradient(
-            x,
-            c,
-            c >= 0,
-            y,
-            peak,
-            log_sum,
-            mean,
-            g_log_sum,
-            g_target,
-            g_weighted,
-            g_mean,
-            weight_ptr,
-            softcap,
-            inverse,
-            CAPPED,
-            SMOOTH,
-            WEIGHTS,
-            MEAN,
-        )
+        x = _loaded(tl.load(logits_ptr + start + at), FIXED.CAPPED)
+        d = _gradient(x, c, c >= 0, y, stats, gradients, weight_ptr, cap, FIXED)
         tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty))
     else:
         mask = (c >= 0) & (c < V)
         d = tl.zeros([BLOCK], tl.float32)
         if learn:
-            x = _loaded(tl.load(logits_ptr + start + at, mask=mask, other=0.0), CAPPED)
-            d = _gradient(
-                x,
-                c,
-                mask,
-                y,
-                peak,
-                log_sum,
-                mean,
-                g_log_sum,
-                g_target,
-                g_weighted,
-                g_mean,
-                weight_ptr,
-                softcap,
-                inverse,
-                CAPPED,
-                SMOOTH,
-                WEIGHTS,
-                MEAN,
-            )
+            x = _loaded(tl.load(logits_ptr + start + at, mask=mask, other=0.0), FIXED.CAPPED)
+            d = _gradient(x, c, mask, y, stats, gradients, weight_ptr, cap, FIXED)
         tl.store(out_ptr + out_start + at, d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gradient(
-    x,
-    c,
-    mask,
-    y,
-    peak,
-    log_sum,
-    mean,
-    g_log_sum,
-    g_target,
-    g_weighted,
-    g_mean,
-    weight_ptr,
-    softcap,
-    inverse,
-    CAPPED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MEAN: tl.constexpr,
-):
+def _gradient(x, c, mask, y, stats, gradients, weight_ptr, cap, FIXED: tl.constexpr):
+    peak, log_sum, mean = stats
+    g_log_sum, g_target, g_weighted, g_mean = gradients
+    softcap, inverse = cap
     slope = x
     z = x
-    if CAPPED >= SOFTCAP:
-        z, slope = _cap(x, softcap, inverse, CAPPED)
-    below = _below(z, peak, inverse, CAPPED)
+    if FIXED.CAPPED >= SOFTCAP:
+        z, slope = _cap(x, softcap, inverse, FIXED.CAPPED)
+    below = _below(z, peak, inverse, FIXED.CAPPED)
     p = tl.exp2(below * LOG2E - log_sum * LOG2E)  # one FMA per element, and log_sum is small
-    if MEAN:
+    if FIXED.MEAN:
         d = p * (g_log_sum + g_mean + g_mean * (tl.maximum(below, FLOOR) - mean))
     else:
         d = p * g_log_sum
-    if SMOOTH:
-        if WEIGHTS:
+    if FIXED.SMOOTH:
+        if FIXED.WEIGHTS:
             d += g_weighted * tl.load(weight_ptr + c, mask=mask, other=0.0)
         else:
             d += g_weighted
     d += tl.where(c == y, g_target, 0.0)
-    if CAPPED >= SOFTCAP:
+    if FIXED.CAPPED >= SOFTCAP:
         d *= slope
     return d
 
@@ -714,11 +593,7 @@ def _losses(
 
 # Long: the arguments of a launch, one a line.
 def losses(
-    stats: Stats,
-    rows: slice,
-    inputs: LossInputs,
-    outputs: LossOutputs,
-    before: torch.Tensor | None,
+    stats: Stats, rows: slice, inputs: LossInputs, outputs: LossOutputs, before: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Writes the losses of some rows, in one launch. Returns the total, which is the sum of the
     losses so far times their token weights, and its derivatives in these rows' log_sum, target and
@@ -839,13 +714,11 @@ def vector(t: torch.Tensor) -> int:
     return 16 // t.element_size()
 
 
-def units(V: int, *tensors: torch.Tensor) -> dict[str, int]:
-    """The units, in elements, of row strides and V."""
+def units(V: int, *tensors: torch.Tensor) -> tuple[int, int, int, bool]:
+    """`Fixed` from UNIT to PEEL."""
     size = vector(tensors[0])
-    return {
-        "UNIT": size if all(t.stride(0) % size == 0 for t in tensors) else 1,
-        "V_UNIT": size if V % size == 0 else 1,
-    }
+    unit = size if all(t.stride(0) % size == 0 for t in tensors) else 1
+    return unit, size if V % size == 0 else 1, size, peels(V, *tensors)
 
 
 def peels(V: int, *tensors: torch.Tensor) -> bool:
@@ -866,13 +739,15 @@ def _mode(scaling: Scaling, logits: torch.Tensor) -> int:
 
 def forward(logits, target, class_weight, scaling, wanted):
     T, V = logits.shape
-    found = empty_statistics(logits, wanted)
+    stats = empty_statistics(logits, wanted)
     if T == 0:
-        return found
+        return stats
     weights = class_weight if wanted.weighted else None
     mode = _mode(scaling, logits)
     plain = mode in (PLAIN.value, BOUNDED.value) and not any(wanted)
-    by = units(V, logits)
+    fixed = Fixed(
+        *units(V, logits), mode, wanted.weighted, weights is not None, wanted.mean, wanted.argmax
+    )
     launch(
         _forward,
         (T,),
@@ -880,28 +755,21 @@ def forward(logits, target, class_weight, scaling, wanted):
         target,
         weights,
         None if weights is None else weights.sum(),
-        found.peak,
-        found.log_sum,
-        found.picked,
+        stats.peak,
+        stats.log_sum,
+        stats.picked,
         # The kernel does not write what is not requested.
-        found.weighted if wanted.weighted else found.log_sum,
-        found.mean if wanted.mean else found.log_sum,
-        found.argmax if wanted.argmax else target,
-        V // by["V_UNIT"],
-        logits.stride(0) // by["UNIT"],
+        stats.weighted if wanted.weighted else stats.log_sum,
+        stats.mean if wanted.mean else stats.log_sum,
+        stats.argmax if wanted.argmax else target,
+        V // fixed.V_UNIT,
+        logits.stride(0) // fixed.UNIT,
         scaling.cap,
         scaling.inverse,
-        **by,
-        VECTOR=vector(logits),
-        PEEL=peels(V, logits),
-        CAPPED=mode,
-        SMOOTH=wanted.weighted,
-        WEIGHTS=weights is not None,
-        MEAN=wanted.mean,
-        ARGMAX=wanted.argmax,
+        FIXED=fixed,
         **FORWARD.config(logits.device, V, logits.element_size(), plain),
     )
-    return found
+    return stats
 
 
 def _launch_backward(out, logits, target, class_weight, scaling, softmax, gradients, scale):
@@ -912,9 +780,15 @@ def _launch_backward(out, logits, target, class_weight, scaling, softmax, gradie
     c = BACKWARD.config(
         logits.device, V, logits.element_size(), scaling.plain and not (smooth or mean)
     )
-    peel = peels(V, logits, out)
-    blocks = cdiv(V + (vector(logits) - 1 if peel else 0), c["BLOCK"])
-    by = units(V, logits, out)
+    fixed = Fixed(
+        *units(V, logits, out),
+        _mode(scaling, logits),
+        smooth,
+        smooth and class_weight is not None,
+        mean,
+        SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2,
+    )
+    blocks = cdiv(V + (fixed.VECTOR - 1 if fixed.PEEL else 0), c["BLOCK"])
     launch(
         _backward,
         (T, blocks),
@@ -925,19 +799,12 @@ def _launch_backward(out, logits, target, class_weight, scaling, softmax, gradie
         *gradients,
         scale,
         out,
-        V // by["V_UNIT"],
-        logits.stride(0) // by["UNIT"],
-        out.stride(0) // by["UNIT"],
+        V // fixed.V_UNIT,
+        logits.stride(0) // fixed.UNIT,
+        out.stride(0) // fixed.UNIT,
         scaling.cap,
         scaling.inverse,
-        **by,
-        VECTOR=vector(logits),
-        PEEL=peel,
-        CAPPED=_mode(scaling, logits),
-        SMOOTH=smooth,
-        WEIGHTS=smooth and class_weight is not None,
-        MEAN=mean,
-        SCALE=0 if scale is None else 1 if scale.numel() == 1 else 2,
+        FIXED=fixed,
         **c,
     )
 
@@ -960,28 +827,25 @@ def _specs(kernel):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         data, options = "bf16" if key["itemsize"] == 2 else "fp32", not key["plain"]
         size = 16 // key["itemsize"]
-        flags = dict.fromkeys(("SMOOTH", "WEIGHTS", "MEAN", "ARGMAX"), options)
+        fixed = Fixed(size, size, size, False, (SOFTCAP if options else PLAIN).value)
+        if options:
+            fixed = fixed._replace(SMOOTH=True, WEIGHTS=True, MEAN=True)
+        if kernel is _forward:
+            fixed = fixed._replace(ARGMAX=options)
+        else:
+            fixed = fixed._replace(SCALE=2 if options else 1)
+        odd = fixed._replace(UNIT=1, V_UNIT=1, PEEL=True)
         return [
             KernelSpec.of(
                 kernel,
-                f"{kernel.fn.__name__[1:]} {data}{' all options' if options else ''}"
-                f"{' odd' if peel else ''}",
+                f"{kernel.fn.__name__[1:]} {data}{' all options' if options else ''}{suffix}",
                 {"logits": data, "out": data, **_INDICES, "*": "fp32"},
-                {
-                    "UNIT": 1 if peel else size,
-                    "V_UNIT": 1 if peel else size,
-                    "VECTOR": size,
-                    "PEEL": peel,
-                    "CAPPED": (SOFTCAP if options else PLAIN).value,
-                    "SCALE": 2 if options else 1,
-                    **flags,
-                    **config,
-                },
+                {"FIXED": one, **config},
                 _NUMBERS,
                 # Forward writes a few scalars per row, and no vector.
                 store=0 if kernel is _forward else 128,
             )
-            for peel in (False, True)
+            for suffix, one in (("", fixed), (" odd", odd))
         ]
 
     return specs
@@ -1013,20 +877,15 @@ TUNABLES = (FORWARD, BACKWARD)
 
 def _with(mode: tl.constexpr, label: str, sizes: tuple, alone: bool, **flags) -> list[KernelSpec]:
     """All options, with these instead. alone: whether forward's launch is that of no option."""
-    flags = {"CAPPED": mode.value, "SMOOTH": False, "WEIGHTS": False, "SCALE": 1, **flags}
+    flags = {"CAPPED": mode.value, "SMOOTH": False, "WEIGHTS": False, **flags}
     specs = []
     for tunable, kernel, plain in ((FORWARD, _forward, alone), (BACKWARD, _backward, False)):
         for size in sizes:
             key = {"V": 128256, "itemsize": size, "plain": plain}
+            own = flags if kernel is _forward else {**flags, "ARGMAX": False, "SCALE": 1}
             for spec in _specs(kernel)(key, tunable.heuristic(**key)):
-                chosen = {**spec.constexprs, **flags}
-                specs.append(
-                    dataclasses.replace(
-                        spec,
-                        label=f"{spec.label.replace(' all options', '')} {label}",
-                        constexprs={n: v for n, v in chosen.items() if n in kernel.arg_names},
-                    )
-                )
+                name = f"{spec.label.replace(' all options', '')} {label}"
+                specs.append(spec.changed(own, label=name))
     return specs
 
 

@@ -14,40 +14,32 @@ from tilewright.kernels.math_triton import sigmoid, tanh_and_derivative
 
 
 @triton.jit
-def gated(
-    g,
-    u,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+def gated(g, u, GATE: tl.constexpr):
     """a, da/dg, v and dv/du of ops.activation.Gate, float32: a * v is the result for a gate and an
     up.
     """
     dv = 1.0
-    if ACTIVATION == 3:
-        near, dv = tanh_and_derivative(u * (1.0 / UP_LIMIT))
-        v = UP_LIMIT * near + OFFSET
-        s = sigmoid(ALPHA * g)
-        soft, dsoft = tanh_and_derivative(g * (1.0 / LIMIT))
-        a = LIMIT * soft * s
-        da = s * dsoft + ALPHA * a * (1.0 - s)
+    if GATE.ACTIVATION == 3:
+        near, dv = tanh_and_derivative(u * (1.0 / GATE.UP_LIMIT))
+        v = GATE.UP_LIMIT * near + GATE.OFFSET
+        s = sigmoid(GATE.ALPHA * g)
+        soft, dsoft = tanh_and_derivative(g * (1.0 / GATE.LIMIT))
+        a = GATE.LIMIT * soft * s
+        da = s * dsoft + GATE.ALPHA * a * (1.0 - s)
     else:
         v, z = u, g
-        if UP_LIMIT is not None:
-            v = tl.minimum(u, UP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            v = tl.maximum(v, -UP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if GATE.UP_LIMIT is not None:
+            v = tl.minimum(u, GATE.UP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            v = tl.maximum(v, -GATE.UP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
             dv = tl.where(v == u, 1.0, 0.0)
-        v += OFFSET
-        if LIMIT is not None:
-            z = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        if ACTIVATION == 0:
-            s = sigmoid(ALPHA * z)
+        v += GATE.OFFSET
+        if GATE.LIMIT is not None:
+            z = tl.minimum(g, GATE.LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if GATE.ACTIVATION == 0:
+            s = sigmoid(GATE.ALPHA * z)
             a = z * s
-            da = s + ALPHA * a * (1.0 - s)
-        elif ACTIVATION == 1:
+            da = s + GATE.ALPHA * a * (1.0 - s)
+        elif GATE.ACTIVATION == 1:
             # (1 + tanh w) / 2 = sigmoid(2 w); beyond 20 it is 0 or 1, and a cube may overflow.
             w = tl.minimum(z, 20.0, propagate_nan=tl.PropagateNan.ALL)
             w = tl.maximum(w, -20.0, propagate_nan=tl.PropagateNan.ALL)
@@ -58,8 +50,8 @@ def gated(
             s = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
             a = z * s
             da = s + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
-        if LIMIT is not None:
-            da = tl.where(g > LIMIT, 0.0, da)
+        if GATE.LIMIT is not None:
+            da = tl.where(g > GATE.LIMIT, 0.0, da)
     return a, da, v, dv
 
 

@@ -44,6 +44,7 @@ from tilewright.kernels.device import multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv
 from tilewright.kernels.moe.gated_triton import Outputs, Tokens, gated
+from tilewright.kernels.moe.operators import GateConstants
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.warp_specialized import (
     GATHERING,
@@ -99,23 +100,10 @@ def _weight(w, e, n, k, full, b, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr)
 
 
 @gluon.jit
-def _load(
-    x,
-    w,
-    tiles_ptr,
-    capacity,
-    n_tiles,
-    E,
-    K,
-    a,
-    b,
-    full,
-    empty,
-    TRANSPOSED: gl.constexpr,
-    HALVES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _load(x, w, work, ring, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr):
     """One warp: both operands by TMA."""
+    tiles_ptr, capacity, n_tiles, E, K = work
+    a, b, full, empty = ring
     BLOCK_K: gl.constexpr = a.shape[2]
     m_tiles = gl.load(tiles_ptr + 3 * capacity)
     stage, phase = 0, 0
@@ -139,25 +127,12 @@ def _announce(full, issued):
 
 @gluon.jit
 def _gather(
-    x_ptr,
-    slots_ptr,
-    x_stride,
-    TOP_K,
-    w,
-    tiles_ptr,
-    capacity,
-    n_tiles,
-    E,
-    K,
-    a,
-    b,
-    full,
-    empty,
-    TRANSPOSED: gl.constexpr,
-    HALVES: gl.constexpr,
-    GROUP: gl.constexpr,
+    rows, w, work, ring, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr
 ):
     """A warpgroup: row r of the left operand is row slots[r] // TOP_K of x."""
+    x_ptr, slots_ptr, x_stride, TOP_K = rows
+    tiles_ptr, capacity, n_tiles, E, K = work
+    a, b, full, empty = ring
     BLOCK_M: gl.constexpr = a.shape[1]
     BLOCK_K: gl.constexpr = a.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -193,49 +168,19 @@ def _gather(
 
 @gluon.jit
 def _fill(
-    x,
-    slots_ptr,
-    x_stride,
-    TOP_K,
+    rows,
     w,
-    tiles_ptr,
-    capacity,
-    n_tiles,
-    E,
-    K,
-    a,
-    b,
-    full,
-    empty,
+    work,
+    ring,
     GATHER: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     HALVES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     if GATHER:
-        _gather(
-            x,
-            slots_ptr,
-            x_stride,
-            TOP_K,
-            w,
-            tiles_ptr,
-            capacity,
-            n_tiles,
-            E,
-            K,
-            a,
-            b,
-            full,
-            empty,
-            TRANSPOSED,
-            HALVES,
-            GROUP,
-        )
+        _gather(rows, w, work, ring, TRANSPOSED, HALVES, GROUP)
     else:
-        _load(
-            x, w, tiles_ptr, capacity, n_tiles, E, K, a, b, full, empty, TRANSPOSED, HALVES, GROUP
-        )
+        _load(rows[0], w, work, ring, TRANSPOSED, HALVES, GROUP)
 
 
 @gluon.jit
@@ -252,66 +197,34 @@ def _rounded(t, bias_ptr, e, E, column, end, columns, dtype: gl.constexpr, BIAS:
 
 
 @gluon.jit
-def _h(
-    gate,
-    up,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    UP_LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
-):
-    a, _, v, _ = gated(
-        gate.to(gl.float32), up.to(gl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
-    )
+def _h(gate, up, GATE: gl.constexpr):
+    a, _, v, _ = gated(gate.to(gl.float32), up.to(gl.float32), GATE)
     return (a * v).to(gate.dtype)
 
 
 @gluon.jit
-def _h_of_pairs(
-    t,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    UP_LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
-):
+def _h_of_pairs(t, GATE: gl.constexpr):
     """h of interleaved gates and ups."""
     gate, up = t.reshape([t.shape[0], t.shape[1] // 2, 2]).split()
-    return _h(gate, up, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+    return _h(gate, up, GATE)
 
 
 @gluon.jit
 def _multiply(
-    out,
-    pre,
-    out_ptr,
-    pre_ptr,
-    bias_ptr,
-    tiles_ptr,
-    capacity,
-    n_tiles,
-    E,
-    N,
-    K,
-    a,
-    b,
-    staging,
-    full,
-    empty,
+    outputs,
+    tiles,
+    memory,
     TRANSPOSED: gl.constexpr,
     EPILOGUE: gl.constexpr,
     STORE_PRE: gl.constexpr,
     BIAS: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    UP_LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
+    GATE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """Two warpgroups."""
+    out, pre, out_ptr, pre_ptr, bias_ptr = outputs
+    tiles_ptr, capacity, n_tiles, E, N, K = tiles
+    a, b, staging, full, empty = memory
     BLOCK_M: gl.constexpr = a.shape[1]
     BLOCK_K: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2] if TRANSPOSED else b.shape[1]
@@ -331,7 +244,7 @@ def _multiply(
         left, right = halves(acc)
         # Where the two are in the matrix that has both, and the ends of their columns there.
         at, beside, end_at, columns = n * BLOCK_N, n * BLOCK_N + HALF, N, N
-        if EPILOGUE == 1 and INTERLEAVED:
+        if EPILOGUE == 1 and GATE.INTERLEAVED:
             end_at, columns = 2 * N, 2 * N
         elif EPILOGUE == 1:
             at, beside, columns = n * HALF, N + n * HALF, 2 * N
@@ -343,17 +256,17 @@ def _multiply(
         else:
             if STORE_PRE:
                 store_tile(left, staging, pre, pre_ptr, row, end, at, end_at, columns)
-            if INTERLEAVED:
+            if GATE.INTERLEAVED:
                 # h of one half is computed before the other half is stored: gates and results of
                 # both at a time take more registers than there are.
-                left = _h_of_pairs(left, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+                left = _h_of_pairs(left, GATE)
             if STORE_PRE:
                 store_tile(right, staging, pre, pre_ptr, row, end, beside, columns, columns)
-            if INTERLEAVED:
-                right = _h_of_pairs(right, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+            if GATE.INTERLEAVED:
+                right = _h_of_pairs(right, GATE)
                 h = gl.join(left, right).permute((0, 2, 1)).reshape([BLOCK_M, HALF])
             else:
-                h = _h(left, right, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+                h = _h(left, right, GATE)
             store_tile(h, staging, out, out_ptr, row, end, n * HALF, N, N)
     tma.store_wait(0)
 
@@ -380,12 +293,7 @@ def _gemm(
     EPILOGUE: gl.constexpr,
     STORE_PRE: gl.constexpr,
     BIAS: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    UP_LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
+    GATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -398,7 +306,7 @@ def _gemm(
     w: a descriptor of [E, N, K], TRANSPOSED [E, K, N], or of halves [E, 2, N, K].
     out, pre: descriptors of [rows, N] and [rows, 2 N], for boxes of BLOCK_M by BLOCK_N // 2.
     """
-    HALVES: gl.constexpr = EPILOGUE == 1 and not INTERLEAVED
+    HALVES: gl.constexpr = EPILOGUE == 1 and not GATE.INTERLEAVED
     dtype: gl.constexpr = out.dtype
     ROWS: gl.constexpr = BLOCK_K if TRANSPOSED else BLOCK_N
     COLUMNS: gl.constexpr = BLOCK_N if TRANSPOSED else BLOCK_K
@@ -408,63 +316,16 @@ def _gemm(
     # Gathered rows are announced by a second arrival.
     full, empty = ring(STAGES, 2 if GATHER else 1)
     n_tiles = gl.cdiv(N, BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N)
+    outputs, tiles = (out, pre, out_ptr, pre_ptr, bias_ptr), (tiles_ptr, capacity, n_tiles, E, N, K)
+    memory = a, b, staging, full, empty
+    rows, work = (x, slots_ptr, x_stride, TOP_K), (tiles_ptr, capacity, n_tiles, E, K)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (
-                    out,
-                    pre,
-                    out_ptr,
-                    pre_ptr,
-                    bias_ptr,
-                    tiles_ptr,
-                    capacity,
-                    n_tiles,
-                    E,
-                    N,
-                    K,
-                    a,
-                    b,
-                    staging,
-                    full,
-                    empty,
-                    TRANSPOSED,
-                    EPILOGUE,
-                    STORE_PRE,
-                    BIAS,
-                    INTERLEAVED,
-                    ACTIVATION,
-                    ALPHA,
-                    LIMIT,
-                    UP_LIMIT,
-                    OFFSET,
-                    GROUP,
-                ),
+                (outputs, tiles, memory, TRANSPOSED, EPILOGUE, STORE_PRE, BIAS, GATE, GROUP),
             ),
-            (
-                _fill,
-                (
-                    x,
-                    slots_ptr,
-                    x_stride,
-                    TOP_K,
-                    w,
-                    tiles_ptr,
-                    capacity,
-                    n_tiles,
-                    E,
-                    K,
-                    a,
-                    b,
-                    full,
-                    empty,
-                    GATHER,
-                    TRANSPOSED,
-                    HALVES,
-                    GROUP,
-                ),
-            ),
+            (_fill, (rows, w, work, (a, b, full, empty), GATHER, TRANSPOSED, HALVES, GROUP)),
         ],
         [4 if GATHER else 1],
         [GATHERING if GATHER else ONE_WARP],
@@ -486,10 +347,10 @@ def _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(
-    dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP: gl.constexpr
-):
+def _load_rows(dy, x, work, ring, GROUP: gl.constexpr):
     """One warp: both operands by TMA."""
+    offsets_ptr, R, tiles, n_tiles, k_tiles = work
+    a, b, full, empty = ring
     BLOCK_R: gl.constexpr = a.shape[1]
     stage, phase = 0, 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -503,28 +364,15 @@ def _load_rows(
 
 
 @gluon.jit
-def _gather_rows(
-    gathered,
-    other,
-    slots_ptr,
-    stride,
-    width,
-    TOP_K,
-    offsets_ptr,
-    R,
-    tiles,
-    n_tiles,
-    k_tiles,
-    mine,
-    others,
-    full,
-    empty,
-    DY: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _gather_rows(gathered, other, rows, work, ring, DY: gl.constexpr, GROUP: gl.constexpr):
     """A warpgroup: row r of `gathered`, which is DY or x, is its row slots[r] // TOP_K. The slots
     of a step are read one step before.
+
+    rows: slots, the stride and width of `gathered`, and TOP_K.
     """
+    slots_ptr, stride, width, TOP_K = rows
+    offsets_ptr, R, tiles, n_tiles, k_tiles = work
+    mine, others, full, empty = ring
     BLOCK_R: gl.constexpr = mine.shape[1]
     COLUMNS: gl.constexpr = mine.shape[2]
     LANES: gl.constexpr = min(COLUMNS // 8, 32)
@@ -564,76 +412,24 @@ def _gather_rows(
 
 @gluon.jit
 def _fill_rows(
-    dy,
-    x,
-    slots_ptr,
-    dy_stride,
-    x_stride,
-    N,
-    K,
-    TOP_K,
-    offsets_ptr,
-    R,
-    tiles,
-    n_tiles,
-    k_tiles,
-    a,
-    b,
-    full,
-    empty,
-    GATHER_DY: gl.constexpr,
-    GATHER_X: gl.constexpr,
-    GROUP: gl.constexpr,
+    operands, work, ring, GATHER_DY: gl.constexpr, GATHER_X: gl.constexpr, GROUP: gl.constexpr
 ):
+    dy, x, slots_ptr, dy_stride, x_stride, N, K, TOP_K = operands
+    a, b, full, empty = ring
     if GATHER_DY:
-        _gather_rows(
-            dy,
-            x,
-            slots_ptr,
-            dy_stride,
-            N,
-            TOP_K,
-            offsets_ptr,
-            R,
-            tiles,
-            n_tiles,
-            k_tiles,
-            a,
-            b,
-            full,
-            empty,
-            True,
-            GROUP,
-        )
+        _gather_rows(dy, x, (slots_ptr, dy_stride, N, TOP_K), work, ring, True, GROUP)
     elif GATHER_X:
-        _gather_rows(
-            x,
-            dy,
-            slots_ptr,
-            x_stride,
-            K,
-            TOP_K,
-            offsets_ptr,
-            R,
-            tiles,
-            n_tiles,
-            k_tiles,
-            b,
-            a,
-            full,
-            empty,
-            False,
-            GROUP,
-        )
+        swapped = b, a, full, empty
+        _gather_rows(x, dy, (slots_ptr, x_stride, K, TOP_K), work, swapped, False, GROUP)
     else:
-        _load_rows(dy, x, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, full, empty, GROUP)
+        _load_rows(dy, x, work, ring, GROUP)
 
 
 @gluon.jit
-def _sum_rows(
-    out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP: gl.constexpr
-):
+def _sum_rows(out, work, memory, GROUP: gl.constexpr):
     """Two warpgroups."""
+    offsets_ptr, R, tiles, n_tiles, k_tiles = work
+    a, b, staging, full, empty = memory
     STAGES: gl.constexpr = a.shape[0]
     BLOCK_R: gl.constexpr = a.shape[1]
     BLOCK_N: gl.constexpr = a.shape[2]
@@ -702,37 +498,12 @@ def _dweight(
     full, empty = ring(STAGES, 2 if GATHER_DY or GATHER_X else 1)
     n_tiles, k_tiles = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     tiles = E * n_tiles * k_tiles
+    work, memory = (offsets_ptr, R, tiles, n_tiles, k_tiles), (a, b, staging, full, empty)
+    operands = dy, x, slots_ptr, dy_stride, x_stride, N, K, TOP_K
     gl.warp_specialize(
         [
-            (
-                _sum_rows,
-                (out, offsets_ptr, R, tiles, n_tiles, k_tiles, a, b, staging, full, empty, GROUP),
-            ),
-            (
-                _fill_rows,
-                (
-                    dy,
-                    x,
-                    slots_ptr,
-                    dy_stride,
-                    x_stride,
-                    N,
-                    K,
-                    TOP_K,
-                    offsets_ptr,
-                    R,
-                    tiles,
-                    n_tiles,
-                    k_tiles,
-                    a,
-                    b,
-                    full,
-                    empty,
-                    GATHER_DY,
-                    GATHER_X,
-                    GROUP,
-                ),
-            ),
+            (_sum_rows, (out, work, memory, GROUP)),
+            (_fill_rows, (operands, work, (a, b, full, empty), GATHER_DY, GATHER_X, GROUP)),
         ],
         [4 if GATHER_DY or GATHER_X else 1],
         [GATHERING_WIDE if GATHER_DY or GATHER_X else ONE_WARP],
@@ -751,7 +522,7 @@ def gemm(
     outputs: Outputs,
     bias: torch.Tensor | None,
     epilogue: int,
-    gate: dict,
+    gate: GateConstants,
     config: dict,
 ) -> None:
     """Launches `_gemm` on arguments that grouped_gemm_triton has prepared."""
@@ -759,7 +530,7 @@ def gemm(
     assert tiles is not None  # they are prepared
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     rows = [k, n] if transposed else [n, k]
-    if epilogue and not gate["INTERLEAVED"]:
+    if epilogue and not gate.INTERLEAVED:
         w, rows = w.unflatten(1, (2, out.shape[1])), [2, n // 2, k]
     launch(
         _gemm,
@@ -784,7 +555,7 @@ def gemm(
         EPILOGUE=epilogue,
         STORE_PRE=pre is not None,
         BIAS=bias is not None,
-        **gate,
+        GATE=gate,
         BLOCK_M=m,
         BLOCK_N=n,
         BLOCK_K=k,

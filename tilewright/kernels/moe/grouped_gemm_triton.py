@@ -29,17 +29,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewright.kernels.device import (
-    dot_precision,
-    has_tma,
-    large_shared_memory,
-    multiprocessors,
-)
+from tilewright.kernels.device import dot_precision, has_tma, large_shared_memory, multiprocessors
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.moe.gated_triton import Outputs, Tokens, gated
 from tilewright.kernels.moe.operators import (
     MAP_ROWS,
+    SILU_MUL,
+    GateConstants,
     Order,
     map_size,
     product,
@@ -122,24 +119,9 @@ def _halves(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _h_epilogue(
-    gate,
-    up,
-    h_ptr,
-    r,
-    live,
-    c,
-    N,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+def _h_epilogue(gate, up, h_ptr, r, live, c, N, GATE: tl.constexpr):
     """h of a gate and an up, rounded as they are in memory."""
-    a, _, v, _ = gated(
-        gate.to(tl.float32), up.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
-    )
+    a, _, v, _ = gated(gate.to(tl.float32), up.to(tl.float32), GATE)
     tl.store(
         h_ptr + r[:, None] * N + c[None, :],
         (a * v).to(h_ptr.dtype.element_ty),
@@ -149,20 +131,7 @@ def _h_epilogue(
 
 @triton.jit
 def _halves_epilogue(
-    gate,
-    up,
-    pre_ptr,
-    h_ptr,
-    r,
-    live,
-    c,
-    N,
-    STORE_PRE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    gate, up, pre_ptr, h_ptr, r, live, c, N, STORE_PRE: tl.constexpr, GATE: tl.constexpr
 ):
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
@@ -170,28 +139,16 @@ def _halves_epilogue(
         at = pre_ptr + r[:, None] * (2 * N) + c[None, :]
         tl.store(at, gate, mask=mask)
         tl.store(at + N, up, mask=mask)
-    _h_epilogue(gate, up, h_ptr, r, live, c, N, ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET)
+    _h_epilogue(gate, up, h_ptr, r, live, c, N, GATE)
 
 
 @triton.jit
 def _pairs_epilogue(
-    acc,
-    pre_ptr,
-    h_ptr,
-    r,
-    live,
-    n,
-    N,
-    STORE_PRE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    acc, pre_ptr, h_ptr, r, live, n, N, STORE_PRE: tl.constexpr, GATE: tl.constexpr
 ):
-    """Stores COLUMNS interleaved gates and ups, from column 2 n of pre on, and their h."""
+    """Stores interleaved gates and ups, from column 2 n of pre on, and their h."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
     acc = acc.to(h_ptr.dtype.element_ty)
     if STORE_PRE:
         both = 2 * n + tl.arange(0, COLUMNS)
@@ -201,106 +158,39 @@ def _pairs_epilogue(
             mask=live[:, None] & (both < 2 * N)[None, :],
         )
     gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
-    _h_epilogue(
-        gate,
-        up,
-        h_ptr,
-        r,
-        live,
-        n + tl.arange(0, COLUMNS // 2),
-        N,
-        ACTIVATION,
-        ALPHA,
-        LIMIT,
-        UP_LIMIT,
-        OFFSET,
-    )
+    _h_epilogue(gate, up, h_ptr, r, live, n + tl.arange(0, COLUMNS // 2), N, GATE)
 
 
 @triton.jit
 def _dgate_epilogue(
-    dh,
-    pre_ptr,
-    dpre_ptr,
-    hw_ptr,
-    r,
-    live,
-    known,
-    n,
-    N,
-    scale,
-    STORE_H: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    dh, memory, rows, n, N, STORE_H: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """From dh, the gradient of the unweighted h, COLUMNS columns from n on: writes the gradient of
-    the pre-activation and, with STORE_H, scale * h. Returns <dh, h> per row. known: rows whose
-    pre-activation was written; the tail's is not read.
+    """From dh, the gradient of the unweighted h, columns from n on: writes the gradient of the
+    pre-activation and, with STORE_H, scale * h. Returns <dh, h> per row.
+
+    memory: where the pre-activation, its gradient and scale * h are.
+    rows: their numbers, which exist, whose pre-activation was written (the tail's is not read), and
+        scale.
 
     In SPLIT pieces, one after the other: the barrier keeps the loads of a piece, and their
     registers, behind the previous piece.
     """
+    ROWS: tl.constexpr = dh.shape[0]
+    COLUMNS: tl.constexpr = dh.shape[1]
     if SPLIT > 1:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = _halves(dh, ROWS, COLUMNS)
-        dot = _dgate_epilogue(
-            left,
-            pre_ptr,
-            dpre_ptr,
-            hw_ptr,
-            r,
-            live,
-            known,
-            n,
-            N,
-            scale,
-            STORE_H,
-            INTERLEAVED,
-            ACTIVATION,
-            ALPHA,
-            LIMIT,
-            UP_LIMIT,
-            OFFSET,
-            SPLIT // 2,
-            ROWS,
-            HALF,
-        )
+        dot = _dgate_epilogue(left, memory, rows, n, N, STORE_H, GATE, SPLIT // 2)
         tl.debug_barrier()
-        dot += _dgate_epilogue(
-            right,
-            pre_ptr,
-            dpre_ptr,
-            hw_ptr,
-            r,
-            live,
-            known,
-            n + HALF,
-            N,
-            scale,
-            STORE_H,
-            INTERLEAVED,
-            ACTIVATION,
-            ALPHA,
-            LIMIT,
-            UP_LIMIT,
-            OFFSET,
-            SPLIT // 2,
-            ROWS,
-            HALF,
-        )
+        dot += _dgate_epilogue(right, memory, rows, n + HALF, N, STORE_H, GATE, SPLIT // 2)
     else:
+        pre_ptr, dpre_ptr, hw_ptr = memory
+        r, live, known, scale = rows
         dtype: tl.constexpr = dpre_ptr.dtype.element_ty
         c = n + tl.arange(0, COLUMNS)
         inside = (c < N)[None, :]
         mask = live[:, None] & inside
-        if INTERLEAVED:
+        if GATE.INTERLEAVED:
             both = 2 * n + tl.arange(0, 2 * COLUMNS)
             at = r[:, None] * (2 * N) + both[None, :]
             there = (both < 2 * N)[None, :]
@@ -310,12 +200,10 @@ def _dgate_epilogue(
             at = r[:, None] * (2 * N) + c[None, :]
             g = tl.load(pre_ptr + at, mask=known[:, None] & inside, other=0.0)
             u = tl.load(pre_ptr + N + at, mask=known[:, None] & inside, other=0.0)
-        a, da, v, dv = gated(
-            g.to(tl.float32), u.to(tl.float32), ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET
-        )
+        a, da, v, dv = gated(g.to(tl.float32), u.to(tl.float32), GATE)
         d = scale[:, None] * dh
         dg, du = (d * v * da).to(dtype), (d * a * dv).to(dtype)
-        if INTERLEAVED:
+        if GATE.INTERLEAVED:
             dpre = tl.reshape(tl.join(dg, du), (ROWS, 2 * COLUMNS))
             tl.store(dpre_ptr + at, dpre, mask=live[:, None] & there)
         else:
@@ -356,12 +244,7 @@ def _gemm(
     STORE_PRE: tl.constexpr,
     STORE_H: tl.constexpr,
     BIAS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    GATE: tl.constexpr,
     TMA_X: tl.constexpr,
     TMA_W: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -377,10 +260,11 @@ def _gemm(
     w: [E, N, K], or TRANSPOSED [E, K, N]. With SWIGLU [E, 2 N, K], gates first: a tile of BLOCK_N
         columns has half gates and half the matching ups, BLOCK_N // 2 columns of h; its descriptor
         is [E, 2, N, K].
-    INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns of pre and of its gradient.
+    GATE: defines h, see `gated`. INTERLEAVED: rows of w are gate, up, gate, up, ..., as are columns
+        of pre and of its gradient.
     BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before
         rounding.
-    ACTIVATION, ALPHA, LIMIT, UP_LIMIT, OFFSET: define h, see `gated`.
+    GATE: define h, see `gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
@@ -392,7 +276,7 @@ def _gemm(
     """
     # Columns of N per tile.
     WIDE: tl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
-    HALVES: tl.constexpr = EPILOGUE == 1 and not INTERLEAVED
+    HALVES: tl.constexpr = EPILOGUE == 1 and not GATE.INTERLEAVED
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -466,67 +350,17 @@ def _gemm(
                 mask=live[:, None] & (c < N)[None, :],
             )
         elif EPILOGUE == 1:
-            if INTERLEAVED:
-                _pairs_epilogue(
-                    acc,
-                    pre_ptr,
-                    out_ptr,
-                    r,
-                    live,
-                    n,
-                    N,
-                    STORE_PRE,
-                    BLOCK_M,
-                    BLOCK_N,
-                    ACTIVATION,
-                    ALPHA,
-                    LIMIT,
-                    UP_LIMIT,
-                    OFFSET,
-                )
+            if GATE.INTERLEAVED:
+                _pairs_epilogue(acc, pre_ptr, out_ptr, r, live, n, N, STORE_PRE, GATE)
             else:
                 gate, up = _halves(acc, BLOCK_M, BLOCK_N)
-                _halves_epilogue(
-                    gate,
-                    up,
-                    pre_ptr,
-                    out_ptr,
-                    r,
-                    live,
-                    n + tl.arange(0, WIDE),
-                    N,
-                    STORE_PRE,
-                    ACTIVATION,
-                    ALPHA,
-                    LIMIT,
-                    UP_LIMIT,
-                    OFFSET,
-                )
+                c = n + tl.arange(0, WIDE)
+                _halves_epilogue(gate, up, pre_ptr, out_ptr, r, live, c, N, STORE_PRE, GATE)
         else:
             known = live & (i * 0 + e < E)
             scale = tl.load(weight_ptr + slot, mask=known, other=0.0)
-            dot = _dgate_epilogue(
-                acc,
-                pre_ptr,
-                out_ptr,
-                hw_ptr,
-                r,
-                live,
-                known,
-                n,
-                N,
-                scale,
-                STORE_H,
-                INTERLEAVED,
-                ACTIVATION,
-                ALPHA,
-                LIMIT,
-                UP_LIMIT,
-                OFFSET,
-                SPLIT,
-                BLOCK_M,
-                BLOCK_N,
-            )
+            memory, rows = (pre_ptr, out_ptr, hw_ptr), (r, live, known, scale)
+            dot = _dgate_epilogue(acc, memory, rows, n, N, STORE_H, GATE, SPLIT)
             tl.store(partial_ptr + r * n_tiles + n_tile, dot, mask=live)
 
 
@@ -544,12 +378,7 @@ def _dswiglu(
     R,
     N,
     STORE_H: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    GATE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -566,28 +395,8 @@ def _dswiglu(
     dh = tl.load(
         dh_ptr + r[:, None] * N + c[None, :], mask=live[:, None] & (c < N)[None, :], other=0.0
     )
-    dot = _dgate_epilogue(
-        dh.to(tl.float32),
-        pre_ptr,
-        dpre_ptr,
-        hw_ptr,
-        r,
-        live,
-        known,
-        n,
-        N,
-        scale,
-        STORE_H,
-        INTERLEAVED,
-        ACTIVATION,
-        ALPHA,
-        LIMIT,
-        UP_LIMIT,
-        OFFSET,
-        1,
-        ROWS,
-        COLUMNS,
-    )
+    memory, rows = (pre_ptr, dpre_ptr, hw_ptr), (r, live, known, scale)
+    dot = _dgate_epilogue(dh.to(tl.float32), memory, rows, n, N, STORE_H, GATE, 1)
     tl.store(partial_ptr + r * tiles + tile, dot, mask=live)
 
 
@@ -787,17 +596,6 @@ def tile_map(offsets: torch.Tensor, rows: int, block: int = MAP_ROWS) -> torch.T
     return tiles
 
 
-# silu(gate) * up of halves.
-SILU_MUL = {
-    "ACTIVATION": 0,
-    "INTERLEAVED": False,
-    "ALPHA": 1.0,
-    "LIMIT": None,
-    "UP_LIMIT": None,
-    "OFFSET": 0.0,
-}
-
-
 # Long: one launch, whose arguments are half of it.
 def _launch(
     tunable,
@@ -828,7 +626,7 @@ def _launch(
     if "plain" in tunable.fields:
         key = (*key, gate == SILU_MUL and bias is None)
     tma = _by_tma(x, aligned)
-    halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
+    halves = epilogue == SWIGLU and not gate.INTERLEAVED
     tma_x, tma_w = tma and slots is None, tma and not (halves and transposed)
     config, run = choose(tunable, others, x.device, key, tma_w)
     c = {n: v for n, v in config.items() if v is not None}
@@ -881,7 +679,7 @@ def _launch(
         TMA_W=tma_w,
         PRECISION=dot_precision(out),
         MAP_ROWS=MAP_ROWS,
-        **gate,
+        GATE=gate,
         **c,
     )
 
@@ -997,7 +795,7 @@ def up_swiglu(
     order: Order,
     keep_pre: bool,
     bias: torch.Tensor | None = None,
-    gate: dict = SILU_MUL,
+    gate: GateConstants = SILU_MUL,
     tiles: torch.Tensor | None = None,
     others: Others = ALONE,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -1005,7 +803,7 @@ def up_swiglu(
     interleaved.
 
     pre = x[token] @ gate_up_proj[e]^T + bias[e], rounded once; h = silu(gate) * up of the rounded
-    pre, or as the constants in `gate` define it. Zeros in the tail. R, I and H are not 0.
+    pre, or as `gate` defines it. Zeros in the tail. R, I and H are not 0.
     """
     offsets, slots, position = order
     rows, N = slots.shape[0], gate_up_proj.shape[1] // 2
@@ -1033,7 +831,7 @@ def down_dswiglu(
     order: Order,
     keep_h: bool,
     bias: torch.Tensor | None = None,
-    gate: dict = SILU_MUL,
+    gate: GateConstants = SILU_MUL,
     tiles: torch.Tensor | None = None,
     others: Others = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -1086,7 +884,7 @@ def down_dswiglu(
             rows,
             N,
             STORE_H=keep_h,
-            **gate,
+            GATE=gate,
             **_DSWIGLU,
             num_warps=4,
         )
@@ -1361,14 +1159,7 @@ def _needs(key: dict, tma: bool) -> dict:
 
 
 # The gate of gpt-oss, for the compile gate.
-_CLAMPED = {
-    "ACTIVATION": 0,
-    "INTERLEAVED": True,
-    "ALPHA": 1.702,
-    "LIMIT": 7.0,
-    "UP_LIMIT": 7.0,
-    "OFFSET": 1.0,
-}
+_CLAMPED = GateConstants(0, True, 1.702, 7.0, 7.0, 1.0)
 
 
 def _operand(t: str, tma: bool, *block: int) -> str:
@@ -1396,12 +1187,14 @@ def gemm_specs(
     elif not transposed:
         kinds.append((" biased", True, SILU_MUL))
 
-    def spec(key: dict, config: dict, kind: str, transposed: bool, gate: dict) -> KernelSpec:
+    def spec(
+        key: dict, config: dict, kind: str, transposed: bool, gate: GateConstants
+    ) -> KernelSpec:
         t = _TYPES[key["itemsize"]]
         m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
         # The down-projection's bias is added where it is the forward.
         bias = bool(kind) and not dswiglu
-        halves = epilogue == SWIGLU and not gate["INTERLEAVED"]
+        halves = epilogue == SWIGLU and not gate.INTERLEAVED
         block = (2, n // 2, k) if halves else (k, n) if transposed else (n, k)
         tma = key["itemsize"] == 2 and key["aligned"]
         there = {"slots": gather, "pre": epilogue != PLAIN, "bias": bias}
@@ -1418,7 +1211,7 @@ def gemm_specs(
             "TMA_W": tma,
             "PRECISION": "ieee" if key["itemsize"] == 4 else None,
             "MAP_ROWS": MAP_ROWS,
-            **gate,
+            "GATE": gate,
             **config,
         }
         if specialized is not None:
@@ -1445,7 +1238,7 @@ def dswiglu_specs(key: dict) -> list[KernelSpec]:
             _dswiglu,
             f"dswiglu{kind} {about_key(key)}",
             {**_POINTERS, "*": _TYPES[key["itemsize"]]},
-            {"STORE_H": True, **gate, **_DSWIGLU},
+            {"STORE_H": True, "GATE": gate, **_DSWIGLU},
             elements=_DSWIGLU["ROWS"] * _DSWIGLU["COLUMNS"],
             **{**_needs(key, False), "min_arch": 80, "max_arch": 999, "uses": {}},
         )
@@ -1569,14 +1362,7 @@ UP_SWIGLU = Tunable(
     gemm_specs("up_swiglu", SWIGLU, False, True),
 )
 DOWN_DSWIGLU = Tunable(
-    "moe_mlp",
-    "down_dswiglu",
-    _FIELDS,
-    "backward",
-    _down_heuristic,
-    _down_space,
-    _KEYS,
-    _down_specs,
+    "moe_mlp", "down_dswiglu", _FIELDS, "backward", _down_heuristic, _down_space, _KEYS, _down_specs
 )
 TUNABLES = (FORWARD, BACKWARD_X, BACKWARD_WEIGHT)
 FUSED = (UP_SWIGLU, DOWN_DSWIGLU)  # for the op composed of them

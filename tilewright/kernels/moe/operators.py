@@ -12,6 +12,25 @@ import torch
 
 from tilewright.core.library import declare
 
+
+class GateConstants(NamedTuple):
+    """An MLP's gate, as kernels have it (`gated_triton.gated`). By default silu(gate) * up, of
+    halves.
+
+    INTERLEAVED: rows of the projection are gate, up, gate, up, ...
+    """
+
+    ACTIVATION: int = 0
+    INTERLEAVED: bool = False
+    ALPHA: float = 1.0
+    LIMIT: float | None = None
+    UP_LIMIT: float | None = None
+    OFFSET: float = 0.0
+
+
+SILU_MUL = GateConstants()
+
+
 # ---- the order of rows
 
 

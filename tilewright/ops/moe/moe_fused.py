@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tilewright.core.library import declare
-from tilewright.kernels.moe.operators import Order, map_size
+from tilewright.kernels.moe.operators import GateConstants, Order, map_size
 from tilewright.ops.activation.activation import ACTIVATIONS, SILU, SILU_MUL, Gate, gate_eager
 from tilewright.ops.moe.experts import (
     SWIGLU,
@@ -213,14 +213,9 @@ class Fused:
 
 def _constants(gate):
     """A gate's constants for the Triton kernels."""
-    return {
-        "ACTIVATION": ACTIVATIONS.index(gate.activation),
-        "INTERLEAVED": gate.interleaved,
-        "ALPHA": gate.alpha,
-        "LIMIT": gate.limit,
-        "UP_LIMIT": gate.up_limit,
-        "OFFSET": gate.up_offset,
-    }
+    activation = ACTIVATIONS.index(gate.activation)
+    limits = gate.limit, gate.up_limit
+    return GateConstants(activation, gate.interleaved, gate.alpha, *limits, gate.up_offset)
 
 
 class _Triton:
