@@ -527,15 +527,15 @@ def weights_read(
     path: the model's.   other: a separate reference's.   compares: whether there is a reference
     that no column holds.   reference: its model; None: the policy's.
     """
-    found: Things = {}
+    things: Things = {}
     if policy.origin is not None and path is not None:
-        found["base"] = Thing(policy.origin, [path])
+        things["base"] = Thing(policy.origin, [path])
     compared = policy if reference is None else reference
     if not compares:
-        return found
+        return things
     # Weights mean nothing without the shape, which a folder of its own may have changed.
     known = digest([compared.origin, compared.model.config.recorded()])
-    return {**found, "reference": Thing(known, [other or path or "weights drawn by train.seed"])}
+    return {**things, "reference": Thing(known, [other or path or "weights drawn by train.seed"])}
 
 
 def build(

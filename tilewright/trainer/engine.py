@@ -110,9 +110,9 @@ class Sums:
         if not self.names:
             return {}
         _, denominator, *more = self.values
-        found = dict(zip(self.names, more, strict=True))
-        divisors = {n: found[self.over[n]] if n in self.over else denominator for n in found}
-        return {n: v / divisors[n] for n, v in found.items() if divisors[n]}
+        sums = dict(zip(self.names, more, strict=True))
+        divisors = {n: sums[self.over[n]] if n in self.over else denominator for n in sums}
+        return {n: v / divisors[n] for n, v in sums.items() if divisors[n]}
 
     def router(self) -> dict[str, float]:
         """{} without experts. The busiest expert's tokens relative to the mean, for the mean layer
@@ -267,21 +267,21 @@ class Engine:
         if sum(about is not None for about in told) < self.mesh.layout.data:
             raise ValueError("there are no values of tokens: this loss computes their sum alone")
         sent = [t for one in own for t in one] if sends else []
-        found = {}
+        by_rank = {}
         for about, parts in zip(told, self.mesh.control.gather_tensors(sent), strict=False):
             if about is not None:
                 each = iter(parts)
-                found[about[0]] = [[*itertools.islice(each, n)] for n in about[1]]
-        return [found[rank] for rank in sorted(found)]
+                by_rank[about[0]] = [[*itertools.islice(each, n)] for n in about[1]]
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def _of_routers(self, reports: list[torch.Tensor]) -> torch.Tensor | None:
         """What `Sums` has of these micro-batches of every rank."""
         if not reports:
             return None
         sums = self.mesh.row.total(torch.stack(reports).double())
-        found = self.mesh.pipeline.total(self.mesh.stage.total(statistics(sums)))
-        rows = found[:, -1:].clamp_min(1.0)
-        return torch.cat((found[:, :-3], found[:, -3:-1] / rows), -1)
+        totals = self.mesh.pipeline.total(self.mesh.stage.total(statistics(sums)))
+        rows = totals[:, -1:].clamp_min(1.0)
+        return torch.cat((totals[:, :-3], totals[:, -3:-1] / rows), -1)
 
     # ---- the optimizer
 

@@ -79,13 +79,13 @@ class Totals:
     hits: int
 
     @classmethod
-    def of(cls, found: list[Score]) -> Totals:
+    def of(cls, by_document: list[Score]) -> Totals:
         return cls(
-            len(found),
-            sum(s.tokens for s in found),
-            math.fsum(s.logprob for s in found),
-            math.fsum(s.entropy for s in found),
-            sum(s.hits for s in found),
+            len(by_document),
+            sum(s.tokens for s in by_document),
+            math.fsum(s.logprob for s in by_document),
+            math.fsum(s.entropy for s in by_document),
+            sum(s.hits for s in by_document),
         )
 
     def line(self, name: str) -> str:
@@ -109,8 +109,8 @@ class Rewards:
     reward: float
 
     @classmethod
-    def of(cls, found: list[Rewarded]) -> Rewards:
-        return cls(len(found), math.fsum(r.reward for r in found))
+    def of(cls, rewarded: list[Rewarded]) -> Rewards:
+        return cls(len(rewarded), math.fsum(r.reward for r in rewarded))
 
     def line(self, name: str) -> str:
         return f"{name}: documents={self.documents} reward={self.reward / self.documents:.6g}"

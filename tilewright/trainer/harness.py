@@ -98,8 +98,8 @@ class LanguageModel(Base):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        found = self._scores((context, answer) for _, context, answer in requests)
-        return [(s.logprob, s.hits == s.tokens) for s in found]
+        scored = self._scores((context, answer) for _, context, answer in requests)
+        return [(s.logprob, s.hits == s.tokens) for s in scored]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -116,8 +116,8 @@ class LanguageModel(Base):
             ]
             for request in requests
         ]
-        found = iter(self._scores(window for own in windows for window in own))
-        return [sum(next(found).logprob for _ in own) for own in windows]
+        scored = iter(self._scores(window for own in windows for window in own))
+        return [sum(next(scored).logprob for _ in own) for own in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         raise ImplementationUnavailable(

@@ -141,8 +141,8 @@ class Run(Parts):
         if not self.last:
             return
         values = self._evaluated(self.last, self.config.train.test_max_batches)
-        found = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
-        self.metrics.evaluation(self.done, found)
+        test_values = {f"test_{name.removeprefix('eval_')}": v for name, v in values.items()}
+        self.metrics.evaluation(self.done, test_values)
 
     def save(self, values: Mapping[str, float] | None = None) -> None:
         """values: of an evaluation of these weights."""

@@ -341,8 +341,8 @@ def _layers(root: nn.Module) -> dict[str, nn.Module]:
         stem = cast(Transformer, root).model
         embedding, layers = True, stem.layers
         numbers = range(len(layers))
-    found = {"embed_tokens": stem.embed_tokens} if embedding else {}
-    return found | {f"layers.{i}": layer for i, layer in zip(numbers, layers, strict=True)}
+    embeddings = {"embed_tokens": stem.embed_tokens} if embedding else {}
+    return embeddings | {f"layers.{i}": layer for i, layer in zip(numbers, layers, strict=True)}
 
 
 # ---- what is there
@@ -400,14 +400,14 @@ def _whose(train: Parallel, layout: Layout, first: int) -> str:
     return f"{ranks}, stage{'s' if stages[1:] else ''} {', '.join(stages)}"
 
 
-def table(found: RankPlan, ranks: str, train: Compute) -> Iterator[str]:
+def table(plan: RankPlan, ranks: str, train: Compute) -> Iterator[str]:
     yield f"{ranks:40}{'at the peak':>14}{'at most':>14}"
     for part, name in PARTS.items():
-        yield f"  {name:38}{gib(found.peak[part]):>14}{gib(found.whole[part]):>14}"
-    yield f"  {'sum':38}{gib(found.total):>14}"
+        yield f"  {name:38}{gib(plan.peak[part]):>14}{gib(plan.whole[part]):>14}"
+    yield f"  {'sum':38}{gib(plan.total):>14}"
     on = train.enable_gradient_checkpointing
     yield f"{'  saved for backward by':40}{'recomputed':>14}{'kept':>14}"
-    recomputed, kept = (found.saved, found.otherwise)[:: 1 if on else -1]
+    recomputed, kept = (plan.saved, plan.otherwise)[:: 1 if on else -1]
     for name in kept | recomputed:
         yield f"    {name:36}{gib(recomputed.get(name, 0)):>14}{gib(kept.get(name, 0)):>14}"
     sums = (gib(sum(each.values())) for each in (recomputed, kept))

@@ -181,10 +181,10 @@ class Tracker(TorchDispatchMode):
 
     def live(self) -> Counter[str]:
         """Bytes now, by owner."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for _, size, owner in self._held.values():
-            found[owner] += size
-        return found
+            sizes[owner] += size
+        return sizes
 
     def peak(self, owners: dict[int, str]) -> tuple[Counter[str], Counter[str]]:
         """Bytes by owner when their sum is largest, and each owner's own most.

@@ -46,9 +46,9 @@ class Plan:
     def values(self, step: int) -> dict[str, float]:
         """The values of the fields that change from step to step, by name; step: from 0."""
         names = (*IN_GROUPS, *Shaping._fields)
-        found = {name: getattr(self.train, name) for name in names}
+        settings = {name: getattr(self.train, name) for name in names}
         at = step - self._scheduled
-        return {n: v.at(at) for n, v in found.items() if isinstance(v, PerStep)}
+        return {n: v.at(at) for n, v in settings.items() if isinstance(v, PerStep)}
 
     def max_norm(self, step: int) -> float:
         """The norm to which gradients are clipped; step: from 0."""

@@ -55,8 +55,8 @@ def _documents(batch: Batch, mesh: Mesh) -> Iterator[tuple[slice, np.ndarray, by
 class Precomputed:
     """A reference whose numbers are read.   own, bound: `reference.Compared`."""
 
-    def __init__(self, found: Found, mesh: Mesh, own: bool, bound: float):
-        self.found, self.mesh, self.own, self.bound = found, mesh, own, bound
+    def __init__(self, cache: Found, mesh: Mesh, own: bool, bound: float):
+        self.cache, self.mesh, self.own, self.bound = cache, mesh, own, bound
 
     def added(self, policy: Parts, batch: Batch) -> Batch:
         """A micro-batch with the column reference_logprob. Raises ValueError for a document that
@@ -64,7 +64,7 @@ class Precomputed:
         """
         row = np.zeros(int(batch["cu_seqlens"][-1]), np.float32)
         for span, learned, key in _documents(batch, self.mesh):
-            row[span][learned] = self.found[key]
+            row[span][learned] = self.cache[key]
         own = shard(torch.from_numpy(row)[None], 1, self.mesh.context)
         return {**batch, "reference_logprob": own}
 
@@ -72,7 +72,7 @@ class Precomputed:
         return {}
 
 
-def _missing(sets: Sequence[Bins], found: Found) -> tuple[list[list[int]], int]:
+def _missing(sets: Sequence[Bins], cache: Found) -> tuple[list[list[int]], int]:
     """The numbers of the bins that hold a document which is not there yet, and how many there
     are.
     """
@@ -90,7 +90,7 @@ def _missing(sets: Sequence[Bins], found: Found) -> tuple[list[list[int]], int]:
                 if (shifted == IGNORE).all():
                     continue
                 key = key_of(ids, shifted)
-                if key not in found and key not in absent:
+                if key not in cache and key not in absent:
                     absent.add(key)
                     wanted.add(int(of_document[first + i]))
         todo.append(sorted(wanted))
@@ -100,14 +100,14 @@ def _missing(sets: Sequence[Bins], found: Found) -> tuple[list[list[int]], int]:
 class _Files:
     """Writes what a rank has computed, a file at a time."""
 
-    def __init__(self, found: Found, rank: int, tokenizer: str):
-        self.found, self.rank, self.tokenizer = found, rank, tokenizer
+    def __init__(self, cache: Found, rank: int, tokenizer: str):
+        self.cache, self.rank, self.tokenizer = cache, rank, tokenizer
         self.new: dict[bytes, np.ndarray] = {}
         self.done: set[bytes] = set()
 
     def add(self, key: bytes, values: np.ndarray) -> None:
         """Raises ValueError for a log-probability that is none."""
-        if key in self.done or key in self.found:
+        if key in self.done or key in self.cache:
             return
         if not np.isfinite(values).all():
             raise ValueError(
@@ -121,8 +121,8 @@ class _Files:
 
     def flush(self) -> None:
         if self.new:
-            found = self.found
-            write(found.folder, self.new, found.reference, self.rank, self.tokenizer)
+            cache = self.cache
+            write(cache.folder, self.new, cache.reference, self.rank, self.tokenizer)
             self.new = {}
 
 
@@ -172,15 +172,15 @@ def computed(
     """
     begun, problem, todo, count = time.monotonic(), None, [], 0
     with contextlib.ExitStack() as stack:
-        found = None
+        cache = None
         if mesh.main:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(alone(folder / ".lock"))
                 clear(folder)
-                found = Found(folder, fingerprint)
-                todo, count = _missing(sets, found)
-                if count and found.tokenizers and tokenizer not in found.tokenizers:
+                cache = Found(folder, fingerprint)
+                todo, count = _missing(sets, cache)
+                if count and cache.tokenizers and tokenizer not in cache.tokenizers:
                     log.warning(
                         "reference: another tokenizer or chat template than this run's has made "
                         "the documents in %s",
@@ -190,28 +190,28 @@ def computed(
                     log.info(
                         "reference: %d documents to compute, %d are in %s",
                         count,
-                        len(found),
+                        len(cache),
                         folder,
                     )
             except (OSError, ValueError) as error:
                 problem = error
         mesh.control.agree(problem)
         todo = mesh.control.broadcast(todo)
-        if found is None:
-            found = Found(folder, fingerprint, checked=False)
+        if cache is None:
+            cache = Found(folder, fingerprint, checked=False)
         if any(todo):
             parts = made()
             parts.wrapped.eval()
             try:
                 problem = _compute(
-                    parts, mesh, sets, todo, size, _Files(found, mesh.rank, tokenizer)
+                    parts, mesh, sets, todo, size, _Files(cache, mesh.rank, tokenizer)
                 )
             finally:
                 parts.reshard()
                 parts.wrapped.train()
             mesh.control.agree(problem)
             mesh.control.barrier()
-            found = Found(folder, fingerprint, checked=False)
+            cache = Found(folder, fingerprint, checked=False)
             if mesh.main:
                 log.info("reference: computed in %.1f s", time.monotonic() - begun)
-    return found
+    return cache

@@ -44,14 +44,14 @@ class Compared(Protocol):
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within, adapters add zeros: the bits are the base's."""
-    found = [m for m in model.modules() if isinstance(m, LoRALinear | LoRAExperts)]
-    scales = [m.scale for m in found]
+    adapters = [m for m in model.modules() if isinstance(m, LoRALinear | LoRAExperts)]
+    scales = [m.scale for m in adapters]
     try:
-        for module in found:
+        for module in adapters:
             module.scale = 0.0
         yield
     finally:
-        for module, scale in zip(found, scales, strict=True):
+        for module, scale in zip(adapters, scales, strict=True):
             module.scale = scale
 
 

@@ -63,8 +63,8 @@ class Run:
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """The steps that have a finite number of this name, and the numbers."""
-        found = [(row["step"], row[name]) for row in self.rows if name in row]
-        return [(step, value) for step, value in found if math.isfinite(value)]
+        pairs = [(row["step"], row[name]) for row in self.rows if name in row]
+        return [(step, value) for step, value in pairs if math.isfinite(value)]
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ def read(folder: pathlib.Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: holds no metrics.jsonl; give the output_dir of a run")
-    found = rows(path)
-    for row in found:
+    entries = rows(path)
+    for row in entries:
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise ValueError(f"{path}: is damaged: {str(row)[:60]} is no row of it")
         for key, value in row.items():
             if not isinstance(value, int | float):
                 raise ValueError(f"{path}: is damaged: {key} is {str(value)[:60]}, not a number")
-    if not found:
+    if not entries:
         raise ValueError(f"{path}: has no step yet")
     settings = folder / "resolved_config.yaml"
-    return Run(name, found, settings.read_text() if settings.is_file() else "")
+    return Run(name, entries, settings.read_text() if settings.is_file() else "")
 
 
 def charts(runs: list[Run]) -> list[Chart]:
@@ -154,15 +154,15 @@ def summary(run: Run) -> dict[str, str]:
     for row in run.rows:
         last |= row
     speeds = [speed for _, speed in run.points("tokens_per_second")]
-    found = {"steps": f"{last['step']}"}
+    cells = {"steps": f"{last['step']}"}
     for title, name in (("loss", "loss"), ("evaluation", "eval_loss"), ("tokens", "tokens")):
         if name in last:
-            found[title] = f"{last[name]:.5g}" if isinstance(last[name], float) else f"{last[name]}"
+            cells[title] = f"{last[name]:.5g}" if isinstance(last[name], float) else f"{last[name]}"
     if speeds:
-        found["tokens per second (median)"] = f"{statistics.median(speeds):.5g}"
+        cells["tokens per second (median)"] = f"{statistics.median(speeds):.5g}"
     if "memory_gb" in last:
-        found["memory (GB)"] = f"{last['memory_gb']:.4g}"
-    return found
+        cells["memory (GB)"] = f"{last['memory_gb']:.4g}"
+    return cells
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:
@@ -184,14 +184,14 @@ def differences(runs: list[Run]) -> list[list[str]]:
     """The fields whose values differ between runs: [name, value of each run]. Raises ValueError
     for settings that are not YAML.
     """
-    found = []
+    by_run = []
     for run in runs:
         try:
-            found.append(dict(_leaves(yaml.safe_load(run.settings) or {})))
+            by_run.append(dict(_leaves(yaml.safe_load(run.settings) or {})))
         except yaml.YAMLError as error:
             raise ValueError(f"{run.name}: resolved_config.yaml is not YAML") from error
-    names = dict.fromkeys(name for settings in found for name in settings)
-    values = {name: [settings.get(name, "") for settings in found] for name in names}
+    names = dict.fromkeys(name for settings in by_run for name in settings)
+    values = {name: [settings.get(name, "") for settings in by_run] for name in names}
     return [[name, *of] for name, of in values.items() if len({*of}) > 1]
 
 

@@ -20,10 +20,10 @@ log = logging.getLogger("tilewright")
 
 def accepted(train: Checkpointing, reference: str) -> set[str]:
     """What a run may be made of that its checkpoint was not.   reference: its kind."""
-    found = {*train.accept_changes}
+    changes = {*train.accept_changes}
     if train.allow_other_base:  # adapters that are switched off are compared with it
-        found |= {"base", "reference"} if reference == "adapters_off" else {"base"}
-    return found
+        changes |= {"base", "reference"} if reference == "adapters_off" else {"base"}
+    return changes
 
 
 def refuse_others(

@@ -109,10 +109,10 @@ def evaluation(
     loss = Loss.of(loss)
     own, device = WithHits.beside(loss) if accuracy else loss, engine.mesh.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        found = {name: engine.forward(batches, own) for name, batches in sets.items()}
-    values = _reported(Sums.joined(list(found.values())), loss)
-    if len(found) > 1:
-        for name, sums in found.items():
+        by_set = {name: engine.forward(batches, own) for name, batches in sets.items()}
+    values = _reported(Sums.joined(list(by_set.values())), loss)
+    if len(by_set) > 1:
+        for name, sums in by_set.items():
             values |= {f"{k}/{name}": v for k, v in _reported(sums, loss).items()}
     return values
 

@@ -59,11 +59,11 @@ def distributions(
     """
     labels = batch["labels"]
     if top_k:
-        found = per_token.most_probable(top_k, temperature)
+        columns = per_token.most_probable(top_k, temperature)
     else:
         nothing = labels.new_empty((*labels.shape, 0))
-        found = (per_token.listed(nothing, temperature).label.clamp_max(0.0),)
-    return found[-1].double().sum(), count_labels(batch), *found
+        columns = (per_token.listed(nothing, temperature).label.clamp_max(0.0),)
+    return columns[-1].double().sum(), count_labels(batch), *columns
 
 
 def rows(

@@ -91,15 +91,15 @@ OF_ONE_START = (
 
 def without(argv: list[str], *fields: str) -> list[str]:
     """Arguments without these overrides, each `--field value` or `--field=value`."""
-    found, rest = [], [*argv]
+    kept, rest = [], [*argv]
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name.replace("-", "_") not in fields:
-            found.append(word)
+            kept.append(word)
         elif not equals:
             rest[:1] = []
-    return found
+    return kept
 
 
 @platform.command

@@ -107,8 +107,8 @@ def verify(folder: pathlib.Path, files: dict[str, dict[str, Any]]) -> None:
             raise Incomplete(f"{file}: is absent, so that {folder.name} is not a whole checkpoint")
         if (there := file.stat().st_size) < wanted["bytes"]:
             raise Damaged(_cut_off(file, there, wanted["bytes"]))
-        if (found := checksum(file)) != wanted["xxh3"]:
-            raise Damaged(f"{file}: has the checksum {found}, and state.json says {wanted['xxh3']}")
+        if (xxh3 := checksum(file)) != wanted["xxh3"]:
+            raise Damaged(f"{file}: has the checksum {xxh3}, and state.json says {wanted['xxh3']}")
 
 
 def share(

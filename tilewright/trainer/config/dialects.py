@@ -177,12 +177,12 @@ def converted(entry: Entry, given: Any) -> str:
 
 def said(name: str) -> str:
     """What stands for a name of another configuration, in a sentence, or ""."""
-    found = []
+    phrases = []
     for product, entries in dialects().items():
         if name in entries and (row := entries[name].row(name)):
             why = f"{row.state}: " * (row.state in (State.REFUSED, State.MISSING))
-            found.append(f"{product}'s {name}: {why}{written(row.here)}")
-    return "; ".join(found)
+            phrases.append(f"{product}'s {name}: {why}{written(row.here)}")
+    return "; ".join(phrases)
 
 
 # ---- rows of other configurations
@@ -190,12 +190,12 @@ def said(name: str) -> str:
 
 def named(model: type[BaseModel], product: str, name: str) -> list[str]:
     """The fields with a name, in our words or a product's."""
-    last, found = name.rpartition(".")[2], []
+    last, paths = name.rpartition(".")[2], []
     for path in leaves(model):
         names = {path, path.rpartition(".")[2], *names_of(path).get(product, ())}
         if {name, last} & names and not path.startswith("data.test_datasets."):
-            found.append(path)
-    return [name] if name in found else found
+            paths.append(path)
+    return [name] if name in paths else paths
 
 
 def by_value(model: type[BaseModel], product: str, name: str, value: str) -> Row | None:

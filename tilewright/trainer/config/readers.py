@@ -41,13 +41,13 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
             module = ".".join(path.relative_to(HERE.parent).with_suffix("").parts)
             module = module.removesuffix(".__init__")
             scopes[module] = Scope(nodes, classes, attributes)
-    found: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
     for module, scope in scopes.items():
         scope.bind()  # again, with the classes and attributes of other modules
         for section, name in scope.reads():
             for path in (at + n for at in sections[section] for n in behind.get(name, [name])):
-                if module not in found.setdefault(path, []):
-                    found[path].append(module)
+                if module not in modules.setdefault(path, []):
+                    modules[path].append(module)
     named: list[tuple[Callable[..., Any], tuple[str, ...]]]
     named = [(row.build, row.fields) for _, row in OPTIMIZERS.items()]
     named += [(row.share, row.fields) for _, row in SCHEDULES.items()]
@@ -56,9 +56,9 @@ def readers(model: type[BaseModel]) -> Mapping[str, list[str]]:
     for function, fields in named:  # by name, as their rows say
         module = function.__module__.removeprefix("tilewright.trainer.")
         for name in fields:
-            if module not in found.setdefault(f"train.{name}", []):
-                found[f"train.{name}"].append(module)
-    return found
+            if module not in modules.setdefault(f"train.{name}", []):
+                modules[f"train.{name}"].append(module)
+    return modules
 
 
 def _sections(model: type[BaseModel], at: str = "") -> dict[type[BaseModel], list[str]]:
@@ -66,12 +66,12 @@ def _sections(model: type[BaseModel], at: str = "") -> dict[type[BaseModel], lis
     their fields.
     """
     kinds = (kind for kind in model.__mro__ if issubclass(kind, Section) and kind is not Section)
-    found: dict[type[BaseModel], list[str]] = {kind: [at] for kind in kinds}
+    prefixes: dict[type[BaseModel], list[str]] = {kind: [at] for kind in kinds}
     for name, field in model.model_fields.items():
         if inner := submodel(field.annotation)[0]:
             for kind, paths in _sections(inner, f"{at}{name}.").items():
-                found.setdefault(kind, []).extend(paths)
-    return found
+                prefixes.setdefault(kind, []).extend(paths)
+    return prefixes
 
 
 class Scope:

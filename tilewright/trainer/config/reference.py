@@ -123,17 +123,17 @@ def others(model: type[BaseModel], lists: dict[str, str]) -> str:
     """
     counts, tables = [], []
     for who, text in lists.items():
-        found = dict.fromkeys(State, 0)
+        by_state = dict.fromkeys(State, 0)
         tables += ["", f"## {who}"]
         for section in text.split("# ")[1:]:
             title, *names = section.splitlines()
             tables += ["", f"### {title}", "", "| name | state | here |", "|---|---|---|"]
             for row in rows(model, who, names):
-                found[row.state] += 1
+                by_state[row.state] += 1
                 fields = row.here if isinstance(row.here, list) else ()
                 only = (_accepted(leaves(model)[path], "; only {}: {}") for path in fields)
                 tables.append(_row(f"`{row.name}`", row.state, written(row.here) + "".join(only)))
-        counts.append(_row(who, *(str(n) for n in (sum(found.values()), *found.values()))))
+        counts.append(_row(who, *(str(n) for n in (sum(by_state.values()), *by_state.values()))))
     head = [_row("", "rows", *State), _row(*["---"] * (2 + len(State)))]
     return "\n".join([OTHERS.strip(), "", *head, *counts, *tables]) + "\n"
 
@@ -150,14 +150,14 @@ LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def limits(field: Any) -> str:
     """The range of a number, or the least length of a list; "" without one."""
-    found = [
+    bounds = [
         f"{words} {getattr(limit, name)}"
         for limit in field.metadata
         for name, words in LIMITS.items()
         if hasattr(limit, name)
     ]
-    found += [f"{m.min_length} or more long" for m in field.metadata if hasattr(m, "min_length")]
-    return ", ".join(found)
+    bounds += [f"{m.min_length} or more long" for m in field.metadata if hasattr(m, "min_length")]
+    return ", ".join(bounds)
 
 
 def _type(field: Any) -> str:

@@ -207,7 +207,7 @@ class Bins(torch.utils.data.Dataset):
 
     def _without_prefixes(self, documents: list[Document]) -> list[Document]:
         """Raises ValueError for a prefix that is not that of the document before it."""
-        found, whole = [], np.empty(0, np.int64)
+        suffixes, whole = [], np.empty(0, np.int64)
         for ids, labels, further in documents:
             if not (n := int(further[PREFIX])):
                 whole = ids
@@ -218,19 +218,19 @@ class Bins(torch.utils.data.Dataset):
                 )
             by_token = {k for k, c in self.columns.items() if c.each == "token"}
             further = {k: v[n:] if k in by_token else v for k, v in further.items()}
-            found.append((ids[n:], labels[n:], further))
-        return found
+            suffixes.append((ids[n:], labels[n:], further))
+        return suffixes
 
     def _with_mismatched(self, i: int, before: int) -> list[Document]:
         """The documents of bin i, each with its mismatched one, or None if there is no other."""
-        found, last = self[i], self.dataset[int(self.bins[before][-1])]
-        earlier = [tuple(last[name] for name in TOKENS), *(d[:2] for d in found[:-1])]
-        if i == before and len(found) == 1:
+        documents, last = self[i], self.dataset[int(self.bins[before][-1])]
+        earlier = [tuple(last[name] for name in TOKENS), *(d[:2] for d in documents[:-1])]
+        if i == before and len(documents) == 1:
             earlier = [None]
         most = self.data.sample_packing_sequence_len
         return [
             (*own[:2], {**dict(*own[2:]), MISMATCHED: mismatch(own[:2], other, most)})
-            for own, other in zip(found, earlier, strict=True)
+            for own, other in zip(documents, earlier, strict=True)
         ]
 
 
@@ -324,8 +324,8 @@ def collate(
 
 
 def _mismatched(bins: list[list[Document]], multiple: int, cp: ContextParallel) -> dict[str, Any]:
-    found = [d[2].get(MISMATCHED) for b in bins for d in b]
-    there = [d for d in found if d is not None]
+    mismatched = [d[2].get(MISMATCHED) for b in bins for d in b]
+    there = [d for d in mismatched if d is not None]
     batch = collate([there or [_filler(2, NONE)]], multiple, cp)
     return {**batch, "documents": torch.tensor(len(there))}
 

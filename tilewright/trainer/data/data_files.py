@@ -27,10 +27,10 @@ class Digests(NamedTuple):
 
     def within(self, most: int) -> Digests:
         """The digests with at most so many blocks."""
-        found = self
-        while len(found.blocks.split()) > max(1, most):
-            found = found.coarser()
-        return found
+        fewer = self
+        while len(fewer.blocks.split()) > max(1, most):
+            fewer = fewer.coarser()
+        return fewer
 
     def coarser(self) -> Digests:
         """The digests with twice the lines in a block."""
@@ -90,12 +90,12 @@ def moved(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
     if len(alone) == len(rest):  # renamed
         pairs += zip(alone, rest, strict=True)
         alone = rest = []
-    found = [f"{a['file']} {_where(a, b)}" for a, b in pairs if a["sha256"] != b["sha256"]]
-    found += [f"{one['file']} is not in that one" for one in alone]
-    found += [f"{one['file']} is not in this run" for one in rest]
-    if found:
-        more = len(found) - 1
-        return found[0] + (f" (and {more} more file{'s' if more > 1 else ''})" if more else "")
+    changes = [f"{a['file']} {_where(a, b)}" for a, b in pairs if a["sha256"] != b["sha256"]]
+    changes += [f"{one['file']} is not in that one" for one in alone]
+    changes += [f"{one['file']} is not in this run" for one in rest]
+    if changes:
+        more = len(changes) - 1
+        return changes[0] + (f" (and {more} more file{'s' if more > 1 else ''})" if more else "")
     if [f["sha256"] for f in ours] != [f["sha256"] for f in theirs]:
         return "the same files are read in another order"
     return "its files are the same, and prepared otherwise"

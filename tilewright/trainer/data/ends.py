@@ -30,7 +30,7 @@ def stops_of(model: Model, entries: Iterable[Dataset]) -> tuple[int, ...]:
     """The tokens at which generation stops, by generation_config.json of the model's folder and of
     the tokenizer's; none where no data set of `entries` has a tokenizer.
     """
-    found: set[int] = set()
+    stops: set[int] = set()
     if not any(DATASETS[e.type].tokenizer for e in entries):
         return ()
     for path in {model.model_path or model.config_path, model.tokenizer_path} - {None}:
@@ -45,8 +45,8 @@ def stops_of(model: Model, entries: Iterable[Dataset]) -> tuple[int, ...]:
             given = json.loads(file.read_text()).get("eos_token_id")
         except (AttributeError, ValueError) as error:
             raise ValueError(f"{file}: cannot be read: {error}") from error
-        found |= {i for i in (given if isinstance(given, list) else [given]) if type(i) is int}
-    return tuple(sorted(found))
+        stops |= {i for i in (given if isinstance(given, list) else [given]) if type(i) is int}
+    return tuple(sorted(stops))
 
 
 def without_twice(ids: Sequence[int] | np.ndarray, before: int) -> int:
@@ -74,14 +74,14 @@ class Ends:
     def of(cls, tokenizer: Any, stops: Collection[int] = ()) -> Ends:
         """stops: of `stops_of`."""
         end, decoder = tokenizer.eos_token_id, tokenizer.added_tokens_decoder
-        found = frozenset(stops) | ({end} - {None})
+        every_stop = frozenset(stops) | ({end} - {None})
         known = {*tokenizer.all_special_ids}
         special = known | {i for i, token in decoder.items() if token.special}
         return cls(
-            found,
-            frozenset(special - ({getattr(tokenizer, "bos_token_id", None)} - found)),
+            every_stop,
+            frozenset(special - ({getattr(tokenizer, "bos_token_id", None)} - every_stop)),
             frozenset(known | {*decoder}),
-            min(found, default=None) if end is None else end,
+            min(every_stop, default=None) if end is None else end,
         )
 
     def of_answer(

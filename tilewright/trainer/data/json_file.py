@@ -171,12 +171,12 @@ def _loaded(text: str, wrong: list[_Wrong]) -> Any:
         return wrong[-1]
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Wrong:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        members = dict(pairs)
+        if len(members) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
             return mark(f"{twice} is there twice in one object")
-        return found
+        return members
 
     def integer(digits: str) -> int | _Wrong:
         try:

@@ -46,21 +46,21 @@ def _checksum(about: str, arrays: Iterable[np.ndarray]) -> str:
 
 def write(
     folder: pathlib.Path,
-    found: Mapping[bytes, np.ndarray],
+    logprobs: Mapping[bytes, np.ndarray],
     reference: Mapping[str, Any],
     rank: int = 0,
     tokenizer: str = "",
 ) -> None:
     """Writes a file of documents, under a name made from their keys.
 
-    found: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: the process's, for
-    the name aside.   tokenizer: a hash of what made tokens of the documents; "": their rows had
+    logprobs: float32 [labels] by key.   reference: its fingerprint, JSON.   rank: the process's,
+    for the name aside.   tokenizer: a hash of what made tokens of the documents; "": their rows had
     tokens.
     """
     arrays = {
-        "keys": np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32),
-        "ends": np.cumsum([len(v) for v in found.values()], dtype=np.int64),
-        "logprobs": np.concatenate([v.astype(np.float32) for v in found.values()]),
+        "keys": np.frombuffer(b"".join(logprobs), np.uint8).reshape(-1, 32),
+        "ends": np.cumsum([len(v) for v in logprobs.values()], dtype=np.int64),
+        "logprobs": np.concatenate([v.astype(np.float32) for v in logprobs.values()]),
     }
     about = json.dumps(reference, sort_keys=True)
     name = hashlib.sha256(arrays["keys"].data).hexdigest()[:16]
@@ -97,10 +97,10 @@ def _read(
             f"{file} holds log-probabilities under another reference than this run's: {differ} "
             "(file, run); name another folder in preference.reference_cache, or none"
         )
-    if checked and (found := _checksum(about["reference"], (keys, ends, values))) != said:
+    if checked and (checksum := _checksum(about["reference"], (keys, ends, values))) != said:
         raise Damaged(
-            f"{file}: has the checksum {found}, and says {said}; delete it, and its documents are "
-            "computed again"
+            f"{file}: has the checksum {checksum}, and says {said}; delete it, and its documents "
+            "are computed again"
         )
     return keys, ends, values, about.get("tokenizer", "")
 

@@ -27,14 +27,14 @@ def unmarked(message: dict[str, Any], at: str) -> tuple[dict[str, Any], bool | N
 
     at: where it is, for errors. A null is no mark.
     """
-    found = [*MARKS, *(name for name in message if name not in MARKS and OTHERS.fullmatch(name))]
-    given = {name: message[name] for name in found if message.get(name) is not None}
+    names = [*MARKS, *(name for name in message if name not in MARKS and OTHERS.fullmatch(name))]
+    given = {name: message[name] for name in names if message.get(name) is not None}
     for name, value in given.items():
         if name not in MARKS:
             raise Refused(f"{at} has {name}, which is not read; {', '.join(MARKS)} are")
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise Refused(f"{at} has {name} = {value!r:.60}; {ACCEPTED}")
-    rest = {name: value for name, value in message.items() if name not in found}
+    rest = {name: value for name, value in message.items() if name not in names}
     if len({bool(value) for value in given.values()}) > 1:
         both = " and ".join(f"{name} = {value!r}" for name, value in given.items())
         raise Refused(f"{at} has {both}, which contradict each other")

@@ -72,10 +72,10 @@ def _labels(
         said[WHOLE] = masks[WHOLE]
     parts = [name for name in PARTS if name in masks]
     if parts:
-        found = np.logical_and.reduce([masks[name] for name in parts])
-        if len(parts) > 1 and not found.any() and all(masks[name].any() for name in parts):
+        learned = np.logical_and.reduce([masks[name] for name in parts])
+        if len(parts) > 1 and not learned.any() and all(masks[name].any() for name in parts):
             raise Refused(f"its {' and '.join(parts)} contradict each other: no token is 1 in both")
-        said[" and ".join(parts)] = found
+        said[" and ".join(parts)] = learned
     names = list(said)
     matters = np.ones(len(ids), bool)
     matters[begins if kept is None else kept.nonzero()[0][begins]] = False
@@ -105,19 +105,19 @@ def _begins(there: np.ndarray, tokens: int, row: dict[str, Any]) -> np.ndarray:
     """
     first = np.zeros(len(there), bool)
     first[:1] = True
-    found = {}
+    starts = {}
     if (lengths := _integers(row, "seq_lengths")) is not None:
-        found["seq_lengths"] = first | _by_lengths(lengths, there, tokens)
+        starts["seq_lengths"] = first | _by_lengths(lengths, there, tokens)
     if (positions := _integers(row, "position_ids")) is not None:
         _check_length(positions, "position_ids", tokens)
-        found["position_ids"] = first | _by_positions(positions[there], there)
-    if len(found) == 2 and (found["seq_lengths"] != found["position_ids"]).any():
-        i = int(there[(found["seq_lengths"] != found["position_ids"]).argmax()])
+        starts["position_ids"] = first | _by_positions(positions[there], there)
+    if len(starts) == 2 and (starts["seq_lengths"] != starts["position_ids"]).any():
+        i = int(there[(starts["seq_lengths"] != starts["position_ids"]).argmax()])
         raise Refused(
             f"its seq_lengths and its position_ids contradict each other: a document begins at "
             f"token {i + 1} by one of them alone"
         )
-    begins = next(iter(found.values()), first)
+    begins = next(iter(starts.values()), first)
     holes = np.diff(there, prepend=there[:1] - 1) != 1
     holes[:1] = False
     if (wrong := holes & ~begins).any():

@@ -61,7 +61,7 @@ def _interleaved(
 
     shares = None if weights is None else [w / sum(weights) for w in weights]
     sets = [datasets.Dataset.from_dict({"sample": part}) for part in parts]
-    found = datasets.interleave_datasets(
+    mixture = datasets.interleave_datasets(
         sets, probabilities=shares, seed=seed, stopping_strategy=UNTIL[how]
     )
-    return np.asarray(found.with_format("numpy")["sample"][:], np.int64)
+    return np.asarray(mixture.with_format("numpy")["sample"][:], np.int64)

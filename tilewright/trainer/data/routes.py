@@ -53,7 +53,7 @@ class Routes:
         """
         if given is None:
             raise ValueError("it has no routed_experts")
-        found = read_routed_experts(
+        routes = read_routed_experts(
             nested(given, "routed experts") if is_nested(given) else given,
             layers=self.layers,
             top_k=self.top_k,
@@ -61,7 +61,7 @@ class Routes:
             routed=self.routed,
             tokens=tokens,
         )
-        return found.transpose(0, 1).reshape(tokens, self.width).to(torch.int16).numpy()
+        return routes.transpose(0, 1).reshape(tokens, self.width).to(torch.int16).numpy()
 
     def check(self, column: pa.ChunkedArray, tokens: pa.ChunkedArray) -> None:
         """Raises ValueError for the first sample of a prepared set whose routes are not such.
@@ -97,5 +97,5 @@ class Routes:
         values = samples.flatten()
         if values.null_count:
             raise ValueError("an expert in routed_experts is null")
-        found = values.to_numpy(zero_copy_only=False).reshape(-1, len(self.routed), self.top_k)
-        check(found, self.experts, self.routed)
+        experts = values.to_numpy(zero_copy_only=False).reshape(-1, len(self.routed), self.top_k)
+        check(experts, self.experts, self.routed)

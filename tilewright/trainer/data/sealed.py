@@ -50,10 +50,10 @@ def check(folder: pathlib.Path) -> None:
     """Raises Damaged, with one sentence, if a sealed file is missing or has changed."""
     for name, wanted in _sealed(folder).items():
         try:
-            found = _of_file(folder / name)
+            stamp = _of_file(folder / name)
         except OSError as error:
             raise Damaged(f"{folder / name}: cannot be read: {error.strerror}") from error
-        if found[0] != wanted[0]:
-            raise Damaged(f"{folder / name}: has {found[0]} bytes, and had {wanted[0]}")
-        if found != wanted:
+        if stamp[0] != wanted[0]:
+            raise Damaged(f"{folder / name}: has {stamp[0]} bytes, and had {wanted[0]}")
+        if stamp != wanted:
             raise Damaged(f"{folder / name}: its contents have changed (CRC32)")

@@ -272,8 +272,8 @@ def downloaded(files: list[str], token: bool | None) -> list[tuple[str, str]]:
     from datasets.data_files import DataFilesList
 
     given = datasets.DownloadConfig(token=token)
-    found, local = DataFilesList.from_patterns(files, download_config=given), []
-    for file in found:
+    matches, local = DataFilesList.from_patterns(files, download_config=given), []
+    for file in matches:
         own = given
         if "://" not in file:  # what was decompressed before may be of another content
             stat = os.stat(file)

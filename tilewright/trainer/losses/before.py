@@ -55,11 +55,11 @@ class Compared:
             batches = list(batches)
             total = engine.count(batches, self.counted)
             batches = [{**batch, "counts": total} for batch in batches]
-        found = map(engine.compared, batches)
+        compared = map(engine.compared, batches)
         if self.first is None:
-            return found
+            return compared
         first = self.first
-        summed = (self._with_first(engine, batch, first) for batch in found)
+        summed = (self._with_first(engine, batch, first) for batch in compared)
         if not self.whole:
             return summed
         every = list(summed)

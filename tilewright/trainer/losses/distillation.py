@@ -40,8 +40,8 @@ def divergence(name: str, p: torch.Tensor, q: torch.Tensor, beta: float) -> torc
     if name == "reverse":
         return (q.exp() * (q - p)).sum(-1)
     mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
-    found = beta * p.exp() * (p - mixture) + (1 - beta) * q.exp() * (q - mixture)
-    return found.sum(-1)
+    terms = beta * p.exp() * (p - mixture) + (1 - beta) * q.exp() * (q - mixture)
+    return terms.sum(-1)
 
 
 def with_bucket(
@@ -88,9 +88,9 @@ def distillation(
         given = given.double()[..., None]
     learned = (labels != IGNORE) & (ids >= 0).any(-1)
     ids = ids.where(learned[..., None], -1)
-    found = per_token.listed(ids, temperature)
+    listed = per_token.listed(ids, temperature)
     p = given.where(ids >= 0, -torch.inf)
-    q, others = found.logprobs.double(), found.others.double()
+    q, others = listed.logprobs.double(), listed.others.double()
     compared = renormalized(p, q) if outside == "renormalize" else with_bucket(p, q, others)
     losses = divergence(name, *compared, beta)
     further = []
@@ -98,9 +98,9 @@ def distillation(
         further += [divergence("forward", *compared, beta), p.exp().sum(-1), 1.0 - others.exp()]
         if top_k:
             best = ids.gather(-1, p.argmax(-1, keepdim=True))[..., 0]
-            further.append((found.best == best).double())
+            further.append((listed.best == best).double())
     if share or temperature == 1.0:
-        nll = -found.label.double() if temperature == 1.0 else per_token.values().double()
+        nll = -listed.label.double() if temperature == 1.0 else per_token.values().double()
         further.append(nll.detach())
         losses = (1 - share) * losses + share * nll if share else losses
     return tuple(t.where(learned, 0.0).sum() for t in (losses, torch.ones_like(losses), *further))

@@ -103,13 +103,13 @@ class Loss:
 
     def __call__(self, per_token: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Raises ValueError if the function does not return what is declared."""
-        found = self.function(per_token, batch)
-        if len(found) != 2 + len(self.reports):
+        sums = self.function(per_token, batch)
+        if len(sums) != 2 + len(self.reports):
             raise ValueError(
                 f"train.loss: {self.function.__name__} must return a sum, its denominator and "
-                f"{len(self.reports)} more to report, got {len(found)} in all"
+                f"{len(self.reports)} more to report, got {len(sums)} in all"
             )
-        return found
+        return sums
 
 
 LOSSES = Table("losses", "tilewright.trainer.losses", Loss)

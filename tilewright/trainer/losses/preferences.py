@@ -115,8 +115,8 @@ def pair_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch
 
 
 def _sums_of_ratios(share: float, pairs: Pairs, is_pair: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    found = pairs.up, torch.ones_like(pairs.up), pairs.down
-    return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
+    terms = pairs.up, torch.ones_like(pairs.up), pairs.down
+    return tuple(share * t.where(is_pair, 0.0).sum() for t in terms)
 
 
 def mismatched_ratios(per_token: TokenLosses, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -168,19 +168,19 @@ def preference(
     if sft_ratio:
         parts.append(likelihood(pairs.chosen, batch))
         loss = loss + sft_ratio * parts[1]
-    found = [loss, torch.ones_like(loss)]
+    terms = [loss, torch.ones_like(loss)]
     with torch.no_grad():
-        found.append(saturated(pairs, ("chosen", "rejected"), formula))
+        terms.append(saturated(pairs, ("chosen", "rejected"), formula))
         up, down = (formula.beta * t for t in (pairs.up, pairs.down))
         if not formula.reference:  # rewards are log-probabilities per token
             up, down = formula.beta * pairs.means.chosen, formula.beta * pairs.means.rejected
-        found += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
+        terms += [(up > down).double(), up - down, up, down, pairs.chosen, pairs.rejected]
         if reference:
-            found.append(pairs.up.abs() + pairs.down.abs())
+            terms.append(pairs.up.abs() + pairs.down.abs())
         if sft_ratio:
-            found += [part.detach() for part in parts]
+            terms += [part.detach() for part in parts]
     share = per_token.share
-    return tuple(share * t.where(is_pair, 0.0).sum() for t in found)
+    return tuple(share * t.where(is_pair, 0.0).sum() for t in terms)
 
 
 def unpaired(
@@ -203,23 +203,23 @@ def unpaired(
     if sft_ratio:
         parts.append(likelihood(answers.answer, batch).where(good, 0.0))
         loss = loss + sft_ratio * parts[1]
-    found = [loss, torch.ones_like(loss)]
+    terms = [loss, torch.ones_like(loss)]
     with torch.no_grad():
-        found.append(saturated(answers, ("answer",), formula))
+        terms.append(saturated(answers, ("answer",), formula))
         ratio = answers.ratio
         right = torch.where(good, ratio > answers.kl, ratio < answers.kl)
-        found.append(right.double())
+        terms.append(right.double())
         kinds = [k.double() for k in (good, ~good)]
         values = formula.beta * ratio, answers.answer
-        found += [*kinds, *(k * v for k in kinds for v in values)]
+        terms += [*kinds, *(k * v for k in kinds for v in values)]
         if reference:
-            found.append(ratio.abs())
+            terms.append(ratio.abs())
         if formula.kl:
-            found.append(answers.kl * torch.ones_like(loss))
+            terms.append(answers.kl * torch.ones_like(loss))
         if sft_ratio:
-            found += [part.detach() for part in parts]
+            terms += [part.detach() for part in parts]
     share = per_token.share
-    return tuple(share * t.where(is_one, 0.0).sum() for t in found)
+    return tuple(share * t.where(is_one, 0.0).sum() for t in terms)
 
 
 def settled(section: Preference) -> Loss:

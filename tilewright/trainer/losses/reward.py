@@ -37,12 +37,12 @@ def reward(
     if center_rewards_coefficient:
         parts.append((chosen + rejected).square())
         loss = loss + center_rewards_coefficient * parts[1]
-    found = [loss, torch.ones_like(loss)]
+    terms = [loss, torch.ones_like(loss)]
     with torch.no_grad():
-        found += [(chosen > rejected).double(), chosen - rejected, chosen, rejected]
+        terms += [(chosen > rejected).double(), chosen - rejected, chosen, rejected]
         if center_rewards_coefficient:
-            found += [part.detach() for part in parts]
-    return tuple(scores.share * t.where(is_pair, 0.0).sum() for t in found)
+            terms += [part.detach() for part in parts]
+    return tuple(scores.share * t.where(is_pair, 0.0).sum() for t in terms)
 
 
 def settled(section: Reward) -> Loss:

@@ -183,8 +183,8 @@ class _Listed(torch.autograd.Function):
             own, mine = how.places(labels[rows, None], V)
             dlogits.scatter_add_(1, own, g_label[rows, None].where(mine, 0.0).to(dlogits.dtype))
             chunks.add(rows, dlogits)
-        found = chunks.gradients()
-        return found.dx, found.dweight, found.dlow, found.dup, None, None, None
+        gradients = chunks.gradients()
+        return gradients.dx, gradients.dweight, gradients.dlow, gradients.dup, None, None, None
 
 
 def _leave_out(logits: torch.Tensor, at: torch.Tensor, here: torch.Tensor) -> None:

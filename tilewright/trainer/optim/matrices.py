@@ -62,22 +62,22 @@ def merged(model: nn.Module) -> dict[nn.Parameter, Parts]:
     """The trainable parameters that hold several of the model's own tensors: projections, their
     biases and adapters, and stacks of experts.
     """
-    found: dict[nn.Parameter, Parts] = {}
+    parts: dict[nn.Parameter, Parts] = {}
     for module in model.modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
         if isinstance(module, Experts | LoRAExperts):
             for name, p in own.items():
                 rows = (p.shape[1] // 2,) * 2 if name.startswith("gate_up_proj") else ()
-                found[p] = Parts(rows, stacked=True)
+                parts[p] = Parts(rows, stacked=True)
         elif isinstance(module, LoRALinear) and len(module.slices) > 1:
             rows = tuple(end - start for start, end in module.slices.values())
             ranks = (module.rank,) * len(rows)
-            found |= {p: Parts(ranks if n == "lora_A" else rows) for n, p in own.items()}
+            parts |= {p: Parts(ranks if n == "lora_A" else rows) for n, p in own.items()}
         elif isinstance(module, Attention) and module.merge_qkv:
-            found |= {p: Parts(module.widths) for p in _trainable(module.qkv_proj)}
+            parts |= {p: Parts(module.widths) for p in _trainable(module.qkv_proj)}
         elif isinstance(module, SwiGLU):
-            found |= {p: Parts((module.inner,) * 2) for p in _trainable(module.gate_up_proj)}
-    return found
+            parts |= {p: Parts((module.inner,) * 2) for p in _trainable(module.gate_up_proj)}
+    return parts
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -92,7 +92,7 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
     Not among them: embeddings, the head, routers, norms, and adapters.
     """
     parts: dict[torch.Tensor, Parts] = {**merged(model)}
-    found: dict[nn.Parameter, Parts] = {}
+    wholes: dict[nn.Parameter, Parts] = {}
     heads = [getattr(model, name, None) for name in ("lm_head", "score")]
     for module in model.modules():
         if isinstance(module, LatentAttention):  # two projections, of one matrix in the model
@@ -102,9 +102,9 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, Parts]:
         for name, p in module.named_parameters(recurse=False):
             of_matrix = p.dim() in (2, 3) and not name.endswith("_bias")  # of experts
             if p.requires_grad and of_matrix and not is_adapter(name):
-                found[p] = Parts()
+                wholes[p] = Parts()
     # A tied head's weight is the embedding's.
-    return {p: parts.get(p, whole) for p, whole in found.items()}
+    return {p: parts.get(p, whole) for p, whole in wholes.items()}
 
 
 def rows_here(t: torch.Tensor, dim: int) -> list[range]:
@@ -122,15 +122,15 @@ def rows_here(t: torch.Tensor, dim: int) -> list[range]:
 
 def _shard_of(runs: list[range], parts: int, ranks: int, rank: int) -> list[range]:
     """A rank's of several, of as many parts of these runs, each of which is sharded."""
-    found, every = [], range(sum(map(len, runs)))
+    pieces, every = [], range(sum(map(len, runs)))
     for part in _chunk_sizes(every, parts):
         own = [*_chunk_sizes(part, ranks), *[range(0)] * ranks][rank]
         at = 0
         for run in runs:
             if piece := run[max(0, own.start - at) : max(0, own.stop - at)]:
-                found.append(piece)
+                pieces.append(piece)
             at += len(run)
-    return found
+    return pieces
 
 
 def _chunk_sizes(of: range, number: int) -> list[range]:
@@ -144,13 +144,13 @@ Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 def alike(matrices: Mapping[nn.Parameter, Parts]) -> list[list[nn.Parameter]]:
     """Parameters of one shape, one sharding and the same parts together."""
-    found: dict[tuple, list[nn.Parameter]] = {}
+    groups: dict[tuple, list[nn.Parameter]] = {}
     for p, parts in matrices.items():
         key: tuple = (tuple(p.shape), parts)
         if isinstance(p, DTensor):
             key = (*key, p.device_mesh, p.placements)
-        found.setdefault(key, []).append(p)
-    return list(found.values())
+        groups.setdefault(key, []).append(p)
+    return list(groups.values())
 
 
 def compute_whole(

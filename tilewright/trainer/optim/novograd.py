@@ -58,12 +58,10 @@ class Several(Whole):
     def sums(self, t: torch.Tensor) -> torch.Tensor:
         t = t.flatten(0, self.rows - 1)
         if len({*self.lengths}) == 1:
-            found = t.reshape(len(self.lengths), -1).sum(1)
+            sums = t.reshape(len(self.lengths), -1).sum(1)
         else:
-            found = torch.stack([t.new_zeros(()), *(run.sum() for run in t.split(self.lengths))])[
-                1:
-            ]
-        return t.new_zeros(self.shape).index_add_(0, self.numbers, found)
+            sums = torch.stack([t.new_zeros(()), *(run.sum() for run in t.split(self.lengths))])[1:]
+        return t.new_zeros(self.shape).index_add_(0, self.numbers, sums)
 
     def spread(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         of_rows = values[self.numbers].repeat_interleave(
@@ -84,7 +82,7 @@ def squared_norms(
     """
     from torch.distributed.tensor import DTensor, Partial
 
-    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    norms: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         alike.setdefault((t.device_mesh, t.placements) if is_sharded(t) else None, []).append(i)
@@ -99,8 +97,8 @@ def squared_norms(
             parts = [at if at.is_replicate() else Partial() for at in placements]
             sums = DTensor.from_local(sums, mesh, parts, run_check=False).full_tensor()
         for i, one, total in zip(places, kind, sums.split([len(t) for t in each]), strict=True):
-            found[i] = total.view(one.shape)
-    return found
+            norms[i] = total.view(one.shape)
+    return norms
 
 
 class NovoGrad(torch.optim.Optimizer):

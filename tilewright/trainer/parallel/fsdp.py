@@ -135,7 +135,7 @@ def _shard_basic_modules(
     """Makes each module that `basic_modules` names a unit of FSDP2. Raises ValueError for a name
     that matches no module, and for a module whose weight another module's kernel reads.
     """
-    extra, matched, found = set(names.basic_modules), set(), dict(parts.model.named_modules())
+    extra, matched, modules = set(names.basic_modules), set(), dict(parts.model.named_modules())
     for path, module in parts.whole.named_modules():
         last = path.rpartition(".")[2]
         hits = extra & {type(module).__name__, last}
@@ -150,7 +150,7 @@ def _shard_basic_modules(
             )
         if hits and any(True for _ in module.parameters()):
             matched |= hits
-            own = found.get(path)  # None: on another stage
+            own = modules.get(path)  # None: on another stage
             if own is None or isinstance(own, FSDPModule):  # experts are units of their own already
                 continue
             fully_shard(own, reshard_after_forward=reshard, **options)

@@ -17,11 +17,11 @@ def options_of(name: str, parallel: Parallel) -> Any:
 
 def given_sizes(parallel: Parallel) -> dict[str, tuple[str, int]]:
     """The sizes that fields give axes, in order, and the fields, as errors name them."""
-    found = {}
+    sizes = {}
     for axis, layout in axes():
         if axis.field is not None and LAYOUTS[layout].options is None:
-            found[axis.name] = f"train.{axis.field}", getattr(parallel, axis.field)
+            sizes[axis.name] = f"train.{axis.field}", getattr(parallel, axis.field)
         elif axis.field is not None:
             size = getattr(options_of(layout, parallel), axis.field)
-            found[axis.name] = f"train.layout_args.{layout}.{axis.field}", size
-    return found
+            sizes[axis.name] = f"train.layout_args.{layout}.{axis.field}", size
+    return sizes

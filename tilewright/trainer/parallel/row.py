@@ -65,8 +65,8 @@ def axes() -> list[tuple[Axis, str]]:
 
     Raises ValueError for a name that two axes have.
     """
-    found = [(axis, name) for name in LAYOUTS.names() for axis in LAYOUTS[name].axes]
-    names = sorted(axis.name for axis, _ in found)
+    pairs = [(axis, name) for name in LAYOUTS.names() for axis in LAYOUTS[name].axes]
+    names = sorted(axis.name for axis, _ in pairs)
     if twice := [a for a, b in itertools.pairwise(names) if a == b]:
         raise ValueError(f"layouts: two axes of the mesh are called {twice[0]}")
-    return sorted(found, key=lambda one: one[0].order)
+    return sorted(pairs, key=lambda one: one[0].order)

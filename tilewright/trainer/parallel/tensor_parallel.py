@@ -70,8 +70,8 @@ class VocabularyEmbedding(nn.Embedding):
         table = local(self.weight)
         row = input_ids - self.tp.rank * len(table)
         inside = (row >= 0) & (row < len(table))
-        found = F.embedding(row.where(inside, 0), table)
-        return self.tp.reduce_scatter(found * inside.unsqueeze(-1))
+        embeddings = F.embedding(row.where(inside, 0), table)
+        return self.tp.reduce_scatter(embeddings * inside.unsqueeze(-1))
 
 
 class ColumnParallelLinear(Linear):

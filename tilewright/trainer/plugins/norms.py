@@ -61,8 +61,10 @@ class Norms(Callback):
             engine.optimizer.register_step_post_hook(self._of_parameters)
 
     def _of_gradients(self, *_: Any) -> None:
-        found = {k: [p.grad for p in of if p.grad is not None] for k, of in self.parameters.items()}
-        self.squares["grad_norm"] = self._own(found)
+        gradients = {
+            k: [p.grad for p in of if p.grad is not None] for k, of in self.parameters.items()
+        }
+        self.squares["grad_norm"] = self._own(gradients)
 
     def _of_parameters(self, *_: Any) -> None:
         self.squares["param_norm"] = self._own(

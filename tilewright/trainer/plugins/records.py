@@ -18,11 +18,11 @@ CHECKSUMS = "checksums.jsonl"
 
 def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a file, if it is there, whose last line may be incomplete after a killed run."""
-    found = []
+    entries = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            entries.append(json.loads(line))
+    return entries
 
 
 def certificates(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:

@@ -72,10 +72,10 @@ class Column:
 
     def of(self, shape: ModelConfig, asked_by: str, width: int | None = None) -> Column:
         """The column as a model reads it.   width: where a loss decides on it."""
-        found = self if self.of_model is None else self.of_model(shape)
+        column = self if self.of_model is None else self.of_model(shape)
         if width is not None:
-            found = dataclasses.replace(found, width=width, depends={"width": width})
-        return dataclasses.replace(found, asked_by=asked_by)
+            column = dataclasses.replace(column, width=width, depends={"width": width})
+        return dataclasses.replace(column, asked_by=asked_by)
 
     @property
     def batched(self) -> bool:

@@ -71,10 +71,10 @@ FLAGS = {"true": True, "false": False}
 
 def number(cell: str) -> int | float | str:
     """A cell's text as a number, exactly; as it is if it is none, which its reader refuses."""
-    found = NUMBER.fullmatch(cell.strip())
-    if found is None or len(cell) > DIGITS:
+    match = NUMBER.fullmatch(cell.strip())
+    if match is None or len(cell) > DIGITS:
         return cell
-    return float(cell) if found[2] else int(cell)
+    return float(cell) if match[2] else int(cell)
 
 
 def flag(cell: str) -> bool | str:

@@ -39,8 +39,8 @@ def _samples(asked: Asked) -> Callable[[dict[str, Any]], Iterator[Sample]]:
             raise Refused(f"the column `text` must hold strings, not {said}")
         tokens = [start_token] if row.get("first", True) else []
         for piece in pieces(text):
-            found = asked.tokenizer(piece, add_special_tokens=False)["input_ids"]
-            tokens.append(np.array(found, np.int64))
+            piece_ids = asked.tokenizer(piece, add_special_tokens=False)["input_ids"]
+            tokens.append(np.array(piece_ids, np.int64))
         tokens += [end_token] if row.get("last", True) else []
         ids = np.concatenate(tokens)
         if row.get("first", True) and (twice := without_twice(ids, len(start_token))):
@@ -75,8 +75,8 @@ def pieces(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > PIECE:
         window = text[start : start + PIECE]
-        found = LINE.match(window) or WORD.match(window)
-        stop = start + (found.end() if found else PIECE)
+        match = LINE.match(window) or WORD.match(window)
+        stop = start + (match.end() if match else PIECE)
         yield text[start:stop]
         start = stop
     yield text[start:]

@@ -29,11 +29,11 @@ def _said(column: str, kind: object) -> str:
 def check_tokens(path: str, features: Any, names: tuple[str, ...] = TOKENS) -> None:
     """Raises NotIntegers for a column that does not hold tokens."""
     for name in names:
-        found = features.get(name)
-        kind = getattr(getattr(found, "feature", found), "dtype", "")
-        listed = hasattr(found, "feature") or kind == "null"
+        feature = features.get(name)
+        kind = getattr(getattr(feature, "feature", feature), "dtype", "")
+        listed = hasattr(feature, "feature") or kind == "null"
         if name in features and not (listed and kind.startswith(("int", "uint", "null"))):
-            raise NotIntegers(path, name, found)
+            raise NotIntegers(path, name, feature)
 
 
 def tokens(values: Any, name: str) -> np.ndarray | None:

@@ -25,8 +25,8 @@ ROUTER = ("n_group", "topk_group", "n_shared_experts")
 
 def _read(hf: dict[str, Any]) -> dict[str, Any]:
     sizes = {name: number(hf, name, None) for name in SIZES}
-    found = dense({**hf, "head_dim": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]})
-    _check_heads(found, sizes)
+    fields = dense({**hf, "head_dim": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]})
+    _check_heads(fields, sizes)
     first = hf.get("first_k_dense_replace")
     if type(first) is not int or first < 0:
         raise ValueError(
@@ -43,7 +43,7 @@ def _read(hf: dict[str, Any]) -> dict[str, Any]:
             f"groups, the best of which have {routed['num_experts_per_tok']} experts or more"
         )
     return {
-        **found,
+        **fields,
         **sizes,
         **routed,
         **router,
@@ -53,17 +53,17 @@ def _read(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_heads(found: dict[str, Any], sizes: dict[str, int]) -> None:
-    if found["num_key_value_heads"] != found["num_attention_heads"]:
+def _check_heads(fields: dict[str, Any], sizes: dict[str, int]) -> None:
+    if fields["num_key_value_heads"] != fields["num_attention_heads"]:
         raise ValueError(
-            f"config.json: num_key_value_heads = {found['num_key_value_heads']} is not supported; "
-            f"accepted: num_attention_heads = {found['num_attention_heads']}"
+            f"config.json: num_key_value_heads = {fields['num_key_value_heads']} is not supported; "
+            f"accepted: num_attention_heads = {fields['num_attention_heads']}"
         )
-    if sizes["qk_rope_head_dim"] % 2 or sizes["v_head_dim"] > found["head_dim"]:
+    if sizes["qk_rope_head_dim"] % 2 or sizes["v_head_dim"] > fields["head_dim"]:
         raise ValueError(
             f"config.json: qk_rope_head_dim = {sizes['qk_rope_head_dim']} must be even, and "
             f"v_head_dim = {sizes['v_head_dim']} at most qk_nope_head_dim + qk_rope_head_dim = "
-            f"{found['head_dim']}"
+            f"{fields['head_dim']}"
         )
 
 

@@ -42,13 +42,13 @@ def _read(hf: dict[str, Any]) -> dict[str, Any]:
             "quantization_config=Mxfp4Config(dequantize=True)"
         )
     given = hf.get("rope_parameters") or hf.get("rope_scaling")
-    found = dense(hf if given else {**hf, "rope_scaling": ROPE})
-    alternating = [FULL if i % 2 else SLIDING for i in range(found["num_hidden_layers"])]
+    fields = dense(hf if given else {**hf, "rope_scaling": ROPE})
+    alternating = [FULL if i % 2 else SLIDING for i in range(fields["num_hidden_layers"])]
     return {
-        **found,
+        **fields,
         **windows(hf, alternating),
         **experts(
-            {**hf, "moe_intermediate_size": found["intermediate_size"], "norm_topk_prob": True}
+            {**hf, "moe_intermediate_size": fields["intermediate_size"], "norm_topk_prob": True}
         ),
         "swiglu_alpha": number(hf, "swiglu_alpha", 1.702, float),
         "swiglu_limit": number(hf, "swiglu_limit", 7.0, float),

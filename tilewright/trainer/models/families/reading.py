@@ -46,22 +46,22 @@ def sizes(hf: dict[str, Any]) -> dict[str, int]:
         "num_hidden_layers",
         "num_attention_heads",
     )
-    found = {name: number(hf, name, None) for name in required}
-    heads = found["num_attention_heads"]
+    fields = {name: number(hf, name, None) for name in required}
+    heads = fields["num_attention_heads"]
     defaults = {
         "num_key_value_heads": heads,
-        "head_dim": found["hidden_size"] // heads,
+        "head_dim": fields["hidden_size"] // heads,
         "max_position_embeddings": 4096,
     }
-    found |= {name: number(hf, name, default) for name, default in defaults.items()}
-    if heads % found["num_key_value_heads"]:
+    fields |= {name: number(hf, name, default) for name, default in defaults.items()}
+    if heads % fields["num_key_value_heads"]:
         raise ValueError(
             f"config.json: num_attention_heads = {heads} must divide by num_key_value_heads = "
-            f"{found['num_key_value_heads']}"
+            f"{fields['num_key_value_heads']}"
         )
-    if found["head_dim"] % 2:
-        raise ValueError(f"config.json: head_dim must be even, got {found['head_dim']}")
-    return found
+    if fields["head_dim"] % 2:
+        raise ValueError(f"config.json: head_dim must be even, got {fields['head_dim']}")
+    return fields
 
 
 def rope(
@@ -183,20 +183,20 @@ def late_windows(hf: dict[str, Any]) -> dict[str, Any]:
 def experts(hf: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes num_local_experts.
     name = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
-    found = {
+    fields = {
         "num_experts": number(hf, name, None),
         **{n: number(hf, n, None) for n in ("num_experts_per_tok", "moe_intermediate_size")},
         "decoder_sparse_step": number(hf, "decoder_sparse_step", 1),
     }
-    if found["num_experts_per_tok"] > found["num_experts"]:
+    if fields["num_experts_per_tok"] > fields["num_experts"]:
         raise ValueError(
             "config.json: num_experts_per_tok must be at most num_experts = "
-            f"{found['num_experts']}, got {found['num_experts_per_tok']}"
+            f"{fields['num_experts']}, got {fields['num_experts_per_tok']}"
         )
     dense = [] if hf.get("mlp_only_layers") is None else hf["mlp_only_layers"]
     if not isinstance(dense, list | tuple) or not all(type(n) is int for n in dense):
         raise ValueError(f"config.json: mlp_only_layers must be a list of integers, got {dense!r}")
-    return found | {
+    return fields | {
         "mlp_only_layers": tuple(dense),
         "norm_topk_prob": flag(hf, "norm_topk_prob"),
     }

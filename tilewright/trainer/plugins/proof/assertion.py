@@ -50,8 +50,8 @@ class Earlier:
 
     def _rows(self, file: pathlib.Path) -> list[dict[str, Any]]:
         """Raises ValueError for a row that no run writes."""
-        found, count = rows(file), len(self.certificates[0]["trained"])
-        for row in found:
+        entries, count = rows(file), len(self.certificates[0]["trained"])
+        for row in entries:
             fits = isinstance(row, dict) and type(row.get("step")) is int
             if fits and file.name == CHECKSUMS:
                 sums = [row.get(kind) for kind in ("gradients", "weights")]
@@ -59,7 +59,7 @@ class Earlier:
                 fits = fits and isinstance(row.get("outputs", {}), dict)
             if not fits:
                 raise ValueError(f"{file.name} is damaged: {str(row)[:60]} is no row of it")
-        return found
+        return entries
 
     def check(self, ours: dict[str, Any], total: int) -> None:
         """Raises ValueError if it has not the steps of this run.   total: where this run ends."""
@@ -129,7 +129,7 @@ class Assertion(Callback):
             self.run.metrics.say(line)
 
     def _said(
-        self, step: int, ours: Mapping[str, Any], theirs: dict[str, Any], found: dict[str, Any]
+        self, step: int, ours: Mapping[str, Any], theirs: dict[str, Any], checksums: dict[str, Any]
     ) -> str | None:
         assert self.earlier is not None
         moved = [
@@ -139,9 +139,9 @@ class Assertion(Callback):
         ]
         there = self.earlier.checksums.get(step)
         tensors = "no tensor can be named: that run has no checksums of this step"
-        if found and there is not None:
+        if checksums and there is not None:
             self.compared_tensors += 1
-            names = moved_tensors(self.recorder.checksums.trained, found, there)
+            names = moved_tensors(self.recorder.checksums.trained, checksums, there)
             kinds = "outputs, gradients" if "outputs" in there else "gradients"
             tensors = f"all {kinds} and weights are the same"
             if names:
@@ -170,12 +170,14 @@ class Assertion(Callback):
         return lines
 
 
-def moved_tensors(trained: list[str], found: dict[str, Any], there: dict[str, Any]) -> list[str]:
+def moved_tensors(
+    trained: list[str], checksums: dict[str, Any], there: dict[str, Any]
+) -> list[str]:
     """What moved in a step, in the order of the computation."""
     outputs = there.get("outputs", {})
-    pairs = {"output": [(n, a, outputs.get(n, a)) for n, a in found["outputs"].items()]}
+    pairs = {"output": [(n, a, outputs.get(n, a)) for n, a in checksums["outputs"].items()]}
     for kind in ("gradients", "weights"):
-        pairs[kind[:-1]] = list(zip(trained, found[kind], there[kind], strict=True))
+        pairs[kind[:-1]] = list(zip(trained, checksums[kind], there[kind], strict=True))
     moved = {kind: [n for n, a, b in of if a != b] for kind, of in pairs.items()}
     moved["gradient"] = in_backward(moved["gradient"])
     return [f"the {kind} of {name}" for kind, names in moved.items() for name in names]

@@ -116,7 +116,7 @@ def facts(
     device = platform.device_name(mesh.device.type)
     layout = dataclasses.asdict(mesh.layout)
     layout |= layout.pop("apart")
-    found = {
+    by_kind = {
         "environment": platform.provenance(),
         "setting": {
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -138,7 +138,7 @@ def facts(
             "order": order(batches),
         },
     }
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(by_kind))
 
 
 def things_read(data: Data, things: Mapping[str, Thing]) -> dict[str, str]:
@@ -161,15 +161,15 @@ def order(batches: Batches) -> str:
 
 def packages(chosen: dict[str, str], deep_ep: bool) -> dict[str, str]:
     """The versions of other packages that compute for these implementations."""
-    found = {"deep_ep": version("deep_ep")} if deep_ep else {}
+    versions = {"deep_ep": version("deep_ep")} if deep_ep else {}
     for op, name in chosen.items():
         package = BEHIND.get(name)
         for entry in installed().get(op, ()):
             if entry.name == name and entry.point.dist is not None:
                 package = entry.point.dist.name
         if package is not None:
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def version(package: str) -> str:
@@ -181,13 +181,13 @@ def version(package: str) -> str:
 
 def launches(chosen: dict[str, str], device: torch.device) -> dict[str, str]:
     """SHA-256 of the configurations of each launch, for the keys that the compile gate compiles."""
-    found = {}
+    hashes = {}
     for op, name in chosen.items():
         for tunable in operations()[op].implementation(name).tunables():
             configs = [[tunable.named(k), tunable.config(device, *k)] for k in tunable.keys]
             text = json.dumps(configs, sort_keys=True)
-            found[tunable.name] = hashlib.sha256(text.encode()).hexdigest()
-    return found
+            hashes[tunable.name] = hashlib.sha256(text.encode()).hexdigest()
+    return hashes
 
 
 def differences(ours: Facts, theirs: Facts) -> Iterator[Difference]:
@@ -209,16 +209,16 @@ def between_ranks(own: Facts, mesh: Mesh) -> str | None:
     """What ranks differ in from rank 0, if they do; the same on every rank."""
     first = mesh.control.broadcast(own if mesh.main else None)
     by_rank = [
-        [Difference(*one) for one in found]
-        for found in mesh.control.gather(list(differences(own, first)))
+        [Difference(*one) for one in of_rank]
+        for of_rank in mesh.control.gather(list(differences(own, first)))
     ]
     ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, found in enumerate(by_rank):
-        for one in found:
+    for rank, of_rank in enumerate(by_rank):
+        for one in of_rank:
             ranks.setdefault((one.kind, one.name), []).append(rank)
     said = []
-    for rank, found in enumerate(by_rank):
-        for one in found:
+    for rank, of_rank in enumerate(by_rank):
+        for one in of_rank:
             where = ranks[one.kind, one.name]
             if where[0] == rank:
                 more = f" and {len(where) - 1} more" if len(where) > 1 else ""
@@ -242,8 +242,8 @@ def between_runs(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """What this run's certificate and another one differ in."""
     mine, facts = dict(ours["facts"]), dict(theirs["facts"])
     if ours["start"] != theirs["start"]:  # weights of other steps
-        for found in (mine, facts):
-            found.pop("initial weight", None)
+        for kinds in (mine, facts):
+            kinds.pop("initial weight", None)
     said = []
     for one in differences(mine, facts):
         said.append(one.said("in this run", "in that one"))
@@ -290,13 +290,13 @@ def write(folder: str, certificate: dict[str, Any]) -> tuple[str, str]:
 
 def read(file: pathlib.Path) -> dict[str, Any]:
     """A certificate that `write` wrote. Raises ValueError if the file is none."""
-    found = read_json(file)
-    if found.get("schema") != SCHEMA:
+    certificate = read_json(file)
+    if certificate.get("schema") != SCHEMA:
         raise ValueError(
-            f"{file.name} has the schema {found.get('schema')!r}; accepted is {SCHEMA}"
+            f"{file.name} has the schema {certificate.get('schema')!r}; accepted is {SCHEMA}"
         )
-    start, facts, trained = (found.get(name) for name in ("start", "facts", "trained"))
-    files = found.get("files", {})  # none in those of earlier versions
+    start, facts, trained = (certificate.get(name) for name in ("start", "facts", "trained"))
+    files = certificate.get("files", {})  # none in those of earlier versions
     for name, fits in (
         ("start", type(start) is int),
         ("facts", isinstance(facts, dict) and all(isinstance(v, dict) for v in facts.values())),
@@ -305,7 +305,7 @@ def read(file: pathlib.Path) -> dict[str, Any]:
     ):
         if not fits:
             raise ValueError(f"{file.name} is damaged: its {name!r} is missing or of another type")
-    return found
+    return certificate
 
 
 class Certificate(Callback):

@@ -81,11 +81,11 @@ class Checksums:
     def of(self, held: Iterable[tuple[str, torch.Tensor]], names: list[str]) -> torch.Tensor:
         """int64 [names]: this rank's part, 0 for what only other ranks have."""
         at = {name: i for i, name in enumerate(names)}
-        found = torch.zeros(len(names), dtype=torch.int64, device=self.mesh.device)
+        sums = torch.zeros(len(names), dtype=torch.int64, device=self.mesh.device)
         for name, t in held:
             own = t.to_local() if isinstance(t, DTensor) else t
-            found[at[name]] = checksum(own, self.factor) * (2 * self.mesh.rank + 1)
-        return found
+            sums[at[name]] = checksum(own, self.factor) * (2 * self.mesh.rank + 1)
+        return sums
 
     def read(self, part: torch.Tensor) -> list[int]:
         """The sums over ranks. Every rank must call it."""

@@ -57,27 +57,28 @@ class StepZero(Callback):
         run, reference = self.run, self.run.engine.reference
         if step.number > 1:
             return
-        found = self.compared(step, 0.0 if reference is None else reference.bound)
+        compared = self.compared(step, 0.0 if reference is None else reference.bound)
         what = "pairs" if run.loss.pairs else "answers"
         if reference is None or not reference.own:
             which = "other weights than the policy begins with"
             if reference is None:
                 which = "the column reference_logprob"
             run.metrics.say(
-                f"reference: {which}, under which {found.differing} of {found.count} {what} of the "
-                f"first step have other log-probabilities{self.begins()}"
+                f"reference: {which}, under which {compared.differing} of {compared.count} {what} "
+                f"of the first step have other log-probabilities{self.begins()}"
             )
-        elif found.differing:
-            self.refuse(found, what, reference.bound)
-        elif most := max(run.mesh.control.gather(found.largest)):
+        elif compared.differing:
+            self.refuse(compared, what, reference.bound)
+        elif most := max(run.mesh.control.gather(compared.largest)):
             run.metrics.say(
-                f"reference: log-probabilities of the first step's {found.count} {what} differ by "
-                f"up to {most:.3g} nats from the precomputed ones, which were in rows packed "
+                f"reference: log-probabilities of the first step's {compared.count} {what} differ "
+                f"by up to {most:.3g} nats from the precomputed ones, which were in rows packed "
                 "otherwise; model.batch_invariant makes them equal"
             )
         else:
             run.metrics.say(
-                f"reference: all {found.count} {what} of the first step have margins of exactly 0"
+                f"reference: all {compared.count} {what} of the first step have margins of "
+                "exactly 0"
             )
 
     def compared(self, step: Step, bound: float) -> Compared:
@@ -121,10 +122,10 @@ class StepZero(Callback):
         added = _union(self.run.mesh.control.gather(list(adapters_that_add(parts.model))))
         return f"; {added[0]}" if added else ""
 
-    def refuse(self, found: Compared, what: str, bound: float) -> None:
+    def refuse(self, compared: Compared, what: str, bound: float) -> None:
         """Raises ValueError, with the same words on every rank."""
         run = self.run
-        firsts = [First(*f) for f in run.mesh.control.gather(found.first) if f is not None]
+        firsts = [First(*f) for f in run.mesh.control.gather(compared.first) if f is not None]
         first = min(firsts, key=lambda f: f.micro_batch)
         causes = _union(run.mesh.control.gather([*self.causes()]))
         allowed = (
@@ -134,8 +135,8 @@ class StepZero(Callback):
             else ""
         )
         raise ValueError(
-            f"the policy is not its reference before the first step: {found.differing} of "
-            f"{found.count} {what} differ{allowed}, first {self.place(first)}: {first.said}. "
+            f"the policy is not its reference before the first step: {compared.differing} of "
+            f"{compared.count} {what} differ{allowed}, first {self.place(first)}: {first.said}. "
             + (f"Found: {'; '.join(causes)}" if causes else self.nothing_found())
         )
 
@@ -172,7 +173,7 @@ class StepZero(Callback):
         reference = self.run.engine.reference
         if isinstance(reference, Precomputed):
             return (
-                f"The settings of this run do not explain it: {reference.found.folder} holds other "
+                f"The settings of this run do not explain it: {reference.cache.folder} holds other "
                 "numbers than its reference has, which was computed on another machine or by "
                 "another version, or has changed; without the folder it is computed again"
             )
