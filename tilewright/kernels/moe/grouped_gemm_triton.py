@@ -511,10 +511,10 @@ def _router_gradient(
     position = tl.load(position_ptr + s, mask=s < SLOTS, other=-1)
     t = tl.arange(0, TILES)
     mask = (position >= 0)[:, None] & (t < tiles)[None, :]
-    found = tl.load(
+    partial = tl.load(
         partial_ptr + position.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0.0
     )
-    dot = tl.sum(found, axis=1)
+    dot = tl.sum(partial, axis=1)
     if BIAS:
         i = tl.arange(0, EXPERTS)
         ends = tl.load(offsets_ptr + i, mask=i < E, other=2147483647)
