@@ -264,7 +264,6 @@ def _gemm(
         of pre and of its gradient.
     BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before
         rounding.
-    GATE: define h, see `gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
