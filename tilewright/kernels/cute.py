@@ -199,9 +199,9 @@ def vector(columns: int, *tensors: torch.Tensor | None) -> int:
     """Elements that a thread may read at once from consecutive rows of this many contiguous
     columns: at most 16 bytes of the narrowest dtype.
     """
-    found = [t for t in tensors if t is not None]
-    n = 16 // min(t.element_size() for t in found)
-    while columns % n or any(address(t) % min(16, n * t.element_size()) for t in found):
+    present = [t for t in tensors if t is not None]
+    n = 16 // min(t.element_size() for t in present)
+    while columns % n or any(address(t) % min(16, n * t.element_size()) for t in present):
         n //= 2
     return n
 

@@ -129,8 +129,8 @@ class Tunable:
 
     def choice(self, arch: int | None, /, **key) -> Config:
         """The configuration for a compute capability where none was tuned; None: any."""
-        found = self._hopper(**key) if arch == 90 and self._hopper is not None else None
-        return found if found and self._fits(arch, key, found) else self.heuristic(**key)
+        config = self._hopper(**key) if arch == 90 and self._hopper is not None else None
+        return config if config and self._fits(arch, key, config) else self.heuristic(**key)
 
     def named(self, key: tuple) -> dict[str, Any]:
         return dict(zip(self.fields, key, strict=True))

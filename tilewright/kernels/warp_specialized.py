@@ -118,10 +118,10 @@ def stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMN
 @gluon.jit
 def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     """mbarriers, each with ARRIVALS per phase."""
-    found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(found.index(s), count=ARRIVALS)
-    return found
+        mbarrier.init(mbarriers.index(s), count=ARRIVALS)
+    return mbarriers
 
 
 @gluon.jit

@@ -172,9 +172,9 @@ def forward(gate, up, kind):
 
 
 def backward(dy, gate, up, kind):
-    found = act_mul_backward(dy, gate, up, kind)
-    _launch(_backward, BACKWARD, kind, (_rows(dy), *_pair(gate, up), *_pair(*found)))
-    return found
+    gradients = act_mul_backward(dy, gate, up, kind)
+    _launch(_backward, BACKWARD, kind, (_rows(dy), *_pair(gate, up), *_pair(*gradients)))
+    return gradients
 
 
 _NAMES = ("silu", "gelu_tanh", "gelu_erf")

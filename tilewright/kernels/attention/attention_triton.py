@@ -612,13 +612,13 @@ def _map_documents(
 
 
 def map_documents(cu_seqlens, rows, block):
-    found = operators.map_documents(cu_seqlens, rows, block)
+    documents = operators.map_documents(cu_seqlens, rows, block)
     E = cu_seqlens.shape[0] - 1
-    bounds, tiles, capacity = _parts(found, rows, block)
+    bounds, tiles, capacity = _parts(documents, rows, block)
     sizes = E, rows, capacity, tiles.shape[0]
     constants = {"BLOCK_M": block, "BLOCK": TILE_BLOCK, "DOCUMENTS": next_power_of_2(E + 2)}
     launch(_map_documents, (E + 1,), cu_seqlens, bounds, tiles, *sizes, **constants)
-    return found
+    return documents
 
 
 def _parts(

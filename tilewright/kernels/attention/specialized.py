@@ -122,10 +122,10 @@ def gate() -> list[KernelSpec]:
     backward.
     """
     kinds = [(width, capped) for width in (64, 128, 192, 256) for capped in (False, True)]
-    found = []
+    specs = []
     for launch, config in ((FORWARD, _FORWARD), (BACKWARD, _BACKWARD)):
         for width, capped in kinds:
             key = launch.named((width, 2, True, capped))
             if config in launch.compiled(**key):
-                found += launch.specs(key, config)
-    return found + triton.gate_of_one()
+                specs += launch.specs(key, config)
+    return specs + triton.gate_of_one()

@@ -952,7 +952,7 @@ def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
     """
     T, H, D = sizes(x, weight)
     add = residual is not None
-    found = operators.rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8)
+    normalized = operators.rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8)
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
         launch(
@@ -962,10 +962,10 @@ def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
             residual,
             weight,
             bias,
-            found.y,
-            found.total,
-            found.data,
-            found.scale,
+            normalized.y,
+            normalized.total,
+            normalized.data,
+            normalized.scale,
             T,
             norm.eps,
             fp8.seed or 0,
@@ -982,7 +982,7 @@ def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
             **_registers(add and residual.dtype != x.dtype),
             **c,
         )
-    return found
+    return normalized
 
 
 # ---- for the compile gate

@@ -315,13 +315,13 @@ def forward(x, weight, bias, cu_seqlens, silu):
 
 
 def backward(dy, x, weight, bias, cu_seqlens, silu):
-    found = convolve_backward(dy, x, weight, bias, cu_seqlens, silu)
-    dx, dweight, dbias = found
+    gradients = convolve_backward(dy, x, weight, bias, cu_seqlens, silu)
+    dx, dweight, dbias = gradients
     if not x.numel():
         for t in (dweight, dbias):
             if t is not None:
                 t.zero_()
-        return found
+        return gradients
     (C, W), rows = weight.shape, _rows(x)
     config = BACKWARD.config(x.device, C, x.element_size())
     constants = _constants(weight, bias, cu_seqlens, silu) | config
@@ -335,7 +335,7 @@ def backward(dy, x, weight, bias, cu_seqlens, silu):
     shape = {"W": W, "BIAS": bias is not None}
     grid = cdiv(C, _SUM["BLOCK_C"]), sums
     launch(_sum_programs, grid, partial, dweight, dbias, P, C, **shape, **_SUM)
-    return found
+    return gradients
 
 
 # ---- launch configurations
@@ -381,7 +381,7 @@ def _space(C: int, itemsize: int) -> list[dict]:
 
 def _specs_of(kernel, name: str):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
-        data, found = "bf16" if key["itemsize"] == 2 else "fp32", []
+        data, launches = "bf16" if key["itemsize"] == 2 else "fp32", []
         bits = 8 * key["itemsize"] * config["BLOCK_C"] // (32 * config["num_warps"])
         for label, options in (
             ("", {"BIAS": False, "PACKED": False}),
@@ -390,7 +390,7 @@ def _specs_of(kernel, name: str):
             types = {"map": "i32", "cu": "i64"} if options["PACKED"] else {"map": None, "cu": None}
             types |= {"partial": "fp32", "*": data}
             types |= {} if options["BIAS"] else {"b": None}
-            found.append(
+            launches.append(
                 KernelSpec.of(
                     kernel,
                     f"{name}{label} C={key['C']} {data}",
@@ -404,7 +404,7 @@ def _specs_of(kernel, name: str):
                     elements=config["ROWS"] * config["BLOCK_C"],
                 )
             )
-        return found
+        return launches
 
     return specs
 

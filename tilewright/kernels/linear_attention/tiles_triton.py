@@ -27,9 +27,9 @@ def tiles_of(B: int, S: int, cu_seqlens: torch.Tensor | None, block: int) -> Til
     """Found on the device: no launch waits for cu_seqlens."""
     if cu_seqlens is None:
         return Tiles(None, None, 0, B * cdiv(S, block))
-    found = tile_map(cu_seqlens[1:].to(torch.int32), S, block)
-    capacity = found.shape[0] // 3
-    return Tiles(found, cu_seqlens, capacity, capacity)
+    tiles = tile_map(cu_seqlens[1:].to(torch.int32), S, block)
+    capacity = tiles.shape[0] // 3
+    return Tiles(tiles, cu_seqlens, capacity, capacity)
 
 
 @triton.jit

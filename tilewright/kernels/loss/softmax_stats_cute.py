@@ -658,7 +658,7 @@ def _launch_backward(
 
 def forward(logits, target, class_weight, scaling, wanted):
     T, V = logits.shape
-    found = empty_statistics(logits, wanted)
+    statistics = empty_statistics(logits, wanted)
     if T:
         weights = class_weight if wanted.weighted else None
         o = Options(
@@ -676,7 +676,7 @@ def forward(logits, target, class_weight, scaling, wanted):
             target,
             weights,
             None if weights is None else weights.sum(),
-            *found,
+            *statistics,
             V,
             logits.stride(0),
             scaling.cap,
@@ -685,7 +685,7 @@ def forward(logits, target, class_weight, scaling, wanted):
             T * o.cluster,
             1,
         )
-    return found
+    return statistics
 
 
 def _common(logits: torch.Tensor, out: torch.Tensor) -> int:
@@ -742,7 +742,7 @@ def specs() -> list[CuteSpec]:
     """Launches of the launchers above, for the compile gate: no option and all of them. V is not a
     constant of a kernel, but the cluster size that depends on it is.
     """
-    found = []
+    launches = []
     for data in (torch.bfloat16, torch.float32):
         for everything in (False, True):
 
@@ -757,14 +757,14 @@ def specs() -> list[CuteSpec]:
                 x, w = new(4, V, dtype=data), new(V) if everything else None
                 wanted = Wanted(everything, everything, everything)
                 forwards = x, y, w, scaling, wanted
-                found.append(tw.spec(f"cute forward {label} V={V}", forward, *forwards, store=0))
+                launches.append(tw.spec(f"cute forward {label} V={V}", forward, *forwards, store=0))
             of_loss = Softmax(rows, rows, more), StatsGradients(rows, rows, more, more)
             rest = y, w, scaling, *of_loss, rows if everything else new()
-            found.append(tw.spec(f"cute backward {label}", backward, x, *rest))
+            launches.append(tw.spec(f"cute backward {label}", backward, x, *rest))
             # A row stride one element larger than the gradient's.
             apart = new(4, V + 1, dtype=data)[:, :V]
             narrow = {"load": 0, "store": 0}
-            found.append(
+            launches.append(
                 tw.spec(f"cute backward {label} odd stride", backward, apart, *rest, **narrow)
             )
-    return found
+    return launches

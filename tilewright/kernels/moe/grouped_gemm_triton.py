@@ -264,7 +264,6 @@ def _gemm(
         of pre and of its gradient.
     BIAS: bias [E, N], with SWIGLU [E, 2 N] in the order of w's rows, is added to x @ w before
         rounding.
-    GATE: define h, see `gated`.
     PLAIN: out [rows, N] = x @ w.
     SWIGLU: out [rows, N] = h, and with STORE_PRE pre [rows, 2 N] = x @ w.
     DSWIGLU: x @ w is the gradient of h, without the row's router weight. pre is read, out [rows, 2
@@ -511,10 +510,10 @@ def _router_gradient(
     position = tl.load(position_ptr + s, mask=s < SLOTS, other=-1)
     t = tl.arange(0, TILES)
     mask = (position >= 0)[:, None] & (t < tiles)[None, :]
-    found = tl.load(
+    partial = tl.load(
         partial_ptr + position.to(tl.int64)[:, None] * tiles + t[None, :], mask=mask, other=0.0
     )
-    dot = tl.sum(found, axis=1)
+    dot = tl.sum(partial, axis=1)
     if BIAS:
         i = tl.arange(0, EXPERTS)
         ends = tl.load(offsets_ptr + i, mask=i < E, other=2147483647)

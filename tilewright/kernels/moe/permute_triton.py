@@ -340,11 +340,11 @@ def _backward_space(columns: int, itemsize: int) -> list[dict]:
 @triton.jit(do_not_specialize=["steps"])
 def _count(position_ptr, used_ptr, R, steps, BLOCK: tl.constexpr):
     """Counts the slots of a run that have a row."""
-    found = tl.zeros([BLOCK], tl.int32)
+    counts = tl.zeros([BLOCK], tl.int32)
     for step in range(steps):
         slot = (tl.program_id(0).to(tl.int64) * steps + step) * BLOCK + tl.arange(0, BLOCK)
-        found += (tl.load(position_ptr + slot, mask=slot < R, other=-1) >= 0).to(tl.int32)
-    tl.store(used_ptr + tl.program_id(0), tl.sum(found, axis=0))
+        counts += (tl.load(position_ptr + slot, mask=slot < R, other=-1) >= 0).to(tl.int32)
+    tl.store(used_ptr + tl.program_id(0), tl.sum(counts, axis=0))
 
 
 @triton.jit
@@ -546,7 +546,7 @@ def collect(rows, weight, position):
 
 def backward(dy, rows, weight, position):
     (T, K), columns = position.shape, dy.shape[1]
-    drows, dweight = found = operators.collect_backward(dy, rows, weight, position)
+    drows, dweight = gradients = operators.collect_backward(dy, rows, weight, position)
     if drows.numel():
         c = BACKWARD.config(dy.device, columns, dy.element_size())
         c = {name: value for name, value in c.items() if value is not None}
@@ -575,7 +575,7 @@ def backward(dy, rows, weight, position):
         )
     elif dweight is not None:
         dweight.zero_()
-    return found
+    return gradients
 
 
 # Pointers of the kernels that move rows, except those to rows.

@@ -329,7 +329,7 @@ def _options(config: dict) -> dict:
 # Long: two launches, whose arguments are most of it.
 def forward(logits, bias, recorded, router):
     T, E = logits.shape
-    weight, index, counts, balance, z = found = choose(logits, bias, recorded, router)
+    weight, index, counts, balance, z = chosen = choose(logits, bias, recorded, router)
     if recorded is not None:
         weight.fill_(float("nan"))
         index.zero_()
@@ -391,7 +391,7 @@ def forward(logits, bias, recorded, router):
         ROWS=max(1, 4096 // width),
         num_warps=8,
     )
-    return found
+    return chosen
 
 
 def backward(g_weight, g_balance, g_z, logits, index, counts, router):

@@ -273,8 +273,8 @@ def _weight_walk(
 
 
 def forward(x, residual, weight, bias, eps):
-    found = standardize(x, residual, weight, bias, eps)
-    if T := found.rstd.numel():
+    standardized = standardize(x, residual, weight, bias, eps)
+    if T := standardized.rstd.numel():
         D = x.shape[-1]
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
         launch(
@@ -284,17 +284,17 @@ def forward(x, residual, weight, bias, eps):
             residual,
             weight,
             bias,
-            found.y,
-            found.total,
-            found.mean,
-            found.rstd,
+            standardized.y,
+            standardized.total,
+            standardized.mean,
+            standardized.rstd,
             T,
             eps,
             D=D,
             WALK=c["BLOCK_D"] < D,
             **c,
         )
-    return found
+    return standardized
 
 
 def _walk(config: dict) -> dict:
@@ -308,7 +308,7 @@ def backward(dy, dtotal, x, mean, rstd, weight, has_bias):
     T, D = rstd.numel(), x.shape[-1]
     if T == 0:
         return no_rows(x, weight, has_bias)
-    found = standardize_backward(dy, dtotal, x, mean, rstd, weight, has_bias)
+    gradients = standardize_backward(dy, dtotal, x, mean, rstd, weight, has_bias)
     c = BACKWARD.config(x.device, D, x.element_size())
     block_t, warps, columns = c["BLOCK_T"], c["num_warps"], 1
     if c["BLOCK_D"] < D:
@@ -321,7 +321,7 @@ def backward(dy, dtotal, x, mean, rstd, weight, has_bias):
             mean,
             rstd,
             weight,
-            found.dx,
+            gradients.dx,
             D=D,
             **_walk(c),
         )
@@ -336,7 +336,7 @@ def backward(dy, dtotal, x, mean, rstd, weight, has_bias):
         constants = {"D": D, **blocks, "BIAS": has_bias}
 
         def arguments(partial) -> tuple:
-            return dy, dtotal, x, mean, rstd, weight, found.dx, partial, T
+            return dy, dtotal, x, mean, rstd, weight, gradients.dx, partial, T
 
     def partial(programs):
         shape = (programs, 2, D) if has_bias else (programs, D)
@@ -346,8 +346,8 @@ def backward(dy, dtotal, x, mean, rstd, weight, has_bias):
     P = sharing(kernel, T, block_t, columns, warps, x, dtypes, *arguments(partial(0)), **constants)
     parts = partial(P)
     launch(kernel, (P, columns), *arguments(parts), **constants, num_warps=warps)
-    summed(parts, found.dweight, found.dbias)
-    return found
+    summed(parts, gradients.dweight, gradients.dbias)
+    return gradients
 
 
 # The usual training step; float32 weights; and all in float32: x, weight, whether there is a bias.

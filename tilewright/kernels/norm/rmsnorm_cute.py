@@ -386,14 +386,14 @@ def _launch_backward(
 
 def forward(x, residual, weight, bias, norm):
     T, H, D = sizes(x, weight)
-    found = normalize(x, residual, weight, bias, norm)
-    y, rstd, total = found
+    normalized = normalize(x, residual, weight, bias, norm)
+    y, rstd, total = normalized
     if T:
         p = plan(D, H, tw.vector(D, x, residual, weight, bias, y, total))
         grid = -(-T // p.rows) * p.cluster, H
         tensors = x, residual, weight, bias, y, total, rstd
         tw.launch(_launch_forward, *tensors, T, norm.eps, norm.offset, p, norm.round_xhat, *grid)
-    return found
+    return normalized
 
 
 def _clusters(x: torch.Tensor, p: Plan, T: int) -> int:
@@ -448,7 +448,7 @@ def specs() -> list[CuteSpec]:
         (bf16, fp32, True, True),
         (fp32, fp32, True, False),
     )
-    found = []
+    launches = []
     for D in (128, 1024, 4096, 4097, 8192, 16384, 32768, 65536):
         variants = (usual,) if D in (4097, 32768) else (usual, float_weight, all_float)
         # A row begins at a multiple of 2 bytes.
@@ -465,7 +465,7 @@ def specs() -> list[CuteSpec]:
             rstd = new(4, H, dtype=fp32)
             tail = f"{tw.name(data)} weight={tw.name(weight_type)}{' bias' if bias else ''} D={D}"
             norm = Norm(1e-6, 0.0, cast)
-            found += [
+            launches += [
                 tw.spec(f"cute forward {tail}", forward, x, None, w, b, norm, **needs),
                 tw.spec(f"cute add_forward {tail}", forward, x, x, w, b, norm, **needs),
                 tw.spec(
@@ -481,4 +481,4 @@ def specs() -> list[CuteSpec]:
                     **needs,
                 ),
             ]
-    return found
+    return launches

@@ -438,7 +438,7 @@ def sharing(
 
 def forward(x, residual, weight, bias, norm):
     T, H, D = sizes(x, weight)
-    found = normalize(x, residual, weight, bias, norm)
+    normalized = normalize(x, residual, weight, bias, norm)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
         launch(
@@ -448,9 +448,9 @@ def forward(x, residual, weight, bias, norm):
             residual,
             weight,
             bias,
-            found.y,
-            found.total,
-            found.rstd,
+            normalized.y,
+            normalized.total,
+            normalized.rstd,
             T,
             norm.eps,
             norm.offset,
@@ -462,7 +462,7 @@ def forward(x, residual, weight, bias, norm):
             ROUND_XHAT=norm.round_xhat,
             **c,
         )
-    return found
+    return normalized
 
 
 # Long: the arguments of two launches, one a line.
@@ -470,8 +470,8 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
     T, H, D = sizes(x, weight)
     if T == 0:
         return no_rows(x, weight, has_bias)
-    found = normalize_backward(dy, dtotal, x, rstd, weight, norm, has_bias)
-    dx, dweight, dbias = found
+    gradients = normalize_backward(dy, dtotal, x, rstd, weight, norm, has_bias)
+    dx, dweight, dbias = gradients
     c = BACKWARD.config(x.device, D, x.element_size())
     block_d, warps = c["BLOCK_D"], c["num_warps"]
     walk = block_d < D
@@ -532,7 +532,7 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
     if dbias is not None:  # all heads share one bias, so it is a sum over heads too
         summed(db.view(P * H, D), dbias)
     summed(dw, dweight)
-    return found
+    return gradients
 
 
 # The usual training step; float32 weights, which need the most registers in forward; and all in

@@ -68,8 +68,8 @@ def _update(
 @triton.jit
 def _address(table_ptr, like_ptr, ALIGNED: tl.constexpr):
     """A pointer of like_ptr's type from the table."""
-    found = tl.load(table_ptr).to(like_ptr.dtype)
-    return tl.multiple_of(found, 16) if ALIGNED else found
+    pointer = tl.load(table_ptr).to(like_ptr.dtype)
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit

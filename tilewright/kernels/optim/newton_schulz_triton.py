@@ -249,16 +249,16 @@ def _heuristic(M: int, itemsize: int, hopper: bool) -> dict:
 
 def _space(M: int, itemsize: int, hopper: bool) -> list[dict]:
     if itemsize == 4:
-        found = [(64, 32, 4, 2, None), (64, 16, 8, 2, None)]
+        configs = [(64, 32, 4, 2, None), (64, 16, 8, 2, None)]
     else:
         limits = (None, LIMIT) if hopper else (None,)
-        found = [
+        configs = [
             *((128, 32, 8, stages, limit) for stages in (3, 4) for limit in limits),
             (128, 64, 8, 3, None),
             (64, 64, 4, 4, None),
             (64, 32, 4, 4, None),
         ]
-    return [dict(zip(_NAMES, values, strict=True)) for values in found]
+    return [dict(zip(_NAMES, values, strict=True)) for values in configs]
 
 
 def _specs(key: dict, config: dict) -> list[KernelSpec]:

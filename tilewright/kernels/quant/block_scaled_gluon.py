@@ -69,8 +69,8 @@ from tilewright.kernels.warp_specialized import (
 
 _memory = blackwell.tensor_memory_descriptor
 # Triton 3.6 has it by its second name.
-_found = (getattr(_memory, name, None) for name in ("reinterpret", "_reinterpret"))
-reinterpret = next(filter(None, _found))
+_reinterprets = (getattr(_memory, name, None) for name in ("reinterpret", "_reinterpret"))
+reinterpret = next(filter(None, _reinterprets))
 
 _ROWS = gl.constexpr(128)  # of a tile, as many as the tensor cores' memory has
 _STEP = 128  # summed bytes of codes of a tile: those of a swizzle
@@ -350,7 +350,7 @@ def _scaled(
     arrived, freed = ring(SLOTS, 1)
     placed, summed = barriers(SLOTS, 1), barriers(SUMS, 1)
     read = barriers(SUMS, 1)
-    found = (full, empty, arrived, placed, freed, summed, read)
+    mbarriers = (full, empty, arrived, placed, freed, summed, read)
     m_tiles, n_tiles = gl.cdiv(M, _ROWS), gl.cdiv(N, BLOCK_N)
     tiles = m_tiles * n_tiles
     if end_ptr is not None:
@@ -360,10 +360,10 @@ def _scaled(
     factors = (a_from, b_from, a_scale_from, b_scale_from)
     gl.warp_specialize(
         [
-            (_store, (given, accs, staging, found, sizes, PER, GROUP)),
-            (_place, (memory, placed_at, found, sizes, PER, GROUP)),
-            (_load, (factors, memory, found, sizes, PER, GROUP)),
-            (_multiply, (memory, placed_at, accs, found, sizes, PER, GROUP)),
+            (_store, (given, accs, staging, mbarriers, sizes, PER, GROUP)),
+            (_place, (memory, placed_at, mbarriers, sizes, PER, GROUP)),
+            (_load, (factors, memory, mbarriers, sizes, PER, GROUP)),
+            (_multiply, (memory, placed_at, accs, mbarriers, sizes, PER, GROUP)),
         ],
         [4, 1, 1],
         [_PLACING, ONE_WARP, ONE_WARP],

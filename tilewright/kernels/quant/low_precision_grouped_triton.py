@@ -330,7 +330,7 @@ def place(x: torch.Tensor, offsets: torch.Tensor, places: int) -> tuple[torch.Te
     """x [R, C] at its places [P, C]; see `_place`.   offsets: contiguous."""
     (R, C), E = x.shape, offsets.shape[0]
     placed = x.new_empty((places, C))
-    found = Places(R, *(offsets.new_empty(n) for n in (E, places // 128, places)))
+    row_places = Places(R, *(offsets.new_empty(n) for n in (E, places // 128, places)))
     if placed.numel():
         x = last_contiguous(x)
         by = unit(x.element_size(), C, x.stride(0))
@@ -341,7 +341,7 @@ def place(x: torch.Tensor, offsets: torch.Tensor, places: int) -> tuple[torch.Te
             x,
             offsets,
             placed,
-            *found[1:],
+            *row_places[1:],
             R,
             E,
             C // by,
@@ -350,7 +350,7 @@ def place(x: torch.Tensor, offsets: torch.Tensor, places: int) -> tuple[torch.Te
             EXPERTS=next_power_of_2(E + 1),
             **tile,
         )
-    return placed, found
+    return placed, row_places
 
 
 def rows(

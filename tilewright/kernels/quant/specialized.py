@@ -117,7 +117,7 @@ def _scaled_specs(kind: str, outs: tuple[str, ...]):
     """kind: as `block_scaled_gluon.spec` has it."""
 
     def specs(key: dict, config: Config) -> list[KernelSpec]:
-        recipe, found = "nvfp4" if key["e2m1"] else "mxfp8", []
+        recipe, launches = "nvfp4" if key["e2m1"] else "mxfp8", []
         for out in outs:
             wide = f"specialized{_wide(config)}"
             label = {
@@ -125,8 +125,8 @@ def _scaled_specs(kind: str, outs: tuple[str, ...]):
                 "rows": f"{recipe} rows {wide} large",
                 "weights": f"{recipe} weights {out} {wide} large",
             }[kind]
-            found.append(block_scaled_gluon.spec(label, key["e2m1"], out, kind, config))
-        return found
+            launches.append(block_scaled_gluon.spec(label, key["e2m1"], out, kind, config))
+        return launches
 
     return specs
 

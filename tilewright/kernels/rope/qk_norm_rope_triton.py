@@ -584,9 +584,9 @@ def _backward_space(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bo
 
 
 def forward(qkv, heads, norm, rotation):
-    found = prepare(qkv, heads, norm, rotation)
-    _write(qkv, found, norm, rotation)
-    return found
+    prepared = prepare(qkv, heads, norm, rotation)
+    _write(qkv, prepared, norm, rotation)
+    return prepared
 
 
 def overwrite(qkv, heads, norm, rotation):
@@ -638,16 +638,16 @@ def _write(qkv: torch.Tensor, to: Prepared, norm: HeadNorm, rotation: Rotation) 
 
 def backward(dq, dk, dv, qkv, rstd, heads, norm, rotation):
     given = [last_contiguous(d) for d in (dq, dk, dv)]
-    found = prepare_backward(*given, qkv, rstd, heads, norm, rotation)
+    gradients = prepare_backward(*given, qkv, rstd, heads, norm, rotation)
     normalized = norm.q_weight is not None
-    if not found.dqkv.numel():
-        for d in found[1:] if normalized else ():
+    if not gradients.dqkv.numel():
+        for d in gradients[1:] if normalized else ():
             d.zero_()
-        return found
-    dw = _write_gradients(given, qkv, rstd, found.dqkv, heads, norm, rotation)
+        return gradients
+    dw = _write_gradients(given, qkv, rstd, gradients.dqkv, heads, norm, rotation)
     if dw is not None:
-        summed(dw, found.dq_weight, found.dk_weight)
-    return found
+        summed(dw, gradients.dq_weight, gradients.dk_weight)
+    return gradients
 
 
 def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Tensor | None:

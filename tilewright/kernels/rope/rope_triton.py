@@ -227,9 +227,9 @@ def _write(
 
 def forward(q, k, rotation, inverse):
     q, k = last_contiguous(q), last_contiguous(k)
-    found = rotate(q, k, rotation, inverse)
-    _write(q, k, found, rotation, inverse)
-    return found
+    rotated = rotate(q, k, rotation, inverse)
+    _write(q, k, rotated, rotation, inverse)
+    return rotated
 
 
 def overwrite(q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation) -> None:
