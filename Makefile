@@ -36,7 +36,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest newer build demo quick test pytest beside lint gate gate-gpu gate-all sweeps whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest newer clients build demo quick test pytest beside lint gate gate-gpu gate-all sweeps whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -129,6 +129,17 @@ newer: $(NEWER)/.installed
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth
 	$(@D)/bin/python -m pip install -q --no-compile --no-deps --ignore-installed $(call exact,transformers,$*)
+	touch $@
+
+# Published clients on a server of ours, in an environment of their own: what they see goes to tests/clients/results.json.
+TINKER := tinker==0.38.0 tinker-cookbook==0.5.8 transformers==5.5.4
+CLIENTS := .venv-clients
+clients: $(STAMP) .cache/smollm2/config.json $(CLIENTS)/.installed
+	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python tests/clients/results.json
+
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q --no-compile "$(TORCH)" $(TINKER)
 	touch $@
 
 # Rebuilds the C++ extension in place.

@@ -394,6 +394,20 @@ def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
+SERVER = "TILEWRIGHT_SERVER_LAUNCHER"
+
+
+def server_launcher() -> int | None:
+    """The process number of the launcher of the server that this process is a part of."""
+    given = os.environ.get(SERVER)
+    return None if given is None else int(given)
+
+
+def for_server() -> dict[str, str]:
+    """The environment of a server's processes, which this one launches."""
+    return {**os.environ, SERVER: str(os.getpid())}
+
+
 def launched() -> tuple[int, int, int] | None:
     """(rank, world size, local rank) if torchrun or a similar launcher started this process, else
     None.

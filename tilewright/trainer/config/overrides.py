@@ -225,7 +225,15 @@ def build(
     model: type[BaseModel], path: str | None, arguments: list[str], *, training: bool = True
 ) -> Any:
     """The validated model. Raises ConfigError with all errors.   training: see `Broken`."""
-    data = _underscored(read_yaml(path) if path is not None else {}, model)
+    given = read_yaml(path) if path is not None else {}
+    return validated(model, given, arguments, training=training)
+
+
+def validated(
+    model: type[BaseModel], given: dict, arguments: list[str], *, training: bool = True
+) -> Any:
+    """The same of what a file would hold."""
+    data = _underscored(given, model)
     for section in model.model_fields:
         data.setdefault(section, {})
     errors = apply(data, model, arguments)

@@ -256,6 +256,18 @@ class TokenLosses(OfSequence):
         ids, logprobs = (t[: tokens.numel()].unflatten(0, tokens) for t in of_rows)
         return ids, logprobs
 
+    @torch.no_grad()
+    def logits_of(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The logits [n, V] of the tokens at which a mask [B, S] is true, float32, on every rank
+        that has rows of the weight.
+        """
+        own = self._logits(self._operands[0][chosen][None])[0].float()
+        if self._group is None:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(parts, own.contiguous(), group=self._group)
+        return torch.cat(parts, -1)
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits(hidden, self._operands[1], self._ops, self._adapter)
 

@@ -1,0 +1,758 @@
+"""A training server in one process: its API, its log and its workers, without sockets."""
+
+import json
+import sqlite3
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+
+from serving import (
+    KEY,
+    LONGEST,
+    PROTOBUF,
+    Served,
+    documents,
+    pass_body,
+    passed,
+    write_model,
+    write_server,
+)
+
+from tilewright.nn.weights import adapted
+from tilewright.server.frames import packed, unpacked
+
+pytestmark = pytest.mark.packages
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def file(model_folder, tmp_path):
+    return write_server(tmp_path, model_folder)
+
+
+def trained(served, model, steps, first=1, seed=0):
+    """What so many steps have sent, two passes each."""
+    found = []
+    for step in range(steps):
+        seq = first + 3 * step
+        for call in range(2):
+            data = documents(seed + 2 * step + call)
+            future = served.passes(model, seq + call, data)
+            found.append(served.result(future, accept=PROTOBUF))
+        found.append(json.dumps(served.result(served.step(model, seq + 2))))
+    return found
+
+
+# ---- what is computed
+
+
+def test_a_pass_has_the_losses_and_gradients_of_the_models_logits(file):
+    """The sum, the log-probabilities of targets in the request's order, and after
+    a step the weights of autograd's gradient.
+    """
+    with Served(file) as served:
+        model = served.model()
+        engine = served.workers.models.engine
+        for _, module in adapted(engine.model):  # else A has no gradient
+            torch.nn.init.normal_(module.lora_B, std=0.1)
+        data = documents()
+        logits = [engine.model(torch.tensor(tokens)[None])[0] for tokens, _ in data]
+        logprobs = [
+            row.log_softmax(-1).gather(1, torch.tensor(inputs["target_tokens"])[:, None])[:, 0]
+            for row, (_, inputs) in zip(logits, data, strict=True)
+        ]
+        want = -sum(
+            (lp * torch.tensor(inputs["weights"])).sum()
+            for lp, (_, inputs) in zip(logprobs, data, strict=True)
+        )
+        trained = [p for p in engine.parameters if p.requires_grad]
+        gradients = torch.autograd.grad(want, trained)
+        metrics, fields = passed(served.result(served.passes(model, 1, data), accept=PROTOBUF))
+        assert metrics["loss:sum"] == pytest.approx(want.item(), rel=1e-5)
+        for got, own in zip(fields["logprobs"], logprobs, strict=True):
+            np.testing.assert_allclose(got, own.detach().numpy(), rtol=1e-4, atol=1e-5)
+        for p, gradient in zip(trained, gradients, strict=True):
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-4)
+        norm = torch.stack([g.norm() for g in gradients]).norm().item()
+        answer = served.result(served.step(model, 2, learning_rate=0.0))
+        # The losses of the wire are sums, which nothing divides.
+        assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_a_policys_loss_is_its_formula(loss, file):
+    draw = np.random.default_rng(1)
+    data = []
+    for tokens, inputs in documents():
+        own = {"target_tokens": inputs["target_tokens"]}
+        own["logprobs"] = -draw.random(len(tokens)).astype(np.float32) - 4.2
+        own["advantages"] = draw.normal(size=len(tokens)).astype(np.float32)
+        data.append((tokens, own))
+    with Served(file) as served:
+        model = served.model()
+        given = passed(served.result(served.passes(model, 1, data, loss), accept=PROTOBUF))
+    metrics, fields = given
+    total = 0.0
+    for lp, (_, own) in zip(fields["logprobs"], data, strict=True):
+        lp, old, a = (x.astype(np.float64) for x in (lp, own["logprobs"], own["advantages"]))
+        r = np.exp(lp - old)
+        if loss == "gspo":
+            r = np.full_like(r, np.exp((lp - old).mean()))
+        clipped = np.clip(r, *((0, 4) if loss == "cispo" else (0.8, 1.2)))
+        each = {
+            "importance_sampling": -(r * a),
+            "ppo": -np.minimum(r * a, clipped * a),
+            "gspo": -np.minimum(r * a, clipped * a),
+            "cispo": -(clipped * lp * a),
+            "dro": 0.025 * (lp - old) ** 2 - lp * a,
+        }
+        total += each[loss].sum()
+    assert metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+    assert all(name.rpartition(":")[2] in ("mean", "sum") for name in metrics)
+
+
+def test_several_targets_of_a_token_have_weights(file):
+    draw = np.random.default_rng(2)
+    data = []
+    for n, k in ((7, 3), (12, 2)):
+        targets = np.stack([draw.permutation(97)[:k] for _ in range(n)])
+        weights = draw.normal(size=(n, k)).astype(np.float32)
+        data.append((draw.integers(0, 97, n), {"target_tokens": targets, "weights": weights}))
+    with Served(file) as served:
+        metrics, fields = passed(
+            served.result(served.passes(served.model(), 1, data), accept=PROTOBUF)
+        )
+        total = 0.0
+        for got, (tokens, inputs) in zip(fields["logprobs"], data, strict=True):
+            with torch.no_grad():
+                own = served.workers.models.engine.model(torch.tensor(tokens)[None])[0]
+            want = own.log_softmax(-1).gather(1, torch.tensor(inputs["target_tokens"]))
+            k = inputs["weights"].shape[1]
+            np.testing.assert_allclose(got.reshape(len(tokens), -1)[:, :k], want, rtol=1e-4)
+            total -= (want * torch.tensor(inputs["weights"])).sum().item()
+        assert metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+
+
+def test_packing_changes_rounding_alone(model_folder, tmp_path):
+    """Documents are isolated: one a sequence has the same losses, and so have results in JSON."""
+    found = []
+    for packing in (True, False):
+        file = write_server(tmp_path / str(packing), model_folder, enable_packing=packing)
+        with Served(file) as served:
+            model = served.model()
+            answer = served.result(served.passes(model, 1, documents()))
+            found.append(answer)
+            lengths = [out["logprobs"]["shape"] for out in answer["loss_fn_outputs"]]
+            assert lengths == [[len(tokens)] for tokens, _ in documents()]
+    assert found[0]["metrics"]["loss:sum"] == pytest.approx(
+        found[1]["metrics"]["loss:sum"], rel=1e-5
+    )
+    for a, b in zip(*(f["loss_fn_outputs"] for f in found), strict=True):
+        np.testing.assert_allclose(a["logprobs"]["data"], b["logprobs"]["data"], rtol=1e-4)
+
+
+def test_a_forward_pass_leaves_no_gradient(file):
+    with Served(file) as served:
+        model = served.model()
+        future = served.post("forward", raw=pass_body(model, 1, documents(), forward=True))
+        metrics, fields = passed(served.result(future, accept=PROTOBUF))
+        other, own = passed(served.result(served.passes(model, 2, documents()), accept=PROTOBUF))
+        assert metrics["loss:sum"] == pytest.approx(other["loss:sum"], rel=1e-6)
+        np.testing.assert_allclose(fields["logprobs"][3], own["logprobs"][3], rtol=1e-5)
+        served.result(served.step(model, 3))
+        served.result(
+            served.post("forward_backward", raw=pass_body(model, 4, documents(), forward=True)),
+            accept=PROTOBUF,
+        )
+        answer = served.result(served.step(model, 5))
+        assert answer["category"] == "user" and "there is no gradient" in answer["error"]
+
+
+def test_what_is_not_finite_is_an_error_that_leaves_nothing(file):
+    with Served(file) as served:
+        model, other = served.model(), served.model()
+        huge = [(t, {**i, "weights": np.full(len(t), 3e38, np.float32)}) for t, i in documents()]
+        for name in (model, other):
+            served.result(served.passes(name, 1, documents()))
+        answer = served.result(served.passes(model, 2, huge))
+        assert answer["category"] == "user" and "the loss is inf" in answer["error"]
+        answer = served.result(served.step(model, 3))
+        assert "there is no gradient" in answer["error"]
+        served.result(served.step(other, 2, learning_rate=0.0))
+        assert trained(served, model, 1, first=4) == trained(served, other, 1, first=3)
+
+
+# ---- models
+
+
+def test_models_that_are_mixed_have_the_bits_of_each_alone(file, model_folder, tmp_path):
+    wanted = []
+    for i in range(2):
+        own = write_server(tmp_path / f"alone{i}", model_folder)
+        with Served(own) as served:
+            wanted.append(trained(served, served.model(rank=4 + i), 2, seed=10 * i))
+    with Served(file) as served:
+        models = [served.model(rank=4 + i) for i in range(2)]
+        found = [[], []]
+        for step in range(2):
+            for i, model in enumerate(models):
+                found[i] += trained(served, model, 1, first=1 + 3 * step, seed=10 * i + 2 * step)
+    assert found == wanted
+
+
+def test_a_model_has_the_adapters_that_it_was_asked_for(file):
+    with Served(file) as served:
+        model = served.model(rank=3, train_mlp=False, train_unembed=False)
+        first = trained(served, model, 2)
+        modules = dict(adapted(served.workers.models.engine.model))
+        for path, module in modules.items():
+            assert module.scale == 16 / 3
+            A = module.lora_A.unflatten(0, (-1, 8))
+            learned = ".self_attn" in path
+            assert bool(A[:, :3].any()) == learned and bool(module.lora_B.any()) == learned
+            assert not A[:, 3:].any()
+        assert {path.rpartition(".")[2] for path in modules} > {"lm_head", "down_proj"}
+        assert first != trained(served, served.model(rank=3), 2)
+        info = served.post("get_info", {"model_id": model})[1]
+        assert info["lora_rank"] == 3 and info["model_data"]["model_name"] == served.base
+
+
+def test_a_saved_model_goes_on_as_it_was(file):
+    """With its optimizer's states; or, loaded without them, as one that begins with its weights."""
+    with Served(file) as served:
+        model = served.model()
+        trained(served, model, 2)
+        answer = served.result(
+            served.post("save_weights", {"model_id": model, "seq_id": 7, "path": "first"})
+        )
+        assert answer["path"] == f"tinker://{model}/weights/first"
+        again = {"model_id": model, "seq_id": 8, "path": "first"}
+        taken = served.result(served.post("save_weights", again))
+        assert taken["category"] == "user" and "is there already" in taken["error"]
+        body = {"session_id": "another", "model_seq_id": 0, "path": answer["path"]}
+        loaded = served.result(served.post("load_weights", {**body, "optimizer": True}))
+        assert loaded["model_id"] == "another:train:0"
+        fresh = {**body, "model_seq_id": 1, "optimizer": False}
+        served.result(served.post("load_weights", fresh))
+        wanted = trained(served, model, 2, first=9, seed=50)
+        assert trained(served, "another:train:0", 2, seed=50) == wanted
+        without = trained(served, "another:train:1", 2, seed=50)
+        assert without[0] == wanted[0] and without[-1] != wanted[-1]
+        info = served.post("weights_info", {"tinker_path": answer["path"]})[1]
+        assert info["lora_rank"] == 4 and info["train_unembed"]
+        [known] = served.get(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
+        assert known["checkpoint_id"] == "weights/first" and known["size_bytes"] > 0
+        assert served.result(served.post("unload_model", {"model_id": model}))["model_id"] == model
+        assert served.step(model, 30)[0] == 404
+
+
+# ---- samplers
+
+
+def test_a_sampler_scores_prompts_with_its_own_weights(file):
+    """The base's, those of a model when it was saved, and none that came later."""
+    tokens = documents()[3][0].tolist()
+
+    def scores(served, sampler, seq=0, **more):
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            "sampling_params": {"max_tokens": 1},
+            "prompt_logprobs": True,
+            **more,
+        }
+        return served.result(served.post("asample", body))
+
+    with Served(file) as served:
+        model, engine = served.model(), served.workers.models.engine
+        session = model.partition(":")[0]
+        with torch.no_grad():  # adapters add nothing yet
+            base = engine.model(torch.tensor(tokens)[None])[0].log_softmax(-1)
+        trained(served, model, 1)
+        save = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 0}
+        future = served.post("save_weights_for_sampler", save)
+        # A client that saw no answer sends it again, and numbers the sampler anew.
+        assert (
+            served.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": 7})
+            == future
+        )
+        assert served.result(future)["sampling_session_id"] == f"{session}:sample:0"
+        with torch.no_grad():
+            own = engine.model(torch.tensor(tokens)[None])[0].log_softmax(-1)
+        trained(served, model, 1, first=5)
+        body = {"session_id": session, "sampling_session_seq_id": 1, "base_model": served.base}
+        assert served.post("create_sampling_session", body)[0] == 200
+        for sampler, want in ((f"{session}:sample:0", own), (f"{session}:sample:1", base)):
+            found = scores(served, sampler, topk_prompt_logprobs=3, num_samples=2)
+            target = want[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+            assert found["prompt_logprobs"][0] is None
+            np.testing.assert_allclose(found["prompt_logprobs"][1:], target, rtol=1e-4, atol=1e-5)
+            best = want[:-1].topk(3).indices.tolist()
+            assert found["topk_prompt_logprobs"][0] is None
+            assert [[t for t, _ in row] for row in found["topk_prompt_logprobs"][1:]] == best
+            for sequence in found["sequences"]:
+                assert sequence["stop_reason"] == "length"
+                [token], [logprob] = sequence["tokens"], sequence["logprobs"]
+                assert logprob == pytest.approx(want[-1, token].item(), rel=1e-4)
+        # The weights of the model that trains are as they were.
+        assert not torch.equal(own, engine.model(torch.tensor(tokens)[None])[0].log_softmax(-1))
+        greedy = {"max_tokens": 1, "temperature": 0.0}
+        found = scores(served, f"{session}:sample:1", 1, sampling_params=greedy)
+        assert found["sequences"][0]["tokens"] == [base[-1].argmax().item()]
+        last = scores(served, f"{session}:sample:1", 2, prompt_logprobs_last_n=2)
+        assert [p is None for p in last["prompt_logprobs"]] == [True] * 31 + [False] * 2
+        many = {"sampling_params": {"max_tokens": 2}, "sampling_session_id": f"{session}:sample:1"}
+        many |= {"seq_id": 3, "prompt": {"chunks": [{"tokens": tokens}]}}
+        status, answer = served.post("asample", many)
+        assert status == 501 and "max_tokens is 2" in answer["detail"]
+
+
+def test_samples_have_the_distribution_that_was_asked_for(file):
+    from tilewright.server.passes import Asked, drawn
+
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5], dtype=torch.float64)
+    draws = ((np.arange(2000) + 0.5) / 2000).tolist()
+    for temperature, top_k, top_p in (
+        (1.0, -1, 1.0),
+        (0.5, -1, 1.0),
+        (1.0, 2, 1.0),
+        (1.0, -1, 0.7),
+    ):
+        asked = Asked(0, draws, temperature, top_k, top_p)
+        counts = np.bincount([drawn(logits, asked, x) for x in draws], minlength=5) / 2000
+        want = (logits / temperature).softmax(-1)
+        order = want.argsort(descending=True)
+        kept = order[: top_k if top_k > 0 else 5]
+        if top_p < 1:
+            kept = order[: int((want[order].cumsum(0) < top_p).sum()) + 1]
+        masked = torch.zeros(5, dtype=torch.float64)
+        masked[kept] = want[kept] / want[kept].sum()
+        np.testing.assert_allclose(counts, masked, atol=1e-3)
+
+
+def test_weights_for_sampling_are_an_adapter_that_peft_loads(file):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    with Served(file) as served:
+        model = served.model(rank=3)
+        trained(served, model, 2)
+        save = {"model_id": model, "seq_id": 7, "path": "last"}
+        answer = served.result(served.post("save_weights_for_sampler", save))
+        ids = torch.arange(24)[None] % 97
+        with torch.no_grad():
+            want = served.workers.models.engine.model(ids)
+        folder = served.root / f"models/{model}/sampler_weights/last/adapter"
+        assert answer["path"] == f"tinker://{model}/sampler_weights/last"
+        base = AutoModelForCausalLM.from_pretrained(served.base, dtype=torch.float32)
+        with torch.no_grad():
+            plain = base(ids).logits
+            got = peft.PeftModel.from_pretrained(base, folder)(ids).logits
+    assert not torch.allclose(plain, want, atol=1e-2)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+# ---- order, and once
+
+
+def test_requests_run_in_the_order_of_their_numbers_and_once(file, model_folder, tmp_path):
+    with Served(write_server(tmp_path / "straight", model_folder)) as served:
+        wanted = trained(served, served.model(), 2)
+    with Served(file) as served:
+        model = served.model()
+        bodies = {}
+        for step in range(2):
+            for call in range(2):
+                seq = 1 + 3 * step + call
+                bodies[seq] = (
+                    "forward_backward",
+                    pass_body(model, seq, documents(2 * step + call)),
+                )
+        futures = {}
+        draw = np.random.default_rng(0)
+        for seq in draw.permutation([1, 2, 3, 4, 5, 6]).tolist():
+            for _ in range(2):  # a client that saw no answer sends it again
+                if seq % 3:
+                    future = served.post("forward_backward", raw=bodies[seq][1])
+                else:
+                    future = served.step(model, seq)
+                assert future[0] == 200 and futures.setdefault(seq, future) == future
+            served.answer()
+        found = []
+        for seq in range(1, 7):
+            answer = served.result(futures[seq], **({"accept": PROTOBUF} if seq % 3 else {}))
+            found.append(answer if seq % 3 else json.dumps(answer))
+        assert found == wanted
+        status, answer = served.step(model, 3, learning_rate=1.0)
+        assert status == 422 and "seq_id 3" in answer["detail"]
+
+
+def test_a_request_whose_turn_has_not_come_says_what_is_missing(file, monkeypatch):
+    monkeypatch.setattr("tilewright.server.api.WAIT", 0.0)
+    with Served(file) as served:
+        model = served.model()
+        _, future = served.step(model, 4)
+        served.answer()
+        _, answer = served.post("retrieve_future", {"request_id": future["request_id"]})
+        assert answer["type"] == "try_again" and answer["queue_state"] == "paused_capacity"
+        assert "seq_id 1 has not come" in answer["queue_state_reason"]
+
+
+def test_a_refused_request_has_used_up_its_number(file):
+    with Served(file) as served:
+        model = served.model()
+        for _ in range(2):
+            status, answer = served.passes(model, 1, documents(), "nothing")
+            assert status == 400 and "accepted are cross_entropy" in answer["detail"]
+        assert served.passes(model, 1, documents())[0] == 422
+        assert "metrics" in served.result(served.passes(model, 2, documents()))
+
+
+# ---- kills
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing of the process stays."""
+
+
+@pytest.mark.parametrize("when", ["before", "applied", "committed"])
+@pytest.mark.parametrize("kind", ["forward_backward", "optim_step", "save_weights"])
+def test_a_server_that_is_killed_loses_nothing(kind, when, model_folder, tmp_path, monkeypatch):
+    """Between a request's commit and its result's, at any place: the results are those of a server
+    that was not disturbed.
+    """
+
+    def calls(served, model, step):
+        seq = 1 + 3 * step
+        save = {"model_id": model, "seq_id": seq + 2, "path": f"step{step}"}
+        return [
+            served.passes(model, seq, documents(step)),
+            served.step(model, seq + 1),
+            served.post("save_weights", save),
+        ]
+
+    def results(served, futures):
+        return [json.dumps(served.result(future)) for future in futures]
+
+    files = [
+        write_server(tmp_path / name, model_folder, checkpoint_every=2)
+        for name in ("straight", "killed")
+    ]
+    with Served(files[0]) as served:
+        other = served.model()
+        wanted = [r for step in range(3) for r in results(served, calls(served, other, step))]
+    with Served(files[1]) as served:
+        model = served.model()
+        found = results(served, calls(served, model, 0))
+        futures = calls(served, model, 1)
+        _kill(monkeypatch, served, kind, when)
+        with pytest.raises(Killed):
+            served.answer()
+    monkeypatch.undo()
+    with Served(files[1]) as served:
+        found += results(served, futures) + results(served, calls(served, model, 2))
+        saved = served.get(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
+        assert [one["checkpoint_id"] for one in saved] == [f"weights/step{i}" for i in range(3)]
+    assert [one.replace(model, other) for one in found] == wanted
+
+
+def _kill(monkeypatch, served, kind, when):
+    """Ends the workers at one place of a request of this kind."""
+    models, log = served.workers.models, served.log
+    run, finish = models.run, log.finish
+
+    def dying(own, *rest):
+        if own == kind and when == "before":
+            raise Killed
+        done = run(own, *rest)
+        if own == kind and when == "applied":
+            raise Killed
+        return done
+
+    def finishing(request, *rest, **options):
+        finish(request, *rest, **options)
+        if request.kind == kind and when == "committed":
+            raise Killed
+
+    monkeypatch.setattr(models, "run", dying)
+    monkeypatch.setattr(log, "finish", finishing)
+
+
+def test_a_model_whose_results_have_other_bits_again_is_failed_alone(file):
+    """Both results are kept, and the other models go on."""
+    with Served(file) as served:
+        model, other = served.model(), served.model()
+        for name in (model, other):
+            trained(served, name, 1)
+        log = served.log
+        [(request, result)] = [one for one in log.ran(model, 0) if one[0].kind == "optim_step"]
+        value, arrays = unpacked(result.body)
+        value["metrics"]["grad_norm"] += 1e-7
+        log.finish(request, result._replace(body=packed(value, arrays)), ran=False)
+        with sqlite3.connect(log.file) as db:
+            db.execute(
+                "UPDATE requests SET ran = ? WHERE number = ?", (request.ran, request.number)
+            )
+    with Served(file) as served:
+        status, answer = served.passes(model, 4, documents())
+        assert (
+            status == 400 and "has other bits than the result that was stored" in answer["detail"]
+        )
+        kept = [*served.root.glob(f"models/{model}/state/differs_*/*.safetensors")]
+        assert sorted(f.name for f in kept) == ["again.safetensors", "before.safetensors"]
+        assert "metrics" in served.result(served.passes(other, 4, documents()))
+
+
+def test_a_request_that_ends_the_workers_again_and_again_fails_its_model(file, monkeypatch):
+    with Served(file) as served:
+        model, other = served.model(), served.model()
+        future = served.passes(model, 1, documents())
+        run = served.workers.models.run
+
+        def crashing(kind, name, *rest):
+            if name == model:
+                raise RuntimeError("out of memory")
+            return run(kind, name, *rest)
+
+        monkeypatch.setattr(served.workers.models, "run", crashing)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                served.answer()
+        answer = served.result(future)
+        assert answer["category"] == "server" and "ended the workers 3 times" in answer["error"]
+        assert served.step(model, 2)[0] == 400
+        assert "metrics" in served.result(served.passes(other, 1, documents()))
+
+
+# ---- what is refused
+
+
+def refusals(model):
+    """A raw body, or JSON, by name -> (path, body, status, what the sentence says)."""
+    tokens, inputs = documents()[0]
+
+    def data(**changes):
+        return [(tokens, {**inputs, **changes})]
+
+    def one(each, loss="cross_entropy", seq=1, **config):
+        return pass_body(model, seq, each, loss, **config)
+
+    adam = {"model_id": model, "seq_id": 1}
+    created = {"session_id": "s", "model_seq_id": 0, "base_model": "/other"}
+    return {
+        "no protobuf": ("forward_backward", b"\xff\xff", 422, "no ForwardBackwardRequest"),
+        "no document": ("forward_backward", one([]), 422, "there is no datum"),
+        "no token": (
+            "forward_backward",
+            one([(tokens[:0], {n: a[:0] for n, a in inputs.items()})]),
+            400,
+            "datum 0: model_input has no tokens",
+        ),
+        "too long": (
+            "forward_backward",
+            one(documents(lengths=(4, LONGEST + 1))),
+            400,
+            f"datum 1: model_input is longer than the {LONGEST} tokens",
+        ),
+        "no such token": (
+            "forward_backward",
+            one([(tokens + 97, inputs)]),
+            400,
+            "datum 0, token 0: model_input is",
+        ),
+        "no such target": (
+            "forward_backward",
+            one(data(target_tokens=np.full(5, -1))),
+            400,
+            "target_tokens is -1; accepted are tokens from 0 to 96",
+        ),
+        "NaN": (
+            "forward_backward",
+            one(data(weights=np.full(5, np.nan, np.float32))),
+            400,
+            "datum 0, token 0: weights is nan",
+        ),
+        "unlike lengths": (
+            "forward_backward",
+            one(data(weights=np.ones(4, np.float32))),
+            422,
+            "datum 0: weights has the shape [4], and model_input 5 tokens",
+        ),
+        "unlike inputs": (
+            "forward_backward",
+            one([*data(), (tokens, {"target_tokens": inputs["target_tokens"]})]),
+            422,
+            "datum 1: loss_fn_inputs has target_tokens",
+        ),
+        "missing input": ("forward_backward", one(data(), "ppo"), 400, "no 'logprobs'"),
+        "unread input": (
+            "forward_backward",
+            one(data(mask=np.ones(5, np.float32))),
+            400,
+            "'mask'; cross_entropy reads target_tokens, weights",
+        ),
+        "loss": ("forward_backward", one(data(), "custom"), 400, "loss_fn is 'custom'; accepted"),
+        "option": (
+            "forward_backward",
+            one(data(), clip=1.0),
+            400,
+            "loss_fn_config has 'clip'; cross_entropy takes none",
+        ),
+        "number": ("forward_backward", one(data(), seq=0), 422, "seq_id is 0"),
+        "no JSON": ("optim_step", b"{", 422, "no JSON"),
+        "infinity": ("optim_step", b'{"seq_id": Infinity}', 422, "the body holds Infinity"),
+        "deep": ("optim_step", b"[" * 100_000, 422, "nested too deeply"),
+        "list": ("optim_step", [], 422, "must be an object"),
+        "no settings": ("optim_step", adam, 422, "adam_params: it is missing"),
+        "negative": (
+            "optim_step",
+            {**adam, "adam_params": {"learning_rate": -1.0}},
+            422,
+            "adam_params.learning_rate",
+        ),
+        "optimizer": (
+            "optim_step",
+            {**adam, "optimizer_params": {"type": "dimuon"}},
+            400,
+            "'dimuon'; accepted is 'adamw'",
+        ),
+        "base": ("create_model", created, 400, "base_model is '/other'; this server has"),
+        "rank": (
+            "create_model",
+            {**created, "base_model": "BASE", "lora_config": {"rank": 9}},
+            400,
+            "lora_config.rank is 9; accepted are 1 to 8",
+        ),
+        "session": (
+            "create_model",
+            {**created, "base_model": "BASE", "session_id": "../a"},
+            400,
+            "session_id is '../a:train:0'",
+        ),
+        "name": ("save_weights", {**adam, "path": "../../x"}, 400, "path is '../../x'; accepted"),
+        "path": (
+            "load_weights",
+            {**adam, "path": "/etc/passwd", "optimizer": True},
+            400,
+            "accepted is tinker://MODEL/weights/NAME",
+        ),
+        "unknown path": (
+            "load_weights",
+            {**adam, "path": f"tinker://{model}/weights/none", "optimizer": True},
+            404,
+            "there is no checkpoint",
+        ),
+        "model": ("optim_step", {"model_id": "none", "adam_params": {}}, 404, "no model none"),
+        "future": ("retrieve_future", {"request_id": "none"}, 404, "no request 'none'"),
+        "feature": ("create_custom_loss", {}, 501, "losses of clients are code"),
+        "sampler": ("asample", {"sampling_session_id": "none"}, 404, "no sampler none"),
+    }
+
+
+def test_what_cannot_be_done_is_refused_with_a_sentence(file):
+    with Served(file) as served:
+        for i, name in enumerate(refusals("m")):
+            model = served.model()
+            path, body, status, said = refusals(model)[name]
+            if isinstance(body, dict) and body.get("base_model") == "BASE":
+                body = {**body, "base_model": served.base}
+            given = {"raw": body} if isinstance(body, bytes) else {"body": body}
+            if isinstance(body, bytes) and path != "forward_backward":
+                given |= {"content-type": "application/json"}
+            found, answer = served.post(path, **given)
+            assert (found, said in answer["detail"]) == (status, True), (name, i, found, answer)
+
+
+def test_without_the_key_nothing_but_health_is_told(file):
+    with Served(file) as served:
+        for given in ({}, {"x-api-key": KEY + "x"}, {"authorization": f"Basic {KEY}"}):
+            response = served.client.post("/api/v1/create_session", content=b"{}", headers=given)
+            assert response.status_code == 401 and "Bearer KEY" in response.json()["detail"]
+        own = {"authorization": f"Bearer {KEY}"}
+        response = served.client.post("/api/v1/create_session", content=b"{}", headers=own)
+        assert response.status_code == 200
+        assert served.client.get("/api/v1/healthz").json() == {"status": "ok"}
+        assert served.client.get("/health").json()["engine_running"]
+
+
+def test_bodies_are_bounded(model_folder, tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    with Served(write_server(tmp_path, model_folder, max_body_mb=0.1, max_pending=2)) as served:
+        model = served.model()
+        body = pass_body(model, 1, documents())
+        small = zstandard.ZstdCompressor().compress(body)
+        encoded = {"content-encoding": "zstd"}
+        assert served.post("forward_backward", raw=small, **encoded)[0] == 200
+        bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+        for raw, more in ((bytes(200_000), {}), (bomb, encoded)):
+            status, answer = served.post("forward_backward", raw=raw, **more)
+            assert status == 413 and "larger than 0.1 MB" in answer["detail"]
+        status, answer = served.post("forward_backward", raw=b"", **{"content-encoding": "br"})
+        assert status == 415 and "accepted is 'zstd'" in answer["detail"]
+        assert served.step(model, 2)[0] == 200
+        status, answer = served.step(model, 3)
+        assert status == 429 and "2 requests wait" in answer["detail"]
+
+
+def test_300_malformed_requests_change_nothing(file, model_folder, tmp_path):
+    """Bodies that are cut, and whose bytes are changed: each is answered, below 500, and a model's
+    next steps have the bits of a server that never saw them.
+    """
+    with Served(write_server(tmp_path / "quiet", model_folder)) as served:
+        wanted = trained(served, served.model(), 1)
+    draw = np.random.default_rng(0)
+    with Served(file) as served:
+        model, victim = served.model(), served.model()
+        whole = {
+            "forward_backward": pass_body(victim, 1, documents()),
+            "optim_step": json.dumps(
+                {"model_id": victim, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+            ).encode(),
+            "create_model": json.dumps(
+                {"session_id": "s", "model_seq_id": 0, "base_model": served.base}
+            ).encode(),
+            "save_weights": json.dumps({"model_id": victim, "seq_id": 3, "path": "x"}).encode(),
+        }
+        seen = set()
+        for i in range(300):
+            path = [*whole][i % len(whole)]
+            body = bytearray(whole[path])
+            if draw.random() < 0.3:
+                body = body[: draw.integers(len(body))]
+            for at in draw.integers(max(1, len(body)), size=draw.integers(1, 6)):
+                body[at % max(1, len(body)) : at + 1] = bytes([draw.integers(256)])
+            kind = {} if path == "forward_backward" else {"content-type": "application/json"}
+            status, _ = served.post(path, raw=bytes(body), **kind)
+            assert status < 500
+            seen.add(status)
+        assert {200, 422} <= seen
+        served.answer()
+        assert trained(served, model, 1) == wanted
+
+
+def test_old_results_and_the_bodies_of_what_is_saved_go(model_folder, tmp_path):
+    """What a model is computed again from stays until a checkpoint has it."""
+    with Served(write_server(tmp_path, model_folder, checkpoint_every=1)) as served:
+        model, log = served.model(), served.log
+        future = served.passes(model, 1, documents())
+        served.result(future)
+        log.forget(after_sent=0.0, after=0.0)
+        assert served.result(future)["metrics"], "it is not in a checkpoint"
+        served.result(served.step(model, 2))
+        log.forget(after_sent=0.0, after=0.0)
+        status, answer = served.post("retrieve_future", {"request_id": future[1]["request_id"]})
+        assert status == 410 and "no longer kept" in answer["detail"]
+        with sqlite3.connect(log.file) as db:
+            [(bodies,)] = db.execute("SELECT count(*) FROM requests WHERE body IS NOT NULL")
+        assert bodies == 0
+    with Served(tmp_path / "server.yaml") as served:
+        assert served.result(served.passes(model, 3, documents()))["metrics"]

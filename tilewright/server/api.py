@@ -1,0 +1,563 @@
+"""The API: it checks a request whole, appends it to the log, and answers once that is on the disk.
+
+Results are read from the log when clients ask for them. The protocol's errors are
+`{"detail": sentence}`; a request that was accepted ends with `{"error": ..., "category": ...}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+import hmac
+import inspect
+import io
+import json
+import logging
+import pathlib
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import uvicorn
+import zstandard
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from tilewright.server import binary, bodies
+from tilewright.server.bodies import Base, Call
+from tilewright.server.datums import Data, check
+from tilewright.server.fields import load
+from tilewright.server.follow import follow
+from tilewright.server.frames import packed, unpacked
+from tilewright.server.log import Conflict, Log, Model
+from tilewright.server.losses import checked as checked_loss
+from tilewright.server.names import PARTS, checked, parsed
+from tilewright.server.refused import Refused
+from tilewright.trainer.checkpoint import hf
+
+PROTOBUF = "application/x-protobuf"
+WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
+POLL = 0.002, 0.02  # seconds between looks for a result: at first, and after a second
+PREFIX = "/api/v1"
+# What a client may ask for that is not built, with the sentence of the refusal.
+NOT_OFFERED = {
+    "create_custom_loss": "losses of clients are code, which does not run on this server",
+    "copy_weights": "checkpoints are not copied between accounts",
+    "save_weights_external": "weights are saved as PEFT has them, by save_weights_for_sampler",
+}
+Handler = Callable[[Request, bytes], Any]
+
+
+class Api:
+    """What the routes share.
+
+    key: that requests must come with.   base: what models are made from.   vocabulary, longest:
+    tokens that there are, and of one document.   ends: tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        requests: Log,
+        key: str,
+        base: Base,
+        *,
+        vocabulary: int,
+        longest: int,
+        ends: list[int],
+        arch: str,
+        tokenizer: str,
+        most_bytes: float,
+        most_waiting: int,
+    ):
+        self.requests, self.key, self.base = requests, key, base
+        self.vocabulary, self.longest, self.ends = vocabulary, longest, ends
+        self.arch, self.tokenizer = arch, tokenizer
+        self.most_bytes, self.most_waiting = most_bytes, most_waiting
+        self.owner = hashlib.sha256(key.encode()).hexdigest()[:16]
+
+    # ---- accepting
+
+    async def body(self, request: Request) -> bytes:
+        """The body of a request, decompressed. Raises Refused where it is too large."""
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            self._fits(size)
+            parts.append(part)
+        data = b"".join(parts)
+        match request.headers.get("content-encoding", "identity"):
+            case "identity":
+                return data
+            case "zstd":
+                most = int(self.most_bytes) + 1
+                try:
+                    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
+                        data = stream.read(most)
+                except zstandard.ZstdError as error:
+                    raise Refused(422, f"the body is no zstd: {error}", used=False) from error
+                self._fits(len(data))
+                return data
+            case other:
+                raise Refused(415, f"Content-Encoding is {other!r}; accepted is 'zstd'", used=False)
+
+    def _fits(self, size: int) -> None:
+        if size > self.most_bytes:
+            raise Refused(
+                413,
+                f"the body is larger than {self.most_bytes / 1e6:g} MB (max_body_mb)",
+                used=False,
+            )
+
+    def authorized(self, request: Request) -> None:
+        given = request.headers.get("x-api-key") or ""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = given or (token if scheme.lower() == "bearer" else "")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise Refused(401, "the key is missing or wrong: Authorization: Bearer KEY", used=False)
+
+    def accept(self, call: Call) -> dict[str, Any]:
+        """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
+        requests = self.requests
+        if call.creates is None and call.kind != "sample":
+            self.model(call.model)
+        state = requests.fact("workers") or ""
+        if state.startswith("failed"):
+            raise Refused(503, f"the workers have {state}", used=False)
+        if requests.waiting() >= self.most_waiting:
+            raise Refused(429, f"{self.most_waiting} requests wait already", used=False)
+        if requests.full():
+            raise Refused(429, f"{requests.file} has the size of log_max_gb", used=False)
+        try:
+            name = requests.append(
+                call.model,
+                call.seq,
+                call.kind,
+                packed(call.value, call.arrays),
+                self.owner,
+                creates=call.creates,
+                same=None if call.same is None else packed(call.same),
+            )
+        except Conflict as error:
+            raise Refused(422, str(error), used=False) from error
+        answer = {"request_id": name}
+        return answer if call.kind == "sample" else {**answer, "model_id": call.model}
+
+    def model(self, name: str) -> Model:
+        """A model that may be used. Raises Refused."""
+        model = self.requests.model(checked("model_id", name))
+        if model is None or model.owner != self.owner or model.state == "ended":
+            raise Refused(404, f"there is no model {name}", used=False)
+        if model.state == "failed":
+            raise Refused(400, f"{name} has failed: {model.why}", used=False)
+        return model
+
+    def path(self, path: str) -> Any:
+        """What is known of a saved path or a sampler; None: nothing."""
+        owner, about = self.requests.path(path) or (None, None)
+        return about if owner == self.owner else None
+
+    # ---- routes of requests with a future
+
+    def passes(self, request: Request, data: bytes) -> dict[str, Any]:
+        if request.headers.get("content-type", "").partition(";")[0] != PROTOBUF:
+            raise Refused(415, f"Content-Type must be {PROTOBUF}")
+        given = binary.PassRequest(data)
+        model, seq = checked("model_id", given.model), given.seq
+        if seq < 1:
+            raise Refused(422, f"seq_id is {seq}; accepted are numbers from 1", used=False)
+        kind = "forward_backward" if given.backward else "forward"
+        try:
+            each = given.data()
+            if not each:
+                raise Refused(422, "data: there is no datum")
+            documents = Data.joined(each)
+            check(documents, self.vocabulary, self.longest)
+            documents = checked_loss(given.loss, given.options, documents, self.vocabulary)
+        except Refused as refused:
+            self._used(refused, model, seq, kind, data)
+            raise
+        value = {"loss": given.loss, "options": given.options}
+        return self.accept(Call(model, seq, kind, value, documents.arrays()))
+
+    def create_model(self, request: Request, data: bytes) -> dict[str, Any]:
+        return self.accept(bodies.create_model(bodies.read_json(data), self.base))
+
+    def optim_step(self, request: Request, data: bytes) -> dict[str, Any]:
+        return self._step("optim_step", data, bodies.optim_step)
+
+    def save_weights(self, request: Request, data: bytes) -> dict[str, Any]:
+        return self._step("save_weights", data, bodies.save_weights)
+
+    def save_for_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
+        return self._step("save_weights_for_sampler", data, bodies.save_for_sampler)
+
+    def load_weights(self, request: Request, data: bytes) -> dict[str, Any]:
+        given = bodies.read_json(data)
+        path = given.get("path") if isinstance(given, dict) else None
+        known = self.path(path) if isinstance(path, str) else None
+        return self._step(
+            "load_weights", data, lambda body: bodies.load_weights(body, self.base, known)
+        )
+
+    def unload_model(self, request: Request, data: bytes) -> dict[str, Any]:
+        return self.accept(bodies.unload_model(bodies.read_json(data)))
+
+    def _step(self, kind: str, data: bytes, make: Callable[[Any], Call]) -> dict[str, Any]:
+        """A request in JSON that may have a number of its model's sequence."""
+        given = bodies.read_json(data)
+        try:
+            call = make(given)
+        except Refused as refused:
+            model, seq = (
+                (given.get(name) if isinstance(given, dict) else None)
+                for name in ("model_id", "seq_id")
+            )
+            if isinstance(model, str) and type(seq) is int and seq >= 1:
+                self._used(refused, model, seq, kind, data)
+            raise
+        return self.accept(call)
+
+    def _used(self, refused: Refused, model: str, seq: int, kind: str, data: bytes) -> None:
+        """A request that is refused has used up its number, and its repetition is refused alike."""
+        if refused.used and refused.status in (400, 422, 501):
+            self.model(model)
+            try:
+                self.requests.refuse(
+                    model, seq, kind, data, self.owner, refused.status, str(refused)
+                )
+            except Conflict as error:
+                raise Refused(422, str(error), used=False) from error
+
+    def sample(self, request: Request, data: bytes) -> dict[str, Any]:
+        given = bodies.read_json(data)
+        name = given.get("sampling_session_id") if isinstance(given, dict) else None
+        known = self.path(name) if isinstance(name, str) else None
+        if known is None:
+            raise Refused(404, f"there is no sampler {name}")
+        call = bodies.sample(given, known["weights"], self.ends, self.vocabulary, self.longest)
+        answer = self.accept(call)
+        count = len(call.value["asked"]["draws"])
+        return {
+            **answer,
+            "sample_sequence_ids": [f"{answer['request_id']}:{i}" for i in range(count)],
+        }
+
+    # ---- results
+
+    async def retrieve(self, request: Request, data: bytes) -> Response:
+        given = bodies.read_json(data)
+        name = given.get("request_id") if isinstance(given, dict) else None
+        if not isinstance(name, str) or self.requests.owner_of(name) != self.owner:
+            raise Refused(404, f"there is no request {name!r:.80}")
+        began = time.monotonic()
+        while (result := self.requests.result(name)) is None:
+            waited = time.monotonic() - began
+            if waited > WAIT or await request.is_disconnected():
+                why = self.requests.blocked(name)
+                state = {"queue_state": "paused_capacity" if why else "active"}
+                state |= {"queue_state_reason": why} if why else {}
+                return JSONResponse({"type": "try_again", "request_id": name, **state})
+            await asyncio.sleep(POLL[waited > 1])
+        if result.expired:
+            raise Refused(410, f"the result of {name} is no longer kept")
+        if result.error is not None:
+            self.requests.sent(name)
+            return JSONResponse({"error": result.error, "category": result.category})
+        kind = (self.requests.kind_of(name) or ("", ""))[0]
+        assert result.body is not None  # else it would have expired
+        answer = _answer(kind, result.body, PROTOBUF in request.headers.get("accept", ""))
+        self.requests.sent(name)
+        return answer
+
+    # ---- what is answered at once
+
+    def create_session(self, request: Request, data: bytes) -> dict[str, Any]:
+        bodies.read(bodies.Body, bodies.read_json(data))
+        name = secrets.token_hex(8)
+        self.requests.remember(f"session/{name}", self.owner, {"created": time.time()})
+        return {"type": "create_session", "session_id": name}
+
+    def heartbeat(self, request: Request, data: bytes) -> dict[str, Any]:
+        given = bodies.read_json(data)
+        self._session(given.get("session_id") if isinstance(given, dict) else None)
+        return {"type": "session_heartbeat"}
+
+    def _session(self, name: Any) -> str:
+        known = self.path(f"session/{name}")
+        if known is None:
+            raise Refused(404, f"there is no session {name!r:.80}")
+        if known.get("finished"):
+            raise Refused(410, f"the session {name} is finished")
+        return name
+
+    def finish_session(self, request: Request, data: bytes) -> Response:
+        name = self._session(request.path_params["name"])
+        self.requests.remember(f"session/{name}", self.owner, {"finished": time.time()})
+        return Response(status_code=204)
+
+    def create_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
+        given = bodies.read_json(data)
+        body = bodies.read(bodies.CreateSampler, given)
+        weights = None
+        if body.model_path is not None:
+            parsed(body.model_path)
+            if self.path(body.model_path) is None:
+                raise Refused(404, f"there is no checkpoint {body.model_path}")
+            weights = body.model_path
+        elif body.base_model not in self.base.names:
+            known = " or ".join(self.base.names)
+            raise Refused(400, f"base_model is {body.base_model!r}; this server has {known}")
+        name = bodies.sampler_of(body.session_id, body.sampling_session_seq_id)
+        self.requests.remember(name, self.owner, {"weights": weights, "kind": "session"})
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def sampler(self, request: Request, data: bytes) -> dict[str, Any]:
+        name = request.path_params["name"]
+        if (known := self.path(name)) is None:
+            raise Refused(404, f"there is no sampler {name}")
+        weights = known["weights"]
+        own = {"model_path": weights} if weights is not None and "/" in weights else {}
+        return {"sampler_id": name, "base_model": self.base.names[0], **own}
+
+    def info(self, request: Request, data: bytes) -> dict[str, Any]:
+        model = self.model(bodies.read(bodies.Named, bodies.read_json(data)).model_id)
+        known = {"arch": self.arch, "model_name": model.about["base_model"]}
+        return {
+            "type": "get_info",
+            "model_data": {**known, "tokenizer_id": self.tokenizer},
+            "model_id": model.name,
+            "is_lora": True,
+            "lora_rank": model.about["rank"],
+            "model_name": model.about["base_model"],
+        }
+
+    def weights_info(self, request: Request, data: bytes) -> dict[str, Any]:
+        given = bodies.read_json(data)
+        path = given.get("tinker_path") if isinstance(given, dict) else None
+        if not isinstance(path, str) or (known := self.path(path)) is None:
+            raise Refused(404, f"there is no checkpoint {path!r:.80}")
+        parts = {f"train_{part}": part in known["parts"] for part in PARTS}
+        return {
+            "base_model": self.base.names[0],
+            "is_lora": True,
+            "lora_rank": known["rank"],
+            **parts,
+        }
+
+    def training_run(self, request: Request, data: bytes) -> dict[str, Any]:
+        model = self.model(request.path_params["name"])
+        return {
+            "training_run_id": model.name,
+            "base_model": model.about["base_model"],
+            "model_owner": model.owner,
+            "is_lora": True,
+            "corrupted": False,
+            "lora_rank": model.about["rank"],
+            "last_request_time": _iso(model.created),
+            "user_metadata": model.about["user_metadata"],
+        }
+
+    def checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
+        model = self.model(request.path_params["name"])
+        saved = [
+            {
+                "checkpoint_id": path.partition(f"{model.name}/")[2],
+                "checkpoint_type": about["kind"],
+                "time": _iso(created),
+                "tinker_path": path,
+                "size_bytes": about["size"],
+                "user_metadata": about["user_metadata"],
+            }
+            for path, about, created in self.requests.paths(self.owner)
+            if path.startswith(f"tinker://{model.name}/")
+        ]
+        return {"checkpoints": saved}
+
+    def capabilities(self, request: Request, data: bytes) -> dict[str, Any]:
+        known = {"max_context_length": self.longest, "trainable": True, "sampleable": False}
+        return {"supported_models": [{"model_name": name, **known} for name in self.base.names]}
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def _answer(kind: str, body: bytes, protobuf: bool) -> Response:
+    value, arrays = unpacked(body)
+    if kind in ("forward", "forward_backward"):
+        if protobuf:
+            return Response(binary.pass_output(value, arrays), media_type=PROTOBUF)
+        return JSONResponse(_listed(value, arrays))
+    if kind == "sample":
+        if protobuf:
+            return Response(binary.sample_output(value, arrays), media_type=PROTOBUF)
+        return JSONResponse(_sampled(value, arrays))
+    return JSONResponse(value)
+
+
+def _listed(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    cuts = np.cumsum(value["lengths"])[:-1]
+    columns = {name: np.split(array, cuts) for name, array in arrays.items()}
+    outputs = [
+        {
+            name: {
+                "data": parts[i].reshape(-1).tolist(),
+                "dtype": "float32",
+                "shape": [*parts[i].shape],
+            }
+            for name, parts in columns.items()
+        }
+        for i in range(len(value["lengths"]))
+    ]
+    known = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs}
+    return {**known, "metrics": value["metrics"]}
+
+
+def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    tokens, logprobs = (arrays.get(n, np.empty(0)) for n in ("sampled", "sampled_logprobs"))
+    answer: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {"stop_reason": reason, "tokens": [int(tokens[i])], "logprobs": [float(logprobs[i])]}
+            for i, reason in enumerate(value["stop_reasons"])
+        ],
+    }
+    if "prompt_logprobs" in arrays:
+        answer["prompt_logprobs"] = _without_nan(arrays["prompt_logprobs"])
+    if "topk_ids" in arrays:
+        rows = zip(arrays["topk_ids"].tolist(), arrays["topk_logprobs"].tolist(), strict=True)
+        answer["topk_prompt_logprobs"] = [
+            [[t, p] for t, p in zip(ids, own, strict=True) if t >= 0] or None for ids, own in rows
+        ]
+    return answer
+
+
+def _without_nan(array: np.ndarray) -> list[float | None]:
+    return [None if x != x else x for x in array.tolist()]
+
+
+# ---- the application
+
+
+def _posts(api: Api) -> dict[str, Handler]:
+    return {
+        "create_session": api.create_session,
+        "session_heartbeat": api.heartbeat,
+        "sessions/{name}/finish": api.finish_session,
+        "create_model": api.create_model,
+        "unload_model": api.unload_model,
+        "get_info": api.info,
+        "forward_backward": api.passes,
+        "forward": api.passes,
+        "optim_step": api.optim_step,
+        "save_weights": api.save_weights,
+        "save_weights_for_sampler": api.save_for_sampler,
+        "load_weights": api.load_weights,
+        "weights_info": api.weights_info,
+        "create_sampling_session": api.create_sampler,
+        "asample": api.sample,
+        "retrieve_future": api.retrieve,
+        "client/config": lambda request, data: {"use_pyqwest_transport": False},
+        "telemetry": lambda request, data: {"status": "accepted"},
+        **{name: _not_offered(name, why) for name, why in NOT_OFFERED.items()},
+    }
+
+
+def _gets(api: Api) -> dict[str, Handler]:
+    return {
+        "get_server_capabilities": api.capabilities,
+        "samplers/{name}": api.sampler,
+        "training_runs/{name}": api.training_run,
+        "training_runs/{name}/checkpoints": api.checkpoints,
+    }
+
+
+def _not_offered(name: str, why: str) -> Handler:
+    def handler(request: Request, data: bytes) -> Any:
+        raise Refused(501, f"{name}: {why}", used=False)
+
+    return handler
+
+
+def application(api: Api) -> FastAPI:
+    """The routes. All but health need the key."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        return JSONResponse({"detail": str(error)}, error.status, headers)
+
+    @app.exception_handler(404)
+    async def unknown(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": f"there is no {request.url.path}"}, 404)
+
+    def route(method: str, path: str, handler: Handler) -> None:
+        async def call(request: Request) -> Response:
+            api.authorized(request)
+            data = await api.body(request)
+            if inspect.iscoroutinefunction(handler):
+                answer = await handler(request, data)
+            else:  # it parses, compresses, and waits for the disk
+                answer = await asyncio.to_thread(handler, request, data)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+        app.add_api_route(f"{PREFIX}/{path}", call, methods=[method])
+
+    for method, routes in (("POST", _posts(api)), ("GET", _gets(api))):
+        for path, handler in routes.items():
+            route(method, path, handler)
+
+    @app.get(f"{PREFIX}/healthz")
+    async def alive() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = api.requests.fact("workers") or "starting"
+        ready = state == "ready"
+        known = {"engine_running": ready, "active_requests": api.requests.waiting()}
+        return JSONResponse({"status": "ok" if ready else state, **known}, 200 if ready else 503)
+
+    return app
+
+
+def main(argv: list[str] | None = None) -> int:
+    """CONFIG.yaml [--server.key value ...] FD: the socket that the launcher listens on."""
+    argv = sys.argv[1:] if argv is None else argv
+    server, config = load(argv[0], argv[1:-1])
+    follow()
+    logging.basicConfig(level=server.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    root = pathlib.Path(config.train.output_dir)
+    file = pathlib.Path(server.api_token_file or root / "api.key")
+    assert config.model.model_path is not None and config.model.config_path is not None
+    folder = hf.local_folder(config.model.config_path, config.model.revision)
+    shape = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    ends = shape.get("eos_token_id")
+    names = dict.fromkeys((server.model_name or config.model.model_path, config.model.model_path))
+    api = Api(
+        Log(root, server.log_max_gb),
+        file.read_text().strip(),
+        Base((*names,), config.lora.lora_rank, config.lora.lora_alpha, config.train.seed),
+        vocabulary=shape["vocab_size"],
+        longest=config.data.sample_packing_sequence_len,
+        ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        arch=shape.get("model_type", ""),
+        tokenizer=config.model.tokenizer_path or config.model.model_path,
+        most_bytes=server.max_body_mb * 1e6,
+        most_waiting=server.max_pending,
+    )
+    uvicorn.Server(
+        uvicorn.Config(
+            application(api), fd=int(argv[-1]), log_level="warning", timeout_graceful_shutdown=10
+        )
+    ).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

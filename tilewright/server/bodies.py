@@ -1,0 +1,361 @@
+"""Requests in JSON, checked: what they hold, and what the log has of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tilewright.server.frames import Arrays
+from tilewright.server.names import PARTS, checked, parsed
+from tilewright.server.refused import Refused
+
+
+class Body(BaseModel):
+    """Unknown keys are ignored, as the protocol has it."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
+
+
+class Call(NamedTuple):
+    """A request as the log has it.
+
+    seq: None of one in no sequence.   creates: what its model is created with, if it is.
+    same: the part of `value` that its repetition has, too; None: all of it.
+    """
+
+    model: str
+    seq: int | None
+    kind: str
+    value: Any
+    arrays: Arrays = {}  # noqa: RUF012 (nothing is added to it)
+    creates: Any = None
+    same: Any = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read_json(data: bytes) -> Any:
+    """Raises Refused for what is no JSON, or holds NaN or infinity."""
+
+    def refuse(name: str) -> float:
+        raise Refused(422, f"the body holds {name}; JSON has finite numbers")
+
+    try:
+        return json.loads(data, parse_constant=refuse)
+    except RecursionError as error:
+        raise Refused(422, "the body is nested too deeply") from error
+    except ValueError as error:
+        raise Refused(422, f"the body is no JSON: {error}") from error
+
+
+def read(kind: type[B], given: Any) -> B:
+    """Raises Refused for the first field that is wrong."""
+    if not isinstance(given, dict):
+        raise Refused(422, f"the body must be an object, got {type(given).__name__}")
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(map(str, first["loc"]))
+        raise Refused(422, f"{at}: {first['msg']}, got {first['input']!r:.80}") from error
+
+
+# ---- models
+
+
+class LoraConfig(Body):
+    rank: int = Field(ge=1)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Body):
+    type: str = "adamw"
+
+
+class CreateModel(Body):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class Base(NamedTuple):
+    """What models are made from: names of the base; the greatest rank, the alpha, and the seed of
+    their adapters where a client gives none.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+    alpha: float
+    seed: int
+
+
+def model_of(session: str, number: int) -> str:
+    return checked("session_id", f"{session}:train:{number}")
+
+
+def create_model(given: Any, base: Base) -> Call:
+    body = read(CreateModel, given)
+    if body.base_model not in base.names:
+        known = " or ".join(base.names)
+        raise Refused(400, f"base_model is {body.base_model!r}; this server has {known}")
+    _check_optimizer(body.optimizer_config)
+    lora = body.lora_config or LoraConfig(rank=base.rank)
+    if lora.rank > base.rank:
+        raise Refused(400, f"lora_config.rank is {lora.rank}; accepted are 1 to {base.rank}")
+    parts = [part for part in PARTS if getattr(lora, f"train_{part}")]
+    if not parts:
+        raise Refused(400, "lora_config: one of train_attn, train_mlp, train_unembed must be true")
+    model = model_of(body.session_id, body.model_seq_id)
+    seed = (base.seed if lora.seed is None else lora.seed) % (1 << 31)
+    about = {"rank": lora.rank, "scale": base.alpha / lora.rank, "seed": seed, "parts": parts}
+    known = {"base_model": body.base_model, "user_metadata": body.user_metadata}
+    return Call(model, 0, "create_model", about, creates={**about, **known})
+
+
+def _check_optimizer(config: OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise Refused(400, f"optimizer_config.type is {config.type!r}; accepted is 'adamw'")
+
+
+class LoadWeights(Body):
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+
+
+def load_weights(given: Any, base: Base, known: Mapping[str, Any] | None) -> Call:
+    """known: what the log knows of the path; None: nothing."""
+    body = read(LoadWeights, given)
+    _, kind, _ = parsed(body.path)
+    if kind != "weights":
+        raise Refused(400, f"path is {body.path}: it holds weights for sampling alone")
+    if known is None:
+        raise Refused(404, f"there is no checkpoint {body.path}")
+    _check_optimizer(body.optimizer_config)
+    if body.base_model not in (None, *base.names):
+        raise Refused(400, f"base_model is {body.base_model!r}; this server has {base.names[0]}")
+    value = {"path": body.path, "optimizer": body.optimizer}
+    if body.model_id is not None:
+        return Call(checked("model_id", body.model_id), body.seq_id, "load_weights", value)
+    if body.session_id is None or body.model_seq_id is None:
+        raise Refused(422, "model_id or session_id with model_seq_id: one of them is needed")
+    about = {n: known[n] for n in ("rank", "scale", "seed", "parts")}
+    about |= {"base_model": base.names[0], "user_metadata": body.user_metadata}
+    model = model_of(body.session_id, body.model_seq_id)
+    return Call(model, 0, "create_from", value, creates=about)
+
+
+class Named(Body):
+    model_id: str
+    seq_id: int | None = Field(None, ge=1)
+
+
+def unload_model(given: Any) -> Call:
+    body = read(Named, given)
+    return Call(checked("model_id", body.model_id), None, "unload_model", None)
+
+
+# ---- steps
+
+
+class AdamParams(Body):
+    learning_rate: float = Field(1e-4, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Named):
+    adam_params: AdamParams | None = None
+    optimizer_params: OptimizerConfig | None = None
+
+
+def optim_step(given: Any) -> Call:
+    body = read(OptimStep, given)
+    _check_optimizer(body.optimizer_params)
+    if body.adam_params is None:
+        raise Refused(422, "adam_params: it is missing")
+    own = body.adam_params
+    settings = {
+        "lr": own.learning_rate,
+        "adam_beta1": own.beta1,
+        "adam_beta2": own.beta2,
+        "adam_epsilon": own.eps,
+        "weight_decay": own.weight_decay,
+    }
+    value = {"settings": settings, "max_norm": max(own.grad_clip_norm, 0.0)}
+    return Call(checked("model_id", body.model_id), body.seq_id, "optim_step", value)
+
+
+# ---- files
+
+
+class SaveWeights(Named):
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(SaveWeights):
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+    kind: str = "snapshot"
+
+
+def save_weights(given: Any) -> Call:
+    body = read(SaveWeights, given)
+    name = _name(body)
+    value = {"name": name, "overwrite": body.overwrite, "user_metadata": body.user_metadata}
+    return Call(checked("model_id", body.model_id), body.seq_id, "save_weights", value)
+
+
+def save_for_sampler(given: Any) -> Call:
+    body = read(SaveForSampler, given)
+    model, sampler = checked("model_id", body.model_id), None
+    if body.kind != "snapshot":
+        raise Refused(501, f"kind is {body.kind!r}; accepted is 'snapshot'")
+    if body.sampling_session_seq_id is not None:
+        session = model.partition(":train:")[0]
+        sampler = sampler_of(session, body.sampling_session_seq_id)
+    value = {
+        "name": None if sampler else _name(body),
+        "sampler": sampler,
+        "user_metadata": body.user_metadata,
+    }
+    # Published clients number the sampler anew when they send the request again.
+    same = {**value, "sampler": sampler is not None}
+    return Call(model, body.seq_id, "save_weights_for_sampler", value, same=same)
+
+
+def _name(body: SaveWeights) -> str:
+    if body.path is None:
+        # By the request's place in its sequence, so that it is the same when it comes again.
+        return f"{body.seq_id or 0:06d}"
+    return checked("path", body.path)
+
+
+def sampler_of(session: str, number: int) -> str:
+    return checked("session_id", f"{session}:sample:{number}")
+
+
+# ---- sampling
+
+
+class SamplingParams(Body):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Chunk(Body):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(Body):
+    chunks: list[Chunk]
+
+
+class CreateSampler(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Sample(Body):
+    sampling_session_id: str
+    seq_id: int = Field(ge=0)
+    num_samples: int = Field(1, ge=1, le=1024)
+    prompt: Prompt
+    sampling_params: SamplingParams = Field(
+        default_factory=lambda: SamplingParams.model_validate({})
+    )
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(0, ge=0, le=1024)
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    record_stability_info: bool | None = None
+
+
+def sample(given: Any, weights: str | None, ends: list[int], vocabulary: int, longest: int) -> Call:
+    """weights: what the sampler has; None: the base alone.   ends: tokens that end a text."""
+    body = read(Sample, given)
+    params = body.sampling_params
+    if params.max_tokens != 1:
+        raise Refused(
+            501, f"sampling_params.max_tokens is {params.max_tokens}; this server samples one token "
+            "after a prompt, and scores prompts"
+        )  # fmt: skip
+    for name, value in (
+        ("topk_sample_logprobs", body.topk_sample_logprobs),
+        ("target_prompt_logprobs", body.target_prompt_logprobs),
+        ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
+        ("record_stability_info", body.record_stability_info),
+    ):
+        if value:
+            raise Refused(501, f"{name}: it is not offered here")
+    stop = params.stop
+    if isinstance(stop, str) or (stop and not isinstance(stop[0], int)):
+        raise Refused(501, "sampling_params.stop: accepted are tokens, not texts")
+    tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    if odd := [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]:
+        raise Refused(400, f"prompt has a chunk of {odd[0]!r}; accepted is 'encoded_text'")
+    if not 0 < len(tokens) <= longest:
+        raise Refused(400, f"prompt has {len(tokens)} tokens; accepted are 1 to {longest}")
+    if wrong := [t for t in tokens if not 0 <= t < vocabulary]:
+        raise Refused(400, f"prompt has the token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
+    last = body.prompt_logprobs_last_n
+    if last is not None and (not body.prompt_logprobs or last >= len(tokens)):
+        raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
+    if params.top_k == 0:
+        raise Refused(400, "sampling_params.top_k is 0; accepted are -1, for all, and 1 or more")
+    asked = {
+        "topk": min(body.topk_prompt_logprobs, vocabulary),
+        "draws": _draws(params.seed, body.num_samples, given),
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+    }
+    value = {
+        "weights": weights,
+        "asked": asked,
+        "prompt_logprobs": bool(body.prompt_logprobs),
+        "last": last,
+        "ends": ends if stop is None else stop,
+    }
+    name = checked("sampling_session_id", body.sampling_session_id)
+    return Call(name, body.seq_id, "sample", value, {"tokens": np.array(tokens, np.int64)})
+
+
+def _draws(seed: int | None, count: int, given: Any) -> list[float]:
+    """Numbers that are the same when the request comes again."""
+    if seed is None:
+        digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest()
+        seed = int.from_bytes(digest[:8], "little")
+    return np.random.default_rng(seed % (1 << 63)).random(count).tolist()

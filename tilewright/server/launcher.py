@@ -1,0 +1,225 @@
+"""Starts a server: the API, and the workers that train.
+
+    python -m tilewright.server.launcher --mode auto --config server.yaml [--server.key value ...]
+
+auto starts both. connect starts the API alone: workers are started by a cluster, with the same
+file, as `torchrun ... -m tilewright.server.worker server.yaml`.
+
+The launcher holds the lock of output_dir and the API's socket, so that requests wait while the API
+is started again. What ends is started again, at most worker_max_retries times each. SIGTERM and
+Ctrl-C end the request in progress, and the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tilewright.core import platform
+from tilewright.core.files import writing
+from tilewright.server.fields import Own, load
+from tilewright.server.log import Log
+from tilewright.trainer.config import Config
+from tilewright.trainer.field_tree import ConfigError
+
+log = logging.getLogger("tilewright.server")
+
+LEAVING = 30.0  # seconds that a process has to end
+LOOK = 0.05  # seconds between looks at the processes
+
+
+@contextlib.contextmanager
+def locked(root: pathlib.Path) -> Iterator[None]:
+    """Raises ValueError where another server has the folder."""
+    with (root / "server.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"server.output_dir = {root}: another server runs there; give each a folder of its own"
+            ) from error
+        yield
+
+
+def key_of(server: Own, root: pathlib.Path) -> pathlib.Path:
+    """The file with the key, which is drawn if there is none."""
+    if server.api_token_file is not None:
+        file = pathlib.Path(server.api_token_file)
+        if not file.is_file() or not file.read_text().strip():
+            raise ValueError(f"server.api_token_file = {file}: there is no key in it")
+        return file
+    file = root / "api.key"
+    if not file.is_file():
+        with writing(file), os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
+            # Published clients take keys with this beginning alone.
+            out.write(f"tml-{secrets.token_urlsafe(32)}\n")
+    return file
+
+
+class Supervised:
+    """A process that is started again when it ends, so many times."""
+
+    def __init__(self, name: str, command: list[str], retries: int, **options: Any):
+        self.name, self.command, self.left, self.options = name, command, retries, options
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[Any]:
+        return subprocess.Popen(self.command, env=platform.for_server(), **self.options)
+
+    def looked_at(self) -> int | None:
+        """Starts it again if it has ended; its exit code if that was the last time."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        if code == 2 or not self.left:  # 2: of a configuration, which stays wrong
+            return code
+        self.left -= 1
+        log.warning(
+            "%s has ended with %d and is started again; %d more times", self.name, code, self.left
+        )
+        self.process = self._started()
+        return None
+
+    def end(self) -> None:
+        """Asks it to end, and kills it where it does not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def wait(self, until: float) -> None:
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("%s does not end, and is killed", self.name)
+            self.process.kill()
+            self.process.wait()
+
+
+class Ended(BaseException):
+    """A signal has asked the server to end."""
+
+
+def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -> int:
+    """Runs a server until it is told to end. arguments: the file and the overrides.
+
+    Returns 0, or 1 where a process has ended too often.
+    """
+    root = pathlib.Path(config.train.output_dir)
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    family = socket.AF_INET6 if ":" in server.api_host else socket.AF_INET
+    with locked(root), socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((server.api_host, server.api_port))
+        except OSError as error:
+            raise ValueError(
+                f"server.api_port = {server.api_port}: cannot be bound on {server.api_host}: {error}"
+            ) from error
+        listening.listen(1024)
+        key, requests = key_of(server, root), Log(root)
+        requests.tell("workers", "starting")
+        host = f"[{server.api_host}]" if family == socket.AF_INET6 else server.api_host
+        url = f"http://{host}:{listening.getsockname()[1]}"
+        with writing(root / "url"):
+            (root / "url").write_text(url + "\n")
+        log.info("the API listens on %s; its key is in %s", url, key)
+        log.info("the processes share %s: no other port is bound", requests.file)
+        run = [sys.executable, "-m"]
+        fd = listening.fileno()
+        each = [
+            Supervised(
+                "the API",
+                [*run, "tilewright.server.api", *arguments, str(fd)],
+                server.worker_max_retries,
+                pass_fds=(fd,),
+            )
+        ]
+        if workers:
+            command = [*run, *_launch(server), "tilewright.server.worker", *arguments]
+            each.append(Supervised("the workers", command, server.worker_max_retries))
+        return _supervise(each, requests, server)
+
+
+def _launch(server: Own) -> list[str]:
+    """What starts as many processes as there are to be."""
+    count = server.nproc_per_node or max(1, torch.cuda.device_count())
+    if count == 1:
+        return []
+    return ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
+
+
+def _supervise(each: list[Supervised], requests: Log, server: Own) -> int:
+    def stop(signum: int, frame: Any) -> None:
+        raise Ended
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    began, code = time.monotonic(), 0
+    try:
+        while True:
+            for one in each:
+                ended = one.looked_at()
+                if ended is None:
+                    continue
+                log.error("%s has ended with %d", one.name, ended)
+                if one.name == "the workers":
+                    requests.tell("workers", f"failed: their exit code is {ended}")
+                return 2 if ended == 2 else 1
+            late = time.monotonic() - began > server.worker_connection_timeout
+            if late and requests.fact("workers") == "starting":
+                log.error(
+                    "the workers are not ready after worker_connection_timeout = %g seconds",
+                    server.worker_connection_timeout,
+                )
+                return 1
+            time.sleep(LOOK)
+    except Ended:
+        log.info("the request in progress is finished, and the server ends")
+    finally:
+        # A second signal ends it at once: what was committed is on the disk.
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        until = time.monotonic() + LEAVING
+        for one in each:
+            one.end()
+        for one in each:
+            one.wait(until)
+        requests.close()
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, 1, or 2 for the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tilewright.server.launcher", description=__doc__
+    )
+    parser.add_argument("--mode", choices=("auto", "connect"), default="auto")
+    parser.add_argument("--config", required=True, help="the file")
+    known, overrides = parser.parse_known_args(argv)
+    try:
+        server, config = load(known.config, overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    logging.basicConfig(level=server.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return serve(server, config, [known.config, *overrides], workers=known.mode == "auto")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,458 @@
+"""The log of a server: every request before it is acknowledged, every result before it is sent.
+
+An SQLite file on a local disk. The API appends requests and reads results; rank 0 of the workers
+takes requests, in the order of each model, and appends results. It is their queue, and what a
+server that was killed goes on from: a model is its last checkpoint, and the requests that have run
+since.
+
+A transaction is on the disk when it returns (write-ahead log, synchronous FULL). What requests and
+results hold is compressed with zstandard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import zstandard
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+-- next: the number in its sequence of the request that may run.   ran: how many requests have run.
+-- saved: how many of these the checkpoint in `folder` has.   steps: optimizer steps of it.
+CREATE TABLE IF NOT EXISTS models (
+  name TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, state TEXT NOT NULL,
+  why TEXT, created REAL NOT NULL, next INTEGER NOT NULL DEFAULT 0,
+  ran INTEGER NOT NULL DEFAULT 0, saved INTEGER NOT NULL DEFAULT 0, folder TEXT
+);
+-- waits: 1 until there is a result.   ran: its place among the requests of its model that have run.
+CREATE TABLE IF NOT EXISTS requests (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+  model TEXT NOT NULL, seq INTEGER, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB,
+  arrived REAL NOT NULL, waits INTEGER NOT NULL, ran INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
+  UNIQUE (model, seq)
+);
+CREATE INDEX IF NOT EXISTS waiting ON requests (number) WHERE waits;
+CREATE INDEX IF NOT EXISTS history ON requests (model, ran) WHERE ran IS NOT NULL;
+-- category: of an error.   status: of a request that was refused when it came.
+CREATE TABLE IF NOT EXISTS results (
+  number INTEGER PRIMARY KEY, error TEXT, category TEXT, status INTEGER, body BLOB,
+  finished REAL NOT NULL, sent REAL
+);
+CREATE TABLE IF NOT EXISTS paths (
+  path TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, created REAL NOT NULL
+);
+"""
+VERSION = "1"
+State = Literal["new", "live", "failed", "ended"]
+
+
+class Request(NamedTuple):
+    """A request as the workers get it.
+
+    number: in the order of arrival.   seq: its number in the sequence of its model, or None.
+    body: as `frames.packed`.   attempts: how often it was begun before.   ran: see `Log.ran`.
+    """
+
+    number: int
+    id: str
+    model: str
+    seq: int | None
+    kind: str
+    body: bytes
+    attempts: int
+    ran: int | None = None
+
+
+class Result(NamedTuple):
+    """What became of a request: a body as `frames.packed`, or an error and whose it is."""
+
+    body: bytes | None = None
+    error: str | None = None
+    category: str | None = None
+    status: int | None = None
+    expired: bool = False
+
+
+class Model(NamedTuple):
+    """A row of models.   about: JSON of what it was created with."""
+
+    name: str
+    owner: str
+    about: Any
+    state: str
+    why: str | None
+    created: float
+    next: int
+    ran: int
+    saved: int
+    folder: str | None
+
+
+class Conflict(ValueError):
+    """A number of a sequence that was used with another content."""
+
+
+def _squeezed(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def _whole(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+class Log:
+    """The log in a folder, which is made if need be. Threads may share it.
+
+    file: its path.   most_gb: the size from which on `full` is true.
+    """
+
+    def __init__(self, folder: pathlib.Path, most_gb: float = float("inf")):
+        self.file, self.most = folder / "log.sqlite", most_gb * 1e9
+        self._db = self._connected("FULL")
+        # What may be lost when the machine fails: a process that is killed loses nothing.
+        self._hints = self._connected("NORMAL")
+        self._lock = threading.RLock()
+        with self._writing() as db:
+            for statement in SCHEMA.split(";"):
+                db.execute(statement)
+            db.execute("INSERT OR IGNORE INTO facts VALUES ('version', ?)", (VERSION,))
+        if (version := self.fact("version")) != VERSION:
+            raise ValueError(f"{self.file}: has version {version}, and this server reads {VERSION}")
+
+    def _connected(self, synchronous: str) -> sqlite3.Connection:
+        db = sqlite3.connect(self.file, timeout=60, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA synchronous = {synchronous}")
+        return db
+
+    def close(self) -> None:
+        for db in (self._db, self._hints):
+            db.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _read(self, query: str, *given: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(query, given).fetchall()
+
+    # ---- facts: what the processes of a server tell each other
+
+    def fact(self, name: str) -> str | None:
+        rows = self._read("SELECT value FROM facts WHERE name = ?", name)
+        return rows[0][0] if rows else None
+
+    def tell(self, name: str, value: str) -> None:
+        with self._lock:
+            self._hints.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+    # ---- the API's side
+
+    def append(
+        self,
+        model: str,
+        seq: int | None,
+        kind: str,
+        body: bytes,
+        owner: str,
+        *,
+        creates: Any = None,
+        same: bytes | None = None,
+    ) -> str:
+        """Adds a request, and returns its id. One that is there already, with the same number of
+        the same model and the same body, is not added again: its id is returned.
+
+        creates: what the model is created with, of a request that does.
+        same: the part of the body that a repetition has, too; None: all of it.
+
+        Raises:
+            Conflict: The number was used with another body.
+        """
+        digest = hashlib.sha256(kind.encode() + b"\0" + (same or body)).digest()
+        with self._writing() as db:
+            if (known := self._known(model, seq, digest)) is not None:
+                return known
+            if creates is not None:
+                db.execute(
+                    "INSERT INTO models (name, owner, about, state, created, next) "
+                    "VALUES (?, ?, ?, 'new', ?, ?)",
+                    (model, owner, json.dumps(creates), time.time(), seq or 0),
+                )
+            return self._added(db, (owner, model, seq, kind, digest, _squeezed(body)), waits=True)
+
+    def refuse(
+        self, model: str, seq: int, kind: str, body: bytes, owner: str, status: int, error: str
+    ) -> None:
+        """Adds a request that was refused when it came, and has used up its number.
+
+        Raises:
+            Conflict: as `append`.
+        """
+        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+        with self._writing() as db:
+            if self._known(model, seq, digest) is not None:
+                return
+            self._added(db, (owner, model, seq, kind, digest, None), waits=False)
+            number = db.execute("SELECT last_insert_rowid()").fetchone()[0]
+            db.execute(
+                "INSERT INTO results VALUES (?, ?, 'user', ?, NULL, ?, NULL)",
+                (number, error, status, time.time()),
+            )
+            self._advance(db, model)
+
+    def _known(self, model: str, seq: int | None, digest: bytes) -> str | None:
+        if seq is None:
+            return None
+        rows = self._read("SELECT id, digest FROM requests WHERE model = ? AND seq = ?", model, seq)
+        if rows and rows[0][1] != digest:
+            raise Conflict(f"seq_id {seq} of {model} was used with another request")
+        return rows[0][0] if rows else None
+
+    @staticmethod
+    def _added(db: sqlite3.Connection, row: tuple[Any, ...], *, waits: bool) -> str:
+        name = secrets.token_hex(16)
+        db.execute(
+            "INSERT INTO requests (id, owner, model, seq, kind, digest, body, arrived, waits) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (name, *row, time.time(), int(waits)),
+        )
+        return name
+
+    def owner_of(self, request: str) -> str | None:
+        """The key that a request came with; None: there is no such request."""
+        rows = self._read("SELECT owner FROM requests WHERE id = ?", request)
+        return rows[0][0] if rows else None
+
+    def result(self, request: str) -> Result | None:
+        """None while there is none."""
+        rows = self._read(
+            "SELECT error, category, status, s.body, s.finished FROM requests r JOIN results s "
+            "USING (number) WHERE id = ?",
+            request,
+        )
+        if not rows:
+            return None
+        error, category, status, body, _ = rows[0]
+        expired = error is None and body is None
+        return Result(None if body is None else _whole(body), error, category, status, expired)
+
+    def sent(self, request: str) -> None:
+        """A result has reached a client: it may be forgotten some time from now."""
+        with self._lock:
+            self._hints.execute(
+                "UPDATE results SET sent = ? WHERE sent IS NULL AND number = "
+                "(SELECT number FROM requests WHERE id = ?)",
+                (time.time(), request),
+            )
+
+    def kind_of(self, request: str) -> tuple[str, str] | None:
+        """The kind of a request, and its model."""
+        rows = self._read("SELECT kind, model FROM requests WHERE id = ?", request)
+        return rows[0] if rows else None
+
+    def blocked(self, request: str) -> str | None:
+        """Why a request that waits cannot run yet: a number before it is missing."""
+        rows = self._read(
+            "SELECT m.next, r.seq, EXISTS (SELECT 1 FROM requests o WHERE o.model = r.model AND "
+            "o.seq = m.next) FROM requests r JOIN models m ON m.name = r.model WHERE r.id = ? AND "
+            "r.seq IS NOT NULL",
+            request,
+        )
+        if rows and rows[0][1] > rows[0][0] and not rows[0][2]:
+            return f"seq_id {rows[0][0]} has not come yet"
+        return None
+
+    def waiting(self) -> int:
+        """The number of requests without a result."""
+        return self._read("SELECT count(*) FROM requests WHERE waits")[0][0]
+
+    def full(self) -> bool:
+        """Whether the file has its greatest size."""
+        pages, free, size = (
+            self._read(f"PRAGMA {name}")[0][0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size >= self.most
+
+    # ---- models and paths
+
+    def model(self, name: str) -> Model | None:
+        return next(self._models("WHERE name = ?", name), None)
+
+    def models(self) -> list[Model]:
+        """In the order in which they were created."""
+        return [*self._models("ORDER BY created, name")]
+
+    def _models(self, which: str, *given: Any) -> Iterator[Model]:
+        names = ", ".join(Model._fields)
+        for name, owner, about, *rest in self._read(f"SELECT {names} FROM models {which}", *given):
+            yield Model(name, owner, json.loads(about), *rest)
+
+    def path(self, path: str) -> tuple[str, Any] | None:
+        """The owner of a saved path, and what is known of it."""
+        rows = self._read("SELECT owner, about FROM paths WHERE path = ?", path)
+        return (rows[0][0], json.loads(rows[0][1])) if rows else None
+
+    def remember(self, path: str, owner: str, about: Any) -> None:
+        """Adds a path, or what is known of it now."""
+        with self._writing() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?)",
+                (path, owner, json.dumps(about), time.time()),
+            )
+
+    def paths(self, owner: str | None = None) -> list[tuple[str, Any, float]]:
+        """Saved paths, what is known of them and when they were saved, in that order."""
+        rows = self._read("SELECT path, about, created, owner FROM paths ORDER BY created, path")
+        return [(p, json.loads(a), at) for p, a, at, own in rows if owner in (None, own)]
+
+    # ---- the workers' side
+
+    def next(self) -> Request | None:
+        """The first request to have come of those that may run: of a model that is not failed, with
+        the number that its sequence is at, or with none; those of samplers in any order.
+        """
+        rows = self._read(
+            "SELECT r.number, r.id, r.model, r.seq, r.kind, r.body, r.attempts, r.ran FROM requests r "
+            "LEFT JOIN models m ON m.name = r.model WHERE r.waits AND "
+            "(r.seq IS NULL OR m.name IS NULL OR r.seq = m.next) ORDER BY r.number LIMIT 1"
+        )
+        return self._request(rows[0]) if rows else None
+
+    @staticmethod
+    def _request(row: tuple[Any, ...]) -> Request:
+        return Request._make((*row[:5], _whole(row[5]), *row[6:]))
+
+    def begin(self, request: Request) -> None:
+        """Counts an attempt, so that a request which ends the workers is not begun forever."""
+        with self._lock:
+            self._hints.execute(
+                "UPDATE requests SET attempts = attempts + 1 WHERE number = ?", (request.number,)
+            )
+
+    def finish(
+        self,
+        request: Request,
+        result: Result,
+        *,
+        ran: bool = True,
+        state: State | None = None,
+        why: str | None = None,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Adds the result of a request, and lets the next one of its model run.
+
+        ran: whether it was run, and so is again where its model is computed anew.
+        state: the state of its model from now on, if it is another.   why: of one that has failed.
+        saved: paths that it has saved, with what is known of them.
+        """
+        with self._writing() as db:
+            body = None if result.body is None else _squeezed(result.body)
+            db.execute(
+                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, NULL)",
+                (request.number, *result[1:4], body, time.time()),
+            )
+            place = None
+            if ran:
+                db.execute("UPDATE models SET ran = ran + 1 WHERE name = ?", (request.model,))
+                rows = db.execute("SELECT ran FROM models WHERE name = ?", (request.model,))
+                place = next((row[0] for row in rows), None)
+            db.execute(
+                "UPDATE requests SET waits = 0, ran = ? WHERE number = ?", (place, request.number)
+            )
+            if state is not None:
+                db.execute(
+                    "UPDATE models SET state = ?, why = ? WHERE name = ?",
+                    (state, why, request.model),
+                )
+            owner = db.execute("SELECT owner FROM requests WHERE number = ?", (request.number,))
+            [(owner,)] = owner.fetchall()
+            for path, about in (saved or {}).items():
+                db.execute(
+                    "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?)",
+                    (path, owner, json.dumps(about), time.time()),
+                )
+            self._advance(db, request.model)
+
+    @staticmethod
+    def _advance(db: sqlite3.Connection, model: str) -> None:
+        """Moves a sequence behind the numbers that have a result."""
+        while db.execute(
+            "UPDATE models SET next = next + 1 WHERE name = ? AND EXISTS (SELECT 1 FROM requests r "
+            "WHERE r.model = models.name AND r.seq = models.next AND NOT r.waits)",
+            (model,),
+        ).rowcount:
+            pass
+
+    def fail(self, model: str, why: str) -> None:
+        """Marks a model whose state is lost. Its requests that wait end with the reason."""
+        with self._writing() as db:
+            db.execute("UPDATE models SET state = 'failed', why = ? WHERE name = ?", (why, model))
+            db.execute(
+                "INSERT OR IGNORE INTO results SELECT number, ?, 'server', NULL, NULL, ?, NULL "
+                "FROM requests WHERE model = ? AND waits",
+                (why, time.time(), model),
+            )
+            db.execute("UPDATE requests SET waits = 0 WHERE model = ?", (model,))
+            self._advance(db, model)
+
+    def checkpointed(self, model: str, ran: int, folder: str) -> None:
+        """A checkpoint has what the first `ran` requests of a model have made of it."""
+        with self._writing() as db:
+            db.execute(
+                "UPDATE models SET saved = ?, folder = ? WHERE name = ?", (ran, folder, model)
+            )
+
+    def ran(self, model: str, after: int) -> Iterator[tuple[Request, Result]]:
+        """The requests of a model that have run, after the first ones, in that order, with their
+        results.
+        """
+        numbers = self._read(
+            "SELECT number FROM requests WHERE model = ? AND ran > ? ORDER BY ran", model, after
+        )
+        for (number,) in numbers:
+            [row] = self._read(
+                "SELECT r.number, r.id, r.model, r.seq, r.kind, r.body, r.attempts, r.ran, s.body, "
+                "s.error, s.category FROM requests r JOIN results s USING (number) "
+                "WHERE number = ?",
+                number,
+            )
+            body = None if row[8] is None else _whole(row[8])
+            yield self._request(row[:8]), Result(body, error=row[9], category=row[10])
+
+    # ---- what is kept
+
+    def forget(self, *, after_sent: float, after: float) -> None:
+        """Drops results that were sent so many seconds ago, or are so old; and the bodies of
+        requests that no checkpoint needs to be computed again from.
+        """
+        now = time.time()
+        with self._writing() as db:
+            db.execute(
+                "UPDATE results SET body = NULL WHERE body IS NOT NULL AND (sent < ? OR "
+                "finished < ?) AND number NOT IN (SELECT number FROM requests r JOIN models m "
+                "ON m.name = r.model WHERE r.ran > m.saved AND m.state = 'live')",
+                (now - after_sent, now - after),
+            )
+            db.execute(
+                "UPDATE requests SET body = NULL WHERE body IS NOT NULL AND NOT waits AND "
+                "NOT EXISTS (SELECT 1 FROM models m WHERE m.name = requests.model AND "
+                "m.state = 'live' AND requests.ran > m.saved)"
+            )

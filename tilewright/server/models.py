@@ -1,0 +1,388 @@
+"""Models of one base, as the workers hold them: adapters that train apart.
+
+Every rank has them, and makes the same calls. `KINDS` are the requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tilewright.nn.sharded import assign, shard, whole
+from tilewright.nn.weights import adapted, is_adapter
+from tilewright.server import passes
+from tilewright.server.datums import Data
+from tilewright.server.frames import Arrays
+from tilewright.server.names import PARTS, folder_of, path_of
+from tilewright.server.passes import Asked, Packing
+from tilewright.server.refused import Refused
+from tilewright.trainer.bank import Bank
+from tilewright.trainer.checkpoint import checkpoint
+from tilewright.trainer.engine import Engine, NotFinite
+from tilewright.trainer.reference import adapters_off, holding
+
+SNAPSHOTS = 4  # samplers whose weights are in memory; others are read when they are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a model is created with. rank: of its adapters.   parts: of PARTS, which have some.
+    seed: they are drawn from it.   scale: times their product.
+    """
+
+    rank: int
+    scale: float
+    seed: int
+    parts: tuple[str, ...] = PARTS
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> About:
+        return cls(given["rank"], given["scale"], given["seed"], tuple(given["parts"]))
+
+
+def part_of(path: str) -> str:
+    """Which of PARTS an adapted module belongs to."""
+    if path == "lm_head":
+        return "unembed"
+    return "mlp" if ".mlp" in path else "attn"
+
+
+class Done(NamedTuple):
+    """What a request has come to, on the main rank.
+
+    saved: paths that it has saved, with what is known of them.   ended: whether the model is gone.
+    """
+
+    value: Any
+    arrays: Arrays = {}  # noqa: RUF012 (nothing is added to it)
+    saved: dict[str, Any] = {}  # noqa: RUF012
+    ended: bool = False
+
+
+class Snapshot(NamedTuple):
+    """Weights that a sampler has: this rank's shards by name, and the scale of the adapters."""
+
+    tensors: dict[str, torch.Tensor]
+    scale: float
+
+
+class Models:
+    """Models on an engine with adapters.
+
+    root: the server's folder.   base: the weights below the adapters, for exports.   identity: of
+    these, which checkpoints have.   how: documents become micro-batches.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        root: pathlib.Path,
+        base: str,
+        identity: dict[str, dict[str, Any]],
+        how: Packing,
+    ):
+        self.engine, self.mesh = engine, engine.mesh
+        self.root, self.base, self.identity, self.how = root, base, identity, how
+        self.bank = Bank(engine)
+        self.about: dict[str, About] = {}
+        self.steps: dict[str, int] = {}
+        self._snapshots: dict[str, Snapshot] = {}
+        self._saver = checkpoint.Saver(str(root), self.mesh, asynchronous=False)
+
+    def run(self, kind: str, model: str, value: Any, arrays: Arrays) -> Done:
+        """Does what a request says.
+
+        Raises Refused, on every rank, where it cannot be done; the model is as before then, but for
+        gradients that are not finite.
+        """
+        if kind not in CREATES and kind != "sample":
+            if model not in self.bank:
+                raise Refused(404, f"there is no model {model}")
+            self.bank.take(model)
+        return KINDS[kind](self, model, value, arrays)
+
+    # ---- their life
+
+    def create(self, model: str, value: Any, arrays: Arrays) -> Done:
+        self._add(model, About.of(value))
+        return Done({"model_id": model, "type": "create_model"})
+
+    def create_from(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Creates a model from a checkpoint."""
+        folder = self._folder(value["path"])
+        state = self.mesh.control.broadcast(
+            checkpoint.read_state(folder)["server"] if self.mesh.main else None
+        )
+        self._add(model, About.of(state))
+        try:
+            self._read(model, folder, states=value["optimizer"])
+        except BaseException:
+            self.forget(model)
+            raise
+        return Done({"path": value["path"], "model_id": model, "type": "load_weights"})
+
+    def load(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Replaces a model's weights, and its optimizer's states, by a checkpoint's."""
+        folder = self._folder(value["path"])
+        state = self.mesh.control.broadcast(
+            checkpoint.read_state(folder)["server"] if self.mesh.main else None
+        )
+        own, other = self.about[model], About.of(state)
+        for name in ("rank", "parts"):
+            if getattr(own, name) != getattr(other, name):
+                raise Refused(
+                    400,
+                    f"{value['path']}: its {name} is {getattr(other, name)}, and that of {model} "
+                    f"{getattr(own, name)}",
+                )
+        self._read(model, folder, states=value["optimizer"])
+        return Done({"path": value["path"], "model_id": model, "type": "load_weights"})
+
+    def unload(self, model: str, value: Any, arrays: Arrays) -> Done:
+        self.forget(model)
+        return Done({"model_id": model, "type": "unload_model"}, ended=True)
+
+    def forget(self, model: str) -> None:
+        """Frees what a model has."""
+        if model in self.bank:
+            self.bank.remove(model)
+        self.about.pop(model, None)
+        self.steps.pop(model, None)
+
+    def restore(self, model: str, about: About, folder: pathlib.Path) -> None:
+        """A model as `checkpoint` has written it."""
+        self._add(model, about)
+        self._read(model, folder, states=True)
+
+    @torch.no_grad()
+    def _add(self, model: str, about: About) -> None:
+        self.bank.add(model, about.seed)
+        self.about[model], self.steps[model] = about, 0
+        for path, module in adapted(self.engine.model):
+            module.scale = about.scale
+            # As PEFT's files have it, whose rank is that of all models.
+            module.alpha = about.scale * module.rank
+            rank = about.rank if part_of(path) in about.parts else 0
+            for name, p in module.named_parameters(recurse=False):
+                if is_adapter(name) and name.endswith("A"):
+                    # Rows beyond its rank, and adapters that it has not, stay zero: so are their
+                    # gradients, since what B multiplies, and B, are zero.
+                    full = whole(p)
+                    beyond = torch.arange(full.shape[-2], device=full.device) % module.rank >= rank
+                    assign(p, full.masked_fill(beyond[:, None], 0.0))
+
+    # ---- training
+
+    def forward(self, model: str, value: Any, arrays: Arrays) -> Done:
+        return self._pass(value, arrays, backward=False)
+
+    def forward_backward(self, model: str, value: Any, arrays: Arrays) -> Done:
+        return self._pass(value, arrays, backward=True)
+
+    def _pass(self, value: Any, arrays: Arrays, *, backward: bool) -> Done:
+        data = Data.of(arrays)
+        return Done(
+            *passes.run(
+                self.engine, data, value["loss"], value["options"], self.how, backward=backward
+            )
+        )
+
+    def optim_step(self, model: str, value: Any, arrays: Arrays) -> Done:
+        if self.engine.totals is None:
+            raise Refused(400, "there is no gradient: optim_step follows forward_backward")
+        try:
+            self.engine.set_values(value["settings"])
+            # The losses are sums, which the wire does not divide.
+            norm = self.engine.optim_step(max_norm=value["max_norm"], denominator=1.0)
+        except NotFinite as error:
+            raise Refused(
+                400, f"step {self.steps[model] + 1}: {error}; the gradients are dropped"
+            ) from error
+        self.steps[model] += 1
+        return Done({"metrics": {"grad_norm": norm, "learning_rate": value["settings"]["lr"]}})
+
+    # ---- files
+
+    def checkpoint(self, model: str, folder: pathlib.Path) -> None:
+        """Writes what a model is, which has no gradients at the time."""
+        self.bank.take(model)
+        self._write(model, folder, states=True)
+
+    def save(self, model: str, value: Any, arrays: Arrays) -> Done:
+        path = path_of(model, "weights", value["name"])
+        folder = folder_of(self.root, path)
+        if not (folder / "state.json").is_file() or value["overwrite"]:
+            self._write(model, folder, states=True)
+        about = self._known(model, "training", value, folder)
+        return Done({"path": path, "type": "save_weights"}, saved={path: about})
+
+    def save_for_sampler(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Weights alone: under a name, as PEFT has them too, or of a sampler that is made."""
+        if value["sampler"] is not None:
+            folder = self._sampler(value["sampler"])
+            self._once(folder, lambda: self._write(model, folder, states=False))
+            own = {"weights": value["sampler"], "kind": "sampler"}
+            answer = {"sampling_session_id": value["sampler"], "type": "save_weights_for_sampler"}
+            return Done(answer, saved={value["sampler"]: own})
+        path = path_of(model, "sampler_weights", value["name"])
+        folder = folder_of(self.root, path)
+
+        def write() -> None:
+            self._write(model, folder, states=False)
+            self.engine.export(folder / "adapter", adapter_of=self.base)
+
+        self._once(folder, write)
+        about = self._known(model, "sampler", value, folder)
+        return Done({"path": path, "type": "save_weights_for_sampler"}, saved={path: about})
+
+    def _once(self, folder: pathlib.Path, write: Callable[[], None]) -> None:
+        there = self.mesh.control.broadcast((folder / "state.json").is_file())
+        if not there:
+            write()
+
+    def _known(self, model: str, kind: str, value: Any, folder: pathlib.Path) -> dict[str, Any]:
+        files = [f for f in folder.rglob("*") if f.is_file()] if self.mesh.main else []
+        return {
+            "model": model,
+            "kind": kind,
+            "size": sum(f.stat().st_size for f in files),
+            "user_metadata": value.get("user_metadata"),
+            **dataclasses.asdict(self.about[model]),
+        }
+
+    def _write(self, model: str, folder: pathlib.Path, *, states: bool) -> None:
+        # DCP would make states of an optimizer without any, as after a step.
+        states = states and bool(self.engine.optimizer.state)
+        optimizers = [self.engine.optimizer] if states else []
+        tensors, _ = checkpoint.contents(self.engine.model, optimizers, adapters_alone=True)
+        state = {
+            "step": self.steps[model],
+            "weights": "adapters",
+            "merged": False,
+            "optimizer": states,
+            "run": self.identity,
+            "ops": {},
+            "server": dataclasses.asdict(self.about[model]),
+        }
+        self._saver.write(folder, tensors, state)
+
+    def _read(self, model: str, folder: pathlib.Path, *, states: bool) -> None:
+        """Raises Refused, on every rank, for a checkpoint that is no such model's."""
+        self.engine.zero()
+        self.engine.optimizer.state.clear()
+        has = self.mesh.control.broadcast(
+            checkpoint.read_state(folder)["optimizer"] if self.mesh.main else None
+        )
+        try:
+            state = checkpoint.restore(
+                folder,
+                self.engine.parts,
+                self.engine.optimizer,
+                self.mesh,
+                run=self.identity,
+                ops={},
+                states=states and has,
+            )
+        except (OSError, ValueError) as error:
+            raise Refused(400, str(error)) from error
+        self.steps[model] = state["step"] if states else 0
+
+    def _folder(self, path: str) -> pathlib.Path:
+        folder = folder_of(self.root, path)
+        there = self.mesh.control.broadcast((folder / "state.json").is_file())
+        if not there:
+            raise Refused(404, f"there is no checkpoint {path}")
+        return folder
+
+    def remove(self, folder: pathlib.Path) -> None:
+        if self.mesh.main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- samplers
+
+    def sample(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """What follows a prompt, under the base's weights or those that a sampler has.
+
+        model: the sampler's name.
+        """
+        asked = Asked(**value["asked"])
+        source = value["weights"]
+        with self._weights(source) if source is not None else adapters_off(self.engine.model):
+            given = passes.prompt(self.engine, arrays["tokens"], asked, self.how)
+        ends = {*value["ends"]}
+        drawn = given.get("sampled", np.empty(0, np.int64)).tolist()
+        reasons = ["stop" if token in ends else "length" for token in drawn]
+        if not value["prompt_logprobs"]:
+            given.pop("prompt_logprobs", None)
+        elif value["last"] is not None and given:
+            given["prompt_logprobs"][: -value["last"]] = np.nan
+        return Done({"stop_reasons": reasons}, given)
+
+    @contextlib.contextmanager
+    def _weights(self, source: str) -> Iterator[None]:
+        """Within, the engine has the weights of a sampler, or of a saved path."""
+        snapshot = self._snapshots.pop(source, None) or self._snapshot(source)
+        self._snapshots[source] = snapshot  # the newest last
+        while len(self._snapshots) > SNAPSHOTS:
+            del self._snapshots[next(iter(self._snapshots))]
+        modules = [module for _, module in adapted(self.engine.model)]
+        scales = [module.scale for module in modules]
+        with torch.no_grad(), holding(self.engine.parts, snapshot.tensors):
+            try:
+                for module in modules:
+                    module.scale = snapshot.scale
+                yield
+            finally:
+                for module, scale in zip(modules, scales, strict=True):
+                    module.scale = scale
+
+    @torch.no_grad()
+    def _snapshot(self, source: str) -> Snapshot:
+        folder = self._folder(source) if "/" in source else self._sampler(source)
+        named = {n: p for n, p in self.engine.model.named_parameters() if p.requires_grad}
+        own = {name: shard(p).clone() for name, p in named.items()}
+        try:
+            state = checkpoint.restore(
+                folder,
+                self.engine.parts,
+                self.engine.optimizer,
+                self.mesh,
+                run=self.identity,
+                ops={},
+                states=False,
+            )
+            tensors = {name: shard(p).clone() for name, p in named.items()}
+        except (OSError, ValueError) as error:
+            raise Refused(400, str(error)) from error
+        finally:
+            for name, p in named.items():
+                shard(p).copy_(own[name])
+            self.engine.parts.reshard()
+        return Snapshot(tensors, state["server"]["scale"])
+
+    def _sampler(self, name: str) -> pathlib.Path:
+        return self.root / "samplers" / name
+
+
+KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
+    "create_model": Models.create,
+    "create_from": Models.create_from,
+    "forward": Models.forward,
+    "forward_backward": Models.forward_backward,
+    "optim_step": Models.optim_step,
+    "save_weights": Models.save,
+    "save_weights_for_sampler": Models.save_for_sampler,
+    "load_weights": Models.load,
+    "unload_model": Models.unload,
+    "sample": Models.sample,
+}
+# Those that make a model, and those that change what it is: they are run again from a checkpoint.
+CREATES = ("create_model", "create_from")
+CHANGES = (*CREATES, "forward_backward", "optim_step", "load_weights")

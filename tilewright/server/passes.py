@@ -1,0 +1,226 @@
+"""Forward and backward passes over the data of a request, on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tilewright.server.datums import Data
+from tilewright.server.frames import Arrays
+from tilewright.server.losses import LOSSES, Documents, Made
+from tilewright.server.refused import Refused
+from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.data import packing
+from tilewright.trainer.data.batches import collate
+from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.engine import Batch, Engine
+from tilewright.trainer.models.head import TokenLosses
+
+
+class Packing(NamedTuple):
+    """How documents become micro-batches.
+
+    capacity: tokens of one.   joined: whether one may hold several documents.   multiple: to which
+    it is padded.
+    """
+
+    capacity: int
+    joined: bool
+    multiple: int
+
+    def bins(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """The documents of each micro-batch, the fullest first."""
+        if not self.joined:
+            return [np.array([i]) for i in np.argsort(-lengths, kind="stable")]
+        return packing.first_fit_decreasing(lengths, self.capacity)
+
+
+class Spread(NamedTuple):
+    """The micro-batches of one request. numbers: of the documents of each, by data-parallel rank;
+    all ranks have as many micro-batches. own: this rank's.
+    """
+
+    numbers: list[list[np.ndarray]]
+    own: list[dict[str, Any]]
+
+
+def spread(
+    engine: Engine, documents: Documents, columns: Mapping[str, Column], how: Packing
+) -> Spread:
+    mesh = engine.mesh
+    lengths = np.array([len(document[0]) for document in documents])
+    bins, ranks = how.bins(lengths), mesh.layout.data
+    steps = -(-len(bins) // ranks)
+    empty = np.empty(0, np.int64)
+    numbers = [[*bins[rank::ranks], empty][:steps] for rank in range(ranks)]
+    own = [
+        collate(
+            [[documents[i] for i in one]],
+            how.multiple,
+            mesh.context,
+            columns,
+            aligned=True,
+        )
+        for one in numbers[mesh.batch_rank]
+    ]
+    return Spread(numbers, own)
+
+
+def in_order(engine: Engine, given: Spread, values: list[Any]) -> list[np.ndarray] | None:
+    """Values of tokens of each document, in the order of the request; None but on the main rank.
+
+    values: of this rank's micro-batches, [1, T, ...].
+    """
+    by_rank = engine.documents(given.own, values)
+    if not engine.mesh.main:
+        return None
+    by_number: dict[int, np.ndarray] = {}
+    for numbers, rank in zip(given.numbers, by_rank, strict=True):
+        for bin_numbers, parts in zip(numbers, rank, strict=True):
+            by_number |= dict(zip(bin_numbers.tolist(), (t.numpy() for t in parts), strict=True))
+    return [by_number[i] for i in range(len(by_number))]
+
+
+def run(
+    engine: Engine,
+    data: Data,
+    loss: str,
+    options: Mapping[str, Any],
+    how: Packing,
+    *,
+    backward: bool,
+) -> tuple[Any, Arrays]:
+    """A pass: its value and arrays as results have them; {} but on the main rank.
+
+    Raises Refused, on every rank, where a loss or a log-probability is not finite: no gradient is
+    left then, also of the passes before it.
+    """
+    made: Made = LOSSES[loss].make(data, options)
+    given = spread(engine, made.documents, made.columns, how)
+    compute = engine.forward_backward if backward else engine.forward
+    sums = compute(given.own, made.loss)
+    each = in_order(engine, given, sums.per_token)
+    total, count, *_ = sums.values
+    problem = None
+    value: dict[str, Any] = {}
+    arrays: Arrays = {}
+    if each is not None:
+        values = np.concatenate(each)
+        problem = _not_finite(total, values, data)
+        if problem is None:
+            arrays["logprobs"] = -values
+            if "weights" in data.inputs:
+                arrays["elementwise_loss"] = values * data.inputs["weights"]
+            metrics = {"loss:sum": total, **_reported(sums.reported(), sums.router())}
+            value = {"lengths": data.lengths.tolist(), "metrics": metrics, "tokens": count}
+    if (problem := engine.mesh.control.broadcast(problem)) is not None:
+        engine.zero()
+        raise Refused(400, problem)
+    return value, arrays
+
+
+def _reported(losses: Mapping[str, float], routers: Mapping[str, float]) -> dict[str, float]:
+    """Metrics by the names of the wire, which say how those of several requests are joined."""
+    means = {f"{name}:mean": value for name, value in {**losses, **routers}.items()}
+    return {name: value for name, value in means.items() if math.isfinite(value)}
+
+
+def _not_finite(total: float, values: np.ndarray, data: Data) -> str | None:
+    if math.isfinite(total) and np.isfinite(values).all():
+        return None
+    wrong = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+    if not wrong.any():
+        return f"the loss is {total}; the gradients since the last step are dropped"
+    at = int(wrong.argmax())
+    datum = int(np.searchsorted(data.starts, at, "right")) - 1
+    return (
+        f"datum {datum}, token {at - data.starts[datum]}: its log-probability is {-values[at]}; "
+        "the gradients since the last step are dropped"
+    )
+
+
+# ---- log-probabilities of prompts
+
+
+class Asked(NamedTuple):
+    """What a sampling request asks for.
+
+    topk: the most probable tokens at each token of the prompt, so many.   draws: numbers from 0 to
+    1, one for each token that is to follow the prompt.   temperature: 0 takes the most probable
+    token.   top_k: draws among so many; -1 for all.   top_p: and among those that together have
+    this probability.
+    """
+
+    topk: int
+    draws: list[float]
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+LAST = {"last": Column("token", "int64")}
+
+
+def prompt(engine: Engine, tokens: np.ndarray, asked: Asked, how: Packing) -> Arrays:
+    """What follows a prompt under the engine's weights; {} but on the main rank.
+
+    Returns prompt_logprobs [tokens], NaN at the first, which follows nothing; with topk also
+    topk_ids and topk_logprobs [tokens, topk], -1 and NaN there; and sampled and sampled_logprobs
+    [draws], whose log-probabilities are those at temperature 1.
+    """
+    last = np.zeros(len(tokens), np.int64)
+    last[-1] = 1
+    labels = np.append(tokens[1:], IGNORE)
+    given = spread(engine, [(tokens, labels, {"last": last})], LAST, how)
+    with engine.evaluating():
+        outcomes = engine.parts.forward(given.own, functools.partial(_following, asked=asked))
+    names = ["prompt_logprobs", "sampled", "sampled_logprobs"]
+    names += ["topk_ids", "topk_logprobs"] if asked.topk else []
+    arrays: Arrays = {}
+    for i, name in enumerate(names):
+        each = in_order(engine, given, [o.more[i] if o.more else None for o in outcomes])
+        if each is None:
+            continue
+        array = each[0]
+        if name.startswith("sampled"):
+            arrays[name] = array[-1]
+        else:
+            fill = -1 if array.dtype.kind == "i" else np.nan
+            first = np.full((1, *array.shape[1:]), fill, array.dtype)
+            arrays[name] = np.concatenate((first, array[:-1]))
+    return arrays
+
+
+def _following(per_token: TokenLosses, batch: Batch, *, asked: Asked) -> tuple[torch.Tensor, ...]:
+    """As a loss: log-probabilities of labels [1, T], drawn tokens and theirs [1, T, draws], which
+    are 0 but at the last token, and with topk these [1, T, topk].
+    """
+    values, last = per_token.values(), batch["last"] == 1
+    logits = per_token.logits_of(last).double()
+    ids = values.new_zeros(*values.shape, len(asked.draws), dtype=torch.int64)
+    logprobs = values.new_zeros(ids.shape)
+    for row in logits:  # at most one: a batch has one prompt, and a rank a part of it
+        own = torch.tensor([drawn(row, asked, draw) for draw in asked.draws], device=ids.device)
+        ids[last] = own.long()
+        logprobs[last] = row.log_softmax(-1)[own.long()].float()
+    more = per_token.most_probable(asked.topk) if asked.topk else ()
+    return values.sum(), last.sum(), -values, ids, logprobs, *more
+
+
+def drawn(logits: torch.Tensor, asked: Asked, draw: float) -> int:
+    """The token at a place of the cumulated distribution, the most probable token first."""
+    ordered, ids = logits.sort(descending=True, stable=True)
+    if not asked.temperature:
+        return int(ids[0])
+    p = (ordered / asked.temperature).softmax(-1)
+    if asked.top_k > 0:
+        p[asked.top_k :] = 0
+    before = p.cumsum(-1) - p
+    p[before >= asked.top_p * p.sum()] = 0
+    reached = p.cumsum(-1) > draw * p.sum()
+    return int(ids[int(reached.int().argmax())])

@@ -1,0 +1,14 @@
+"""What a request is refused with."""
+
+from __future__ import annotations
+
+
+class Refused(Exception):
+    """A request that cannot be carried out.
+
+    status: of HTTP.   used: whether it has used up its number in the sequence of its model.
+    """
+
+    def __init__(self, status: int, sentence: str, *, used: bool = True):
+        super().__init__(sentence)
+        self.status, self.used = status, used
