@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
+from helpers import until
 from serving import (
     KEY,
     LONGEST,
@@ -415,6 +416,197 @@ def test_a_refused_request_has_used_up_its_number(file):
             assert status == 400 and "accepted are cross_entropy" in answer["detail"]
         assert served.passes(model, 1, documents())[0] == 422
         assert "metrics" in served.result(served.passes(model, 2, documents()))
+
+
+def test_requests_behind_a_number_that_does_not_come_end(model_folder, tmp_path):
+    """With the gradients so far; what comes later runs, also after a kill."""
+    file = write_server(tmp_path, model_folder, gap_timeout=1e-3)
+    with Served(file) as served:
+        model = served.model()
+        served.result(served.passes(model, 1, documents()))
+        waits = served.step(model, 3)
+        served.answer()
+        until(lambda: served.log.gaps(1e-3))
+        served.workers.skip_gaps()
+        answer = served.result(waits)
+        assert answer["category"] == "user" and "seq_id 2 has not come" in answer["error"]
+        assert "there is no gradient" in served.result(served.step(model, 4))["error"]
+        wanted = trained(served, model, 1, first=5)
+    with Served(file) as served:
+        assert trained(served, model, 1, first=8) != wanted
+        assert served.log.model(model).state == "live"
+
+
+def test_what_waits_when_a_model_is_unloaded_ends(file):
+    with Served(file) as served:
+        model = served.model()
+        waits = served.step(model, 2)
+        served.result(served.post("unload_model", {"model_id": model}))
+        answer = served.result(waits)
+        assert answer == {"error": "the model was unloaded", "category": "user"}
+
+
+# ---- the JSON dialect
+
+
+def listed(each, **more):
+    """Documents as JSON has them."""
+    return [
+        {
+            "model_input": {"input_ids": tokens.tolist()},
+            "loss_fn_inputs": {name: array.tolist() for name, array in inputs.items()} | more,
+        }
+        for tokens, inputs in each
+    ]
+
+
+def test_the_json_dialect_trains_saves_and_goes_on(file):
+    """Its steps divide by the tokens that are trained on, its models have names, and no adapter on
+    the head.
+    """
+
+    def passes(seq, data, loss="causallm_loss", **options):
+        own = {"data": data, "loss_fn": loss, "loss_fn_params": options}
+        body = {"model_id": "mine", "seq_id": seq, "forward_backward_input": own}
+        return served.result(served.post("forward_backward", body))
+
+    with Served(file) as served:
+        created = {"model_id": "mine", "base_model": served.base}
+        created |= {"lora_config": {"rank": 4, "alpha": 8, "seed": 3}}
+        created |= {"optimizer_config": {"type": "adamw", "learning_rate": 0.0}}
+        first = served.post("create_model", created)
+        assert served.post("create_model", created) == first
+        assert served.result(first) == {"model_id": "mine", "type": "create_model"}
+        other = served.model(train_unembed=False)
+        data = documents()
+        want = passed(served.result(served.passes(other, 1, data), accept=PROTOBUF))
+        norm = served.result(served.step(other, 2, learning_rate=0.0))["metrics"]["grad_norm"]
+        answer = passes(1, listed(data), num_chunks=4)
+        assert answer["metrics"]["loss:sum"] == pytest.approx(want[0]["loss:sum"], rel=1e-6)
+        losses = [output["loss"] for output in answer["loss_fn_outputs"]]
+        assert sum(losses) == pytest.approx(want[0]["loss:sum"], rel=1e-5) and answer["info"] == {}
+        step = {"model_id": "mine", "seq_id": 2, "gradient_clip": 0.0}
+        answer = served.result(served.post("optim_step", step))
+        weights = sum(float(inputs["weights"].sum()) for _, inputs in data)
+        # The scale of adapters is 2 here and 4 there, which the gradient of B has.
+        assert answer["metrics"]["grad_norm"] == pytest.approx(norm / weights / 2, rel=1e-3)
+        # Labels are the tokens themselves; -100 is not learned from.
+        tokens = data[3][0]
+        labels = np.where(np.arange(len(tokens)) < 9, -100, tokens)
+        shifted = [{"model_input": {"input_ids": tokens.tolist()}, "loss_fn_inputs": {}}]
+        shifted[0]["loss_fn_inputs"]["labels"] = {
+            "data": labels.tolist(), "dtype": "int64", "shape": [len(tokens)],
+        }  # fmt: skip
+        answer = passes(3, shifted)
+        [output] = answer["loss_fn_outputs"]
+        assert output["logprobs"]["shape"] == [len(tokens) - 1]
+        assert not any(output["elementwise_loss"]["data"][:8])
+        assert output["loss"] == pytest.approx(-sum(output["logprobs"]["data"][8:]), rel=1e-5)
+        mixed = served.passes("mine", 4, data)
+        assert "of the other protocol" in served.result(mixed)["error"]
+        aborted = served.post("abort_gradient_epoch", {"model_id": "mine", "seq_id": 5})
+        assert aborted[1]["success"] and aborted[1]["step"] == 1
+        step |= {"seq_id": 6}
+        assert "there is no gradient" in served.result(served.post("optim_step", step))["error"]
+        save = {"model_id": "mine", "seq_id": 7, "path": "one"}
+        assert served.result(served.post("save_weights", save))["path"] == "xorl://mine/weights/one"
+        [saved] = served.post("list_checkpoints", {"model_id": "mine"})[1]["checkpoints"]
+        assert saved["checkpoint_id"] == "weights/one" and saved["checkpoint_type"] == "training"
+        info = served.post("weights_info", {"xorl_path": saved["path"]})[1]
+        assert info["lora_config"] == {"rank": 4, "alpha": 8.0}
+        load = {"model_id": "mine", "seq_id": 8, "path": saved["path"], "optimizer": True}
+        assert served.result(served.post("load_weights", load))["path"] == saved["path"]
+        removed = {"model_id": "mine", "checkpoint_id": "weights/one"}
+        assert served.post("delete_checkpoint", removed)[1]["deleted_path"] == saved["path"]
+        assert served.post("delete_checkpoint", removed)[0] == 404
+        assert not (served.root / "models/mine/weights/one").exists()
+        runs = served.get("training_runs?limit=1")[1]
+        assert runs["cursor"] == {"offset": 0, "limit": 1, "total_count": 2}
+        assert served.get("session_info")[1]["active_sessions"] == ["mine", other]
+        # A model of the same name begins anew.
+        served.result(served.post("create_model", created))
+        assert passes(1, listed(data))["metrics"]["loss:sum"] == pytest.approx(
+            want[0]["loss:sum"], rel=1e-6
+        )
+        killed = {"model_id": "mine", "save_checkpoint": True}
+        answer = served.post("kill_session", killed)[1]
+        assert answer["success"] and answer["checkpoint_path"].startswith("xorl://mine/weights/")
+        assert served.post("optim_step", step)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [
+        ("policy_loss", {"eps_clip": 0.1, "eps_clip_high": 0.3, "compute_kl_stats": True}),
+        ("policy_loss", {"eps_clip_c": 3.0, "use_tis": True, "tis_clip_high": 1.5}),
+        ("drgrpo", {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.1, "kl_type": "k2"}),
+        ("opd_loss", {}),
+    ],
+)
+def test_the_json_dialects_losses_are_their_formulas(loss, options, file):
+    draw = np.random.default_rng(5)
+
+    def near(n):
+        return (-draw.random(n) - 4.1).astype(np.float32)
+
+    data = []
+    for tokens, inputs in documents():
+        n, own = len(tokens), {"target_tokens": inputs["target_tokens"]}
+        if loss != "opd_loss":
+            own |= {"logprobs": near(n), "advantages": draw.normal(size=n).astype(np.float32)}
+        own |= {"rollout_logprobs": near(n)} if "use_tis" in options else {}
+        own |= {"ref_logprobs": near(n)} if loss == "drgrpo" else {}
+        own |= {"teacher_logprobs": near(n)} if loss == "opd_loss" else {}
+        data.append((tokens, own))
+    with Served(file) as served:
+        model = served.model()
+        own = {"data": listed(data), "loss_fn": loss, "loss_fn_params": options}
+        body = {"model_id": model, "seq_id": 1, "forward_backward_input": own}
+        answer = served.result(served.post("forward_backward", body))
+    total = 0.0
+    for output, (_, own) in zip(answer["loss_fn_outputs"], data, strict=True):
+        lp = np.array(output["logprobs"]["data"])
+        if loss == "opd_loss":
+            each = lp - own["teacher_logprobs"]
+            np.testing.assert_allclose(output["elementwise_loss"]["data"], each, rtol=1e-4)
+            total += each.sum()
+            continue
+        a, old = own["advantages"], own["logprobs"]
+        r = np.exp(lp - old)
+        low, high = options.get("eps_clip", 0.2), options.get("eps_clip_high", 0.2)
+        low, high = options.get("clip_low", low), options.get("clip_high", high)
+        each = -np.minimum(r * a, np.clip(r, 1 - low, 1 + high) * a)
+        if "eps_clip_c" in options:
+            each = np.where(a < 0, np.minimum(each, -3.0 * a), each)
+            each = each * np.clip(np.exp(old - own["rollout_logprobs"]), 0.1, 1.5)
+        if loss == "drgrpo":
+            each = each + 0.1 * (lp - own["ref_logprobs"]) ** 2 / 2
+        np.testing.assert_allclose(output["elementwise_loss"]["data"], each, rtol=1e-4, atol=1e-5)
+        total += each.sum()
+    assert answer["metrics"]["loss:sum"] == pytest.approx(total, rel=1e-4)
+
+
+def test_a_weight_of_zero_leaves_a_token_out_of_a_policys_loss(file):
+    data = []
+    for tokens, inputs in documents():
+        own = {"target_tokens": inputs["target_tokens"]}
+        own |= {"logprobs": np.full(len(tokens), -4.5, np.float32)}
+        own |= {"advantages": np.ones(len(tokens), np.float32)}
+        own |= {"weights": (np.arange(len(tokens)) % 2).astype(np.float32)}
+        data.append((tokens, own))
+    with Served(file) as served:
+        model = served.model()
+        metrics, fields = passed(
+            served.result(served.passes(model, 1, data, "ppo"), accept=PROTOBUF)
+        )
+        total = 0.0
+        for each, (_, own) in zip(fields["elementwise_loss"], data, strict=True):
+            assert not each[own["weights"] == 0].any() and each[own["weights"] == 1].all()
+            total += each.sum()
+        assert metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+        wrong = [(t, {**own, "weights": own["weights"] * 0.5}) for t, own in data]
+        status, answer = served.passes(model, 2, wrong, "ppo")
+        assert status == 400 and "takes 0, for a token that is left out, and 1" in answer["detail"]
 
 
 # ---- kills

@@ -16,6 +16,7 @@ import json
 import logging
 import pathlib
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from tilewright.server.follow import follow
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Conflict, Log, Model
 from tilewright.server.losses import checked as checked_loss
-from tilewright.server.names import PARTS, checked, parsed
+from tilewright.server.names import PARTS, canonical, checked, folder_of
 from tilewright.server.refused import Refused
 from tilewright.trainer.checkpoint import hf
 
@@ -48,6 +49,7 @@ NOT_OFFERED = {
     "create_custom_loss": "losses of clients are code, which does not run on this server",
     "copy_weights": "checkpoints are not copied between accounts",
     "save_weights_external": "weights are saved as PEFT has them, by save_weights_for_sampler",
+    "save_full_weights_safetensors": "adapters are saved, by save_weights_for_sampler",
 }
 Handler = Callable[[Request, bytes], Any]
 
@@ -163,13 +165,18 @@ class Api:
     # ---- routes of requests with a future
 
     def passes(self, request: Request, data: bytes) -> dict[str, Any]:
-        if request.headers.get("content-type", "").partition(";")[0] != PROTOBUF:
-            raise Refused(415, f"Content-Type must be {PROTOBUF}")
-        given = binary.PassRequest(data)
+        kind = request.headers.get("content-type", "").partition(";")[0]
+        if kind == PROTOBUF:
+            given = binary.PassRequest(data)
+        elif kind == "application/json":
+            backward = request.url.path.endswith("forward_backward")
+            given = bodies.PassRequest(bodies.read_json(data), backward=backward)
+        else:
+            raise Refused(415, f"Content-Type must be {PROTOBUF} or application/json")
         model, seq = checked("model_id", given.model), given.seq
-        if seq < 1:
+        if seq is not None and seq < 1:
             raise Refused(422, f"seq_id is {seq}; accepted are numbers from 1", used=False)
-        kind = "forward_backward" if given.backward else "forward"
+        name = "forward_backward" if given.backward else "forward"
         try:
             each = given.data()
             if not each:
@@ -178,16 +185,51 @@ class Api:
             check(documents, self.vocabulary, self.longest)
             documents = checked_loss(given.loss, given.options, documents, self.vocabulary)
         except Refused as refused:
-            self._used(refused, model, seq, kind, data)
+            if seq is not None:
+                self._used(refused, model, seq, name, data)
             raise
-        value = {"loss": given.loss, "options": given.options}
-        return self.accept(Call(model, seq, kind, value, documents.arrays()))
+        own = {"divided": kind != PROTOBUF} if given.backward else {}
+        value = {"loss": given.loss, "options": given.options, **own}
+        return self.accept(Call(model, seq, name, value, documents.arrays()))
 
     def create_model(self, request: Request, data: bytes) -> dict[str, Any]:
         return self.accept(bodies.create_model(bodies.read_json(data), self.base))
 
     def optim_step(self, request: Request, data: bytes) -> dict[str, Any]:
-        return self._step("optim_step", data, bodies.optim_step)
+        def make(given: Any) -> Call:
+            name = given.get("model_id") if isinstance(given, dict) else None
+            known = self.requests.model(name) if isinstance(name, str) else None
+            return bodies.optim_step(given, known.about if known is not None else {})
+
+        return self._step("optim_step", data, make)
+
+    async def abort(self, request: Request, data: bytes) -> Response:
+        return await self.at_once(request, self._step("abort_gradient_epoch", data, bodies.abort))
+
+    async def kill_session(self, request: Request, data: bytes) -> Response:
+        """Ends a model, after it was saved if that is asked for."""
+        body = bodies.read(bodies.KillSession, bodies.read_json(data))
+        model, path = self.model(body.model_id), None
+        if body.save_checkpoint:
+            name = f"final_{model.ran:06d}"
+            value = {"name": name, "overwrite": True, "user_metadata": None}
+            call = Call(model.name, None, "save_weights", value)
+            saved = await self.at_once(request, self.accept(call))
+            path = json.loads(bytes(saved.body)).get("path")
+            if path is None:
+                return saved
+        call = Call(model.name, None, "unload_model", None)
+        await self.at_once(request, self.accept(call))
+        told = f"{model.name} is unloaded"
+        return JSONResponse({"success": True, "message": told, "checkpoint_path": path})
+
+    async def at_once(self, request: Request, future: dict[str, Any]) -> Response:
+        """The result of a request, for routes without futures."""
+        body = json.dumps({"request_id": future["request_id"]}).encode()
+        answer = await self.retrieve(request, body)
+        if json.loads(bytes(answer.body)).get("type") == "try_again":
+            raise Refused(503, f"request {future['request_id']} is not done yet", used=False)
+        return answer
 
     def save_weights(self, request: Request, data: bytes) -> dict[str, Any]:
         return self._step("save_weights", data, bodies.save_weights)
@@ -198,7 +240,7 @@ class Api:
     def load_weights(self, request: Request, data: bytes) -> dict[str, Any]:
         given = bodies.read_json(data)
         path = given.get("path") if isinstance(given, dict) else None
-        known = self.path(path) if isinstance(path, str) else None
+        known = self.path(canonical(path)) if isinstance(path, str) else None
         return self._step(
             "load_weights", data, lambda body: bodies.load_weights(body, self.base, known)
         )
@@ -267,13 +309,21 @@ class Api:
         if result.error is not None:
             self.requests.sent(name)
             return JSONResponse({"error": result.error, "category": result.category})
-        kind = (self.requests.kind_of(name) or ("", ""))[0]
+        kind, model = self.requests.kind_of(name) or ("", "")
         assert result.body is not None  # else it would have expired
-        answer = _answer(kind, result.body, PROTOBUF in request.headers.get("accept", ""))
+        if self._named(model):
+            answer = JSONResponse(_named_answer(kind, *unpacked(result.body)))
+        else:
+            answer = _answer(kind, result.body, PROTOBUF in request.headers.get("accept", ""))
         self.requests.sent(name)
         return answer
 
     # ---- what is answered at once
+
+    def _named(self, model: str) -> bool:
+        """Whether a model was created in the JSON dialect, which its answers are in."""
+        known = self.requests.model(model)
+        return known is not None and bool(known.about.get("named"))
 
     def create_session(self, request: Request, data: bytes) -> dict[str, Any]:
         bodies.read(bodies.Body, bodies.read_json(data))
@@ -304,10 +354,9 @@ class Api:
         body = bodies.read(bodies.CreateSampler, given)
         weights = None
         if body.model_path is not None:
-            parsed(body.model_path)
-            if self.path(body.model_path) is None:
+            weights = canonical(body.model_path)
+            if self.path(weights) is None:
                 raise Refused(404, f"there is no checkpoint {body.model_path}")
-            weights = body.model_path
         elif body.base_model not in self.base.names:
             known = " or ".join(self.base.names)
             raise Refused(400, f"base_model is {body.base_model!r}; this server has {known}")
@@ -337,49 +386,138 @@ class Api:
 
     def weights_info(self, request: Request, data: bytes) -> dict[str, Any]:
         given = bodies.read_json(data)
-        path = given.get("tinker_path") if isinstance(given, dict) else None
-        if not isinstance(path, str) or (known := self.path(path)) is None:
+        path = None
+        if isinstance(given, dict):
+            path = given.get("tinker_path") or given.get("xorl_path")
+        if not isinstance(path, str) or (known := self.path(canonical(path))) is None:
             raise Refused(404, f"there is no checkpoint {path!r:.80}")
         parts = {f"train_{part}": part in known["parts"] for part in PARTS}
+        rank = known["rank"]
+        lora = {"rank": rank, "alpha": known["scale"] * rank}
         return {
             "base_model": self.base.names[0],
             "is_lora": True,
-            "lora_rank": known["rank"],
-            **parts,
+            "lora_rank": rank,
+            **(parts if "tinker_path" in given else {"lora_config": lora}),
         }
 
     def training_run(self, request: Request, data: bytes) -> dict[str, Any]:
-        model = self.model(request.path_params["name"])
+        return self._run(self.model(request.path_params["name"]))
+
+    def training_runs(self, request: Request, data: bytes) -> dict[str, Any]:
+        runs = [m for m in self.requests.models() if m.owner == self.owner and m.state != "ended"]
+        limit, offset = (_number(request, name, n) for name, n in (("limit", 20), ("offset", 0)))
+        cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
+        shown = [self._run(model) for model in runs[offset : offset + limit]]
+        return {"training_runs": shown, "cursor": cursor}
+
+    def _run(self, model: Model) -> dict[str, Any]:
         return {
             "training_run_id": model.name,
             "base_model": model.about["base_model"],
             "model_owner": model.owner,
             "is_lora": True,
-            "corrupted": False,
+            "corrupted": model.state == "failed",
             "lora_rank": model.about["rank"],
             "last_request_time": _iso(model.created),
             "user_metadata": model.about["user_metadata"],
         }
 
     def checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
-        model = self.model(request.path_params["name"])
+        return {"checkpoints": self._saved(request.path_params["name"])}
+
+    def list_checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
+        """In the JSON dialect."""
+        name = bodies.read(bodies.Named, bodies.read_json(data)).model_id
+        kept = ("checkpoint_id", "checkpoint_type", "time", "size_bytes")
         saved = [
+            {**{n: one[n] for n in kept}, "path": _as_named(one["tinker_path"])}
+            for one in self._saved(name)
+        ]
+        return {"checkpoints": saved}
+
+    def _saved(self, name: str) -> list[dict[str, Any]]:
+        name = checked("model_id", name)
+        return [
             {
-                "checkpoint_id": path.partition(f"{model.name}/")[2],
+                "checkpoint_id": path.partition(f"{name}/")[2],
                 "checkpoint_type": about["kind"],
                 "time": _iso(created),
                 "tinker_path": path,
                 "size_bytes": about["size"],
+                "public": False,
                 "user_metadata": about["user_metadata"],
             }
             for path, about, created in self.requests.paths(self.owner)
-            if path.startswith(f"tinker://{model.name}/")
+            if path.startswith(f"tinker://{name}/")
         ]
-        return {"checkpoints": saved}
+
+    def delete_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
+        """In the JSON dialect."""
+        body = bodies.read(bodies.DeleteCheckpoint, bodies.read_json(data))
+        path = f"tinker://{body.model_id}/{body.checkpoint_id}"
+        self._delete(path)
+        return {"success": True, "deleted_path": _as_named(path), "error": None}
+
+    def remove_checkpoint(self, request: Request, data: bytes) -> Response:
+        given = request.path_params
+        self._delete(f"tinker://{given['name']}/{given['kind']}/{given['saved']}")
+        return Response(status_code=204)
+
+    def _delete(self, path: str) -> None:
+        folder = folder_of(self.requests.file.parent, path)
+        if self.path(path) is None:
+            raise Refused(404, f"there is no checkpoint {path}")
+        if user := self.requests.user_of(path):
+            raise Refused(400, f"{path} is held by the sampler {user}")
+        self.requests.drop(path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def session_info(self, request: Request, data: bytes) -> dict[str, Any]:
+        models = [m for m in self.requests.models() if m.owner == self.owner]
+        live = [m.name for m in models if m.state in ("new", "live")]
+        return {
+            "registered_models": [m.name for m in models],
+            "active_sessions": live,
+            "session_activity": {m.name: _iso(m.created) for m in models},
+            "idle_timeout_seconds": None,
+            "loaded_sampling_adapters": [],
+            "loaded_training_adapters": live,
+            "max_training_adapters": None,
+            "current_training_adapter": None,
+        }
 
     def capabilities(self, request: Request, data: bytes) -> dict[str, Any]:
         known = {"max_context_length": self.longest, "trainable": True, "sampleable": False}
         return {"supported_models": [{"model_name": name, **known} for name in self.base.names]}
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    given = request.query_params.get(name, str(default))
+    if not given.isdecimal() or int(given) > 10**6:
+        raise Refused(422, f"{name} is {given!r:.80}; accepted are numbers from 0")
+    return int(given)
+
+
+def _as_named(path: str) -> str:
+    """A path as the JSON dialect has it."""
+    return "xorl" + path.removeprefix("tinker")
+
+
+def _named_answer(kind: str, value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A result in the JSON dialect."""
+    if kind in ("forward", "forward_backward"):
+        outputs = _listed(value, arrays)
+        for output, loss in zip(outputs["loss_fn_outputs"], value["losses"], strict=True):
+            output["loss"] = loss
+        return {**outputs, "info": {}}
+    if kind == "optim_step":
+        return {**value, "info": {}}
+    if kind == "save_weights_for_sampler" and "path" in value:
+        return {"path": _as_named(value["path"]), "model_path": _as_named(value["path"])}
+    if isinstance(value, dict) and "path" in value:
+        return {**value, "path": _as_named(value["path"])}
+    return value
 
 
 def _iso(seconds: float) -> str:
@@ -450,6 +588,10 @@ def _posts(api: Api) -> dict[str, Handler]:
         "sessions/{name}/finish": api.finish_session,
         "create_model": api.create_model,
         "unload_model": api.unload_model,
+        "kill_session": api.kill_session,
+        "abort_gradient_epoch": api.abort,
+        "list_checkpoints": api.list_checkpoints,
+        "delete_checkpoint": api.delete_checkpoint,
         "get_info": api.info,
         "forward_backward": api.passes,
         "forward": api.passes,
@@ -471,6 +613,8 @@ def _gets(api: Api) -> dict[str, Handler]:
     return {
         "get_server_capabilities": api.capabilities,
         "samplers/{name}": api.sampler,
+        "session_info": api.session_info,
+        "training_runs": api.training_runs,
         "training_runs/{name}": api.training_run,
         "training_runs/{name}/checkpoints": api.checkpoints,
     }
@@ -508,7 +652,8 @@ def application(api: Api) -> FastAPI:
 
         app.add_api_route(f"{PREFIX}/{path}", call, methods=[method])
 
-    for method, routes in (("POST", _posts(api)), ("GET", _gets(api))):
+    deleted = {"training_runs/{name}/checkpoints/{kind}/{saved}": api.remove_checkpoint}
+    for method, routes in (("POST", _posts(api)), ("GET", _gets(api)), ("DELETE", deleted)):
         for path, handler in routes.items():
             route(method, path, handler)
 
@@ -536,17 +681,17 @@ def main(argv: list[str] | None = None) -> int:
     file = pathlib.Path(server.api_token_file or root / "api.key")
     assert config.model.model_path is not None and config.model.config_path is not None
     folder = hf.local_folder(config.model.config_path, config.model.revision)
-    shape = json.loads((pathlib.Path(folder) / "config.json").read_text())
-    ends = shape.get("eos_token_id")
+    ends = json.loads((pathlib.Path(folder) / "config.json").read_text()).get("eos_token_id")
+    shape = hf.shape_of(config.model)
     names = dict.fromkeys((server.model_name or config.model.model_path, config.model.model_path))
     api = Api(
         Log(root, server.log_max_gb),
         file.read_text().strip(),
         Base((*names,), config.lora.lora_rank, config.lora.lora_alpha, config.train.seed),
-        vocabulary=shape["vocab_size"],
+        vocabulary=shape.vocab_size,
         longest=config.data.sample_packing_sequence_len,
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
-        arch=shape.get("model_type", ""),
+        arch=shape.model_type,
         tokenizer=config.model.tokenizer_path or config.model.model_path,
         most_bytes=server.max_body_mb * 1e6,
         most_waiting=server.max_pending,

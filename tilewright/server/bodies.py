@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tilewright.server.datums import Datum, from_json
 from tilewright.server.frames import Arrays
-from tilewright.server.names import PARTS, checked, parsed
+from tilewright.server.names import PARTS, canonical, checked, parsed
 from tilewright.server.refused import Refused
+from tilewright.trainer.columns import IGNORE
 
 
 class Body(BaseModel):
@@ -105,23 +107,90 @@ def model_of(session: str, number: int) -> str:
     return checked("session_id", f"{session}:train:{number}")
 
 
+class NamedLora(Body):
+    rank: int = Field(ge=1)
+    dropout: float = 0.0
+    alpha: float | None = Field(None, gt=0)
+    target_modules: list[str] | None = None
+    seed: int | None = None
+
+
+class Settings(OptimizerConfig):
+    """Of steps that do not say them."""
+
+    learning_rate: float | None = Field(None, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-12, ge=0)
+    optimizer_dtype: str | None = None
+
+
+class NamedModel(Body):
+    """How the JSON dialect creates one."""
+
+    model_id: str = "default"
+    base_model: str
+    lora_config: NamedLora | None = None
+    optimizer_config: Settings | None = None
+
+
 def create_model(given: Any, base: Base) -> Call:
+    if isinstance(given, dict) and "session_id" not in given:
+        return _create_named(given, base)
     body = read(CreateModel, given)
-    if body.base_model not in base.names:
-        known = " or ".join(base.names)
-        raise Refused(400, f"base_model is {body.base_model!r}; this server has {known}")
+    _check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
     lora = body.lora_config or LoraConfig(rank=base.rank)
-    if lora.rank > base.rank:
-        raise Refused(400, f"lora_config.rank is {lora.rank}; accepted are 1 to {base.rank}")
     parts = [part for part in PARTS if getattr(lora, f"train_{part}")]
     if not parts:
         raise Refused(400, "lora_config: one of train_attn, train_mlp, train_unembed must be true")
-    model = model_of(body.session_id, body.model_seq_id)
-    seed = (base.seed if lora.seed is None else lora.seed) % (1 << 31)
-    about = {"rank": lora.rank, "scale": base.alpha / lora.rank, "seed": seed, "parts": parts}
+    about = _about(lora.rank, base.alpha, lora.seed, parts, base)
     known = {"base_model": body.base_model, "user_metadata": body.user_metadata}
+    model = model_of(body.session_id, body.model_seq_id)
     return Call(model, 0, "create_model", about, creates={**about, **known})
+
+
+def _create_named(given: dict[str, Any], base: Base) -> Call:
+    body = read(NamedModel, given)
+    _check_base(body.base_model, base)
+    _check_optimizer(body.optimizer_config)
+    lora = body.lora_config or NamedLora(rank=base.rank)
+    if lora.dropout:
+        raise Refused(400, f"lora_config.dropout is {lora.dropout}; accepted is 0")
+    if lora.target_modules is not None:
+        raise Refused(501, "lora_config.target_modules: adapters are on all projections here")
+    settings = body.optimizer_config or Settings()
+    if settings.optimizer_dtype not in (None, "fp32", "float32"):
+        raise Refused(
+            400, f"optimizer_config.optimizer_dtype is {settings.optimizer_dtype!r}; accepted is "
+            "'fp32'"
+        )  # fmt: skip
+    # None on the head: this protocol's clients load adapters of layers alone.
+    about = _about(lora.rank, lora.alpha or base.alpha, lora.seed, ["attn", "mlp"], base)
+    known = {"base_model": body.base_model, "user_metadata": None, "named": True}
+    model = checked("model_id", body.model_id)
+    return Call(
+        model,
+        0,
+        "create_model",
+        about,
+        creates={**about, **known, "settings": settings.model_dump()},
+    )
+
+
+def _about(
+    rank: int, alpha: float, seed: int | None, parts: list[str], base: Base
+) -> dict[str, Any]:
+    if rank > base.rank:
+        raise Refused(400, f"lora_config.rank is {rank}; accepted are 1 to {base.rank}")
+    seed = (base.seed if seed is None else seed) % (1 << 31)
+    return {"rank": rank, "scale": alpha / rank, "seed": seed, "parts": parts}
+
+
+def _check_base(name: str, base: Base) -> None:
+    if name not in base.names:
+        known = " or ".join(base.names)
+        raise Refused(400, f"base_model is {name!r}; this server has {known}")
 
 
 def _check_optimizer(config: OptimizerConfig | None) -> None:
@@ -152,7 +221,7 @@ def load_weights(given: Any, base: Base, known: Mapping[str, Any] | None) -> Cal
     _check_optimizer(body.optimizer_config)
     if body.base_model not in (None, *base.names):
         raise Refused(400, f"base_model is {body.base_model!r}; this server has {base.names[0]}")
-    value = {"path": body.path, "optimizer": body.optimizer}
+    value = {"path": canonical(body.path), "optimizer": body.optimizer}
     if body.model_id is not None:
         return Call(checked("model_id", body.model_id), body.seq_id, "load_weights", value)
     if body.session_id is None or body.model_seq_id is None:
@@ -173,6 +242,22 @@ def unload_model(given: Any) -> Call:
     return Call(checked("model_id", body.model_id), None, "unload_model", None)
 
 
+def abort(given: Any) -> Call:
+    body = read(Named, given)
+    return Call(checked("model_id", body.model_id), body.seq_id, "abort_gradient_epoch", None)
+
+
+class KillSession(Body):
+    model_id: str
+    save_checkpoint: bool = False
+    reset_weights: bool = False
+
+
+class DeleteCheckpoint(Body):
+    model_id: str
+    checkpoint_id: str
+
+
 # ---- steps
 
 
@@ -188,14 +273,25 @@ class AdamParams(Body):
 class OptimStep(Named):
     adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfig | None = None
+    learning_rate: float | None = Field(None, ge=0)
+    gradient_clip: float = 0.0
 
 
-def optim_step(given: Any) -> Call:
+def optim_step(given: Any, known: Mapping[str, Any]) -> Call:
+    """known: what its model was created with."""
     body = read(OptimStep, given)
     _check_optimizer(body.optimizer_params)
-    if body.adam_params is None:
+    own, settings = body.adam_params, known.get("settings")
+    if own is None and settings is not None:
+        rate = settings["learning_rate"] if body.learning_rate is None else body.learning_rate
+        beta1, beta2 = settings["betas"]
+        given = {n: settings[n] for n in ("eps", "weight_decay")} | {"learning_rate": rate}
+        own = read(
+            AdamParams,
+            {**given, "beta1": beta1, "beta2": beta2, "grad_clip_norm": body.gradient_clip},
+        )
+    if own is None:
         raise Refused(422, "adam_params: it is missing")
-    own = body.adam_params
     settings = {
         "lr": own.learning_rate,
         "adam_beta1": own.beta1,
@@ -205,6 +301,107 @@ def optim_step(given: Any) -> Call:
     }
     value = {"settings": settings, "max_norm": max(own.grad_clip_norm, 0.0)}
     return Call(checked("model_id", body.model_id), body.seq_id, "optim_step", value)
+
+
+# ---- passes
+
+
+class Chunk(Body):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class ModelInput(Body):
+    input_ids: list[int] | None = None
+    chunks: list[Chunk] | None = None
+
+
+class DatumBody(Body):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, Any] = {}
+    routed_experts: Any = None
+
+
+class PassInput(Body):
+    data: list[DatumBody]
+    loss_fn: str
+    loss_fn_params: dict[str, Any] | None = None
+    loss_fn_config: dict[str, Any] | None = None
+    routed_experts: Any = None
+    routed_expert_logits: Any = None
+
+
+class PassBody(Named):
+    forward_backward_input: PassInput | None = None
+    forward_input: PassInput | None = None
+
+
+class PassRequest:
+    """A request of a pass of the JSON dialect, with what `binary.PassRequest` has."""
+
+    def __init__(self, given: Any, *, backward: bool):
+        body = read(PassBody, given)
+        own = body.forward_backward_input if backward else body.forward_input
+        if own is None:
+            raise Refused(422, f"forward{'_backward' * backward}_input: it is missing")
+        self.model, self.seq, self.backward = body.model_id, body.seq_id, backward
+        self._input, self.loss = own, own.loss_fn
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The loss's."""
+        return self._input.loss_fn_params or self._input.loss_fn_config or {}
+
+    def data(self) -> list[Datum]:
+        own = self._input
+        if any(
+            (own.routed_experts, own.routed_expert_logits, *(d.routed_experts for d in own.data))
+        ):
+            raise Refused(501, "routed_experts: recorded routes are not replayed here")
+        return [self._datum(i, datum) for i, datum in enumerate(own.data)]
+
+    @staticmethod
+    def _datum(i: int, datum: DatumBody) -> Datum:
+        given = datum.model_input
+        if given.chunks is not None:
+            if odd := [chunk.type for chunk in given.chunks if chunk.type != "encoded_text"]:
+                raise Refused(
+                    400, f"datum {i}: model_input has a chunk of {odd[0]}; accepted is encoded_text"
+                )
+            ids = [token for chunk in given.chunks for token in chunk.tokens]
+        else:
+            ids = given.input_ids or []
+        if wrong := [token for token in ids if abs(token) >= 2**31]:
+            raise Refused(400, f"datum {i}: model_input has the token {wrong[0]}")
+        inputs = {
+            name: from_json(value, f"datum {i}: {name}")
+            for name, value in datum.loss_fn_inputs.items()
+        }
+        return shifted(i, np.array(ids, np.int64), inputs)
+
+
+def shifted(i: int, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
+    """A datum whose targets are aligned: `labels` are the tokens themselves, which a datum without
+    `target_tokens` has, and -100 is not learned from.
+    """
+    if "labels" in inputs:
+        labels = inputs.pop("labels")
+        if len(labels) != len(tokens) or "target_tokens" in inputs:
+            raise Refused(
+                422,
+                f"datum {i}: labels has {len(labels)} values, and model_input {len(tokens)} tokens; "
+                "accepted are as many, without target_tokens",
+            )
+        tokens, targets = tokens[:-1], labels[1:]
+        inputs = {name: array[1:] for name, array in inputs.items()}
+    else:
+        targets = inputs.get("target_tokens", np.empty(0, np.int64))
+    ignored = targets == IGNORE
+    if ignored.any() and targets.ndim == 1:
+        weights = inputs.get("weights", np.ones(len(targets), np.float32))
+        inputs = {**inputs, "weights": np.where(ignored, 0, weights).astype(np.float32)}
+        targets = np.where(ignored, 0, targets)
+    return Datum(tokens, {**inputs, "target_tokens": targets})
 
 
 # ---- files
@@ -218,6 +415,7 @@ class SaveWeights(Named):
 
 
 class SaveForSampler(SaveWeights):
+    name: str | None = None  # as the JSON dialect has the path
     sampling_session_seq_id: int | None = Field(None, ge=0)
     kind: str = "snapshot"
 
@@ -238,7 +436,7 @@ def save_for_sampler(given: Any) -> Call:
         session = model.partition(":train:")[0]
         sampler = sampler_of(session, body.sampling_session_seq_id)
     value = {
-        "name": None if sampler else _name(body),
+        "name": None if sampler else _name(body, body.name),
         "sampler": sampler,
         "user_metadata": body.user_metadata,
     }
@@ -247,11 +445,11 @@ def save_for_sampler(given: Any) -> Call:
     return Call(model, body.seq_id, "save_weights_for_sampler", value, same=same)
 
 
-def _name(body: SaveWeights) -> str:
-    if body.path is None:
+def _name(body: SaveWeights, name: str | None = None) -> str:
+    if (name := name or body.path) is None:
         # By the request's place in its sequence, so that it is the same when it comes again.
         return f"{body.seq_id or 0:06d}"
-    return checked("path", body.path)
+    return checked("path", name)
 
 
 def sampler_of(session: str, number: int) -> str:
@@ -268,11 +466,6 @@ class SamplingParams(Body):
     temperature: float = Field(1.0, ge=0)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
-
-
-class Chunk(Body):
-    type: str = "encoded_text"
-    tokens: list[int] = []
 
 
 class Prompt(Body):

@@ -41,6 +41,9 @@ class Own(Section):
     )
     max_body_mb: float = Field(256, gt=0, description="The largest request.")
     max_pending: int = Field(100, ge=1, description="Requests that may wait; then 429.")
+    gap_timeout: float = Field(
+        120, gt=0, description="Seconds that requests wait for a number before theirs."
+    )
     checkpoint_every: int = Field(
         20, ge=1, description="Optimizer steps of a model between its checkpoints."
     )

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import pathlib
 import secrets
@@ -71,13 +72,17 @@ def key_of(server: Own, root: pathlib.Path) -> pathlib.Path:
 
 
 class Supervised:
-    """A process that is started again when it ends, so many times."""
+    """A process that is started again when it ends, so many times.
+
+    since: when it was started, by the monotonic clock.
+    """
 
     def __init__(self, name: str, command: list[str], retries: int, **options: Any):
         self.name, self.command, self.left, self.options = name, command, retries, options
         self.process = self._started()
 
     def _started(self) -> subprocess.Popen[Any]:
+        self.since = time.monotonic()
         return subprocess.Popen(self.command, env=platform.for_server(), **self.options)
 
     def looked_at(self) -> int | None:
@@ -118,7 +123,8 @@ def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -
     Returns 0, or 1 where a process has ended too often.
     """
     root = pathlib.Path(config.train.output_dir)
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.umask(0o077)  # what clients send, and weights, are for the server's user alone
+    root.mkdir(parents=True, exist_ok=True)
     family = socket.AF_INET6 if ":" in server.api_host else socket.AF_INET
     with locked(root), socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,19 +172,21 @@ def _supervise(each: list[Supervised], requests: Log, server: Own) -> int:
         raise Ended
 
     before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    began, code = time.monotonic(), 0
+    workers, code = [one for one in each if one.name == "the workers"], 0
     try:
         while True:
             for one in each:
-                ended = one.looked_at()
+                left, ended = one.left, one.looked_at()
+                if one in workers and one.left < left:
+                    requests.tell("workers", "starting")
                 if ended is None:
                     continue
                 log.error("%s has ended with %d", one.name, ended)
-                if one.name == "the workers":
+                if one in workers:
                     requests.tell("workers", f"failed: their exit code is {ended}")
                 return 2 if ended == 2 else 1
-            late = time.monotonic() - began > server.worker_connection_timeout
-            if late and requests.fact("workers") == "starting":
+            late = time.monotonic() - max((one.since for one in workers), default=math.inf)
+            if late > server.worker_connection_timeout and requests.fact("workers") == "starting":
                 log.error(
                     "the workers are not ready after worker_connection_timeout = %g seconds",
                     server.worker_connection_timeout,

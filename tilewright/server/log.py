@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import zstandard
 
+from tilewright.server.frames import packed
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 -- next: the number in its sequence of the request that may run.   ran: how many requests have run.
@@ -179,7 +181,8 @@ class Log:
         """Adds a request, and returns its id. One that is there already, with the same number of
         the same model and the same body, is not added again: its id is returned.
 
-        creates: what the model is created with, of a request that does.
+        creates: what the model is created with, of a request that does. With `named` one that has
+            had other requests ends, and another one of its name begins.
         same: the part of the body that a repetition has, too; None: all of it.
 
         Raises:
@@ -187,15 +190,34 @@ class Log:
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + (same or body)).digest()
         with self._writing() as db:
-            if (known := self._known(model, seq, digest)) is not None:
+            replaced = bool(creates and creates.get("named")) and self._has_run(db, model)
+            if not replaced and (known := self._known(model, seq, digest)) is not None:
                 return known
             if creates is not None:
+                self._make_way(db, model)
                 db.execute(
                     "INSERT INTO models (name, owner, about, state, created, next) "
                     "VALUES (?, ?, ?, 'new', ?, ?)",
                     (model, owner, json.dumps(creates), time.time(), seq or 0),
                 )
             return self._added(db, (owner, model, seq, kind, digest, _squeezed(body)), waits=True)
+
+    @staticmethod
+    def _has_run(db: sqlite3.Connection, model: str) -> bool:
+        """Whether there was more of a model than its creation."""
+        query = "SELECT 1 FROM requests WHERE model = ? AND (seq > 0 OR seq IS NULL) LIMIT 1"
+        return db.execute(query, (model,)).fetchone() is not None
+
+    @staticmethod
+    def _make_way(db: sqlite3.Connection, model: str) -> None:
+        """Gives a model that there was under a name another one, with its requests."""
+        for (number,) in db.execute("SELECT rowid FROM models WHERE name = ?", (model,)).fetchall():
+            before = f"{model}~{number}"
+            Log._give_up(db, model, "a model of the same name was created", "user")
+            db.execute(
+                "UPDATE models SET name = ?, state = 'ended' WHERE name = ?", (before, model)
+            )
+            db.execute("UPDATE requests SET model = ? WHERE model = ?", (before, model))
 
     def refuse(
         self, model: str, seq: int, kind: str, body: bytes, owner: str, status: int, error: str
@@ -318,6 +340,18 @@ class Log:
                 (path, owner, json.dumps(about), time.time()),
             )
 
+    def drop(self, path: str) -> None:
+        """Forgets a path."""
+        with self._writing() as db:
+            db.execute("DELETE FROM paths WHERE path = ?", (path,))
+
+    def user_of(self, path: str) -> str | None:
+        """A sampler that has the weights of a path."""
+        rows = self._read(
+            "SELECT path FROM paths WHERE json_extract(about, '$.weights') = ? LIMIT 1", path
+        )
+        return rows[0][0] if rows else None
+
     def paths(self, owner: str | None = None) -> list[tuple[str, Any, float]]:
         """Saved paths, what is known of them and when they were saved, in that order."""
         rows = self._read("SELECT path, about, created, owner FROM paths ORDER BY created, path")
@@ -382,6 +416,8 @@ class Log:
                     "UPDATE models SET state = ?, why = ? WHERE name = ?",
                     (state, why, request.model),
                 )
+                if state == "ended":
+                    self._give_up(db, request.model, "the model was unloaded", "user")
             owner = db.execute("SELECT owner FROM requests WHERE number = ?", (request.number,))
             [(owner,)] = owner.fetchall()
             for path, about in (saved or {}).items():
@@ -401,17 +437,45 @@ class Log:
         ).rowcount:
             pass
 
+    def gaps(self, seconds: float) -> list[tuple[str, int]]:
+        """Models whose requests have waited so long for a number that did not come, and it."""
+        return self._read(
+            "SELECT m.name, m.next FROM models m WHERE m.state = 'live' AND NOT EXISTS (SELECT 1 "
+            "FROM requests r WHERE r.model = m.name AND r.seq = m.next) AND (SELECT min(arrived) "
+            "FROM requests r WHERE r.model = m.name AND r.waits AND r.seq > m.next) < ?",
+            time.time() - seconds,
+        )
+
+    def skip(self, model: str, missing: int) -> None:
+        """Ends what waits for a number, and goes on behind it: the gradients so far are dropped."""
+        with self._writing() as db:
+            self._give_up(db, model, f"seq_id {missing} has not come within gap_timeout", "user")
+            db.execute(
+                "UPDATE models SET next = (SELECT max(seq) + 1 FROM requests WHERE model = ?) "
+                "WHERE name = ?",
+                (model, model),
+            )
+            [(owner,)] = db.execute("SELECT owner FROM models WHERE name = ?", (model,)).fetchall()
+            body = packed(None)
+            row = (owner, model, None, "abort_gradient_epoch", b"", _squeezed(body))
+            self._added(db, row, waits=True)
+
     def fail(self, model: str, why: str) -> None:
         """Marks a model whose state is lost. Its requests that wait end with the reason."""
         with self._writing() as db:
             db.execute("UPDATE models SET state = 'failed', why = ? WHERE name = ?", (why, model))
-            db.execute(
-                "INSERT OR IGNORE INTO results SELECT number, ?, 'server', NULL, NULL, ?, NULL "
-                "FROM requests WHERE model = ? AND waits",
-                (why, time.time(), model),
-            )
-            db.execute("UPDATE requests SET waits = 0 WHERE model = ?", (model,))
+            self._give_up(db, model, why, "server")
             self._advance(db, model)
+
+    @staticmethod
+    def _give_up(db: sqlite3.Connection, model: str, why: str, category: str) -> None:
+        """Ends the requests of a model that wait."""
+        db.execute(
+            "INSERT OR IGNORE INTO results SELECT number, ?, ?, NULL, NULL, ?, NULL "
+            "FROM requests WHERE model = ? AND waits",
+            (why, category, time.time(), model),
+        )
+        db.execute("UPDATE requests SET waits = 0 WHERE model = ?", (model,))
 
     def checkpointed(self, model: str, ran: int, folder: str) -> None:
         """A checkpoint has what the first `ran` requests of a model have made of it."""

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from tilewright.ops.loss.policy import FORMULAS
+from tilewright.ops.loss import policy
+from tilewright.ops.loss.documents import Documents as OfTokens
 from tilewright.server.datums import Data, check_targets
 from tilewright.server.refused import Refused
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data.columns.column import COLUMNS, Column
 from tilewright.trainer.data.columns.targets import target_columns
 from tilewright.trainer.losses.loss import Loss
+from tilewright.trainer.losses.policies import COLUMNS as OF_TENSORS
 from tilewright.trainer.losses.policies import settled
 from tilewright.trainer.losses.policy_fields import Policy
 from tilewright.trainer.losses.weighted import (
@@ -24,31 +27,122 @@ from tilewright.trainer.losses.weighted import (
     weighted_targets,
 )
 
-TARGET = "target_tokens"
+TARGET, WEIGHTS = "target_tokens", "weights"
 Documents = list[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A loss and the documents that it is computed of, as `collate` takes them, aligned."""
+    """A loss and the documents that it is computed of, as `collate` takes them, aligned.
+
+    each: log-probabilities of targets [tokens] or [tokens, k] -> what each adds to the loss.
+    """
 
     loss: Loss
     columns: dict[str, Column]
     documents: Documents
+    each: Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class WireLoss:
     """A row of LOSSES.
 
-    inputs: names that each datum must have.   optional: further ones, and what stands for them.
-    options: names of the options.   make: (data, options) -> `Made`.
+    formula: of a policy loss, by its name in `ops.loss.policy`; None: cross-entropy.
+    options: names on the wire -> the formula's options; None for one that changes nothing.
+    near_one: options that are a distance from 1 on the wire, and the ratio itself here.
     """
 
-    inputs: tuple[str, ...]
-    make: Callable[[Data, Mapping[str, Any]], Made]
-    optional: Mapping[str, float] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
+    formula: str | None = None
+    options: Mapping[str, str | None] = field(default_factory=dict)
+    near_one: Mapping[str, int] = field(default_factory=dict)
+
+
+def _same(formula: str) -> WireLoss:
+    """A row whose options have the formula's names."""
+    return WireLoss(formula, {name: name for name in policy.FORMULAS[formula].reads})
+
+
+# What clients of the JSON dialect send with every loss.
+_UNREAD: dict[str, str | None] = {"num_chunks": None, "return_per_token": None}
+LOSSES = {
+    "cross_entropy": WireLoss(),
+    "causallm_loss": WireLoss(options=_UNREAD),
+    **{name: _same(name) for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo")},
+    "policy_loss": WireLoss(
+        "policy_loss",
+        {
+            "eps_clip": "clip_low_threshold",
+            "eps_clip_high": "clip_high_threshold",
+            "eps_clip_c": "dual_clip",
+            **{n: n for n in ("use_tis", "tis_clip_low", "tis_clip_high", "icepop_beta")},
+            "compute_kl_stats": None,  # they are reported in any case
+            **_UNREAD,
+        },
+        {"eps_clip": -1, "eps_clip_high": 1},
+    ),
+    "drgrpo": WireLoss(
+        "dr_grpo",
+        {
+            "clip_low": "clip_low_threshold",
+            "clip_high": "clip_high_threshold",
+            **{n: n for n in ("beta", "kl_type", "ratio_type")},
+            **_UNREAD,
+        },
+        {"clip_low": -1, "clip_high": 1},
+    ),
+    "opd_loss": WireLoss("opd", _UNREAD),
+}
+# Inputs of data -> tensors of formulas.
+TENSORS = {
+    "logprobs": "old_logprob",
+    "advantages": "advantage",
+    "rollout_logprobs": "rollout_logprob",
+    "ref_logprobs": "ref_logprob",
+    "teacher_logprobs": "teacher_logprob",
+}
+
+
+def _settings(row: WireLoss, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The formula's options of those on the wire."""
+    settings = {}
+    for name, value in options.items():
+        if (own := row.options[name]) is not None and value is not None:
+            settings[own] = 1.0 + row.near_one[name] * value if name in row.near_one else value
+    return settings
+
+
+def make(name: str, options: Mapping[str, Any], data: Data) -> Made:
+    """The loss of a request. Raises Refused for options that do not fit."""
+    row = LOSSES[name]
+    if row.formula is None:
+        return _cross_entropy(data)
+    try:
+        section = Policy.model_validate({"loss": row.formula, **_settings(row, options)})
+        loss = settled(section)
+        given = section.model_dump(include={*policy.FORMULAS[row.formula].reads})
+        formula = policy.FORMULAS[row.formula](**{n: v for n, v in given.items() if v is not None})
+    except (TypeError, ValueError) as error:
+        raise Refused(400, f"loss_fn_config: {error}") from error
+    tensors = {t: data.inputs[n] for n, t in TENSORS.items() if n in data.inputs}
+    columns = {OF_TENSORS[t]: array for t, array in tensors.items()}
+
+    # A weight of 0 is a token that is not learned from.
+    valid = data.inputs.get(WEIGHTS, np.ones(len(data.tokens), np.float32))
+
+    def each(logprobs: np.ndarray) -> np.ndarray:
+        documents = OfTokens.of(torch.from_numpy(data.starts), len(logprobs))
+        tokens = policy.Tokens(
+            torch.from_numpy(logprobs).double(),
+            torch.from_numpy(valid).double(),
+            **{t: torch.from_numpy(array).double() for t, array in tensors.items()},
+            documents=documents,
+        )
+        return policy.losses(formula, tokens).float().numpy()
+
+    labels = np.where(valid == 0, IGNORE, data.inputs[TARGET])
+    documents = _split(data, columns, labels)
+    return Made(loss, {name: COLUMNS[name] for name in columns}, documents, each)
 
 
 def _split(data: Data, columns: Mapping[str, np.ndarray], labels: np.ndarray) -> Documents:
@@ -62,40 +156,29 @@ def _split(data: Data, columns: Mapping[str, np.ndarray], labels: np.ndarray) ->
     ]
 
 
-def _cross_entropy(data: Data, options: Mapping[str, Any]) -> Made:
-    targets, weights = data.inputs[TARGET], data.inputs["weights"]
+def _cross_entropy(data: Data) -> Made:
+    targets, weights = data.inputs[TARGET], data.inputs[WEIGHTS]
+
+    def each(logprobs: np.ndarray) -> np.ndarray:
+        return -weights * logprobs
+
     if targets.ndim == 1:
         documents = _split(data, {"weight": weights}, targets)
-        return Made(Loss(weighted_language_modeling), {"weight": COLUMNS["weight"]}, documents)
-    columns = {TARGETS: targets, TARGET_WEIGHTS: weights}
-    documents = _split(data, columns, np.full(len(data.tokens), IGNORE))
-    return Made(Loss(weighted_targets), target_columns(targets.shape[1]), documents)
+        columns = {"weight": COLUMNS["weight"]}
+        return Made(Loss(weighted_language_modeling), columns, documents, each)
+    labels = np.full(len(data.tokens), IGNORE)
+    documents = _split(data, {TARGETS: targets, TARGET_WEIGHTS: weights}, labels)
+    return Made(Loss(weighted_targets), target_columns(targets.shape[1]), documents, each)
 
 
-# The names of inputs -> the trainer's columns.
-OF_POLICIES = {"logprobs": "old_logprob", "advantages": "advantage"}
-
-
-def _policy(name: str) -> Callable[[Data, Mapping[str, Any]], Made]:
-    def make(data: Data, options: Mapping[str, Any]) -> Made:
-        try:
-            loss = settled(Policy.model_validate({"loss": name, **options}))
-        except ValueError as error:
-            raise Refused(400, f"loss_fn_config: {error}") from error
-        given = {column: data.inputs[own] for own, column in OF_POLICIES.items()}
-        columns = {column: COLUMNS[column] for column in given}
-        return Made(loss, columns, _split(data, given, data.inputs[TARGET]))
-
-    return make
-
-
-LOSSES = {
-    "cross_entropy": WireLoss((TARGET,), _cross_entropy, {"weights": 1.0}),
-    **{
-        name: WireLoss((TARGET, *OF_POLICIES), _policy(name), options=FORMULAS[name].reads)
-        for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo")
-    },
-}
+def needed(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The inputs that each datum must have."""
+    row = LOSSES[name]
+    if row.formula is None:
+        return (TARGET,)
+    given = _settings(row, options)
+    reads = policy.FORMULAS[row.formula](**given).needed
+    return (TARGET, *(n for n, tensor in TENSORS.items() if tensor in reads))
 
 
 def checked(name: str, options: Mapping[str, Any], data: Data, vocabulary: int) -> Data:
@@ -107,19 +190,25 @@ def checked(name: str, options: Mapping[str, Any], data: Data, vocabulary: int) 
         raise Refused(400, f"loss_fn is {name!r}; accepted are {', '.join(LOSSES)}")
     row = LOSSES[name]
     if unknown := sorted({*options} - {*row.options}):
-        accepted = ", ".join(row.options) or "none"
+        accepted = ", ".join(n for n, own in row.options.items() if own) or "none"
         raise Refused(400, f"loss_fn_config has {unknown[0]!r}; {name} takes {accepted}")
-    if missing := [n for n in row.inputs if n not in data.inputs]:
+    try:
+        wanted = needed(name, options)
+    except (TypeError, ValueError) as error:
+        raise Refused(400, f"loss_fn_config: {error}") from error
+    if missing := [n for n in wanted if n not in data.inputs]:
         raise Refused(400, f"loss_fn_inputs has no {missing[0]!r}, which {name} reads")
-    if unread := sorted({*data.inputs} - {*row.inputs, *row.optional}):
-        accepted = ", ".join((*row.inputs, *row.optional))
+    if unread := sorted({*data.inputs} - {*wanted, WEIGHTS}):
+        accepted = ", ".join((*wanted, WEIGHTS))
         raise Refused(400, f"loss_fn_inputs has {unread[0]!r}; {name} reads {accepted}")
     targets = data.inputs[TARGET]
     if targets.dtype.kind != "i":
         raise Refused(422, f"{TARGET} holds fractions; accepted are integers")
     inputs = dict(data.inputs)
-    for n, value in row.optional.items():
-        inputs.setdefault(n, np.full(targets.shape, value, np.float32))
+    if row.formula is None:
+        inputs.setdefault(WEIGHTS, np.ones(targets.shape, np.float32))
+    elif WEIGHTS in inputs and not np.isin(inputs[WEIGHTS], (0, 1)).all():
+        raise Refused(400, f"{WEIGHTS}: {name} takes 0, for a token that is left out, and 1")
     for n, array in inputs.items():
         if array.shape != targets.shape:
             raise Refused(
@@ -127,16 +216,15 @@ def checked(name: str, options: Mapping[str, Any], data: Data, vocabulary: int) 
             )
         if n != TARGET:
             inputs[n] = array.astype(np.float32)
-    if targets.ndim == 2 and name != "cross_entropy":
+    if targets.ndim == 2 and row.formula is not None:
         raise Refused(422, f"{TARGET} has several a token; {name} takes one")
     check_targets(TARGET, targets, vocabulary, data.starts)
     if targets.ndim == 2:
         ordered = np.sort(targets, -1)
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
         if twice.any():
-            raise Refused(
-                400, f"{TARGET} of token {int(twice.argmax())} of the request has one twice"
-            )
-    made = data._replace(inputs=inputs)
-    row.make(made, options)  # options that do not go together
-    return made
+            at = int(twice.argmax())
+            raise Refused(400, f"{TARGET} of token {at} of the request has one twice")
+    whole = data._replace(inputs=inputs)
+    make(name, options, whole)  # options that do not go together
+    return whole

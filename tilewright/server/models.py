@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -93,6 +92,8 @@ class Models:
         self.bank = Bank(engine)
         self.about: dict[str, About] = {}
         self.steps: dict[str, int] = {}
+        # Whether the gradients of a model since its last step are to be divided by their weights.
+        self._divided: dict[str, bool] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._saver = checkpoint.Saver(str(root), self.mesh, asynchronous=False)
 
@@ -117,10 +118,7 @@ class Models:
     def create_from(self, model: str, value: Any, arrays: Arrays) -> Done:
         """Creates a model from a checkpoint."""
         folder = self._folder(value["path"])
-        state = self.mesh.control.broadcast(
-            checkpoint.read_state(folder)["server"] if self.mesh.main else None
-        )
-        self._add(model, About.of(state))
+        self._add(model, About.of(self._stored(folder)["server"]))
         try:
             self._read(model, folder, states=value["optimizer"])
         except BaseException:
@@ -131,10 +129,7 @@ class Models:
     def load(self, model: str, value: Any, arrays: Arrays) -> Done:
         """Replaces a model's weights, and its optimizer's states, by a checkpoint's."""
         folder = self._folder(value["path"])
-        state = self.mesh.control.broadcast(
-            checkpoint.read_state(folder)["server"] if self.mesh.main else None
-        )
-        own, other = self.about[model], About.of(state)
+        own, other = self.about[model], About.of(self._stored(folder)["server"])
         for name in ("rank", "parts"):
             if getattr(own, name) != getattr(other, name):
                 raise Refused(
@@ -163,6 +158,7 @@ class Models:
 
     @torch.no_grad()
     def _add(self, model: str, about: About) -> None:
+        self.forget(model)  # one of the same name that is created anew
         self.bank.add(model, about.seed)
         self.about[model], self.steps[model] = about, 0
         for path, module in adapted(self.engine.model):
@@ -184,7 +180,22 @@ class Models:
         return self._pass(value, arrays, backward=False)
 
     def forward_backward(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """divided: whether the step is to divide the sums of its passes by their weights."""
+        divided = value.get("divided", False)
+        if self.engine.totals is not None and self._divided.get(model) != divided:
+            raise Refused(
+                422,
+                "the passes since the last step are of the other protocol, whose sums are divided "
+                "otherwise; send optim_step first",
+            )
+        self._divided[model] = divided
         return self._pass(value, arrays, backward=True)
+
+    def abort(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Drops the gradients since the last step."""
+        self.engine.zero()
+        about = {"model_id": model, "step": self.steps[model], "forward_backward_step": 0}
+        return Done({"success": True, **about, "info": {}})
 
     def _pass(self, value: Any, arrays: Arrays, *, backward: bool) -> Done:
         data = Data.of(arrays)
@@ -199,14 +210,16 @@ class Models:
             raise Refused(400, "there is no gradient: optim_step follows forward_backward")
         try:
             self.engine.set_values(value["settings"])
-            # The losses are sums, which the wire does not divide.
-            norm = self.engine.optim_step(max_norm=value["max_norm"], denominator=1.0)
+            # The losses are sums, which one protocol does not divide.
+            divisor = None if self._divided.get(model) else 1.0
+            norm = self.engine.optim_step(max_norm=value["max_norm"], denominator=divisor)
         except NotFinite as error:
             raise Refused(
                 400, f"step {self.steps[model] + 1}: {error}; the gradients are dropped"
             ) from error
         self.steps[model] += 1
-        return Done({"metrics": {"grad_norm": norm, "learning_rate": value["settings"]["lr"]}})
+        metrics = {"grad_norm": norm, "learning_rate": value["settings"]["lr"]}
+        return Done({"metrics": {**metrics, "step": self.steps[model]}})
 
     # ---- files
 
@@ -274,25 +287,44 @@ class Models:
         self._saver.write(folder, tensors, state)
 
     def _read(self, model: str, folder: pathlib.Path, *, states: bool) -> None:
-        """Raises Refused, on every rank, for a checkpoint that is no such model's."""
+        """Fills a model from a checkpoint. Raises Refused, on every rank, for one that is no such
+        model's, which is as before then; where a file is damaged, without gradients.
+        """
+        stored = self._stored(folder)
         self.engine.zero()
-        self.engine.optimizer.state.clear()
-        has = self.mesh.control.broadcast(
-            checkpoint.read_state(folder)["optimizer"] if self.mesh.main else None
-        )
+        given = states and stored["optimizer"]
+        self._restored(folder, states=given)
+        if not given:
+            self.engine.optimizer.state.clear()
+        self.steps[model] = stored["step"] if states else 0
+
+    def _stored(self, folder: pathlib.Path) -> dict[str, Any]:
+        """The state of a checkpoint, on every rank. Raises Refused for one of another base."""
+        state = problem = None
+        if self.mesh.main:
+            try:
+                state = checkpoint.read_state(folder)
+                checkpoint.check(folder, state, self.identity)
+            except (OSError, ValueError) as error:
+                problem = str(error)
+        problem, state = self.mesh.control.broadcast([problem, state])
+        if problem is not None:
+            raise Refused(400, problem)
+        return state
+
+    def _restored(self, folder: pathlib.Path, *, states: bool) -> dict[str, Any]:
         try:
-            state = checkpoint.restore(
+            return checkpoint.restore(
                 folder,
                 self.engine.parts,
                 self.engine.optimizer,
                 self.mesh,
                 run=self.identity,
                 ops={},
-                states=states and has,
+                states=states,
             )
         except (OSError, ValueError) as error:
             raise Refused(400, str(error)) from error
-        self.steps[model] = state["step"] if states else 0
 
     def _folder(self, path: str) -> pathlib.Path:
         folder = folder_of(self.root, path)
@@ -300,10 +332,6 @@ class Models:
         if not there:
             raise Refused(404, f"there is no checkpoint {path}")
         return folder
-
-    def remove(self, folder: pathlib.Path) -> None:
-        if self.mesh.main:
-            shutil.rmtree(folder, ignore_errors=True)
 
     # ---- samplers
 
@@ -349,18 +377,8 @@ class Models:
         named = {n: p for n, p in self.engine.model.named_parameters() if p.requires_grad}
         own = {name: shard(p).clone() for name, p in named.items()}
         try:
-            state = checkpoint.restore(
-                folder,
-                self.engine.parts,
-                self.engine.optimizer,
-                self.mesh,
-                run=self.identity,
-                ops={},
-                states=False,
-            )
+            state = self._restored(folder, states=False)
             tensors = {name: shard(p).clone() for name, p in named.items()}
-        except (OSError, ValueError) as error:
-            raise Refused(400, str(error)) from error
         finally:
             for name, p in named.items():
                 shard(p).copy_(own[name])
@@ -377,6 +395,7 @@ KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "forward": Models.forward,
     "forward_backward": Models.forward_backward,
     "optim_step": Models.optim_step,
+    "abort_gradient_epoch": Models.abort,
     "save_weights": Models.save,
     "save_weights_for_sampler": Models.save_for_sampler,
     "load_weights": Models.load,
@@ -385,4 +404,4 @@ KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
 }
 # Those that make a model, and those that change what it is: they are run again from a checkpoint.
 CREATES = ("create_model", "create_from")
-CHANGES = (*CREATES, "forward_backward", "optim_step", "load_weights")
+CHANGES = (*CREATES, "forward_backward", "optim_step", "abort_gradient_epoch", "load_weights")

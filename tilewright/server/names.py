@@ -10,7 +10,10 @@ from tilewright.server.refused import Refused
 # The parts of a model that may have adapters: attention, MLPs or experts, and the head.
 PARTS = ("attn", "mlp", "unembed")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-PATH = re.compile(rf"tinker://({NAME.pattern})/(weights|sampler_weights)/({NAME.pattern})")
+SCHEMES = ("tinker", "xorl")  # of paths: both name the same
+PATH = re.compile(
+    rf"(?:{'|'.join(SCHEMES)})://({NAME.pattern})/(weights|sampler_weights)/({NAME.pattern})"
+)
 
 
 def checked(what: str, name: str) -> str:
@@ -27,6 +30,11 @@ def checked(what: str, name: str) -> str:
 def path_of(model: str, kind: str, name: str) -> str:
     """kind: weights or sampler_weights."""
     return f"tinker://{model}/{kind}/{name}"
+
+
+def canonical(path: str) -> str:
+    """A path as the log has it. Raises Refused for another string."""
+    return path_of(*parsed(path))
 
 
 def parsed(path: str) -> tuple[str, str, str]:

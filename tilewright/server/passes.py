@@ -12,7 +12,7 @@ import torch
 
 from tilewright.server.datums import Data
 from tilewright.server.frames import Arrays
-from tilewright.server.losses import LOSSES, Documents, Made
+from tilewright.server.losses import Documents, make
 from tilewright.server.refused import Refused
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import packing
@@ -100,12 +100,12 @@ def run(
     Raises Refused, on every rank, where a loss or a log-probability is not finite: no gradient is
     left then, also of the passes before it.
     """
-    made: Made = LOSSES[loss].make(data, options)
+    made = make(loss, options, data)
     given = spread(engine, made.documents, made.columns, how)
     compute = engine.forward_backward if backward else engine.forward
     sums = compute(given.own, made.loss)
     each = in_order(engine, given, sums.per_token)
-    total, count, *_ = sums.values
+    total = sums.values[0]
     problem = None
     value: dict[str, Any] = {}
     arrays: Arrays = {}
@@ -114,10 +114,16 @@ def run(
         problem = _not_finite(total, values, data)
         if problem is None:
             arrays["logprobs"] = -values
-            if "weights" in data.inputs:
-                arrays["elementwise_loss"] = values * data.inputs["weights"]
-            metrics = {"loss:sum": total, **_reported(sums.reported(), sums.router())}
-            value = {"lengths": data.lengths.tolist(), "metrics": metrics, "tokens": count}
+            arrays["elementwise_loss"] = made.each(-values)
+            of_documents = np.add.reduceat(
+                arrays["elementwise_loss"].reshape(len(values), -1).sum(1, dtype=np.float64),
+                data.starts[:-1],
+            )
+            value = {
+                "lengths": data.lengths.tolist(),
+                "losses": of_documents.tolist(),
+                "metrics": {"loss:sum": total, **_reported(sums.reported(), sums.router())},
+            }
     if (problem := engine.mesh.control.broadcast(problem)) is not None:
         engine.zero()
         raise Refused(400, problem)

@@ -35,7 +35,8 @@ from tilewright.trainer.parallel.mesh import Mesh, padding
 log = logging.getLogger("tilewright.server")
 
 ATTEMPTS = 3  # of a request that ended the workers
-IDLE = 60.0  # seconds after which the other ranks are told that there is nothing
+IDLE = 60.0  # seconds after which the other ranks hear that there is nothing, and old results go
+LOOK = 1.0  # seconds between looks for numbers that do not come
 BRISK, SLOW, PATIENCE = 0.0005, 0.01, 2.0  # seconds between looks, and since the last request
 
 
@@ -115,22 +116,34 @@ class Workers:
         assert self.requests is not None
         self.recover()
         self.requests.tell("workers", "ready")
-        last, told = time.monotonic(), time.monotonic()
+        last = told = swept = looked = time.monotonic()
         while not self.stopped:
-            if (request := self.requests.next()) is not None:
-                self.answer(request)
-                last = told = time.monotonic()
-                continue
-            now = time.monotonic()
-            if now - told > IDLE:
-                self._all({"do": "wait"})
+            request, now = self.requests.next(), time.monotonic()
+            if now - swept > IDLE:
+                swept = now
                 self.requests.forget(
                     after_sent=self.server.future_ttl, after=self.server.result_max_age
                 )
+            if request is not None:
+                self.answer(request)
+                last = told = time.monotonic()
+                continue
+            if now - looked > LOOK:
+                looked = now
+                self.skip_gaps()
+            if now - told > IDLE:
+                self._all({"do": "wait"})
                 told = now
             time.sleep(BRISK if now - last < PATIENCE else SLOW)
         self.requests.tell("workers", "stopped")
         self._send({"do": "stop"})
+
+    def skip_gaps(self) -> None:
+        """Ends requests that have waited too long for one before them."""
+        assert self.requests is not None
+        for model, missing in self.requests.gaps(self.server.gap_timeout):
+            log.warning("%s: seq_id %d has not come; what waits for it ends", model, missing)
+            self.requests.skip(model, missing)
 
     def answer(self, request: Request) -> None:
         """Does a request, and appends its result."""
