@@ -672,7 +672,11 @@ def spies(seen):
             keep("shapes", lambda self, given, loss: [b["input_ids"].shape[1] for b in given]),
         )
         spy(gc, "collect", keep("collected", lambda *a, **k: 1))
-        spy(preparing, "encoded", keep("prepared", lambda job, count: (count, job.encoder.skip)))
+        spy(
+            preparing,
+            "encoded",
+            keep("prepared", lambda source, encoder, count: (count, encoder.use.skips)),
+        )
         spy(
             packing,
             "ProcessPoolExecutor",

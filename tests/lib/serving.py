@@ -4,6 +4,7 @@
 nothing listens, and nothing waits.
 """
 
+import concurrent.futures
 import itertools
 import json
 import pathlib
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
+from helpers import until
 from starlette.testclient import TestClient
 from training import QWEN3
 
@@ -121,6 +123,13 @@ class Served:
         )
         assert status == 200, answer
         return answer
+
+    def at_once(self, path, body):
+        """As `post`, where the answer waits for the workers."""
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.post, path, body)
+            until(lambda: (self.answer(), answer.done())[1])
+            return answer.result()
 
     def model(self, number=0, **lora):
         """A new model's name."""

@@ -188,7 +188,8 @@ def test_what_is_not_finite_is_an_error_that_leaves_nothing(file):
         answer = served.result(served.step(model, 3))
         assert "there is no gradient" in answer["error"]
         served.result(served.step(other, 2, learning_rate=0.0))
-        assert trained(served, model, 1, first=4) == trained(served, other, 1, first=3)
+        # But for the number of the step.
+        assert trained(served, model, 1, first=4)[:2] == trained(served, other, 1, first=3)[:2]
 
 
 # ---- models
@@ -504,7 +505,7 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         assert output["loss"] == pytest.approx(-sum(output["logprobs"]["data"][8:]), rel=1e-5)
         mixed = served.passes("mine", 4, data)
         assert "of the other protocol" in served.result(mixed)["error"]
-        aborted = served.post("abort_gradient_epoch", {"model_id": "mine", "seq_id": 5})
+        aborted = served.at_once("abort_gradient_epoch", {"model_id": "mine", "seq_id": 5})
         assert aborted[1]["success"] and aborted[1]["step"] == 1
         step |= {"seq_id": 6}
         assert "there is no gradient" in served.result(served.post("optim_step", step))["error"]
@@ -529,7 +530,7 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
             want[0]["loss:sum"], rel=1e-6
         )
         killed = {"model_id": "mine", "save_checkpoint": True}
-        answer = served.post("kill_session", killed)[1]
+        answer = served.at_once("kill_session", killed)[1]
         assert answer["success"] and answer["checkpoint_path"].startswith("xorl://mine/weights/")
         assert served.post("optim_step", step)[0] == 404
 

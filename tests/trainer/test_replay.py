@@ -29,6 +29,7 @@ from tilewright.trainer.data.routes import Routes
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.models import moe
 from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.positions import Sequence
 
 L, K, E = MOE["num_hidden_layers"], MOE["num_experts_per_tok"], MOE["num_experts"]
 
@@ -462,11 +463,14 @@ def test_a_token_is_replayed_whole_or_not_at_all():
     assert found.tolist() == [[3, 0], [1, 2], [1, 2]]
 
 
-def test_routes_stay_two_bytes_in_the_model():
+def test_routes_stay_two_bytes_in_the_model(monkeypatch):
     whole = SimpleNamespace(own=lambda t: t)
-    model = SimpleNamespace(tp=whole, config=SimpleNamespace(num_experts_per_tok=K))
+    config = SimpleNamespace(num_experts_per_tok=K)
+    model = SimpleNamespace(tp=whole, config=config, cp=None, training=False)
+    monkeypatch.setattr(Sequence, "of", lambda *_, **options: SimpleNamespace())
     given = torch.from_numpy(random_routes(5, 0))[None]
-    found = Transformer.routes(model, given)
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    found = Transformer.sequence(model, ids, routed_experts=given).routes
     assert found.dtype == torch.int16 and found.shape == (L, K, 5)
     assert torch.equal(found.permute(2, 0, 1).flatten(1), given[0])
 

@@ -128,8 +128,8 @@ def rmsnorm_quantize(
     implementation (Triton: with rmsnorm's launch configuration, which decides the order of sums).
     It cannot return the transpose in the same pass, since a program holds one row and a block of
     the transpose spans 32; `quantize_mxfp8` of the normalized rows, returned or recomputed, gives
-    it. Neither the result nor the normalized rows are differentiable: it is for inference, and for
-    a forward whose backward is `rmsnorm`'s. Deterministic.
+    it. Not differentiable, in the result or in the normalized rows: it is for inference, and for a
+    forward whose backward is `rmsnorm`'s. Deterministic.
 
     Args:
         x, weight, eps, bias, offset, cast: as in `rmsnorm`; the normalized rows must be finite.
@@ -180,8 +180,8 @@ def add_rmsnorm_quantize(
     """(rmsnorm(x + residual) in FP8, x + residual) in one pass over memory: the residual step of a
     pre-norm transformer before a projection in FP8.
 
-    Byte for byte as `add_rmsnorm` followed by the quantization, in the same implementation. No
-    result is differentiable. Deterministic.
+    Byte for byte as `add_rmsnorm` followed by the quantization, in the same implementation. Not
+    differentiable in any result. Deterministic.
 
     Args:
         residual: as in `add_rmsnorm`: x's shape, x's dtype or float32; the sum is rounded to its

@@ -162,7 +162,8 @@ def load_weights(
             _fill(name, p, model.config, folder, sends)
             continue
         full = (
-            _read(name, model.config, folder).to(p.device, p.dtype)
+            # Contiguous: a family may store it transposed, and others receive bytes.
+            _read(name, model.config, folder).to(p.device, p.dtype).contiguous()
             if folder is not None
             else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         )
