@@ -74,17 +74,17 @@ def widest(ptx: str, op: str) -> int:
     """Bits of the widest `ld.global` or `st.global` in PTX; asynchronous copies count as loads or
     stores.
     """
-    widths = [0]
+    found = [0]
     for modifiers in re.findall(rf"{START}{op}\.(?:\w+\.)*global([.\w:]*)", ptx):
         vector = re.search(r"\.v(\d)\b", modifiers)
         element = re.search(r"\.[busf](\d+)$", modifiers)
-        widths.append(int(element[1] if element else 0) * int(vector[1] if vector else 1))
+        found.append(int(element[1] if element else 0) * int(vector[1] if vector else 1))
     if op == "ld":
         copies = re.findall(r"cp\.async\.c\w\.shared\S*\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)", ptx)
-        widths += [8 * int(n, 0) for n in copies]
+        found += [8 * int(n, 0) for n in copies]
     if re.search(START + PTX_BULK[op], ptx):
-        widths.append(BULK)
-    return max(widths)
+        found.append(BULK)
+    return max(found)
 
 
 # ---- SASS
@@ -109,22 +109,22 @@ def sass_facts(text: str) -> dict[str, Any]:
         that a thread executes if nothing loops.
     """
     names = INSTRUCTION.findall(text)
-    facts: dict[str, Any] = {
+    found: dict[str, Any] = {
         "local_instructions": sum(re.match(r"(?:LDL|STL)\b", n) is not None for n in names)
     }
-    facts["instructions"] = 1 + max(
+    found["instructions"] = 1 + max(
         (i for i, n in enumerate(names) if n.startswith("EXIT")), default=-1
     )
     for kind, start in GLOBAL.items():
         widths = [_width(n) for n in names if start.match(n)]
         wide = sum(w for w in widths if w >= 128)
-        facts[f"wide_{kind}s"] = 100 * wide // sum(widths) if widths else 100
+        found[f"wide_{kind}s"] = 100 * wide // sum(widths) if widths else 100
         bulk = any(re.match(SASS_BULK[kind], n) for n in names)
-        facts[f"sass_{kind}"] = max([BULK if bulk else 0, *widths])
-    facts["sass_uses"] = tuple(
+        found[f"sass_{kind}"] = max([BULK if bulk else 0, *widths])
+    found["sass_uses"] = tuple(
         family for family, (_, start) in FAMILIES.items() if any(re.match(start, n) for n in names)
     )
-    return facts
+    return found
 
 
 def _width(name: str) -> int:
