@@ -116,7 +116,7 @@ class NamedLora(Body):
 
 
 class Settings(OptimizerConfig):
-    """Of steps that do not say them."""
+    """Used by steps that do not say them."""
 
     learning_rate: float | None = Field(None, ge=0)
     weight_decay: float = Field(0.0, ge=0)
