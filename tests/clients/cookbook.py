@@ -171,7 +171,7 @@ def main():
         problems.append("the loss of supervised training has not fallen")
     # The cookbook saves a step's state after it has sent the next one, and a run that goes on from
     # there repeats both: it is ahead of a whole run.
-    if not (max(again) == 5 and again[5] < losses[5]):
+    if not (len(again) > 1 and again[max(again)] < losses[5]):
         problems.append("a run that was interrupted has not gone on from its checkpoint")
     if abs(first - math.log(2)) > 1e-5:
         problems.append(f"DPO begins at {first}, not at ln 2")
