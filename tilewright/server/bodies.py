@@ -154,12 +154,12 @@ def _create_named(given: dict[str, Any], base: Base) -> Call:
     body = read(NamedModel, given)
     _check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
-    lora = body.lora_config or NamedLora(rank=base.rank)
+    lora = body.lora_config or NamedLora.model_validate({"rank": base.rank})
     if lora.dropout:
         raise Refused(400, f"lora_config.dropout is {lora.dropout}; accepted is 0")
     if lora.target_modules is not None:
         raise Refused(501, "lora_config.target_modules: adapters are on all projections here")
-    settings = body.optimizer_config or Settings()
+    settings = body.optimizer_config or Settings.model_validate({})
     if settings.optimizer_dtype not in (None, "fp32", "float32"):
         raise Refused(
             400, f"optimizer_config.optimizer_dtype is {settings.optimizer_dtype!r}; accepted is "
