@@ -258,22 +258,24 @@ def test_a_saved_model_goes_on_as_it_was(file):
 
 # ---- samplers
 
+PROMPT = documents()[3][0].tolist()
+
+
+def scores(served, sampler, seq=0, **more):
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 1},
+        "prompt_logprobs": True,
+        **more,
+    }
+    return served.result(served.post("asample", body))
+
 
 def test_a_sampler_scores_prompts_with_its_own_weights(file):
     """The base's, those of a model when it was saved, and none that came later."""
-    tokens = documents()[3][0].tolist()
-
-    def scores(served, sampler, seq=0, **more):
-        body = {
-            "sampling_session_id": sampler,
-            "seq_id": seq,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-            "sampling_params": {"max_tokens": 1},
-            "prompt_logprobs": True,
-            **more,
-        }
-        return served.result(served.post("asample", body))
-
+    tokens = PROMPT
     with Served(file) as served:
         model, engine = served.model(), served.workers.models.engine
         session = model.partition(":")[0]
@@ -316,6 +318,38 @@ def test_a_sampler_scores_prompts_with_its_own_weights(file):
         many |= {"seq_id": 3, "prompt": {"chunks": [{"tokens": tokens}]}}
         status, answer = served.post("asample", many)
         assert status == 501 and "max_tokens is 2" in answer["detail"]
+
+
+def test_a_name_that_is_saved_again_has_the_weights_of_that_time(file, monkeypatch):
+    """Once it is deleted, or where a kill came before the end of its folder; else it is refused."""
+    with Served(file) as served:
+        model = served.model()
+        session = model.partition(":")[0]
+        trained(served, model, 1)
+        found = []
+        for time in range(2):
+            save = {"model_id": model, "path": "here"}
+            path = served.result(served.post("save_weights_for_sampler", save))["path"]
+            assert (
+                "is there already"
+                in served.result(served.post("save_weights_for_sampler", save))["error"]
+            )
+            sampler = {"session_id": session, "sampling_session_seq_id": time, "model_path": path}
+            made = served.post("create_sampling_session", sampler)[1]["sampling_session_id"]
+            found.append(scores(served, made)["prompt_logprobs"])
+            with monkeypatch.context() as patch:
+                patch.setattr(served.log, "user_of", lambda path: None)  # as if it had none
+                kind, name = path.split("/")[-2:]
+                body = {"model_id": model, "checkpoint_id": f"{kind}/{name}"}
+                assert served.post("delete_checkpoint", body)[0] == 200
+            trained(served, model, 1, first=4 + 3 * time)
+        assert found[0] != found[1]
+        held = {"model_id": model, "sampling_session_seq_id": 9}
+        served.result(served.post("save_weights_for_sampler", held))
+        assert (
+            "is there already"
+            in served.result(served.post("save_weights_for_sampler", held))["error"]
+        )
 
 
 def test_samples_have_the_distribution_that_was_asked_for(file):
@@ -517,6 +551,13 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         assert info["lora_config"] == {"rank": 4, "alpha": 8.0}
         load = {"model_id": "mine", "seq_id": 8, "path": saved["path"], "optimizer": True}
         assert served.result(served.post("load_weights", load))["path"] == saved["path"]
+        weaker = {**created, "model_id": "weaker", "lora_config": {"rank": 4, "alpha": 4}}
+        served.result(served.post("create_model", weaker))
+        wrong = served.result(
+            served.post("load_weights", {**load, "model_id": "weaker", "seq_id": 1})
+        )
+        assert wrong["error"].endswith("its scale is 2.0, and that of weaker 1.0")
+        served.result(served.post("unload_model", {"model_id": "weaker"}))
         removed = {"model_id": "mine", "checkpoint_id": "weights/one"}
         assert served.post("delete_checkpoint", removed)[1]["deleted_path"] == saved["path"]
         assert served.post("delete_checkpoint", removed)[0] == 404
@@ -656,6 +697,64 @@ def test_a_server_that_is_killed_loses_nothing(kind, when, model_folder, tmp_pat
         saved = served.get(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
         assert [one["checkpoint_id"] for one in saved] == [f"weights/step{i}" for i in range(3)]
     assert [one.replace(model, other) for one in found] == wanted
+
+
+def test_a_kill_before_an_adapters_export_leaves_none_out(file, monkeypatch):
+    with Served(file) as served:
+        model = served.model()
+        trained(served, model, 1)
+        future = served.post("save_weights_for_sampler", {"model_id": model, "path": "last"})
+
+        def killed(*_, **__):
+            raise Killed
+
+        monkeypatch.setattr(served.workers.models.engine, "export", killed)
+        with pytest.raises(Killed):
+            served.answer()
+    with Served(file) as served:
+        assert served.result(future)["path"].endswith("/sampler_weights/last")
+        folder = served.root / f"models/{model}/sampler_weights/last"
+        assert {f.name for f in (folder / "adapter").iterdir()} >= {"adapter_model.safetensors"}
+
+
+def test_a_model_outlives_the_checkpoint_that_it_began_with(file, monkeypatch):
+    """It is deleted, in two halves, before the model has one of its own; and a kill."""
+    with Served(file) as served:
+        first = served.model()
+        trained(served, first, 1)
+        path = served.result(served.post("save_weights", {"model_id": first, "path": "x"}))["path"]
+        body = {"session_id": "b", "model_seq_id": 0, "path": path, "optimizer": True}
+        served.result(served.post("load_weights", body))
+        served.result(served.passes("b:train:0", 1, documents()))
+
+        def killed(path):
+            raise Killed
+
+        monkeypatch.setattr(served.log, "drop", killed)
+        removed = {"model_id": first, "checkpoint_id": "weights/x"}
+        with pytest.raises(Killed):
+            served.post("delete_checkpoint", removed)
+    with Served(file) as served:
+        assert served.post("delete_checkpoint", removed)[0] == 200
+        assert served.post("delete_checkpoint", removed)[0] == 404
+        assert "metrics" in served.result(served.step("b:train:0", 2))
+        # A name that was deleted is free.
+        save = {"model_id": first, "path": "x"}
+        assert served.result(served.post("save_weights", save))["path"] == path
+
+
+def test_a_model_whose_checkpoint_is_damaged_is_failed_alone(model_folder, tmp_path):
+    file = write_server(tmp_path, model_folder, checkpoint_every=1)
+    with Served(file) as served:
+        model, other = served.model(), served.model()
+        for name in (model, other):
+            trained(served, name, 1)
+        [part] = (served.root / f"models/{model}/state").glob("*/dcp/*.distcp")
+        part.write_bytes(part.read_bytes()[:-9])
+    with Served(file) as served:
+        status, answer = served.passes(model, 4, documents())
+        assert status == 400 and "its last checkpoint cannot be read" in answer["detail"]
+        assert "metrics" in served.result(served.passes(other, 4, documents()))
 
 
 def _kill(monkeypatch, served, kind, when):

@@ -470,8 +470,9 @@ class Api:
             raise Refused(404, f"there is no checkpoint {path}")
         if user := self.requests.user_of(path):
             raise Refused(400, f"{path} is held by the sampler {user}")
-        self.requests.drop(path)
+        # While it is in the log, nothing else is saved under its name.
         shutil.rmtree(folder, ignore_errors=True)
+        self.requests.drop(path)
 
     def session_info(self, request: Request, data: bytes) -> dict[str, Any]:
         models = [m for m in self.requests.models() if m.owner == self.owner]

@@ -118,9 +118,10 @@ class Models:
     def create_from(self, model: str, value: Any, arrays: Arrays) -> Done:
         """Creates a model from a checkpoint."""
         folder = self._folder(value["path"])
-        self._add(model, About.of(self._stored(folder)["server"]))
+        stored = self._stored(folder)
+        self._add(model, About.of(stored["server"]))
         try:
-            self._read(model, folder, states=value["optimizer"])
+            self._read(model, folder, stored, states=value["optimizer"])
         except BaseException:
             self.forget(model)
             raise
@@ -129,15 +130,16 @@ class Models:
     def load(self, model: str, value: Any, arrays: Arrays) -> Done:
         """Replaces a model's weights, and its optimizer's states, by a checkpoint's."""
         folder = self._folder(value["path"])
-        own, other = self.about[model], About.of(self._stored(folder)["server"])
-        for name in ("rank", "parts"):
+        stored = self._stored(folder)
+        own, other = self.about[model], About.of(stored["server"])
+        for name in ("rank", "scale", "parts"):
             if getattr(own, name) != getattr(other, name):
                 raise Refused(
                     400,
                     f"{value['path']}: its {name} is {getattr(other, name)}, and that of {model} "
                     f"{getattr(own, name)}",
                 )
-        self._read(model, folder, states=value["optimizer"])
+        self._read(model, folder, stored, states=value["optimizer"])
         return Done({"path": value["path"], "model_id": model, "type": "load_weights"})
 
     def unload(self, model: str, value: Any, arrays: Arrays) -> Done:
@@ -152,9 +154,13 @@ class Models:
         self.steps.pop(model, None)
 
     def restore(self, model: str, about: About, folder: pathlib.Path) -> None:
-        """A model as `checkpoint` has written it."""
+        """A model as `checkpoint` has written it.
+
+        Raises Refused, on every rank, if it is damaged or of another base.
+        """
+        stored = self._stored(folder)
         self._add(model, about)
-        self._read(model, folder, states=True)
+        self._read(model, folder, stored, states=True)
 
     @torch.no_grad()
     def _add(self, model: str, about: About) -> None:
@@ -228,37 +234,28 @@ class Models:
         self.bank.take(model)
         self._write(model, folder, states=True)
 
+    # A name in the log is not saved again (`Workers`); what a killed server has left under another
+    # one is replaced.
+
     def save(self, model: str, value: Any, arrays: Arrays) -> Done:
-        path = path_of(model, "weights", value["name"])
-        folder = folder_of(self.root, path)
-        if not (folder / "state.json").is_file() or value["overwrite"]:
-            self._write(model, folder, states=True)
+        path = saved_as("save_weights", model, value)
+        folder = self._of(path)
+        self._write(model, folder, states=True)
         about = self._known(model, "training", value, folder)
         return Done({"path": path, "type": "save_weights"}, saved={path: about})
 
     def save_for_sampler(self, model: str, value: Any, arrays: Arrays) -> Done:
-        """Weights alone: under a name, as PEFT has them too, or of a sampler that is made."""
+        """Weights alone: under a path, as PEFT has them too, or of a sampler that is made."""
+        path = saved_as("save_weights_for_sampler", model, value)
+        folder = self._of(path)
+        self._write(model, folder, states=False)
+        answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if value["sampler"] is not None:
-            folder = self._sampler(value["sampler"])
-            self._once(folder, lambda: self._write(model, folder, states=False))
-            own = {"weights": value["sampler"], "kind": "sampler"}
-            answer = {"sampling_session_id": value["sampler"], "type": "save_weights_for_sampler"}
-            return Done(answer, saved={value["sampler"]: own})
-        path = path_of(model, "sampler_weights", value["name"])
-        folder = folder_of(self.root, path)
-
-        def write() -> None:
-            self._write(model, folder, states=False)
-            self.engine.export(folder / "adapter", adapter_of=self.base)
-
-        self._once(folder, write)
+            own = {"weights": path, "kind": "sampler"}
+            return Done({"sampling_session_id": path, **answer}, saved={path: own})
+        self.engine.export(folder / "adapter", adapter_of=self.base)
         about = self._known(model, "sampler", value, folder)
-        return Done({"path": path, "type": "save_weights_for_sampler"}, saved={path: about})
-
-    def _once(self, folder: pathlib.Path, write: Callable[[], None]) -> None:
-        there = self.mesh.control.broadcast((folder / "state.json").is_file())
-        if not there:
-            write()
+        return Done({"path": path, **answer}, saved={path: about})
 
     def _known(self, model: str, kind: str, value: Any, folder: pathlib.Path) -> dict[str, Any]:
         files = [f for f in folder.rglob("*") if f.is_file()] if self.mesh.main else []
@@ -285,12 +282,14 @@ class Models:
             "server": dataclasses.asdict(self.about[model]),
         }
         self._saver.write(folder, tensors, state)
+        self._snapshots = {n: own for n, own in self._snapshots.items() if self._of(n) != folder}
 
-    def _read(self, model: str, folder: pathlib.Path, *, states: bool) -> None:
-        """Fills a model from a checkpoint. Raises Refused, on every rank, for one that is no such
-        model's, which is as before then; where a file is damaged, without gradients.
+    def _read(
+        self, model: str, folder: pathlib.Path, stored: dict[str, Any], *, states: bool
+    ) -> None:
+        """Fills a model from a checkpoint. Raises Refused, on every rank, where a file is damaged:
+        the model is as before then, without gradients.
         """
-        stored = self._stored(folder)
         self.engine.zero()
         given = states and stored["optimizer"]
         self._restored(folder, states=given)
@@ -327,7 +326,7 @@ class Models:
             raise Refused(400, str(error)) from error
 
     def _folder(self, path: str) -> pathlib.Path:
-        folder = folder_of(self.root, path)
+        folder = self._of(path)
         there = self.mesh.control.broadcast((folder / "state.json").is_file())
         if not there:
             raise Refused(404, f"there is no checkpoint {path}")
@@ -373,7 +372,7 @@ class Models:
 
     @torch.no_grad()
     def _snapshot(self, source: str) -> Snapshot:
-        folder = self._folder(source) if "/" in source else self._sampler(source)
+        folder = self._folder(source)
         named = {n: p for n, p in self.engine.model.named_parameters() if p.requires_grad}
         own = {name: shard(p).clone() for name, p in named.items()}
         try:
@@ -385,8 +384,16 @@ class Models:
             self.engine.parts.reshard()
         return Snapshot(tensors, state["server"]["scale"])
 
-    def _sampler(self, name: str) -> pathlib.Path:
-        return self.root / "samplers" / name
+    def _of(self, name: str) -> pathlib.Path:
+        """The folder of a path, or of a sampler."""
+        return folder_of(self.root, name) if "/" in name else self.root / "samplers" / name
+
+
+def saved_as(kind: str, model: str, value: Any) -> str:
+    """What a request saves: a path, or the name of a sampler."""
+    if value.get("sampler") is not None:
+        return value["sampler"]
+    return path_of(model, "weights" if kind == SAVES[0] else "sampler_weights", value["name"])
 
 
 KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
@@ -402,6 +409,8 @@ KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "unload_model": Models.unload,
     "sample": Models.sample,
 }
+SAVES = ("save_weights", "save_weights_for_sampler")
 # Those that make a model, and those that change what it is: they are run again from a checkpoint.
 CREATES = ("create_model", "create_from")
+LOADS = ("create_from", "load_weights")
 CHANGES = (*CREATES, "forward_backward", "optim_step", "abort_gradient_epoch", "load_weights")

@@ -24,7 +24,7 @@ from tilewright.server.fields import Own, load
 from tilewright.server.follow import follow
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Model, Request, Result
-from tilewright.server.models import CHANGES, CREATES, About, Done, Models
+from tilewright.server.models import CHANGES, CREATES, LOADS, SAVES, About, Done, Models, saved_as
 from tilewright.server.passes import Packing
 from tilewright.server.refused import Refused
 from tilewright.trainer import build, launch
@@ -118,19 +118,19 @@ class Workers:
         self.requests.tell("workers", "ready")
         last = told = swept = looked = time.monotonic()
         while not self.stopped:
-            request, now = self.requests.next(), time.monotonic()
+            now = time.monotonic()
+            if now - looked > LOOK:
+                looked = now
+                self.skip_gaps()
             if now - swept > IDLE:
                 swept = now
                 self.requests.forget(
                     after_sent=self.server.future_ttl, after=self.server.result_max_age
                 )
-            if request is not None:
+            if (request := self.requests.next()) is not None:
                 self.answer(request)
                 last = told = time.monotonic()
                 continue
-            if now - looked > LOOK:
-                looked = now
-                self.skip_gaps()
             if now - told > IDLE:
                 self._all({"do": "wait"})
                 told = now
@@ -154,9 +154,7 @@ class Workers:
                 f"request {request.id} ({request.kind}) has ended the workers {ATTEMPTS} times; "
                 f"{_kept(requests.model(request.model))}"
             )
-            log.error("%s", why)
-            self._all({"do": "forget", "model": request.model})
-            requests.fail(request.model, why)
+            self._fail(request.model, why)
             return
         requests.begin(request)
         began = time.monotonic()
@@ -184,8 +182,15 @@ class Workers:
             result.error or "done",
             time.monotonic() - began,
         )
-        if request.kind == "optim_step" and result.error is None:
+        if result.error is None and self._is_due(request):
             self._checkpoint(request.model)
+
+    def _fail(self, model: str, why: str) -> None:
+        """Ends a model, and its requests that wait; the others go on."""
+        assert self.requests is not None
+        log.error("%s: %s", model, why)
+        self._all({"do": "forget", "model": model})
+        self.requests.fail(model, why)
 
     def _result(self, request: Request) -> tuple[Result, Done | None]:
         header = {"do": "run", "kind": request.kind, "model": request.model}
@@ -199,23 +204,23 @@ class Workers:
 
     def _refuse_known(self, request: Request) -> None:
         """Raises Refused for a name under which something is saved already."""
-        if request.kind not in ("save_weights", "save_weights_for_sampler"):
+        if request.kind not in SAVES:
             return
         assert self.requests is not None
         value, _ = unpacked(request.body)
-        if value["name"] is None or value.get("overwrite"):
-            return
-        kind = "weights" if request.kind == "save_weights" else "sampler_weights"
-        path = f"tinker://{request.model}/{kind}/{value['name']}"
-        if self.requests.path(path) is not None:
+        path = saved_as(request.kind, request.model, value)
+        if not value.get("overwrite") and self.requests.path(path) is not None:
             raise Refused(400, f"path {path} is there already; give another name, or overwrite")
 
-    def _checkpoint(self, model: str) -> None:
-        """Every so many steps, what a request has led to is written, so that less is computed again
-        after a kill.
+    def _is_due(self, request: Request) -> bool:
+        """Whether what a request has led to is written, so that less is computed again after a
+        kill: every so many steps, and at once what was read from files, which may be deleted.
         """
-        if self.models.steps[model] % self.server.checkpoint_every:
-            return
+        if request.kind == "optim_step":
+            return self.models.steps[request.model] % self.server.checkpoint_every == 0
+        return request.kind in LOADS
+
+    def _checkpoint(self, model: str) -> None:
         assert self.requests is not None
         row = self.requests.model(model)
         assert row is not None  # it has just trained
@@ -246,7 +251,11 @@ class Workers:
         began, count = time.monotonic(), 0
         if model.folder is not None:
             about = {"about": model.about, "folder": model.folder}
-            self._all({"do": "restore", "model": model.name, **about})
+            try:
+                self._all({"do": "restore", "model": model.name, **about})
+            except Refused as refused:
+                self._fail(model.name, f"its last checkpoint cannot be read: {refused}")
+                return
         for request, before in requests.ran(model.name, model.saved):
             result, _ = self._result(request)
             count += 1
@@ -259,9 +268,7 @@ class Workers:
                     f"{request.kind} {request.id}, computed again, has other bits than the result "
                     f"that was stored: both are in {folder}; {_kept(model)}"
                 )
-                log.error("%s: %s", model.name, why)
-                self._all({"do": "forget", "model": model.name})
-                requests.fail(model.name, why)
+                self._fail(model.name, why)
                 return
         log.info(
             "%s: as it was, from %s and %d requests since, %.1f s",
