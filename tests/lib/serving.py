@@ -40,17 +40,23 @@ def write_model(folder, shape=QWEN3):
     return folder
 
 
-def write_server(folder, model, **changes):
+PLAIN = {
+    "enable_mixed_precision": False,
+    "enable_gradient_checkpointing": False,
+    "data_parallel_mode": "none",
+}
+
+
+def write_server(folder, model, plain=PLAIN, **changes):
+    """plain: {} for the defaults of the server."""
     given = {
         "model_path": str(model),
         "output_dir": str(folder / "out"),
         "lora_rank": 8,
         "sample_packing_sequence_len": LONGEST,
         "pad_to_multiple_of": 8,
-        "enable_mixed_precision": False,
-        "enable_gradient_checkpointing": False,
-        "data_parallel_mode": "none",
         "api_port": 0,
+        **plain,
         **changes,
     }
     folder.mkdir(parents=True, exist_ok=True)

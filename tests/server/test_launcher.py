@@ -102,6 +102,7 @@ def test_processes_that_are_killed_come_again_and_nothing_is_lost(model_folder, 
     try:
         until(lambda: (root / "url").is_file() or launcher.poll() is not None)
         client = Client(root)
+        assert (root / "api.key").stat().st_mode & 0o777 == 0o600
         session = client.post("create_session", {"tags": [], "sdk_version": "0"})["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": str(model_folder)}
         body["lora_config"] = {"rank": 4, "seed": 3}

@@ -525,6 +525,10 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         weights = sum(float(inputs["weights"].sum()) for _, inputs in data)
         # The scale of adapters is 2 here and 4 there, which the gradient of B has.
         assert answer["metrics"]["grad_norm"] == pytest.approx(norm / weights / 2, rel=1e-3)
+        bare = {"data": listed([(data[0][0], {})]), "loss_fn": "causallm_loss"}
+        bare = {"model_id": "mine", "forward_backward_input": bare}
+        status, refused = served.post("forward_backward", bare)
+        assert status == 400 and "has no 'target_tokens'" in refused["detail"]
         # Labels are the tokens themselves; -100 is not learned from.
         tokens = data[3][0]
         labels = np.where(np.arange(len(tokens)) < 9, -100, tokens)
@@ -823,6 +827,53 @@ def test_a_request_that_ends_the_workers_again_and_again_fails_its_model(file, m
         assert answer["category"] == "server" and "ended the workers 3 times" in answer["error"]
         assert served.step(model, 2)[0] == 400
         assert "metrics" in served.result(served.passes(other, 1, documents()))
+
+
+def test_a_server_by_its_defaults_goes_on_after_a_kill(model_folder, tmp_path):
+    """With FSDP2, autocast and checkpointing of activations: bit for bit as one that was neither
+    killed nor asked for samples, and within bfloat16's rounding of float32.
+    """
+    prompt = [(np.array(PROMPT[:-1]), {"target_tokens": np.array(PROMPT[1:])})]
+
+    def forward(served, model, seq):
+        body = pass_body(model, seq, prompt, forward=True)
+        return served.result(served.post("forward", raw=body), accept=PROTOBUF)
+
+    def step(served, model):
+        return json.dumps(served.result(served.step(model, 10)))
+
+    def logprobs(data):
+        return passed(data)[1]["logprobs"][0]
+
+    files = [
+        write_server(tmp_path / name, model_folder, checkpoint_every=2, **plain)
+        for name, plain in (("float32", {}), ("straight", {"plain": {}}), ("killed", {"plain": {}}))
+    ]
+    found = []
+    for file in files[:2]:
+        with Served(file) as served:
+            model = served.model()
+            own = [*trained(served, model, 2), forward(served, model, 7)]
+            own += [served.result(served.passes(model, 8 + i, documents(i))) for i in range(2)]
+            found.append([*own, step(served, model), forward(served, model, 11)])
+    with Served(files[2]) as served:
+        model = served.model()
+        again = [*trained(served, model, 2), forward(served, model, 7)]
+        futures = [served.passes(model, 8 + i, documents(i)) for i in range(2)]
+        save = {"model_id": model, "sampling_session_seq_id": 0}
+        sampler = served.result(served.post("save_weights_for_sampler", save))
+        sampler = sampler["sampling_session_id"]
+    with Served(files[2]) as served:
+        again += [served.result(future) for future in futures]
+        sampled = scores(served, sampler)["prompt_logprobs"]
+        np.testing.assert_allclose(sampled[1:], logprobs(again[6]), atol=2e-2)
+        again.append(step(served, model))
+        assert scores(served, sampler, 1)["prompt_logprobs"] == sampled
+        assert [*again, forward(served, model, 11)] == found[1]
+    assert not np.allclose(logprobs(found[1][-1]), logprobs(found[1][6]), atol=5e-2)
+    first = [logprobs(own[0]) for own in found]
+    assert not np.array_equal(*first)
+    np.testing.assert_allclose(*first, atol=2e-2)
 
 
 # ---- what is refused

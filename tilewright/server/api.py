@@ -36,7 +36,7 @@ from tilewright.server.follow import follow
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Conflict, Log, Model
 from tilewright.server.losses import checked as checked_loss
-from tilewright.server.names import PARTS, canonical, checked, folder_of
+from tilewright.server.names import PARTS, below, canonical, checked, folder_of, path_of
 from tilewright.server.refused import Refused
 from tilewright.trainer.checkpoint import hf
 
@@ -268,9 +268,7 @@ class Api:
         if refused.used and refused.status in (400, 422, 501):
             self.model(model)
             try:
-                self.requests.refuse(
-                    model, seq, kind, data, self.owner, refused.status, str(refused)
-                )
+                self.requests.refuse(model, seq, kind, data, self.owner, str(refused))
             except Conflict as error:
                 raise Refused(422, str(error), used=False) from error
 
@@ -357,9 +355,8 @@ class Api:
             weights = canonical(body.model_path)
             if self.path(weights) is None:
                 raise Refused(404, f"there is no checkpoint {body.model_path}")
-        elif body.base_model not in self.base.names:
-            known = " or ".join(self.base.names)
-            raise Refused(400, f"base_model is {body.base_model!r}; this server has {known}")
+        else:
+            bodies.check_base(body.base_model, self.base)
         name = bodies.sampler_of(body.session_id, body.sampling_session_seq_id)
         self.requests.remember(name, self.owner, {"weights": weights, "kind": "session"})
         return {"type": "create_sampling_session", "sampling_session_id": name}
@@ -440,7 +437,7 @@ class Api:
         name = checked("model_id", name)
         return [
             {
-                "checkpoint_id": path.partition(f"{name}/")[2],
+                "checkpoint_id": path.removeprefix(below(name)),
                 "checkpoint_type": about["kind"],
                 "time": _iso(created),
                 "tinker_path": path,
@@ -449,19 +446,19 @@ class Api:
                 "user_metadata": about["user_metadata"],
             }
             for path, about, created in self.requests.paths(self.owner)
-            if path.startswith(f"tinker://{name}/")
+            if path.startswith(below(name))
         ]
 
     def delete_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
         """In the JSON dialect."""
         body = bodies.read(bodies.DeleteCheckpoint, bodies.read_json(data))
-        path = f"tinker://{body.model_id}/{body.checkpoint_id}"
+        path = below(body.model_id) + body.checkpoint_id
         self._delete(path)
         return {"success": True, "deleted_path": _as_named(path), "error": None}
 
     def remove_checkpoint(self, request: Request, data: bytes) -> Response:
         given = request.path_params
-        self._delete(f"tinker://{given['name']}/{given['kind']}/{given['saved']}")
+        self._delete(path_of(given["name"], given["kind"], given["saved"]))
         return Response(status_code=204)
 
     def _delete(self, path: str) -> None:

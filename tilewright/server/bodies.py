@@ -138,7 +138,7 @@ def create_model(given: Any, base: Base) -> Call:
     if isinstance(given, dict) and "session_id" not in given:
         return _create_named(given, base)
     body = read(CreateModel, given)
-    _check_base(body.base_model, base)
+    check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
     lora = body.lora_config or LoraConfig(rank=base.rank)
     parts = [part for part in PARTS if getattr(lora, f"train_{part}")]
@@ -152,7 +152,7 @@ def create_model(given: Any, base: Base) -> Call:
 
 def _create_named(given: dict[str, Any], base: Base) -> Call:
     body = read(NamedModel, given)
-    _check_base(body.base_model, base)
+    check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
     lora = body.lora_config or NamedLora.model_validate({"rank": base.rank})
     if lora.dropout:
@@ -187,7 +187,8 @@ def _about(
     return {"rank": rank, "scale": alpha / rank, "seed": seed, "parts": parts}
 
 
-def _check_base(name: str, base: Base) -> None:
+def check_base(name: str | None, base: Base) -> None:
+    """Raises Refused for a base that is not this server's."""
     if name not in base.names:
         known = " or ".join(base.names)
         raise Refused(400, f"base_model is {name!r}; this server has {known}")
@@ -219,8 +220,8 @@ def load_weights(given: Any, base: Base, known: Mapping[str, Any] | None) -> Cal
     if known is None:
         raise Refused(404, f"there is no checkpoint {body.path}")
     _check_optimizer(body.optimizer_config)
-    if body.base_model not in (None, *base.names):
-        raise Refused(400, f"base_model is {body.base_model!r}; this server has {base.names[0]}")
+    if body.base_model is not None:
+        check_base(body.base_model, base)
     value = {"path": canonical(body.path), "optimizer": body.optimizer}
     if body.model_id is not None:
         return Call(checked("model_id", body.model_id), body.seq_id, "load_weights", value)
@@ -248,9 +249,10 @@ def abort(given: Any) -> Call:
 
 
 class KillSession(Body):
+    """reset_weights is no field: the model is gone."""
+
     model_id: str
     save_checkpoint: bool = False
-    reset_weights: bool = False
 
 
 class DeleteCheckpoint(Body):
@@ -384,6 +386,8 @@ def shifted(i: int, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
     """A datum whose targets are aligned: `labels` are the tokens themselves, which a datum without
     `target_tokens` has, and -100 is not learned from.
     """
+    if not {"labels", "target_tokens"} & {*inputs}:
+        return Datum(tokens, inputs)  # which `losses.checked` refuses
     if "labels" in inputs:
         labels = inputs.pop("labels")
         if len(labels) != len(tokens) or "target_tokens" in inputs:
@@ -395,7 +399,7 @@ def shifted(i: int, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
         tokens, targets = tokens[:-1], labels[1:]
         inputs = {name: array[1:] for name, array in inputs.items()}
     else:
-        targets = inputs.get("target_tokens", np.empty(0, np.int64))
+        targets = inputs["target_tokens"]
     ignored = targets == IGNORE
     if ignored.any() and targets.ndim == 1:
         weights = inputs.get("weights", np.ones(len(targets), np.float32))
@@ -408,8 +412,9 @@ def shifted(i: int, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
 
 
 class SaveWeights(Named):
+    """ttl_seconds is no field: nothing expires."""
+
     path: str | None = None
-    ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 

@@ -1,8 +1,6 @@
 """The configuration of a server: one flat YAML, each field of which is the trainer's or its own.
 
-model_path: /models/SmolLM2-135M
-output_dir: /runs/server
-enable_lora: true
+docs/server.md has an example.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from tilewright.core import platform
-from tilewright.core.files import writing
+from tilewright.core.files import write_text
 from tilewright.server.fields import Own, load
 from tilewright.server.log import Log
 from tilewright.trainer.config import Config
@@ -65,9 +65,8 @@ def key_of(server: Own, root: pathlib.Path) -> pathlib.Path:
         return file
     file = root / "api.key"
     if not file.is_file():
-        with writing(file), os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
-            # Published clients take keys with this beginning alone.
-            out.write(f"tml-{secrets.token_urlsafe(32)}\n")
+        # Published clients take keys with this beginning alone. By the umask, its mode is 0600.
+        write_text(file, f"tml-{secrets.token_urlsafe(32)}\n")
     return file
 
 
@@ -139,8 +138,7 @@ def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -
         requests.tell("workers", "starting")
         host = f"[{server.api_host}]" if family == socket.AF_INET6 else server.api_host
         url = f"http://{host}:{listening.getsockname()[1]}"
-        with writing(root / "url"):
-            (root / "url").write_text(url + "\n")
+        write_text(root / "url", url + "\n")
         log.info("the API listens on %s; its key is in %s", url, key)
         log.info("the processes share %s: no other port is bound", requests.file)
         run = [sys.executable, "-m"]

@@ -29,7 +29,7 @@ from tilewright.server.frames import packed
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 -- next: the number in its sequence of the request that may run.   ran: how many requests have run.
--- saved: how many of these the checkpoint in `folder` has.   steps: optimizer steps of it.
+-- saved: how many of these the checkpoint in `folder` has.
 CREATE TABLE IF NOT EXISTS models (
   name TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, state TEXT NOT NULL,
   why TEXT, created REAL NOT NULL, next INTEGER NOT NULL DEFAULT 0,
@@ -44,10 +44,10 @@ CREATE TABLE IF NOT EXISTS requests (
 );
 CREATE INDEX IF NOT EXISTS waiting ON requests (number) WHERE waits;
 CREATE INDEX IF NOT EXISTS history ON requests (model, ran) WHERE ran IS NOT NULL;
--- category: of an error.   status: of a request that was refused when it came.
+-- category: of an error.
 CREATE TABLE IF NOT EXISTS results (
-  number INTEGER PRIMARY KEY, error TEXT, category TEXT, status INTEGER, body BLOB,
-  finished REAL NOT NULL, sent REAL
+  number INTEGER PRIMARY KEY, error TEXT, category TEXT, body BLOB, finished REAL NOT NULL,
+  sent REAL
 );
 CREATE TABLE IF NOT EXISTS paths (
   path TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, created REAL NOT NULL
@@ -80,7 +80,6 @@ class Result(NamedTuple):
     body: bytes | None = None
     error: str | None = None
     category: str | None = None
-    status: int | None = None
     expired: bool = False
 
 
@@ -105,6 +104,11 @@ class Conflict(ValueError):
 
 def _squeezed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def _digest(kind: str, body: bytes) -> bytes:
+    """What a request and its repetition have in common."""
+    return hashlib.sha256(kind.encode() + b"\0" + body).digest()
 
 
 def _whole(data: bytes) -> bytes:
@@ -188,7 +192,7 @@ class Log:
         Raises:
             Conflict: The number was used with another body.
         """
-        digest = hashlib.sha256(kind.encode() + b"\0" + (same or body)).digest()
+        digest = _digest(kind, same or body)
         with self._writing() as db:
             replaced = bool(creates and creates.get("named")) and self._has_run(db, model)
             if not replaced and (known := self._known(model, seq, digest)) is not None:
@@ -219,23 +223,21 @@ class Log:
             )
             db.execute("UPDATE requests SET model = ? WHERE model = ?", (before, model))
 
-    def refuse(
-        self, model: str, seq: int, kind: str, body: bytes, owner: str, status: int, error: str
-    ) -> None:
+    def refuse(self, model: str, seq: int, kind: str, body: bytes, owner: str, error: str) -> None:
         """Adds a request that was refused when it came, and has used up its number.
 
         Raises:
             Conflict: as `append`.
         """
-        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+        digest = _digest(kind, body)
         with self._writing() as db:
             if self._known(model, seq, digest) is not None:
                 return
             self._added(db, (owner, model, seq, kind, digest, None), waits=False)
             number = db.execute("SELECT last_insert_rowid()").fetchone()[0]
             db.execute(
-                "INSERT INTO results VALUES (?, ?, 'user', ?, NULL, ?, NULL)",
-                (number, error, status, time.time()),
+                "INSERT INTO results VALUES (?, ?, 'user', NULL, ?, NULL)",
+                (number, error, time.time()),
             )
             self._advance(db, model)
 
@@ -265,15 +267,15 @@ class Log:
     def result(self, request: str) -> Result | None:
         """None while there is none."""
         rows = self._read(
-            "SELECT error, category, status, s.body, s.finished FROM requests r JOIN results s "
-            "USING (number) WHERE id = ?",
+            "SELECT s.body, error, category FROM requests r JOIN results s USING (number) "
+            "WHERE id = ?",
             request,
         )
         if not rows:
             return None
-        error, category, status, body, _ = rows[0]
+        body, error, category = rows[0]
         expired = error is None and body is None
-        return Result(None if body is None else _whole(body), error, category, status, expired)
+        return Result(None if body is None else _whole(body), error, category, expired)
 
     def sent(self, request: str) -> None:
         """A result has reached a client: it may be forgotten some time from now."""
@@ -335,10 +337,14 @@ class Log:
     def remember(self, path: str, owner: str, about: Any) -> None:
         """Adds a path, or what is known of it now."""
         with self._writing() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?)",
-                (path, owner, json.dumps(about), time.time()),
-            )
+            self._remember(db, path, owner, about)
+
+    @staticmethod
+    def _remember(db: sqlite3.Connection, path: str, owner: str, about: Any) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?)",
+            (path, owner, json.dumps(about), time.time()),
+        )
 
     def drop(self, path: str) -> None:
         """Forgets a path."""
@@ -400,8 +406,8 @@ class Log:
         with self._writing() as db:
             body = None if result.body is None else _squeezed(result.body)
             db.execute(
-                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, NULL)",
-                (request.number, *result[1:4], body, time.time()),
+                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, NULL)",
+                (request.number, result.error, result.category, body, time.time()),
             )
             place = None
             if ran:
@@ -421,10 +427,7 @@ class Log:
             owner = db.execute("SELECT owner FROM requests WHERE number = ?", (request.number,))
             [(owner,)] = owner.fetchall()
             for path, about in (saved or {}).items():
-                db.execute(
-                    "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?)",
-                    (path, owner, json.dumps(about), time.time()),
-                )
+                self._remember(db, path, owner, about)
             self._advance(db, request.model)
 
     @staticmethod
@@ -471,7 +474,7 @@ class Log:
     def _give_up(db: sqlite3.Connection, model: str, why: str, category: str) -> None:
         """Ends the requests of a model that wait."""
         db.execute(
-            "INSERT OR IGNORE INTO results SELECT number, ?, ?, NULL, NULL, ?, NULL "
+            "INSERT OR IGNORE INTO results SELECT number, ?, ?, NULL, ?, NULL "
             "FROM requests WHERE model = ? AND waits",
             (why, category, time.time(), model),
         )

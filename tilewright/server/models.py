@@ -23,9 +23,10 @@ from tilewright.server.names import PARTS, folder_of, path_of
 from tilewright.server.passes import Asked, Packing
 from tilewright.server.refused import Refused
 from tilewright.trainer.bank import Bank
+from tilewright.trainer.build import of_main
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.engine import Engine, NotFinite
-from tilewright.trainer.reference import adapters_off, holding
+from tilewright.trainer.reference import adapters_off, holding, scaled
 
 SNAPSHOTS = 4  # samplers whose weights are in memory; others are read when they are asked for
 
@@ -299,17 +300,16 @@ class Models:
 
     def _stored(self, folder: pathlib.Path) -> dict[str, Any]:
         """The state of a checkpoint, on every rank. Raises Refused for one of another base."""
-        state = problem = None
-        if self.mesh.main:
-            try:
-                state = checkpoint.read_state(folder)
-                checkpoint.check(folder, state, self.identity)
-            except (OSError, ValueError) as error:
-                problem = str(error)
-        problem, state = self.mesh.control.broadcast([problem, state])
-        if problem is not None:
-            raise Refused(400, problem)
-        return state
+
+        def read() -> dict[str, Any]:
+            state = checkpoint.read_state(folder)
+            checkpoint.check(folder, state, self.identity)
+            return state
+
+        try:
+            return of_main(self.mesh, read)
+        except (OSError, ValueError) as error:
+            raise Refused(400, str(error)) from error
 
     def _restored(self, folder: pathlib.Path, *, states: bool) -> dict[str, Any]:
         try:
@@ -359,29 +359,17 @@ class Models:
         self._snapshots[source] = snapshot  # the newest last
         while len(self._snapshots) > SNAPSHOTS:
             del self._snapshots[next(iter(self._snapshots))]
-        modules = [module for _, module in adapted(self.engine.model)]
-        scales = [module.scale for module in modules]
-        with torch.no_grad(), holding(self.engine.parts, snapshot.tensors):
-            try:
-                for module in modules:
-                    module.scale = snapshot.scale
-                yield
-            finally:
-                for module, scale in zip(modules, scales, strict=True):
-                    module.scale = scale
+        scale = scaled(self.engine.model, snapshot.scale)
+        with torch.no_grad(), holding(self.engine.parts, snapshot.tensors), scale:
+            yield
 
     @torch.no_grad()
     def _snapshot(self, source: str) -> Snapshot:
         folder = self._folder(source)
         named = {n: p for n, p in self.engine.model.named_parameters() if p.requires_grad}
-        own = {name: shard(p).clone() for name, p in named.items()}
-        try:
+        with holding(self.engine.parts, named):
             state = self._restored(folder, states=False)
             tensors = {name: shard(p).clone() for name, p in named.items()}
-        finally:
-            for name, p in named.items():
-                shard(p).copy_(own[name])
-            self.engine.parts.reshard()
         return Snapshot(tensors, state["server"]["scale"])
 
     def _of(self, name: str) -> pathlib.Path:

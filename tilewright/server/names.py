@@ -27,9 +27,14 @@ def checked(what: str, name: str) -> str:
     return name
 
 
+def below(model: str) -> str:
+    """What the paths of a model begin with."""
+    return f"tinker://{model}/"
+
+
 def path_of(model: str, kind: str, name: str) -> str:
     """kind: weights or sampler_weights."""
-    return f"tinker://{model}/{kind}/{name}"
+    return f"{below(model)}{kind}/{name}"
 
 
 def canonical(path: str) -> str:

@@ -198,7 +198,7 @@ class Workers:
             self._refuse_known(request)
             done = self._all(header, request.body)
         except Refused as refused:
-            return Result(error=str(refused), category="user", status=refused.status), None
+            return Result(error=str(refused), category="user"), None
         assert done is not None
         return Result(packed(done.value, done.arrays)), done
 

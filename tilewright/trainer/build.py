@@ -128,13 +128,10 @@ def shape_of_run(model: Model, head: str, mesh: Mesh | None = None) -> ModelConf
 
 def of_main(mesh: Mesh, made: Callable[[], Any]) -> Any:
     """What a function returns on rank 0. Its OSError or ValueError is raised on every rank."""
-    value = problem = None
-    if mesh.main:
-        try:
+    value = None
+    with mesh.control.agreeing(OSError, ValueError):
+        if mesh.main:
             value = made()
-        except (OSError, ValueError) as error:
-            problem = error
-    mesh.control.agree(problem)
     return mesh.control.broadcast(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -41,22 +42,27 @@ class Compared(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(model: nn.Module) -> AbstractContextManager[None]:
     """Within, adapters add zeros: the bits are the base's."""
+    return scaled(model, 0.0)
+
+
+@contextlib.contextmanager
+def scaled(model: nn.Module, scale: float) -> Iterator[None]:
+    """Within, all adapters have this scale."""
     adapters = [m for m in model.modules() if isinstance(m, LoRALinear | LoRAExperts)]
     scales = [m.scale for m in adapters]
     try:
         for module in adapters:
-            module.scale = 0.0
+            module.scale = scale
         yield
     finally:
-        for module, scale in zip(adapters, scales, strict=True):
-            module.scale = scale
+        for module, before in zip(adapters, scales, strict=True):
+            module.scale = before
 
 
 @contextlib.contextmanager
-def holding(policy: Parts, tensors: Tensors) -> Iterator[None]:
+def holding(policy: Parts, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Within, these parameters have other values. There must be no graph that has saved them."""
     policy.reshard()  # what is gathered would keep its values
     own = [
