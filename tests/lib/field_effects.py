@@ -365,6 +365,8 @@ ROWS = [
     row("lora.rslora", True, "weights", **LORA),
     row("lora.use_dora", True, "names", **LORA),
     row("lora.lora_target_modules", ["o_proj"], "names", **LORA),
+    row("lora.moe_shared_lora", True, "parameters", **MOE, **LORA),
+    row("lora.moe_hybrid_shared_lora", True, "parameters", **MOE, **LORA),
     row("lora.lora_plus_scale", 4.0, "weights", **LORA),
     row("lora.save_lora_only", True, "exported", **SAVED, train__save_hf_weights=True),
     row("lora.save_base", True, "stored", **SAVED),

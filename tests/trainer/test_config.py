@@ -267,7 +267,8 @@ def test_the_identity_of_a_run_has_the_names_and_the_order_of_earlier_checkpoint
         train = Train(output_dir="o", optimizer=optimizer)
         assert [*kept(train, Resume.OTHER_STATES, unread=False)] == states + more
     assert " ".join(kept(Lora(), Resume.OTHER_WEIGHTS)) == (
-        "enable_lora lora_rank lora_alpha rslora use_dora lora_target_modules save_lora_only "
+        "enable_lora lora_rank lora_alpha rslora use_dora lora_target_modules moe_shared_lora "
+        "moe_hybrid_shared_lora save_lora_only "
         "enable_qlora quant_format quant_group_size exclude_modules"
     )
     orders = [

@@ -452,6 +452,7 @@ def test_the_plan_of_memory_counts_its_states(name, tmp_path):
 def test_fields_that_early_checkpoints_have_not_recorded_are_the_default():
     from tilewright.trainer.checkpoint.checkpoint import ADDED
 
-    assert ADDED["model"]["lora"] == {"rslora": False, "use_dora": False}
+    shared = {"moe_shared_lora": False, "moe_hybrid_shared_lora": False}
+    assert ADDED["model"]["lora"] == {"rslora": False, "use_dora": False, **shared}
     later = {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0}
     assert ADDED["optimizer"] == later

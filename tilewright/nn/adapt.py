@@ -60,6 +60,7 @@ def add_lora(
     use_rslora: bool = False,
     use_dora: bool = False,
     modules_to_save: Iterable[str] = (),
+    experts_mode: str = "per_expert",
 ) -> list[str]:
     """Adds adapters to projections and freezes all other parameters.
 
@@ -72,8 +73,7 @@ def add_lora(
             several; None: all of PROJECTIONS. The trainer's models also accept "lm_head". In a
             transformers model a layer that fuses several projections, as in Phi-3, counts as one
             and gets one adapter.
-        rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`. Each expert
-            has its own adapters.
+        rank: As in LoRALinear and LoRAExperts, as are `alpha`, `rslora` and `dtype`.
         alpha: The adapters' scale times `rank`, or with `rslora` times its square root.
         rslora: See `alpha`.
         dtype: The adapters' dtype.
@@ -82,6 +82,7 @@ def add_lora(
         use_dora: As in LoRALinear; experts have none.
         modules_to_save: Modules that are trained whole beside the adapters, by the ends of their
             paths ("lm_head"). `save_adapter` writes their weights, as PEFT does.
+        experts_mode: The factors that the experts of a layer share, as `mode` in LoRAExperts.
 
     Returns:
         The paths of the adapted modules.
@@ -147,7 +148,7 @@ def add_lora(
     for path, module, _ in mixtures:
         weights = (getattr(module, name) for name in ("gate_up_proj", "down_proj"))
         gate_up, down = (w.weight() if isinstance(w, QuantizedExperts) else w for w in weights)
-        wrapped[path] = LoRAExperts(gate_up, down, rank, alpha, **options)
+        wrapped[path] = LoRAExperts(gate_up, down, rank, alpha, mode=experts_mode, **options)
     model.requires_grad_(False)  # before the adapters are added
     for module in whole.values():
         mark(module)

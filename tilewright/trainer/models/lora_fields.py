@@ -11,6 +11,7 @@ from tilewright.nn.quantized_layers import wrong_group_size
 from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
 LORA, QLORA = Needs("enable_lora", [True]), Needs("enable_qlora", [True])
+SHARED = "the gradient of a shared factor would have to be summed over the ranks of experts"
 AUTO = -1.0  # lora_alpha from the rank
 
 
@@ -50,6 +51,22 @@ class Lora(Section):
     """Projections with adapters: names in their paths, or with * patterns of them; null: all, and
     not lm_head, which must be named.
     """
+    moe_shared_lora: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        LORA,
+        Needs("train.expert_parallel_size", [1], SHARED),
+        later=True,
+    )
+    """The experts of a layer share their adapters."""
+    moe_hybrid_shared_lora: bool = field(
+        False,
+        Resume.OTHER_WEIGHTS,
+        LORA,
+        Needs("train.expert_parallel_size", [1], SHARED),
+        later=True,
+    )
+    """They share A of gate and up projections and B of down projections."""
     lora_plus_scale: float = field(1.0, Resume.OTHER_STATES, LORA, gt=0, later=True)
     """LoRA+: the learning rate of the adapters' B, over that of their A."""
     save_lora_only: bool = field(
@@ -128,7 +145,9 @@ class Lora(Section):
 
 
 def of_lora(lora: Lora) -> Iterator[Stated]:
-    """The format has groups of this size, and QLoRA is LoRA."""
+    """The format has groups of this size, QLoRA is LoRA, and experts share some factors or all."""
+    both = lora.moe_shared_lora and lora.moe_hybrid_shared_lora
+    yield both, "experts share all factors or some", "moe_shared_lora", "moe_hybrid_shared_lora"
     alone = lora.enable_qlora and not lora.enable_lora
     yield alone, "QLoRA implies LoRA", "enable_lora", "enable_qlora"
     why = wrong_group_size(lora.quant_format, lora.quant_group_size)

@@ -46,7 +46,7 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
         if not done:
             raise ValueError(f"lora.exclude_modules = {exclude}: leaves nothing to quantize")
     kind = {"rank": wanted.lora_rank, "alpha": wanted.lora_alpha, "rslora": wanted.rslora}
-    kind |= {"use_dora": wanted.use_dora}
+    kind |= {"use_dora": wanted.use_dora, "experts_mode": mode_of_experts(wanted)}
     try:
         # A new head says nothing before it is trained.
         whole = [model.head.module] if model.config.head == "reward" else []
@@ -65,9 +65,21 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
             "embedding, which would change with it; train without merging (an export merges), or "
             "without an adapter on lm_head"
         )
+    shared = mode_of_experts(wanted)
+    if shared != "per_expert" and not mixtures(model):
+        name = next(n for n, mode in SHARING.items() if mode == shared)
+        raise ValueError(f"lora.{name} = True: there are no experts with adapters")
     for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
         module.implementation = names.moe_implementation or "auto"
         MOE_LORA.resolve(module.implementation)
+
+
+# Fields -> `mode` of LoRAExperts.
+SHARING = {"moe_shared_lora": "shared", "moe_hybrid_shared_lora": "hybrid_shared"}
+
+
+def mode_of_experts(wanted: Lora) -> str:
+    return next((mode for n, mode in SHARING.items() if getattr(wanted, n)), "per_expert")
 
 
 def mixtures(model: Transformer) -> list[LoRAExperts]:

@@ -27,9 +27,9 @@ def flops_per_token(model: Transformer, sequence: int) -> float:
     score = per_key * sum(c.keys_seen(i, sequence) for i in layers)
     # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
     # matrix has none.
-    routed = c.num_experts_per_tok / max(1, c.num_experts)
     adapters = sum(
-        p.numel() * (routed if isinstance(module, LoRAExperts) else 1.0)
+        # Of experts, one a token and expert that it is routed to, shared or not.
+        p.numel() * (c.num_experts_per_tok / p.shape[0] if isinstance(module, LoRAExperts) else 1.0)
         for _, module in adapted(model)
         for name, p in module.named_parameters()
         if is_adapter(name)
