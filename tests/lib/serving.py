@@ -21,6 +21,7 @@ from tilewright.server import messages_pb2 as wire
 from tilewright.server.api import Api, application
 from tilewright.server.bodies import Base
 from tilewright.server.fields import load
+from tilewright.server.keys import Keys
 from tilewright.server.log import Log
 from tilewright.server.worker import Workers, models_of
 from tilewright.trainer.parallel.mesh import join
@@ -44,6 +45,7 @@ PLAIN = {
     "enable_mixed_precision": False,
     "enable_gradient_checkpointing": False,
     "data_parallel_mode": "none",
+    "skip_initial_checkpoint": True,
 }
 
 
@@ -67,11 +69,11 @@ def write_server(folder, model, plain=PLAIN, **changes):
 class Served:
     """A server whose workers have one process. It can be killed, and started again.
 
-    Within `with`. answer: does the requests that may run.
+    Within `with`. answer: does the requests that may run.   exact: of `Workers`.
     """
 
-    def __init__(self, file, *, key=KEY):
-        self.file, self.key = file, key
+    def __init__(self, file, *, key=KEY, exact=True):
+        self.file, self.key, self.exact = file, key, exact
 
     def __enter__(self):
         self.server, self.config = load(str(self.file), [])
@@ -80,15 +82,21 @@ class Served:
         self.mesh = join(self.config.train)
         self.log = Log(self.root, self.server.log_max_gb)
         self.workers = Workers(
-            models_of(self.server, self.config, self.mesh), self.server, self.log
+            models_of(self.server, self.config, self.mesh),
+            self.server,
+            self.log,
+            exact=self.exact,
         )
         self.workers.recover()
         self.log.tell("workers", "ready")
         names, lora = (str(self.config.model.model_path),), self.config.lora
+        rank = lora.lora_rank if lora.enable_lora else None
         self.api = Api(
             self.log,
-            self.key,
-            Base(names, lora.lora_rank, lora.lora_alpha, self.config.train.seed),
+            Keys.read(pathlib.Path(file))
+            if (file := self.server.api_token_file)
+            else Keys.of(self.key),
+            Base(names, rank, lora.lora_alpha, self.config.train.seed),
             vocabulary=QWEN3["vocab_size"],
             longest=LONGEST,
             ends=[],
@@ -96,6 +104,7 @@ class Served:
             tokenizer=names[0],
             most_bytes=self.server.max_body_mb * 1e6,
             most_waiting=self.server.max_pending,
+            idle=self.server.idle_session_timeout,
         )
         self.base = names[0]
         self.client = TestClient(application(self.api), raise_server_exceptions=True)
@@ -212,3 +221,16 @@ def passed(data):
         values = np.frombuffer(field.data, "<f4")
         fields[name] = [values[a:b] for a, b in itertools.pairwise(ends)]
     return dict(output.metrics), fields
+
+
+def trained(served, model, steps, first=1, seed=0):
+    """What so many steps have sent, two passes each."""
+    found = []
+    for step in range(steps):
+        seq = first + 3 * step
+        for call in range(2):
+            data = documents(seed + 2 * step + call)
+            future = served.passes(model, seq + call, data)
+            found.append(served.result(future, accept=PROTOBUF))
+        found.append(json.dumps(served.result(served.step(model, seq + 2))))
+    return found

@@ -19,6 +19,7 @@ from serving import (
     documents,
     pass_body,
     passed,
+    trained,
     write_model,
     write_server,
 )
@@ -37,19 +38,6 @@ def model_folder(tmp_path_factory):
 @pytest.fixture
 def file(model_folder, tmp_path):
     return write_server(tmp_path, model_folder)
-
-
-def trained(served, model, steps, first=1, seed=0):
-    """What so many steps have sent, two passes each."""
-    found = []
-    for step in range(steps):
-        seq = first + 3 * step
-        for call in range(2):
-            data = documents(seed + 2 * step + call)
-            future = served.passes(model, seq + call, data)
-            found.append(served.result(future, accept=PROTOBUF))
-        found.append(json.dumps(served.result(served.step(model, seq + 2))))
-    return found
 
 
 # ---- what is computed

@@ -7,9 +7,9 @@ Results are read from the log when clients ask for them. The protocol's errors a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import datetime
-import hashlib
-import hmac
 import inspect
 import io
 import json
@@ -17,54 +17,89 @@ import logging
 import pathlib
 import secrets
 import shutil
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.background import BackgroundTask
 
-from tilewright.server import binary, bodies
+from tilewright.server import answers, binary, bodies
+from tilewright.server.answers import PROTOBUF
 from tilewright.server.bodies import Base, Call
 from tilewright.server.datums import Data, check
 from tilewright.server.fields import load
 from tilewright.server.follow import follow
-from tilewright.server.frames import packed, unpacked
-from tilewright.server.log import Conflict, Log, Model
+from tilewright.server.frames import packed
+from tilewright.server.keys import Keys
+from tilewright.server.log import Conflict, Log, Model, Path
 from tilewright.server.losses import checked as checked_loss
-from tilewright.server.names import PARTS, below, canonical, checked, folder_of, path_of
+from tilewright.server.names import (
+    PARTS,
+    below,
+    canonical,
+    checked,
+    folder_of,
+    parsed,
+    path_of,
+)
 from tilewright.server.refused import Refused
 from tilewright.trainer.checkpoint import hf
 
-PROTOBUF = "application/x-protobuf"
+SESSION = "session/"  # before the names of sessions among paths
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
 POLL = 0.002, 0.02  # seconds between looks for a result: at first, and after a second
 PREFIX = "/api/v1"
+PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
+ENGINES = "weights are not sent to inference engines yet"
 # What a client may ask for that is not built, with the sentence of the refusal.
 NOT_OFFERED = {
     "create_custom_loss": "losses of clients are code, which does not run on this server",
     "copy_weights": "checkpoints are not copied between accounts",
     "save_weights_external": "weights are saved as PEFT has them, by save_weights_for_sampler",
-    "save_full_weights_safetensors": "adapters are saved, by save_weights_for_sampler",
+    PUBLISH: "checkpoints are for who has their key alone",
+    "join_sampling_session": "a sampler is not shared by several clients yet",
+    "cancel_future": "requests are not cancelled yet",
+    "retrieve_futures": "results are asked for one by one, by retrieve_future",
+    **dict.fromkeys(("set_sync_quantization", "sync_inference_weights"), ENGINES),
+}
+# The same of paths without the prefix.
+BARE = {
+    **dict.fromkeys(
+        (
+            *("add_inference_endpoint", "remove_inference_endpoint", "list_inference_endpoints"),
+            *("connect_inference_endpoint", "disconnect_inference_endpoint"),
+            "sync_inference_weights",
+        ),
+        ENGINES,
+    ),
+    **dict.fromkeys(("sleep", "wake_up"), "memory is not shared with an inference engine yet"),
+    **dict.fromkeys(
+        ("update_dedicated_endpoint", "update_serverless_weights"),
+        "weights and credentials are not sent to other hosts",
+    ),
 }
 Handler = Callable[[Request, bytes], Any]
+_OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
 
 
 class Api:
     """What the routes share.
 
-    key: that requests must come with.   base: what models are made from.   vocabulary, longest:
-    tokens that there are, and of one document.   ends: tokens that end a text.
+    keys: one of which requests must come with.   base: what models are made from.   vocabulary,
+    longest: tokens that there are, and of one document.   ends: tokens that end a text.   idle:
+    seconds after which a model that nobody asks for is unloaded; 0: never.
     """
 
     def __init__(
         self,
         requests: Log,
-        key: str,
+        keys: Keys,
         base: Base,
         *,
         vocabulary: int,
@@ -74,12 +109,17 @@ class Api:
         tokenizer: str,
         most_bytes: float,
         most_waiting: int,
+        idle: float = 0.0,
     ):
-        self.requests, self.key, self.base = requests, key, base
+        self.requests, self.keys, self.base = requests, keys, base
         self.vocabulary, self.longest, self.ends = vocabulary, longest, ends
         self.arch, self.tokenizer = arch, tokenizer
-        self.most_bytes, self.most_waiting = most_bytes, most_waiting
-        self.owner = hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.most_bytes, self.most_waiting, self.idle = most_bytes, most_waiting, idle
+
+    @property
+    def owner(self) -> str:
+        """Who the request in progress comes from."""
+        return _OWNER.get()
 
     # ---- accepting
 
@@ -114,18 +154,22 @@ class Api:
                 used=False,
             )
 
-    def authorized(self, request: Request) -> None:
+    def authorized(self, request: Request) -> str:
+        """Who a request comes from. Raises Refused."""
         given = request.headers.get("x-api-key") or ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = given or (token if scheme.lower() == "bearer" else "")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        if (owner := self.keys.owner(given)) is None:
             raise Refused(401, "the key is missing or wrong: Authorization: Bearer KEY", used=False)
+        return owner
 
     def accept(self, call: Call) -> dict[str, Any]:
         """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
         requests = self.requests
         if call.creates is None and call.kind != "sample":
             self.model(call.model)
+        elif (other := requests.model(call.model)) is not None and other.owner != self.owner:
+            raise Refused(400, f"the name {call.model} is taken; give another", used=False)
         state = requests.fact("workers") or ""
         if state.startswith("failed"):
             raise Refused(503, f"the workers have {state}", used=False)
@@ -151,6 +195,8 @@ class Api:
     def model(self, name: str) -> Model:
         """A model that may be used. Raises Refused."""
         model = self.requests.model(checked("model_id", name))
+        if model is not None and model.owner == self.owner and model.state == "ended" and model.why:
+            raise Refused(410, f"{name} has ended: {model.why}", used=False)
         if model is None or model.owner != self.owner or model.state == "ended":
             raise Refused(404, f"there is no model {name}", used=False)
         if model.state == "failed":
@@ -211,8 +257,7 @@ class Api:
         body = bodies.read(bodies.KillSession, bodies.read_json(data))
         model, path = self.model(body.model_id), None
         if body.save_checkpoint:
-            name = f"final_{model.ran:06d}"
-            value = {"name": name, "overwrite": True, "user_metadata": None}
+            value = bodies.saving(f"final_{model.ran:06d}", overwrite=True)
             call = Call(model.name, None, "save_weights", value)
             saved = await self.at_once(request, self.accept(call))
             path = json.loads(bytes(saved.body)).get("path")
@@ -236,6 +281,13 @@ class Api:
 
     def save_for_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
         return self._step("save_weights_for_sampler", data, bodies.save_for_sampler)
+
+    async def save_full(self, request: Request, data: bytes) -> Response:
+        """In the JSON dialect, at once."""
+        call = bodies.save_full(bodies.read_json(data))
+        answer = await self.at_once(request, self.accept(call))
+        made = json.loads(bytes(answer.body))
+        return JSONResponse({**made, "dtype": call.value["dense"]}) if "path" in made else answer
 
     def load_weights(self, request: Request, data: bytes) -> dict[str, Any]:
         given = bodies.read_json(data)
@@ -305,15 +357,24 @@ class Api:
         if result.expired:
             raise Refused(410, f"the result of {name} is no longer kept")
         if result.error is not None:
-            self.requests.sent(name)
-            return JSONResponse({"error": result.error, "category": result.category})
+            answer = JSONResponse({"error": result.error, "category": result.category})
+            return await self._told(name, request, answer)
         kind, model = self.requests.kind_of(name) or ("", "")
         assert result.body is not None  # else it would have expired
-        if self._named(model):
-            answer = JSONResponse(_named_answer(kind, *unpacked(result.body)))
-        else:
-            answer = _answer(kind, result.body, PROTOBUF in request.headers.get("accept", ""))
-        self.requests.sent(name)
+        protobuf = PROTOBUF in request.headers.get("accept", "")
+        named = self._named(model)
+        made = answers.answer(kind, result.body, named=named, protobuf=protobuf)
+        return await self._told(name, request, made)
+
+    async def _told(self, name: str, request: Request, answer: Response) -> Response:
+        """The answer with a result, which counts as sent where a client is there to read it."""
+        if not await request.is_disconnected():
+
+            def sent() -> None:
+                with contextlib.suppress(sqlite3.OperationalError):  # it stays longer
+                    self.requests.sent(name)
+
+            answer.background = BackgroundTask(sent)
         return answer
 
     # ---- what is answered at once
@@ -324,28 +385,48 @@ class Api:
         return known is not None and bool(known.about.get("named"))
 
     def create_session(self, request: Request, data: bytes) -> dict[str, Any]:
-        bodies.read(bodies.Body, bodies.read_json(data))
+        body = bodies.read(bodies.CreateSession, bodies.read_json(data))
         name = secrets.token_hex(8)
-        self.requests.remember(f"session/{name}", self.owner, {"created": time.time()})
+        about = {"created": time.time(), "user_metadata": body.user_metadata}
+        self.requests.remember(SESSION + name, self.owner, about)
         return {"type": "create_session", "session_id": name}
 
     def heartbeat(self, request: Request, data: bytes) -> dict[str, Any]:
         given = bodies.read_json(data)
-        self._session(given.get("session_id") if isinstance(given, dict) else None)
+        name = given.get("session_id") if isinstance(given, dict) else None
+        if self._session(name).get("finished"):
+            raise Refused(410, f"the session {name} is finished")
+        self.requests.used(bodies.models_of(str(name)), self.owner)
         return {"type": "session_heartbeat"}
 
-    def _session(self, name: Any) -> str:
-        known = self.path(f"session/{name}")
-        if known is None:
+    def _session(self, name: Any) -> Any:
+        """What is known of a session. Raises Refused."""
+        if (known := self.path(f"{SESSION}{name}")) is None:
             raise Refused(404, f"there is no session {name!r:.80}")
-        if known.get("finished"):
-            raise Refused(410, f"the session {name} is finished")
-        return name
+        return known
 
     def finish_session(self, request: Request, data: bytes) -> Response:
-        name = self._session(request.path_params["name"])
-        self.requests.remember(f"session/{name}", self.owner, {"finished": time.time()})
+        name = request.path_params["name"]
+        about = {**self._session(name), "finished": time.time()}
+        self.requests.remember(SESSION + name, self.owner, about)
         return Response(status_code=204)
+
+    def sessions(self, request: Request, data: bytes) -> dict[str, Any]:
+        known = [p.path for p in self.requests.paths(self.owner) if p.path.startswith(SESSION)]
+        limit, offset = (_number(request, name, n) for name, n in (("limit", 20), ("offset", 0)))
+        return {"sessions": [p.removeprefix(SESSION) for p in known][offset : offset + limit]}
+
+    def session(self, request: Request, data: bytes) -> dict[str, Any]:
+        name = request.path_params["name"]
+        known = self._session(name)
+        models = [m.name for m in self._models() if m.name.startswith(bodies.models_of(name))]
+        samplers = [
+            p.path
+            for p in self.requests.paths(self.owner)
+            if p.path.startswith(bodies.samplers_of(name))
+        ]
+        more = {"user_metadata": known.get("user_metadata")}
+        return {"training_run_ids": models, "sampler_ids": samplers, **more}
 
     def create_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
         given = bodies.read_json(data)
@@ -370,14 +451,14 @@ class Api:
         return {"sampler_id": name, "base_model": self.base.names[0], **own}
 
     def info(self, request: Request, data: bytes) -> dict[str, Any]:
-        model = self.model(bodies.read(bodies.Named, bodies.read_json(data)).model_id)
+        given = bodies.read_json(data) if data else {**request.query_params}
+        model = self.model(bodies.read(bodies.Info, given).model_id)
         known = {"arch": self.arch, "model_name": model.about["base_model"]}
         return {
             "type": "get_info",
             "model_data": {**known, "tokenizer_id": self.tokenizer},
             "model_id": model.name,
-            "is_lora": True,
-            "lora_rank": model.about["rank"],
+            **_adapters(model.about),
             "model_name": model.about["base_model"],
         }
 
@@ -390,11 +471,10 @@ class Api:
             raise Refused(404, f"there is no checkpoint {path!r:.80}")
         parts = {f"train_{part}": part in known["parts"] for part in PARTS}
         rank = known["rank"]
-        lora = {"rank": rank, "alpha": known["scale"] * rank}
+        lora = None if rank is None else {"rank": rank, "alpha": known["scale"] * rank}
         return {
             "base_model": self.base.names[0],
-            "is_lora": True,
-            "lora_rank": rank,
+            **_adapters(known),
             **(parts if "tinker_path" in given else {"lora_config": lora}),
         }
 
@@ -402,59 +482,76 @@ class Api:
         return self._run(self.model(request.path_params["name"]))
 
     def training_runs(self, request: Request, data: bytes) -> dict[str, Any]:
-        runs = [m for m in self.requests.models() if m.owner == self.owner and m.state != "ended"]
+        runs = [m for m in self._models() if m.state != "ended"]
         limit, offset = (_number(request, name, n) for name, n in (("limit", 20), ("offset", 0)))
         cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
         shown = [self._run(model) for model in runs[offset : offset + limit]]
         return {"training_runs": shown, "cursor": cursor}
 
     def _run(self, model: Model) -> dict[str, Any]:
+        saved = self._saved(model.name)
+        last = {
+            name: next((one for one in reversed(saved) if one["checkpoint_type"] == kind), None)
+            for name, kind in (
+                ("last_checkpoint", "training"),
+                ("last_sampler_checkpoint", "sampler"),
+            )
+        }
         return {
             "training_run_id": model.name,
             "base_model": model.about["base_model"],
-            "model_owner": model.owner,
-            "is_lora": True,
+            "model_owner": self.keys.name(model.owner),
+            **_adapters(model.about),
             "corrupted": model.state == "failed",
-            "lora_rank": model.about["rank"],
-            "last_request_time": _iso(model.created),
+            "last_request_time": _iso(model.used),
             "user_metadata": model.about["user_metadata"],
+            **last,
         }
+
+    def _models(self) -> list[Model]:
+        return [model for model in self.requests.models() if model.owner == self.owner]
 
     def checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
         return {"checkpoints": self._saved(request.path_params["name"])}
+
+    def every_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
+        """Of all models, the newest first."""
+        saved = [_checkpoint(p) for p in self.requests.paths(self.owner) if _is_saved(p)][::-1]
+        limit, offset = (_number(request, name, n) for name, n in (("limit", 100), ("offset", 0)))
+        cursor = {"offset": offset, "limit": limit, "total_count": len(saved)}
+        return {"checkpoints": saved[offset : offset + limit], "cursor": cursor}
+
+    def keep(self, request: Request, data: bytes) -> Response:
+        """Sets for how many seconds a checkpoint stays; null: until it is deleted."""
+        given = request.path_params
+        path = path_of(given["name"], given["kind"], given["saved"])
+        if self.path(path) is None:
+            raise Refused(404, f"there is no checkpoint {path}")
+        seconds = bodies.read(bodies.Keep, bodies.read_json(data)).ttl_seconds
+        self.requests.expire(path, seconds)
+        return Response(status_code=204)
 
     def list_checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
         """In the JSON dialect."""
         name = bodies.read(bodies.Named, bodies.read_json(data)).model_id
         kept = ("checkpoint_id", "checkpoint_type", "time", "size_bytes")
         saved = [
-            {**{n: one[n] for n in kept}, "path": _as_named(one["tinker_path"])}
+            {**{n: one[n] for n in kept}, "path": answers.as_named(one["tinker_path"])}
             for one in self._saved(name)
         ]
         return {"checkpoints": saved}
 
     def _saved(self, name: str) -> list[dict[str, Any]]:
-        name = checked("model_id", name)
-        return [
-            {
-                "checkpoint_id": path.removeprefix(below(name)),
-                "checkpoint_type": about["kind"],
-                "time": _iso(created),
-                "tinker_path": path,
-                "size_bytes": about["size"],
-                "public": False,
-                "user_metadata": about["user_metadata"],
-            }
-            for path, about, created in self.requests.paths(self.owner)
-            if path.startswith(below(name))
-        ]
+        start = below(checked("model_id", name))
+        saved = self.requests.paths(self.owner)
+        return [_checkpoint(one) for one in saved if one.path.startswith(start)]
 
     def delete_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
         """In the JSON dialect."""
         body = bodies.read(bodies.DeleteCheckpoint, bodies.read_json(data))
         path = below(body.model_id) + body.checkpoint_id
         self._delete(path)
-        return {"success": True, "deleted_path": _as_named(path), "error": None}
+        return {"success": True, "deleted_path": answers.as_named(path), "error": None}
 
     def remove_checkpoint(self, request: Request, data: bytes) -> Response:
         given = request.path_params
@@ -472,13 +569,13 @@ class Api:
         self.requests.drop(path)
 
     def session_info(self, request: Request, data: bytes) -> dict[str, Any]:
-        models = [m for m in self.requests.models() if m.owner == self.owner]
+        models = self._models()
         live = [m.name for m in models if m.state in ("new", "live")]
         return {
             "registered_models": [m.name for m in models],
             "active_sessions": live,
-            "session_activity": {m.name: _iso(m.created) for m in models},
-            "idle_timeout_seconds": None,
+            "session_activity": {m.name: _iso(m.used) for m in models},
+            "idle_timeout_seconds": self.idle or None,
             "loaded_sampling_adapters": [],
             "loaded_training_adapters": live,
             "max_training_adapters": None,
@@ -490,6 +587,30 @@ class Api:
         return {"supported_models": [{"model_name": name, **known} for name in self.base.names]}
 
 
+def _adapters(about: Any) -> dict[str, Any]:
+    """Of a model or a checkpoint."""
+    return {"is_lora": about["rank"] is not None, "lora_rank": about["rank"]}
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether it is a checkpoint, and no session or sampler."""
+    return "size" in path.about
+
+
+def _checkpoint(saved: Path) -> dict[str, Any]:
+    _, kind, name = parsed(saved.path)
+    return {
+        "checkpoint_id": f"{kind}/{name}",
+        "checkpoint_type": saved.about["kind"],
+        "time": _iso(saved.created),
+        "tinker_path": saved.path,
+        "size_bytes": saved.about["size"],
+        "public": False,
+        "user_metadata": saved.about["user_metadata"],
+        "expires_at": None if saved.expires is None else _iso(saved.expires),
+    }
+
+
 def _number(request: Request, name: str, default: int) -> int:
     given = request.query_params.get(name, str(default))
     if not given.isdecimal() or int(given) > 10**6:
@@ -497,83 +618,8 @@ def _number(request: Request, name: str, default: int) -> int:
     return int(given)
 
 
-def _as_named(path: str) -> str:
-    """A path as the JSON dialect has it."""
-    return "xorl" + path.removeprefix("tinker")
-
-
-def _named_answer(kind: str, value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """A result in the JSON dialect."""
-    if kind in ("forward", "forward_backward"):
-        outputs = _listed(value, arrays)
-        for output, loss in zip(outputs["loss_fn_outputs"], value["losses"], strict=True):
-            output["loss"] = loss
-        return {**outputs, "info": {}}
-    if kind == "optim_step":
-        return {**value, "info": {}}
-    if kind == "save_weights_for_sampler" and "path" in value:
-        return {"path": _as_named(value["path"]), "model_path": _as_named(value["path"])}
-    if isinstance(value, dict) and "path" in value:
-        return {**value, "path": _as_named(value["path"])}
-    return value
-
-
 def _iso(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
-
-
-def _answer(kind: str, body: bytes, protobuf: bool) -> Response:
-    value, arrays = unpacked(body)
-    if kind in ("forward", "forward_backward"):
-        if protobuf:
-            return Response(binary.pass_output(value, arrays), media_type=PROTOBUF)
-        return JSONResponse(_listed(value, arrays))
-    if kind == "sample":
-        if protobuf:
-            return Response(binary.sample_output(value, arrays), media_type=PROTOBUF)
-        return JSONResponse(_sampled(value, arrays))
-    return JSONResponse(value)
-
-
-def _listed(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    cuts = np.cumsum(value["lengths"])[:-1]
-    columns = {name: np.split(array, cuts) for name, array in arrays.items()}
-    outputs = [
-        {
-            name: {
-                "data": parts[i].reshape(-1).tolist(),
-                "dtype": "float32",
-                "shape": [*parts[i].shape],
-            }
-            for name, parts in columns.items()
-        }
-        for i in range(len(value["lengths"]))
-    ]
-    known = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs}
-    return {**known, "metrics": value["metrics"]}
-
-
-def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    tokens, logprobs = (arrays.get(n, np.empty(0)) for n in ("sampled", "sampled_logprobs"))
-    answer: dict[str, Any] = {
-        "type": "sample",
-        "sequences": [
-            {"stop_reason": reason, "tokens": [int(tokens[i])], "logprobs": [float(logprobs[i])]}
-            for i, reason in enumerate(value["stop_reasons"])
-        ],
-    }
-    if "prompt_logprobs" in arrays:
-        answer["prompt_logprobs"] = _without_nan(arrays["prompt_logprobs"])
-    if "topk_ids" in arrays:
-        rows = zip(arrays["topk_ids"].tolist(), arrays["topk_logprobs"].tolist(), strict=True)
-        answer["topk_prompt_logprobs"] = [
-            [[t, p] for t, p in zip(ids, own, strict=True) if t >= 0] or None for ids, own in rows
-        ]
-    return answer
-
-
-def _without_nan(array: np.ndarray) -> list[float | None]:
-    return [None if x != x else x for x in array.tolist()]
 
 
 # ---- the application
@@ -590,7 +636,6 @@ def _posts(api: Api) -> dict[str, Handler]:
         "abort_gradient_epoch": api.abort,
         "list_checkpoints": api.list_checkpoints,
         "delete_checkpoint": api.delete_checkpoint,
-        "get_info": api.info,
         "forward_backward": api.passes,
         "forward": api.passes,
         "optim_step": api.optim_step,
@@ -601,7 +646,10 @@ def _posts(api: Api) -> dict[str, Handler]:
         "create_sampling_session": api.create_sampler,
         "asample": api.sample,
         "retrieve_future": api.retrieve,
+        "get_info": api.info,
+        "save_full_weights_safetensors": api.save_full,
         "client/config": lambda request, data: {"use_pyqwest_transport": False},
+        "client/dynamic_config": lambda request, data: {"sample_cancel_enabled": False},
         "telemetry": lambda request, data: {"status": "accepted"},
         **{name: _not_offered(name, why) for name, why in NOT_OFFERED.items()},
     }
@@ -615,6 +663,10 @@ def _gets(api: Api) -> dict[str, Handler]:
         "training_runs": api.training_runs,
         "training_runs/{name}": api.training_run,
         "training_runs/{name}/checkpoints": api.checkpoints,
+        "checkpoints": api.every_checkpoint,
+        "sessions": api.sessions,
+        "sessions/{name}": api.session,
+        "get_info": api.info,
     }
 
 
@@ -634,13 +686,19 @@ def application(api: Api) -> FastAPI:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         return JSONResponse({"detail": str(error)}, error.status, headers)
 
+    @app.exception_handler(sqlite3.OperationalError)
+    async def unwritten(request: Request, error: Exception) -> Response:
+        """The disk is full, or another process holds the log."""
+        said = f"{api.requests.file} cannot be written: {error}"
+        return JSONResponse({"detail": said}, 503, {"Retry-After": "10"})
+
     @app.exception_handler(404)
     async def unknown(request: Request, error: Exception) -> Response:
         return JSONResponse({"detail": f"there is no {request.url.path}"}, 404)
 
     def route(method: str, path: str, handler: Handler) -> None:
         async def call(request: Request) -> Response:
-            api.authorized(request)
+            _OWNER.set(api.authorized(request))
             data = await api.body(request)
             if inspect.iscoroutinefunction(handler):
                 answer = await handler(request, data)
@@ -648,12 +706,21 @@ def application(api: Api) -> FastAPI:
                 answer = await asyncio.to_thread(handler, request, data)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-        app.add_api_route(f"{PREFIX}/{path}", call, methods=[method])
+        app.add_api_route(path, call, methods=[method])
 
-    deleted = {"training_runs/{name}/checkpoints/{kind}/{saved}": api.remove_checkpoint}
-    for method, routes in (("POST", _posts(api)), ("GET", _gets(api)), ("DELETE", deleted)):
+    one = "training_runs/{name}/checkpoints/{kind}/{saved}"
+    deleted = {one: api.remove_checkpoint, PUBLISH: _not_offered("publish", NOT_OFFERED[PUBLISH])}
+    each = {
+        "POST": _posts(api),
+        "GET": _gets(api),
+        "DELETE": deleted,
+        "PUT": {f"{one}/ttl": api.keep},
+    }
+    for method, routes in each.items():
         for path, handler in routes.items():
-            route(method, path, handler)
+            route(method, f"{PREFIX}/{path}", handler)
+    for name, why in BARE.items():
+        route("GET" if name.startswith("list") else "POST", f"/{name}", _not_offered(name, why))
 
     @app.get(f"{PREFIX}/healthz")
     async def alive() -> dict[str, str]:
@@ -682,10 +749,12 @@ def main(argv: list[str] | None = None) -> int:
     ends = json.loads((pathlib.Path(folder) / "config.json").read_text()).get("eos_token_id")
     shape = hf.shape_of(config.model)
     names = dict.fromkeys((server.model_name or config.model.model_path, config.model.model_path))
+    lora = config.lora
+    adapters = (lora.lora_rank if lora.enable_lora else None, lora.lora_alpha)
     api = Api(
         Log(root, server.log_max_gb),
-        file.read_text().strip(),
-        Base((*names,), config.lora.lora_rank, config.lora.lora_alpha, config.train.seed),
+        Keys.read(file),
+        Base((*names,), *adapters, config.train.seed),
         vocabulary=shape.vocab_size,
         longest=config.data.sample_packing_sequence_len,
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
@@ -693,6 +762,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer=config.model.tokenizer_path or config.model.model_path,
         most_bytes=server.max_body_mb * 1e6,
         most_waiting=server.max_pending,
+        idle=server.idle_session_timeout,
     )
     uvicorn.Server(
         uvicorn.Config(

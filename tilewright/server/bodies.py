@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -94,17 +94,32 @@ class CreateModel(Body):
 
 class Base(NamedTuple):
     """What models are made from: names of the base; the greatest rank, the alpha, and the seed of
-    their adapters where a client gives none.
+    their adapters where a client gives none.   rank: None: models are all weights, without
+    adapters.
     """
 
     names: tuple[str, ...]
-    rank: int
+    rank: int | None
     alpha: float
     seed: int
 
 
+class CreateSession(Body):
+    user_metadata: dict[str, Any] | None = None
+
+
+def models_of(session: str) -> str:
+    """What the names of a session's models begin with."""
+    return f"{session}:train:"
+
+
+def samplers_of(session: str) -> str:
+    """What the names of a session's samplers begin with."""
+    return f"{session}:sample:"
+
+
 def model_of(session: str, number: int) -> str:
-    return checked("session_id", f"{session}:train:{number}")
+    return checked("session_id", f"{models_of(session)}{number}")
 
 
 class NamedLora(Body):
@@ -140,7 +155,7 @@ def create_model(given: Any, base: Base) -> Call:
     body = read(CreateModel, given)
     check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
-    lora = body.lora_config or LoraConfig(rank=base.rank)
+    lora = body.lora_config or LoraConfig(rank=base.rank or 1)
     parts = [part for part in PARTS if getattr(lora, f"train_{part}")]
     if not parts:
         raise Refused(400, "lora_config: one of train_attn, train_mlp, train_unembed must be true")
@@ -154,7 +169,7 @@ def _create_named(given: dict[str, Any], base: Base) -> Call:
     body = read(NamedModel, given)
     check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
-    lora = body.lora_config or NamedLora.model_validate({"rank": base.rank})
+    lora = body.lora_config or NamedLora.model_validate({"rank": base.rank or 1})
     if lora.dropout:
         raise Refused(400, f"lora_config.dropout is {lora.dropout}; accepted is 0")
     if lora.target_modules is not None:
@@ -181,6 +196,8 @@ def _create_named(given: dict[str, Any], base: Base) -> Call:
 def _about(
     rank: int, alpha: float, seed: int | None, parts: list[str], base: Base
 ) -> dict[str, Any]:
+    if base.rank is None:  # clients send a rank in any case
+        return {"rank": None, "scale": 1.0, "seed": base.seed, "parts": []}
     if rank > base.rank:
         raise Refused(400, f"lora_config.rank is {rank}; accepted are 1 to {base.rank}")
     seed = (base.seed if seed is None else seed) % (1 << 31)
@@ -231,6 +248,10 @@ def load_weights(given: Any, base: Base, known: Mapping[str, Any] | None) -> Cal
     about |= {"base_model": base.names[0], "user_metadata": body.user_metadata}
     model = model_of(body.session_id, body.model_seq_id)
     return Call(model, 0, "create_from", value, creates=about)
+
+
+class Info(Body):
+    model_id: str = "default"
 
 
 class Named(Body):
@@ -411,9 +432,16 @@ def shifted(i: int, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
 # ---- files
 
 
-class SaveWeights(Named):
-    """ttl_seconds is no field: nothing expires."""
+MOST_SECONDS = 315_360_000  # ten years, as published clients have it
 
+
+class Keep(Body):
+    """For how long a checkpoint stays; null: until it is deleted."""
+
+    ttl_seconds: int | None = Field(None, ge=1, le=MOST_SECONDS)
+
+
+class SaveWeights(Named, Keep):
     path: str | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -425,10 +453,16 @@ class SaveForSampler(SaveWeights):
     kind: str = "snapshot"
 
 
+def saving(name: str | None, *, overwrite: bool = False, of: SaveWeights | None = None) -> Any:
+    """What the log has of a request to save a model.   name: None: the workers number it."""
+    metadata, seconds = (None, None) if of is None else (of.user_metadata, of.ttl_seconds)
+    value = {"name": name, "overwrite": overwrite, "user_metadata": metadata}
+    return {**value, "ttl_seconds": seconds}
+
+
 def save_weights(given: Any) -> Call:
     body = read(SaveWeights, given)
-    name = _name(body)
-    value = {"name": name, "overwrite": body.overwrite, "user_metadata": body.user_metadata}
+    value = saving(_name(body), overwrite=body.overwrite, of=body)
     return Call(checked("model_id", body.model_id), body.seq_id, "save_weights", value)
 
 
@@ -440,25 +474,35 @@ def save_for_sampler(given: Any) -> Call:
     if body.sampling_session_seq_id is not None:
         session = model.partition(":train:")[0]
         sampler = sampler_of(session, body.sampling_session_seq_id)
-    value = {
-        "name": None if sampler else _name(body, body.name),
-        "sampler": sampler,
-        "user_metadata": body.user_metadata,
-    }
+    name = None if sampler else _name(body, body.name)
+    value = {**saving(name, of=body), "sampler": sampler, "dense": None}
     # Published clients number the sampler anew when they send the request again.
     same = {**value, "sampler": sampler is not None}
     return Call(model, body.seq_id, "save_weights_for_sampler", value, same=same)
 
 
-def _name(body: SaveWeights, name: str | None = None) -> str:
+class SaveFull(SaveWeights):
+    name: str | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+def save_full(given: Any) -> Call:
+    """All weights, adapters merged, as transformers reads them; beside them what samplers read."""
+    body = read(SaveFull, given)
+    name = _name(body, body.name)
+    value = {**saving(name, of=body), "sampler": None, "dense": body.dtype}
+    return Call(checked("model_id", body.model_id), body.seq_id, "save_weights_for_sampler", value)
+
+
+def _name(body: SaveWeights, name: str | None = None) -> str | None:
     if (name := name or body.path) is None:
         # By the request's place in its sequence, so that it is the same when it comes again.
-        return f"{body.seq_id or 0:06d}"
+        return None if body.seq_id is None else f"{body.seq_id:06d}"
     return checked("path", name)
 
 
 def sampler_of(session: str, number: int) -> str:
-    return checked("session_id", f"{session}:sample:{number}")
+    return checked("session_id", f"{samplers_of(session)}{number}")
 
 
 # ---- sampling

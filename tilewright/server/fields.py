@@ -7,14 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from tilewright.trainer.config import Config
 from tilewright.trainer.config.overrides import read_yaml, validated
 from tilewright.trainer.field_tree import ConfigError, leaves
 from tilewright.trainer.section import Section
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)B")
+UNITS = {unit: 1000**i for i, unit in enumerate(["", "K", "M", "G", "T", "P"])}
+
+
+def size(text: str) -> int:
+    """Bytes of `10GB`: units are powers of 1000. Raises ValueError."""
+    if (match := SIZE.fullmatch(text.strip().upper())) is None:
+        raise ValueError(f"must be a size such as 500MB, 10GB or 2TB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _size(text: str) -> str:
+    size(text)
+    return text
 
 
 class Own(Section):
@@ -28,6 +43,36 @@ class Own(Section):
     )
     enable_packing: bool = Field(
         True, description="Put several documents of a request in one sequence, isolated."
+    )
+    freeze_router: bool = Field(
+        True, description="Keep routers as they are, of a model with experts."
+    )
+    ce_mode: Literal["compiled", "eager"] = Field(
+        "compiled",
+        description="Losses by the implementation that `tilewright explain` marks, or the eager twin.",
+    )
+    load_weights_mode: Literal["auto", "safetensors"] = Field(
+        "auto", description="What model_path holds: safetensors in either case."
+    )
+    storage_limit: Annotated[str, AfterValidator(_size)] = Field(
+        "10TB", description="The most that output_dir holds; more is not saved (StorageLimitError)."
+    )
+    idle_session_timeout: float = Field(
+        7200,
+        ge=0,
+        description="Seconds without a request or heartbeat; then saved, unloaded; 0: never.",
+    )
+    skip_initial_checkpoint: bool = Field(
+        False, description="Do not save a model as weights/000000 when it is created."
+    )
+    enable_self_test: bool = Field(
+        False, description="A pass of every loss before the server is ready."
+    )
+    log_gradient_norms: bool = Field(
+        True, description="The gradient's norm by kind of layer in what optim_step returns."
+    )
+    log_router_stats: bool = Field(
+        True, description="The routers' statistics in the metrics of passes, with experts."
     )
     nproc_per_node: int = Field(
         0, ge=0, description="Processes that `auto` starts; 0: one a GPU, or one."
@@ -68,6 +113,11 @@ DEFAULTS: Mapping[str, Any] = {
     "enable_forward_prefetch": False,
     "sample_packing_sequence_len": 32000,
 }
+# Those that nothing reads without adapters.
+OF_ADAPTERS = (
+    *("lora_rank", "lora_alpha", "lora_target_modules", "quant_format", "quant_group_size"),
+    *("moe_shared_lora", "moe_hybrid_shared_lora"),
+)
 OF_TRAINER = (
     *("model_path", "config_path", "tokenizer_path", "attn_implementation", "moe_implementation"),
     *("ep_dispatch", "deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine"),
@@ -79,34 +129,28 @@ OF_TRAINER = (
     *("seed", "enable_mixed_precision", "enable_gradient_checkpointing", "enable_full_shard"),
     *("enable_activation_offload", "enable_compile", "enable_reentrant"),
     *("enable_forward_prefetch", "init_device", "optimizer_dtype", "output_dir", "ckpt_manager"),
-    *("sample_packing_sequence_len", "pad_to_multiple_of", "enable_lora", "lora_rank"),
-    *("lora_alpha", "lora_target_modules", "enable_qlora", "quant_format", "quant_group_size"),
+    *("sample_packing_sequence_len", "pad_to_multiple_of", "enable_full_determinism"),
+    *("enable_lora", "enable_qlora", *OF_ADAPTERS),
 )
-# What the reference has and this server does not: any value is refused with the sentence.
-NOT_YET = {
-    "pipeline_parallel_size": "stages of a pipeline are not served yet",
-    "pipeline_parallel_schedule": "stages of a pipeline are not served yet",
-    "pp_variable_seq_lengths": "stages of a pipeline are not served yet",
-    "optimizer": "clients ask for adamw in each request; the server has no other one yet",
-    **dict.fromkeys(
-        ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn"),
-        "muon is not served yet",
-    ),
-    "load_checkpoint_path": "a client loads checkpoints, by load_weights",
-    "load_weights_mode": "weights are read from safetensors",
-    "ce_mode": "the implementation of the losses is chosen as `tilewright explain` says",
-    "storage_limit": "no limit of files is kept yet",
-    "idle_session_timeout": "sessions do not end by themselves yet",
-    "skip_initial_checkpoint": "no checkpoint is written before a client asks for one",
-    "enable_self_test": "there is no self-test yet",
-    "log_gradient_norms": "norms of gradients by kind are not reported yet",
-    "log_router_stats": "statistics of routers are in every result",
-    "moe_shared_lora": "experts have adapters of their own",
-    "moe_hybrid_shared_lora": "experts have adapters of their own",
-    "merge_lora_interval": "merging would change the base below the other models",
-    "reset_optimizer_on_merge": "merging would change the base below the other models",
-    "freeze_router": "all but adapters is frozen",
-    "sync_inference_method": "weights are not sent to inference engines yet",
+_MUON = "muon is not served yet"
+_STAGES = "stages of a pipeline are not served yet"
+_BASE = "it would change the base below the other models"
+# What the reference has and this server does not: the one value that is what it does, and why any
+# other is refused.
+ONE_VALUE: Mapping[str, tuple[Any, str]] = {
+    "pipeline_parallel_size": (1, _STAGES),
+    "pipeline_parallel_schedule": ("1F1B", _STAGES),
+    "pp_variable_seq_lengths": (True, _STAGES),
+    "optimizer": ("adamw", "clients ask for adamw in each request; no other one is served yet"),
+    "muon_lr": (0.02, _MUON),
+    "muon_momentum": (0.95, _MUON),
+    "muon_nesterov": (True, _MUON),
+    "muon_ns_steps": (5, _MUON),
+    "muon_adjust_lr_fn": (None, _MUON),
+    "load_checkpoint_path": ("", "a client loads checkpoints, by load_weights"),
+    "merge_lora_interval": (0, _BASE),
+    "reset_optimizer_on_merge": (False, _BASE),
+    "sync_inference_method": ("nccl_broadcast", "weights are not sent to engines yet"),
 }
 
 
@@ -131,7 +175,12 @@ def _every() -> dict[str, Any]:
             kind = field.annotation
         fields[name] = (kind, Field(default, description=field.description))
     return fields | {
-        name: (Any, Field(None, description=f"Refused: {why}.")) for name, why in NOT_YET.items()
+        # Of the value's type, by which the command line is read.
+        name: (
+            type(value) if value is not None else str | None,
+            Field(value, description=f"Only {value!r}: {why}."),
+        )
+        for name, (value, why) in ONE_VALUE.items()
     }
 
 
@@ -157,19 +206,24 @@ def load(path: str | None, overrides: list[str]) -> tuple[Own, Config]:
 
 def _problems(server: Any) -> list[str]:
     problems = [
-        f"server.{name} = {getattr(server, name)}: {why}"
-        for name, why in NOT_YET.items()
-        if getattr(server, name) is not None
+        f"server.{name} = {getattr(server, name)}: {why}; accepted is {value!r}"
+        for name, (value, why) in ONE_VALUE.items()
+        if getattr(server, name) != value
     ]
     for name in ("worker_bind_host", "worker_bind_port", "worker_bind_address"):
         if (value := getattr(server, name)) != Own.model_fields[name].default:
             problems.append(_unbound(name, value))
     if server.engine_connect_host is not None:
         problems.append(_unbound("engine_connect_host", server.engine_connect_host))
-    if not server.enable_lora:
-        problems.append(
-            "server.enable_lora = false: models of full weights are not served yet; set it to true"
-        )
+    if not server.enable_lora and not server.enable_qlora:
+        given = sorted(server.model_fields_set & {*OF_ADAPTERS, "qlora_exclude_modules"})
+        problems += [
+            f"server.{name} = {getattr(server, name)}: with enable_lora = false all weights train, "
+            "and nothing reads it"
+            for name in given
+        ]
+    elif not server.freeze_router:
+        problems.append("server.freeze_router = false: with enable_lora adapters alone train")
     if server.api_host not in ("127.0.0.1", "localhost", "::1"):
         problems.append(
             f"server.api_host = {server.api_host}: the API has no TLS; accepted are loopback "
@@ -196,15 +250,22 @@ def _tree(server: Any) -> dict[str, Any]:
         tree.setdefault(section, {})[own] = getattr(server, name)
     if server.config_path is None:
         tree["model"]["config_path"] = server.model_path
-    if server.lora_target_modules is None:
-        # The head, too: clients ask for an adapter on it.
-        tree["lora"]["lora_target_modules"] = ["*"]
-    tree["lora"]["exclude_modules"] = server.qlora_exclude_modules
     # Moments' factors and rates come with each step.
     tree["train"] |= {"save_steps": 0, "save_epochs": 0}
+    if server.enable_full_determinism:  # nothing is launched by the server that this would slow
+        tree["train"]["allow_cuda_launch_blocking"] = True
+    lora = tree["lora"]
+    if not (server.enable_lora or server.enable_qlora):
+        tree["lora"] = {"enable_lora": False}
+        return tree
+    lora["enable_lora"] = True
+    if server.lora_target_modules is None:
+        # The head, too: clients ask for an adapter on it.
+        lora["lora_target_modules"] = ["*"]
+    lora["exclude_modules"] = server.qlora_exclude_modules
     if not server.enable_qlora:  # nothing reads these then
         for name in ("exclude_modules", "quant_format", "quant_group_size"):
-            tree["lora"].pop(name)
+            lora.pop(name)
     return tree
 
 

@@ -33,6 +33,7 @@ import torch
 from tilewright.core import platform
 from tilewright.core.files import write_text
 from tilewright.server.fields import Own, load
+from tilewright.server.keys import Keys
 from tilewright.server.log import Log
 from tilewright.trainer.config import Config
 from tilewright.trainer.field_tree import ConfigError
@@ -60,8 +61,7 @@ def key_of(server: Own, root: pathlib.Path) -> pathlib.Path:
     """The file with the key, which is drawn if there is none."""
     if server.api_token_file is not None:
         file = pathlib.Path(server.api_token_file)
-        if not file.is_file() or not file.read_text().strip():
-            raise ValueError(f"server.api_token_file = {file}: there is no key in it")
+        Keys.read(file)  # or an error
         return file
     file = root / "api.key"
     if not file.is_file():

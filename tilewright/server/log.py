@@ -28,11 +28,11 @@ from tilewright.server.frames import packed
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
--- next: the number in its sequence of the request that may run.   ran: how many requests have run.
--- saved: how many of these the checkpoint in `folder` has.
+-- used: when a client asked for it last.   next: the number in its sequence of the request that may
+-- run.   ran: how many requests have run.   saved: how many of these the checkpoint in `folder` has.
 CREATE TABLE IF NOT EXISTS models (
   name TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, state TEXT NOT NULL,
-  why TEXT, created REAL NOT NULL, next INTEGER NOT NULL DEFAULT 0,
+  why TEXT, created REAL NOT NULL, used REAL NOT NULL, next INTEGER NOT NULL DEFAULT 0,
   ran INTEGER NOT NULL DEFAULT 0, saved INTEGER NOT NULL DEFAULT 0, folder TEXT
 );
 -- waits: 1 until there is a result.   ran: its place among the requests of its model that have run.
@@ -50,10 +50,11 @@ CREATE TABLE IF NOT EXISTS results (
   sent REAL
 );
 CREATE TABLE IF NOT EXISTS paths (
-  path TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, created REAL NOT NULL
+  path TEXT PRIMARY KEY, owner TEXT NOT NULL, about TEXT NOT NULL, created REAL NOT NULL,
+  expires REAL
 );
 """
-VERSION = "1"
+VERSION = "2"
 State = Literal["new", "live", "failed", "ended"]
 
 
@@ -92,10 +93,20 @@ class Model(NamedTuple):
     state: str
     why: str | None
     created: float
+    used: float
     next: int
     ran: int
     saved: int
     folder: str | None
+
+
+class Path(NamedTuple):
+    """A row of paths.   about: JSON.   expires: when it is dropped; None: never."""
+
+    path: str
+    about: Any
+    created: float
+    expires: float | None
 
 
 class Conflict(ValueError):
@@ -199,11 +210,14 @@ class Log:
                 return known
             if creates is not None:
                 self._make_way(db, model)
+                now = time.time()
                 db.execute(
-                    "INSERT INTO models (name, owner, about, state, created, next) "
-                    "VALUES (?, ?, ?, 'new', ?, ?)",
-                    (model, owner, json.dumps(creates), time.time(), seq or 0),
+                    "INSERT INTO models (name, owner, about, state, created, used, next) "
+                    "VALUES (?, ?, ?, 'new', ?, ?, ?)",
+                    (model, owner, json.dumps(creates), now, now, seq or 0),
                 )
+            else:
+                db.execute("UPDATE models SET used = ? WHERE name = ?", (time.time(), model))
             return self._added(db, (owner, model, seq, kind, digest, _squeezed(body)), waits=True)
 
     @staticmethod
@@ -329,6 +343,14 @@ class Log:
         for name, owner, about, *rest in self._read(f"SELECT {names} FROM models {which}", *given):
             yield Model(name, owner, json.loads(about), *rest)
 
+    def used(self, prefix: str, owner: str) -> None:
+        """A client is there: its models whose names begin so are in use."""
+        with self._lock:
+            self._hints.execute(
+                "UPDATE models SET used = ? WHERE owner = ? AND substr(name, 1, ?) = ?",
+                (time.time(), owner, len(prefix), prefix),
+            )
+
     def path(self, path: str) -> tuple[str, Any] | None:
         """The owner of a saved path, and what is known of it."""
         rows = self._read("SELECT owner, about FROM paths WHERE path = ?", path)
@@ -341,10 +363,22 @@ class Log:
 
     @staticmethod
     def _remember(db: sqlite3.Connection, path: str, owner: str, about: Any) -> None:
+        now, seconds = time.time(), about.get("ttl_seconds")
         db.execute(
-            "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?)",
-            (path, owner, json.dumps(about), time.time()),
+            "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?)",
+            (path, owner, json.dumps(about), now, None if seconds is None else now + seconds),
         )
+
+    def expire(self, path: str, seconds: float | None) -> None:
+        """Sets when a path is dropped: so many seconds from now, or never."""
+        until = None if seconds is None else time.time() + seconds
+        with self._writing() as db:
+            db.execute("UPDATE paths SET expires = ? WHERE path = ?", (until, path))
+
+    def expired(self) -> list[str]:
+        """Paths whose time is over."""
+        rows = self._read("SELECT path FROM paths WHERE expires < ? ORDER BY path", time.time())
+        return [path for (path,) in rows]
 
     def drop(self, path: str) -> None:
         """Forgets a path."""
@@ -358,10 +392,14 @@ class Log:
         )
         return rows[0][0] if rows else None
 
-    def paths(self, owner: str | None = None) -> list[tuple[str, Any, float]]:
-        """Saved paths, what is known of them and when they were saved, in that order."""
-        rows = self._read("SELECT path, about, created, owner FROM paths ORDER BY created, path")
-        return [(p, json.loads(a), at) for p, a, at, own in rows if owner in (None, own)]
+    def paths(self, owner: str) -> list[Path]:
+        """What a key has saved, in that order."""
+        rows = self._read(
+            "SELECT path, about, created, expires FROM paths WHERE owner = ? "
+            "ORDER BY created, path",
+            owner,
+        )
+        return [Path(path, json.loads(about), *times) for path, about, *times in rows]
 
     # ---- the workers' side
 
@@ -400,7 +438,8 @@ class Log:
         """Adds the result of a request, and lets the next one of its model run.
 
         ran: whether it was run, and so is again where its model is computed anew.
-        state: the state of its model from now on, if it is another.   why: of one that has failed.
+        state: the state of its model from now on, if it is another.   why: of one that has failed,
+            or has ended by itself.
         saved: paths that it has saved, with what is known of them.
         """
         with self._writing() as db:
@@ -423,7 +462,7 @@ class Log:
                     (state, why, request.model),
                 )
                 if state == "ended":
-                    self._give_up(db, request.model, "the model was unloaded", "user")
+                    self._give_up(db, request.model, why or "the model was unloaded", "user")
             owner = db.execute("SELECT owner FROM requests WHERE number = ?", (request.number,))
             [(owner,)] = owner.fetchall()
             for path, about in (saved or {}).items():
@@ -461,6 +500,22 @@ class Log:
             [(owner,)] = db.execute("SELECT owner FROM models WHERE name = ?", (model,)).fetchall()
             body = packed(None)
             row = (owner, model, None, "abort_gradient_epoch", b"", _squeezed(body))
+            self._added(db, row, waits=True)
+
+    def idle(self, seconds: float) -> list[Model]:
+        """Models that no client has asked for in so many seconds, and that have nothing to do."""
+        return [
+            *self._models(
+                "WHERE state = 'live' AND used < ? AND NOT EXISTS "
+                "(SELECT 1 FROM requests r WHERE r.model = name AND r.waits)",
+                time.time() - seconds,
+            )
+        ]
+
+    def ask(self, model: Model, kind: str, value: Any) -> None:
+        """Adds a request of the server itself, in no sequence."""
+        with self._writing() as db:
+            row = (model.owner, model.name, None, kind, b"", _squeezed(packed(value)))
             self._added(db, row, waits=True)
 
     def fail(self, model: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Models of one base, as the workers hold them: adapters that train apart.
+"""Models of one base, as the workers hold them: adapters that train apart, or all weights of one.
 
 Every rank has them, and makes the same calls. `KINDS` are the requests.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,28 +18,33 @@ import torch
 
 from tilewright.nn.sharded import assign, shard, whole
 from tilewright.nn.weights import adapted, is_adapter
-from tilewright.server import passes
+from tilewright.server import losses, passes
 from tilewright.server.datums import Data
 from tilewright.server.frames import Arrays
 from tilewright.server.names import PARTS, folder_of, path_of
 from tilewright.server.passes import Asked, Packing
 from tilewright.server.refused import Refused
-from tilewright.trainer.bank import Bank
+from tilewright.trainer.bank import Bank, Sole
 from tilewright.trainer.build import of_main
 from tilewright.trainer.checkpoint import checkpoint
 from tilewright.trainer.engine import Engine, NotFinite
+from tilewright.trainer.field_tree import ConfigError
+from tilewright.trainer.parallel.gradients import global_norm
 from tilewright.trainer.reference import adapters_off, holding, scaled
 
-SNAPSHOTS = 4  # samplers whose weights are in memory; others are read when they are asked for
+# Samplers whose weights are in memory; others are read when they are asked for. Of a model that is
+# all weights it is one.
+SNAPSHOTS = 4
+BASE = "/base"  # among them, where all weights train
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a model is created with. rank: of its adapters.   parts: of PARTS, which have some.
-    seed: they are drawn from it.   scale: times their product.
+    """What a model is created with. rank: of its adapters; None: it is all weights.   parts: of
+    PARTS, which have some.   seed: they are drawn from it.   scale: times their product.
     """
 
-    rank: int
+    rank: int | None
     scale: float
     seed: int
     parts: tuple[str, ...] = PARTS
@@ -54,16 +61,49 @@ def part_of(path: str) -> str:
     return "mlp" if ".mlp" in path else "attn"
 
 
+def kind_of(name: str) -> str:
+    """The kind of layer that a parameter belongs to."""
+    path = f".{name}"
+    for kind, sign in (
+        ("head", ".lm_head."),
+        ("embedding", ".embed_tokens."),
+        ("norms", "norm."),
+        ("experts", ".experts."),
+        ("router", ".mlp.gate."),
+        ("mlp", ".mlp."),
+    ):
+        if sign in path:
+            return kind
+    return "attention"
+
+
+class Settings(NamedTuple):
+    """What results tell, and what is saved.
+
+    norms: of gradients by kind of layer.   routers: their statistics.   most: bytes below the
+    server's folder; what would be more is not saved.   dtype: of exported weights.   tokenizer: its
+    folder, which exports have.
+    """
+
+    norms: bool = False
+    routers: bool = True
+    most: float = math.inf
+    dtype: torch.dtype | None = None
+    tokenizer: str | None = None
+
+
 class Done(NamedTuple):
     """What a request has come to, on the main rank.
 
     saved: paths that it has saved, with what is known of them.   ended: whether the model is gone.
+    why: that is so, where no client asked for it.
     """
 
     value: Any
     arrays: Arrays = {}  # noqa: RUF012 (nothing is added to it)
     saved: dict[str, Any] = {}  # noqa: RUF012
     ended: bool = False
+    why: str | None = None
 
 
 class Snapshot(NamedTuple):
@@ -74,10 +114,11 @@ class Snapshot(NamedTuple):
 
 
 class Models:
-    """Models on an engine with adapters.
+    """Models on an engine with adapters, or one model, of all weights.
 
-    root: the server's folder.   base: the weights below the adapters, for exports.   identity: of
-    these, which checkpoints have.   how: documents become micro-batches.
+    root: the server's folder.   base: the weights that models begin with, for exports.   identity:
+    of these, which checkpoints have.   how: documents become micro-batches.   again: reads the
+    base's weights into the engine, on every rank.
     """
 
     def __init__(
@@ -87,10 +128,13 @@ class Models:
         base: str,
         identity: dict[str, dict[str, Any]],
         how: Packing,
+        again: Callable[[], None],
+        settings: Settings,
     ):
-        self.engine, self.mesh = engine, engine.mesh
+        self.engine, self.mesh, self.settings = engine, engine.mesh, settings
         self.root, self.base, self.identity, self.how = root, base, identity, how
-        self.bank = Bank(engine)
+        self._again, self.adapters = again, any(True for _ in adapted(engine.parts.whole))
+        self.bank = Bank(engine) if self.adapters else Sole(engine, again)
         self.about: dict[str, About] = {}
         self.steps: dict[str, int] = {}
         # Whether the gradients of a model since its last step are to be divided by their weights.
@@ -111,6 +155,26 @@ class Models:
         return KINDS[kind](self, model, value, arrays)
 
     # ---- their life
+
+    def self_test(self) -> None:
+        """A pass of every loss with numbers of no meaning. Raises ConfigError."""
+        draw, name = np.random.default_rng(0), "self_test"
+        tokens = draw.integers(0, self.engine.model.config.vocab_size, 16)
+        rank = next((m.rank for _, m in adapted(self.engine.model)), None)
+        self._add(name, About(rank, 1.0, 0))
+        for loss in losses.LOSSES:
+            inputs = {
+                n: draw.normal(size=len(tokens)).astype(np.float32) for n in losses.needed(loss, {})
+            }
+            inputs[losses.TARGET] = tokens
+            data = Data(tokens, np.array([len(tokens)]), inputs)
+            try:
+                data = losses.checked(loss, {}, data, self.engine.model.config.vocab_size)
+                passes.run(self.engine, data, loss, {}, self.how, backward=True)
+            except Refused as refused:
+                raise ConfigError([f"server.enable_self_test: {loss}: {refused}"]) from refused
+            self.engine.zero()
+        self.forget(name)
 
     def create(self, model: str, value: Any, arrays: Arrays) -> Done:
         self._add(model, About.of(value))
@@ -144,8 +208,9 @@ class Models:
         return Done({"path": value["path"], "model_id": model, "type": "load_weights"})
 
     def unload(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """value: why it is unloaded, where no client asked for it."""
         self.forget(model)
-        return Done({"model_id": model, "type": "unload_model"}, ended=True)
+        return Done({"model_id": model, "type": "unload_model"}, ended=True, why=value)
 
     def forget(self, model: str) -> None:
         """Frees what a model has."""
@@ -166,13 +231,20 @@ class Models:
     @torch.no_grad()
     def _add(self, model: str, about: About) -> None:
         self.forget(model)  # one of the same name that is created anew
-        self.bank.add(model, about.seed)
+        try:
+            self.bank.add(model, about.seed)
+        except ValueError:
+            raise Refused(
+                400,
+                f"this server trains all weights, of one model, which is {self.bank.held}; unload "
+                "it first",
+            ) from None
         self.about[model], self.steps[model] = about, 0
         for path, module in adapted(self.engine.model):
             module.scale = about.scale
             # As PEFT's files have it, whose rank is that of all models.
             module.alpha = about.scale * module.rank
-            rank = about.rank if part_of(path) in about.parts else 0
+            rank = about.rank or 0 if part_of(path) in about.parts else 0
             for name, p in module.named_parameters(recurse=False):
                 if is_adapter(name) and name.endswith("A"):
                     # Rows beyond its rank, and adapters that it has not, stay zero: so are their
@@ -208,7 +280,13 @@ class Models:
         data = Data.of(arrays)
         return Done(
             *passes.run(
-                self.engine, data, value["loss"], value["options"], self.how, backward=backward
+                self.engine,
+                data,
+                value["loss"],
+                value["options"],
+                self.how,
+                backward=backward,
+                routers=self.settings.routers,
             )
         )
 
@@ -218,15 +296,29 @@ class Models:
         try:
             self.engine.set_values(value["settings"])
             # The losses are sums, which one protocol does not divide.
-            divisor = None if self._divided.get(model) else 1.0
-            norm = self.engine.optim_step(max_norm=value["max_norm"], denominator=divisor)
+            divisor, most = None if self._divided.get(model) else 1.0, value["max_norm"]
+            norms: dict[str, torch.Tensor] = {}
+            watch = functools.partial(self._measure, norms) if self.settings.norms else _nothing
+            norm = self.engine.optim_step(max_norm=most, denominator=divisor, watch=watch)
         except NotFinite as error:
             raise Refused(
                 400, f"step {self.steps[model] + 1}: {error}; the gradients are dropped"
             ) from error
         self.steps[model] += 1
         metrics = {"grad_norm": norm, "learning_rate": value["settings"]["lr"]}
+        # As `Engine.divide` has clipped them.
+        clipped = min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0
+        metrics |= {f"grad_norm/{kind}": v.item() / clipped for kind, v in norms.items()}
         return Done({"metrics": {**metrics, "step": self.steps[model]}})
+
+    def _measure(self, norms: dict[str, torch.Tensor]) -> None:
+        """Adds the norm of the gradients of each kind of layer."""
+        elsewhere, kinds = set(self.engine.parts.copies), {}
+        for name, p in self.engine.model.named_parameters():
+            if p.requires_grad and p not in elsewhere:
+                kinds.setdefault(kind_of(name), []).append(p)
+        for kind in sorted(kinds):
+            norms[kind] = global_norm(kinds[kind], self.mesh)
 
     # ---- files
 
@@ -241,22 +333,65 @@ class Models:
     def save(self, model: str, value: Any, arrays: Arrays) -> Done:
         path = saved_as("save_weights", model, value)
         folder = self._of(path)
+        self._check_room(3 * self._trained_bytes)  # with two moments
         self._write(model, folder, states=True)
         about = self._known(model, "training", value, folder)
         return Done({"path": path, "type": "save_weights"}, saved={path: about})
 
     def save_for_sampler(self, model: str, value: Any, arrays: Arrays) -> Done:
-        """Weights alone: under a path, as PEFT has them too, or of a sampler that is made."""
+        """Weights alone: under a path, as others read them too, or of a sampler that is made.
+
+        Others read adapters as PEFT has them, and all weights, `dense`, as transformers has.
+        """
         path = saved_as("save_weights_for_sampler", model, value)
-        folder = self._of(path)
-        self._write(model, folder, states=False)
+        folder, trained = self._of(path), self._trained_bytes
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if value["sampler"] is not None:
+            self._check_room(trained)
+            self._write(model, folder, states=False)
             own = {"weights": path, "kind": "sampler"}
             return Done({"sampling_session_id": path, **answer}, saved={path: own})
-        self.engine.export(folder / "adapter", adapter_of=self.base)
+        if self.adapters and value["dense"] is None:
+            self._check_room(2 * trained)
+            self._write(model, folder, states=False)
+            with _written():
+                self.engine.export(folder / "adapter", adapter_of=self.base)
+        else:
+            given = value["dense"]
+            dtype = self.settings.dtype if given is None else getattr(torch, given)
+            every = sum(p.numel() for p in self.engine.parts.whole.parameters())
+            self._check_room(trained + every * (dtype or torch.float32).itemsize)
+            self._write(model, folder, states=False)
+            target = folder / "model"
+            with _written():
+                self.engine.export(target, dtype=dtype, tokenizer=self.settings.tokenizer)
+            answer["num_shards"] = len([*target.glob("*.safetensors")])
         about = self._known(model, "sampler", value, folder)
         return Done({"path": path, **answer}, saved={path: about})
+
+    @property
+    def _trained_bytes(self) -> int:
+        """What trains, on all ranks."""
+        trained = [p for p in self.engine.model.parameters() if p.requires_grad]
+        return sum(p.numel() * p.element_size() for p in trained)
+
+    def _check_room(self, needed: int) -> None:
+        """Raises Refused, on every rank, where so many bytes are more than may be saved."""
+
+        def check() -> None:
+            files = [f for f in self.root.rglob("*") if f.is_file()]
+            there = sum(f.stat().st_size for f in files)
+            if there + needed > self.settings.most:
+                raise ValueError(
+                    f"StorageLimitError: {there / 1e6:.1f} MB are saved, and {needed / 1e6:.1f} "
+                    f"more would be over storage_limit, {self.settings.most / 1e6:.1f} MB; delete "
+                    "checkpoints"
+                )
+
+        try:
+            of_main(self.mesh, check)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
 
     def _known(self, model: str, kind: str, value: Any, folder: pathlib.Path) -> dict[str, Any]:
         files = [f for f in folder.rglob("*") if f.is_file()] if self.mesh.main else []
@@ -264,7 +399,8 @@ class Models:
             "model": model,
             "kind": kind,
             "size": sum(f.stat().st_size for f in files),
-            "user_metadata": value.get("user_metadata"),
+            "user_metadata": value["user_metadata"],
+            "ttl_seconds": value["ttl_seconds"],
             **dataclasses.asdict(self.about[model]),
         }
 
@@ -272,17 +408,19 @@ class Models:
         # DCP would make states of an optimizer without any, as after a step.
         states = states and bool(self.engine.optimizer.state)
         optimizers = [self.engine.optimizer] if states else []
-        tensors, _ = checkpoint.contents(self.engine.model, optimizers, adapters_alone=True)
+        alone = self.adapters
+        tensors, _ = checkpoint.contents(self.engine.model, optimizers, adapters_alone=alone)
         state = {
             "step": self.steps[model],
-            "weights": "adapters",
+            "weights": "adapters" if alone else "all",
             "merged": False,
             "optimizer": states,
             "run": self.identity,
             "ops": {},
             "server": dataclasses.asdict(self.about[model]),
         }
-        self._saver.write(folder, tensors, state)
+        with _written():
+            self._saver.write(folder, tensors, state)
         self._snapshots = {n: own for n, own in self._snapshots.items() if self._of(n) != folder}
 
     def _read(
@@ -341,7 +479,8 @@ class Models:
         """
         asked = Asked(**value["asked"])
         source = value["weights"]
-        with self._weights(source) if source is not None else adapters_off(self.engine.model):
+        base = source is None and self.adapters
+        with adapters_off(self.engine.model) if base else self._weights(source):
             given = passes.prompt(self.engine, arrays["tokens"], asked, self.how)
         ends = {*value["ends"]}
         drawn = given.get("sampled", np.empty(0, np.int64)).tolist()
@@ -353,11 +492,12 @@ class Models:
         return Done({"stop_reasons": reasons}, given)
 
     @contextlib.contextmanager
-    def _weights(self, source: str) -> Iterator[None]:
-        """Within, the engine has the weights of a sampler, or of a saved path."""
+    def _weights(self, source: str | None) -> Iterator[None]:
+        """Within, the engine has the weights of a sampler, of a saved path, or the base's."""
+        source = source or BASE
         snapshot = self._snapshots.pop(source, None) or self._snapshot(source)
         self._snapshots[source] = snapshot  # the newest last
-        while len(self._snapshots) > SNAPSHOTS:
+        while len(self._snapshots) > (SNAPSHOTS if self.adapters else 1):
             del self._snapshots[next(iter(self._snapshots))]
         scale = scaled(self.engine.model, snapshot.scale)
         with torch.no_grad(), holding(self.engine.parts, snapshot.tensors), scale:
@@ -365,16 +505,32 @@ class Models:
 
     @torch.no_grad()
     def _snapshot(self, source: str) -> Snapshot:
-        folder = self._folder(source)
         named = {n: p for n, p in self.engine.model.named_parameters() if p.requires_grad}
         with holding(self.engine.parts, named):
-            state = self._restored(folder, states=False)
+            scale = 1.0
+            if source == BASE:
+                self._again()
+            else:
+                scale = self._restored(self._folder(source), states=False)["server"]["scale"]
             tensors = {name: shard(p).clone() for name, p in named.items()}
-        return Snapshot(tensors, state["server"]["scale"])
+        return Snapshot(tensors, scale)
 
     def _of(self, name: str) -> pathlib.Path:
         """The folder of a path, or of a sampler."""
         return folder_of(self.root, name) if "/" in name else self.root / "samplers" / name
+
+
+def _nothing() -> None:
+    """In the place of `Models._measure`."""
+
+
+@contextlib.contextmanager
+def _written() -> Iterator[None]:
+    """A disk that is full, and the like, end the request, and nothing else."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(500, str(error), category="server") from error
 
 
 def saved_as(kind: str, model: str, value: Any) -> str:

@@ -94,8 +94,11 @@ def run(
     how: Packing,
     *,
     backward: bool,
+    routers: bool = True,
 ) -> tuple[Any, Arrays]:
     """A pass: its value and arrays as results have them; {} but on the main rank.
+
+    routers: with their statistics.
 
     Raises Refused, on every rank, where a loss or a log-probability is not finite: no gradient is
     left then, also of the passes before it.
@@ -122,7 +125,10 @@ def run(
             value = {
                 "lengths": data.lengths.tolist(),
                 "losses": of_documents.tolist(),
-                "metrics": {"loss:sum": total, **_reported(sums.reported(), sums.router())},
+                "metrics": {
+                    "loss:sum": total,
+                    **_reported(sums.reported(), sums.router() if routers else {}),
+                },
             }
     if (problem := engine.mesh.control.broadcast(problem)) is not None:
         engine.zero()

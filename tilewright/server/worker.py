@@ -9,31 +9,51 @@ in JSON and the body as bytes, and all of them do it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import itertools
 import logging
+import math
 import pathlib
 import shutil
 import signal
+import sqlite3
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tilewright.server.fields import Own, load
+from tilewright.server import bodies
+from tilewright.server.fields import Own, load, size
 from tilewright.server.follow import follow
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Model, Request, Result
-from tilewright.server.models import CHANGES, CREATES, LOADS, SAVES, About, Done, Models, saved_as
+from tilewright.server.models import (
+    CHANGES,
+    CREATES,
+    LOADS,
+    SAVES,
+    About,
+    Done,
+    Models,
+    Settings,
+    saved_as,
+)
+from tilewright.server.names import folder_of, path_of
 from tilewright.server.passes import Packing
 from tilewright.server.refused import Refused
 from tilewright.trainer import build, launch
 from tilewright.trainer.config import Config
+from tilewright.trainer.engine import reproducible
 from tilewright.trainer.field_tree import ConfigError
 from tilewright.trainer.parallel.mesh import Mesh, padding
 
 log = logging.getLogger("tilewright.server")
 
+INITIAL = "000000"  # the name of a model's weights when it was created
 ATTEMPTS = 3  # of a request that ended the workers
 IDLE = 60.0  # seconds after which the other ranks hear that there is nothing, and old results go
 LOOK = 1.0  # seconds between looks for numbers that do not come
@@ -45,6 +65,11 @@ def models_of(server: Own, config: Config, mesh: Mesh) -> Models:
     model, lora, train = config.model, config.lora, config.train
     shape = build.shape_of_run(model, "language_model", mesh)
     ops = build.choose_ops(model, shape, mesh, build.compute_dtype(train))
+    if server.ce_mode == "eager":
+        ops = dataclasses.replace(ops, linear_cross_entropy="eager")
+    experts = any(map(shape.is_moe, range(shape.num_hidden_layers)))
+    if server.freeze_router and experts and not lora.enable_lora:
+        train = train.model_copy(update={"freeze_router": True})
     parts = build.build_model(model, lora, shape, config.data, train, mesh, ops)
     engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale)
     identity = {
@@ -54,15 +79,33 @@ def models_of(server: Own, config: Config, mesh: Mesh) -> Models:
     multiple = padding(config.data.pad_to_multiple_of, mesh.context, mesh.layout.tp)
     how = Packing(config.data.sample_packing_sequence_len, server.enable_packing, multiple)
     assert model.model_path is not None  # the server's field is required
-    return Models(engine, pathlib.Path(train.output_dir), model.model_path, identity, how)
+    exported = build.exported(model, save=True, adapters_alone=False)
+    settings = Settings(
+        server.log_gradient_norms,
+        server.log_router_stats,
+        size(server.storage_limit),
+        exported["dtype"],
+        exported["tokenizer"],
+    )
+    return Models(
+        engine,
+        pathlib.Path(train.output_dir),
+        model.model_path,
+        identity,
+        how,
+        functools.partial(build.read_weights, parts, model, shape, train),
+        settings,
+    )
 
 
 class Workers:
-    """This rank's part. log: on rank 0."""
+    """This rank's part. log: on rank 0.   exact: whether what is computed again has the same
+    bits.
+    """
 
-    def __init__(self, models: Models, server: Own, requests: Log | None):
+    def __init__(self, models: Models, server: Own, requests: Log | None, *, exact: bool = True):
         self.models, self.server, self.requests = models, server, requests
-        self.mesh, self.stopped = models.mesh, False
+        self.mesh, self.stopped, self.exact = models.mesh, False, exact
 
     # ---- what all ranks do
 
@@ -88,6 +131,8 @@ class Workers:
                 self.models.restore(model, About.of(header["about"]), folder)
             case "forget":
                 self.models.forget(model)
+            case "test":
+                self.models.self_test()
         return None
 
     def _all(self, header: dict[str, Any], body: bytes = b"") -> Done | None:
@@ -114,6 +159,13 @@ class Workers:
     def lead(self) -> None:
         """Rank 0: recovers the models, and does requests until it is told to stop."""
         assert self.requests is not None
+        if not self.exact:
+            log.warning(
+                "a kill returns models to their checkpoints: without enable_full_determinism "
+                "nothing is computed again with the same bits on a GPU"
+            )
+        if self.server.enable_self_test:
+            self._all({"do": "test"})
         self.recover()
         self.requests.tell("workers", "ready")
         last = told = swept = looked = time.monotonic()
@@ -124,9 +176,7 @@ class Workers:
                 self.skip_gaps()
             if now - swept > IDLE:
                 swept = now
-                self.requests.forget(
-                    after_sent=self.server.future_ttl, after=self.server.result_max_age
-                )
+                self.sweep()
             if (request := self.requests.next()) is not None:
                 self.answer(request)
                 last = told = time.monotonic()
@@ -137,6 +187,26 @@ class Workers:
             time.sleep(BRISK if now - last < PATIENCE else SLOW)
         self.requests.tell("workers", "stopped")
         self._send({"do": "stop"})
+
+    def sweep(self) -> None:
+        """Drops old results, checkpoints whose time is over, and models that nobody uses."""
+        requests, server = self.requests, self.server
+        assert requests is not None
+        requests.forget(after_sent=server.future_ttl, after=server.result_max_age)
+        for path in requests.expired():
+            log.info("%s: its ttl_seconds are over", path)
+            shutil.rmtree(folder_of(self.models.root, path), ignore_errors=True)
+            requests.drop(path)
+        for model in requests.idle(server.idle_session_timeout or math.inf):
+            why = (
+                f"nobody asked for it for {server.idle_session_timeout:g} s (idle_session_timeout)"
+            )
+            if self.models.steps.get(model.name):
+                name = f"idle_{model.ran:06d}"
+                requests.ask(model, "save_weights", bodies.saving(name, overwrite=True))
+                why += f"; it is saved as {path_of(model.name, 'weights', name)}"
+            log.info("%s: %s", model.name, why)
+            requests.ask(model, "unload_model", why)
 
     def skip_gaps(self) -> None:
         """Ends requests that have waited too long for one before them."""
@@ -150,29 +220,29 @@ class Workers:
         requests = self.requests
         assert requests is not None
         if request.attempts >= ATTEMPTS:
-            why = (
-                f"request {request.id} ({request.kind}) has ended the workers {ATTEMPTS} times; "
-                f"{_kept(requests.model(request.model))}"
-            )
+            why = f"request {request.id} ({request.kind}) has ended the workers {ATTEMPTS} times"
             self._fail(request.model, why)
             return
         requests.begin(request)
         began = time.monotonic()
         result, done = self._result(request)
-        state = None
-        if result.error is None:
+        state, why, saved = None, None, {}
+        if done is not None:
             created = request.kind in CREATES
-            ended = done is not None and done.ended
-            state = "ended" if ended else "live" if created else None
+            state = "ended" if done.ended else "live" if created else None
+            why, saved = done.why, done.saved
         elif request.kind in CREATES:
-            state = "failed"
-        requests.finish(
-            request,
-            result,
-            ran=request.kind in CHANGES,
-            state=state,
-            why=result.error if state == "failed" else None,
-            saved=done.saved if done is not None else None,
+            state, why = "failed", result.error
+        if (
+            done is not None
+            and request.kind == CREATES[0]
+            and not self.server.skip_initial_checkpoint
+        ):
+            saved = saved | self._initial(request.model)
+        self._committed(
+            lambda: requests.finish(
+                request, result, ran=request.kind in CHANGES, state=state, why=why, saved=saved
+            )
         )
         log.info(
             "%s %s seq %s: %s, %.3f s",
@@ -185,9 +255,39 @@ class Workers:
         if result.error is None and self._is_due(request):
             self._checkpoint(request.model)
 
-    def _fail(self, model: str, why: str) -> None:
-        """Ends a model, and its requests that wait; the others go on."""
+    def _committed(self, write: Callable[[], None]) -> None:
+        """Tries to write the log until the disk has room: a result must not be lost."""
         assert self.requests is not None
+        while True:
+            try:
+                write()
+                return
+            except sqlite3.OperationalError as error:
+                if self.stopped:
+                    raise
+                log.error("%s cannot be written, and is tried again: %s", self.requests.file, error)
+                time.sleep(LOOK)
+
+    def _initial(self, model: str) -> dict[str, Any]:
+        """Saves a model as it begins: what the log is to have of it."""
+        value = {"name": INITIAL, "user_metadata": None, "ttl_seconds": None, "overwrite": True}
+        header = {"do": "run", "kind": "save_weights", "model": model}
+        try:
+            done = self._all(header, packed(value))
+        except Refused as refused:
+            log.warning("%s: not saved as %s: %s", model, INITIAL, refused)
+            return {}
+        assert done is not None
+        return done.saved
+
+    def _fail(self, model: str, why: str, *, damaged: bool = False) -> None:
+        """Ends a model, and its requests that wait; the others go on. Its last checkpoint becomes
+        one that a client can load, unless it is damaged.
+        """
+        assert self.requests is not None
+        row = self.requests.model(model)
+        if not damaged:
+            why = f"{why}; {'it has no checkpoint' if row is None else self._kept(row)}"
         log.error("%s: %s", model, why)
         self._all({"do": "forget", "model": model})
         self.requests.fail(model, why)
@@ -195,22 +295,31 @@ class Workers:
     def _result(self, request: Request) -> tuple[Result, Done | None]:
         header = {"do": "run", "kind": request.kind, "model": request.model}
         try:
-            self._refuse_known(request)
-            done = self._all(header, request.body)
+            done = self._all(header, self._named(request))
         except Refused as refused:
-            return Result(error=str(refused), category="user"), None
+            return Result(error=str(refused), category=refused.category), None
         assert done is not None
         return Result(packed(done.value, done.arrays)), done
 
-    def _refuse_known(self, request: Request) -> None:
-        """Raises Refused for a name under which something is saved already."""
+    def _named(self, request: Request) -> bytes:
+        """The body, with a name for what is to be saved without one.
+
+        Raises Refused for a name under which something is saved already.
+        """
         if request.kind not in SAVES:
-            return
-        assert self.requests is not None
-        value, _ = unpacked(request.body)
+            return request.body
+        requests, (value, _) = self.requests, unpacked(request.body)
+        assert requests is not None
+        model = requests.model(request.model)
+        if value["name"] is None and value.get("sampler") is None and model is not None:
+            for i in itertools.count():  # by what has run, and once more
+                value["name"] = f"{model.ran:06d}" + f"_{i}" * bool(i)
+                if requests.path(saved_as(request.kind, request.model, value)) is None:
+                    return packed(value)
         path = saved_as(request.kind, request.model, value)
-        if not value.get("overwrite") and self.requests.path(path) is not None:
+        if not value["overwrite"] and requests.path(path) is not None:
             raise Refused(400, f"path {path} is there already; give another name, or overwrite")
+        return request.body
 
     def _is_due(self, request: Request) -> bool:
         """Whether what a request has led to is written, so that less is computed again after a
@@ -225,7 +334,11 @@ class Workers:
         row = self.requests.model(model)
         assert row is not None  # it has just trained
         folder = self._state(model) / str(row.ran)
-        self._all({"do": "checkpoint", "model": model, "folder": str(folder)})
+        try:
+            self._all({"do": "checkpoint", "model": model, "folder": str(folder)})
+        except Refused as refused:
+            log.error("%s: no checkpoint, so that more is computed again: %s", model, refused)
+            return
         self.requests.checkpointed(model, row.ran, str(folder))
         for other in self._state(model).iterdir():
             if other != folder:
@@ -249,12 +362,20 @@ class Workers:
         requests = self.requests
         assert requests is not None
         began, count = time.monotonic(), 0
+        if not self.exact and model.ran > model.saved:
+            self._fail(
+                model.name,
+                f"the workers have ended, and {model.ran - model.saved} requests cannot be computed "
+                "again with the same bits without enable_full_determinism",
+            )
+            return
         if model.folder is not None:
             about = {"about": model.about, "folder": model.folder}
             try:
                 self._all({"do": "restore", "model": model.name, **about})
             except Refused as refused:
-                self._fail(model.name, f"its last checkpoint cannot be read: {refused}")
+                why = f"its last checkpoint cannot be read: {refused}"
+                self._fail(model.name, why, damaged=True)
                 return
         for request, before in requests.ran(model.name, model.saved):
             result, _ = self._result(request)
@@ -266,7 +387,7 @@ class Workers:
                     (folder / f"{name}.safetensors").write_bytes(one.body or packed(one.error))
                 why = (
                     f"{request.kind} {request.id}, computed again, has other bits than the result "
-                    f"that was stored: both are in {folder}; {_kept(model)}"
+                    f"that was stored: both are in {folder}"
                 )
                 self._fail(model.name, why)
                 return
@@ -278,11 +399,26 @@ class Workers:
             time.monotonic() - began,
         )
 
-
-def _kept(model: Model | None) -> str:
-    if model is None or model.folder is None:
-        return "it has no checkpoint"
-    return f"its last checkpoint is {model.folder}"
+    def _kept(self, model: Model) -> str:
+        """Gives a model's last checkpoint a path, and says which."""
+        requests, source = self.requests, pathlib.Path(model.folder or "")
+        assert requests is not None
+        if model.folder is None or not source.is_dir():
+            return "it has no checkpoint"
+        path = path_of(model.name, "weights", f"failed_{model.saved:06d}")
+        target = folder_of(self.models.root, path)
+        if requests.path(path) is None:
+            aside = target.with_name(f".{target.name}.partial")
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.copytree(source, aside)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+            files = [f for f in target.rglob("*") if f.is_file()]
+            about = {n: model.about[n] for n in ("rank", "scale", "seed", "parts")}
+            about |= {"model": model.name, "kind": "training", "user_metadata": None}
+            about["size"] = sum(f.stat().st_size for f in files)
+            requests.remember(path, model.owner, about)
+        return f"its last checkpoint is {path}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -297,7 +433,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def work(mesh: Mesh) -> None:
         requests = Log(pathlib.Path(config.train.output_dir)) if mesh.main else None
-        workers = Workers(models_of(server, config, mesh), server, requests)
+        deterministic = config.train.enable_full_determinism
+        exact = mesh.device.type == "cpu" or deterministic
+        workers = Workers(models_of(server, config, mesh), server, requests, exact=exact)
 
         def stop(*_: Any) -> None:
             workers.stopped = True
@@ -305,7 +443,8 @@ def main(argv: list[str] | None = None) -> int:
         # torchrun passes SIGTERM to every rank; rank 0 tells the others when it is done.
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, stop)
-        workers.lead() if mesh.main else workers.follow()
+        with reproducible(config.train.seed, deterministic):
+            workers.lead() if mesh.main else workers.follow()
 
     return launch.run(config.train, work)
 

@@ -14,6 +14,7 @@ one that trains alone. Every rank must make the same calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,3 +161,52 @@ class Bank:
         if self.held is not None:
             self._parked[self.held] = park(self.engine)
             self.held = None
+
+
+class Sole:
+    """A bank for one tenant, which has all weights: of an engine without adapters.
+
+    again: reads the weights that a tenant begins with, into the engine; every rank calls it.
+
+    Raises ValueError where the engine was trained.
+    """
+
+    def __init__(self, engine: Engine, again: Callable[[], None]):
+        if engine.optimizer.state or engine.totals is not None:
+            raise ValueError("engine: it was trained, and a tenant would begin with that")
+        self.engine, self.again, self.held = engine, again, None
+        self._settings = [
+            {k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups
+        ]
+        self._peaks, self._shaping = [*engine.peaks], engine.model.shaping
+        self._fresh = True
+
+    def __contains__(self, name: str) -> bool:
+        return name == self.held
+
+    def add(self, name: str, seed: int) -> None:
+        """A new tenant. Nothing is drawn from the seed.
+
+        Raises ValueError where there is one.
+        """
+        if self.held is not None:
+            raise ValueError(f"name: {self.held!r} has the weights, of which there are one set")
+        if not self._fresh:
+            self.again()
+        for group, settings in zip(self.engine.optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        self.engine.peaks[:], self.engine.model.shaping = self._peaks, self._shaping
+        self.engine.empty_steps = 0
+        self.held, self._fresh = name, False
+
+    def take(self, name: str) -> None:
+        """Raises KeyError for a tenant that there is not."""
+        if name != self.held:
+            raise KeyError(name)
+
+    def remove(self, name: str) -> None:
+        """Frees what a tenant has. Raises KeyError for one that there is not."""
+        self.take(name)
+        self.engine.zero()
+        self.engine.optimizer.state.clear()
+        self.held = None

@@ -163,14 +163,20 @@ def build_model(
     if model.model_path is None:
         init_weights(parts.model, train.seed)
     else:
-        folder = hf.local_folder(model.model_path, model.revision)
-        missing, std = drawn(folder, shape)
-        hf.load_weights(parts, folder, mode=train.load_weights_mode, without=missing)
-        init_weights(parts.model, train.seed, std, missing)
+        read_weights(parts, model, shape, train)
         mesh.control.agree(_not_finite(parts.model, model.model_path))
     adapters.reset(parts, adapters.generator(train.seed, 0))
     sections = {"model": model, "lora": lora, "data": data, "train": train}
     return apply_layouts(parts, sections, mesh, filled=True)
+
+
+def read_weights(parts: Parts, model: Model, shape: ModelConfig, train: Train) -> None:
+    """Fills the parts from model.model_path, and draws what it does not hold."""
+    assert model.model_path is not None
+    folder = hf.local_folder(model.model_path, model.revision)
+    missing, std = drawn(folder, shape)
+    hf.load_weights(parts, folder, mode=train.load_weights_mode, without=missing)
+    init_weights(parts.model, train.seed, std, missing)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -338,6 +338,7 @@ class Engine:
         factor: float = 1.0,
         max_norm: float = 0.0,
         denominator: float | torch.Tensor | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> float:
         """Divides gradients, clips them, and steps. Returns their norm before clipping.
 
@@ -348,6 +349,7 @@ class Engine:
             factor: multiplies each group's peak learning rate.
             max_norm: gradients are clipped to this global norm; 0: no clipping.
             denominator: default: the sum of those of all calls since the last step.
+            watch: called when the gradients are as the optimizer gets them, on every rank.
 
         Raises:
             NotFinite: the loss, the denominator or the norm is infinite or NaN, on every rank. No
@@ -362,6 +364,7 @@ class Engine:
         if (problem := _problem(total, divisor, norm)) is not None:
             self.zero()
             raise problem
+        watch()
         if divisor:
             set_lr(self.optimizer, self.peaks, factor)
             self.optimizer.step()

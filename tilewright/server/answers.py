@@ -1,0 +1,97 @@
+"""Results as clients get them: protobuf or JSON, in the dialect of their model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fastapi.responses import JSONResponse, Response
+
+from tilewright.server import binary
+from tilewright.server.frames import unpacked
+
+PROTOBUF = "application/x-protobuf"
+
+
+def answer(kind: str, body: bytes, *, named: bool, protobuf: bool) -> Response:
+    """The answer with a result.
+
+    named: in the JSON dialect.   protobuf: where that has a message for it.
+    """
+    value, arrays = unpacked(body)
+    if named:
+        return JSONResponse(_named(kind, value, arrays))
+    if kind in ("forward", "forward_backward"):
+        if protobuf:
+            return Response(binary.pass_output(value, arrays), media_type=PROTOBUF)
+        return JSONResponse(_listed(value, arrays))
+    if kind == "sample":
+        if protobuf:
+            return Response(binary.sample_output(value, arrays), media_type=PROTOBUF)
+        return JSONResponse(_sampled(value, arrays))
+    return JSONResponse(value)
+
+
+def _listed(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    cuts = np.cumsum(value["lengths"])[:-1]
+    columns = {name: np.split(array, cuts) for name, array in arrays.items()}
+    outputs = [
+        {
+            name: {
+                "data": parts[i].reshape(-1).tolist(),
+                "dtype": "float32",
+                "shape": [*parts[i].shape],
+            }
+            for name, parts in columns.items()
+        }
+        for i in range(len(value["lengths"]))
+    ]
+    known = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs}
+    return {**known, "metrics": value["metrics"]}
+
+
+def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    tokens, logprobs = (arrays.get(n, np.empty(0)) for n in ("sampled", "sampled_logprobs"))
+    answer: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {"stop_reason": reason, "tokens": [int(tokens[i])], "logprobs": [float(logprobs[i])]}
+            for i, reason in enumerate(value["stop_reasons"])
+        ],
+    }
+    if "prompt_logprobs" in arrays:
+        answer["prompt_logprobs"] = _without_nan(arrays["prompt_logprobs"])
+    if "topk_ids" in arrays:
+        rows = zip(arrays["topk_ids"].tolist(), arrays["topk_logprobs"].tolist(), strict=True)
+        answer["topk_prompt_logprobs"] = [
+            [[t, p] for t, p in zip(ids, own, strict=True) if t >= 0] or None for ids, own in rows
+        ]
+    return answer
+
+
+def _without_nan(array: np.ndarray) -> list[float | None]:
+    return [None if x != x else x for x in array.tolist()]
+
+
+# ---- the JSON dialect
+
+
+def as_named(path: str) -> str:
+    """A path as the JSON dialect has it."""
+    return "xorl" + path.removeprefix("tinker")
+
+
+def _named(kind: str, value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A result in the JSON dialect."""
+    if kind in ("forward", "forward_backward"):
+        outputs = _listed(value, arrays)
+        for output, loss in zip(outputs["loss_fn_outputs"], value["losses"], strict=True):
+            output["loss"] = loss
+        return {**outputs, "info": {}}
+    if kind == "optim_step":
+        return {**value, "info": {}}
+    if kind == "save_weights_for_sampler" and "path" in value:
+        return {"path": as_named(value["path"]), "model_path": as_named(value["path"])}
+    if isinstance(value, dict) and "path" in value:
+        return {**value, "path": as_named(value["path"])}
+    return value
