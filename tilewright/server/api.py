@@ -7,6 +7,7 @@ Results are read from the log when clients ask for them. The protocol's errors a
 from __future__ import annotations
 
 import asyncio
+import base64
 import datetime
 import hashlib
 import hmac
@@ -26,7 +27,7 @@ import numpy as np
 import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from tilewright.server import binary, bodies
 from tilewright.server.bodies import Base, Call
@@ -37,6 +38,7 @@ from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Conflict, Log, Model
 from tilewright.server.losses import checked as checked_loss
 from tilewright.server.names import PARTS, below, canonical, checked, folder_of, path_of
+from tilewright.server.page import page
 from tilewright.server.refused import Refused
 from tilewright.trainer.checkpoint import hf
 
@@ -50,6 +52,12 @@ NOT_OFFERED = {
     "copy_weights": "checkpoints are not copied between accounts",
     "save_weights_external": "weights are saved as PEFT has them, by save_weights_for_sampler",
     "save_full_weights_safetensors": "adapters are saved, by save_weights_for_sampler",
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
 }
 Handler = Callable[[Request, bytes], Any]
 
@@ -114,12 +122,14 @@ class Api:
                 used=False,
             )
 
-    def authorized(self, request: Request) -> None:
+    def authorized(self, request: Request) -> str:
+        """Whose key a request came with. Raises Refused."""
         given = request.headers.get("x-api-key") or ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = given or (token if scheme.lower() == "bearer" else "")
         if not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused(401, "the key is missing or wrong: Authorization: Bearer KEY", used=False)
+        return self.owner
 
     def accept(self, call: Call) -> dict[str, Any]:
         """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
@@ -625,6 +635,32 @@ def _not_offered(name: str, why: str) -> Handler:
     return handler
 
 
+def _by_password(request: Request) -> Request:
+    """A request whose key is the password that its browser was asked for. The page alone is told by
+    it: a browser adds the password to what pages of others send here, too.
+    """
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return request
+    try:
+        key = base64.b64decode(given, validate=True).partition(b":")[2]
+    except ValueError:
+        return request
+    return Request(scope={**request.scope, "headers": [(b"x-api-key", key)]})
+
+
+async def _overview(api: Api, request: Request) -> Response:
+    """The page of the server."""
+    try:
+        owner = api.authorized(_by_password(request))
+    except Refused as refused:
+        asked = {"WWW-Authenticate": 'Basic realm="tilewright"'}
+        return JSONResponse({"detail": str(refused)}, refused.status, asked)
+    about = {"model type": api.arch, "longest document": f"{api.longest} tokens"}
+    made = await asyncio.to_thread(page, api.requests, owner, base=api.base.names[0], about=about)
+    return HTMLResponse(made, headers=PAGE_HEADERS)
+
+
 def application(api: Api) -> FastAPI:
     """The routes. All but health need the key."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -658,6 +694,10 @@ def application(api: Api) -> FastAPI:
     @app.get(f"{PREFIX}/healthz")
     async def alive() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/")
+    async def overview(request: Request) -> Response:
+        return await _overview(api, request)
 
     @app.get("/health")
     async def health() -> Response:
