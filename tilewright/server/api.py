@@ -7,6 +7,7 @@ Results are read from the log when clients ask for them. The protocol's errors a
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import contextvars
 import datetime
@@ -26,7 +27,7 @@ from typing import Any
 import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.background import BackgroundTask
 
 from tilewright.server import answers, binary, bodies
@@ -48,6 +49,7 @@ from tilewright.server.names import (
     parsed,
     path_of,
 )
+from tilewright.server.page import page
 from tilewright.server.refused import Refused
 from tilewright.trainer.checkpoint import hf
 
@@ -83,6 +85,12 @@ BARE = {
         ("update_dedicated_endpoint", "update_serverless_weights"),
         "weights and credentials are not sent to other hosts",
     ),
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
 }
 Handler = Callable[[Request, bytes], Any]
 _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
@@ -677,6 +685,32 @@ def _not_offered(name: str, why: str) -> Handler:
     return handler
 
 
+def _by_password(request: Request) -> Request:
+    """A request whose key is the password that its browser was asked for. The page alone is told by
+    it: a browser adds the password to what pages of others send here, too.
+    """
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return request
+    try:
+        key = base64.b64decode(given, validate=True).partition(b":")[2]
+    except ValueError:
+        return request
+    return Request(scope={**request.scope, "headers": [(b"x-api-key", key)]})
+
+
+async def _overview(api: Api, request: Request) -> Response:
+    """The page of the server."""
+    try:
+        owner = api.authorized(_by_password(request))
+    except Refused as refused:
+        asked = {"WWW-Authenticate": 'Basic realm="tilewright"'}
+        return JSONResponse({"detail": str(refused)}, refused.status, asked)
+    about = {"model type": api.arch, "longest document": f"{api.longest} tokens"}
+    made = await asyncio.to_thread(page, api.requests, owner, base=api.base.names[0], about=about)
+    return HTMLResponse(made, headers=PAGE_HEADERS)
+
+
 def application(api: Api) -> FastAPI:
     """The routes. All but health need the key."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -725,6 +759,10 @@ def application(api: Api) -> FastAPI:
     @app.get(f"{PREFIX}/healthz")
     async def alive() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/")
+    async def overview(request: Request) -> Response:
+        return await _overview(api, request)
 
     @app.get("/health")
     async def health() -> Response:

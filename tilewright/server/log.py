@@ -11,6 +11,7 @@ results hold is compressed with zstandard.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import pathlib
@@ -107,6 +108,18 @@ class Path(NamedTuple):
     about: Any
     created: float
     expires: float | None
+
+
+class Waiting(NamedTuple):
+    """A request without a result.   next: the number that the sequence of its model is at."""
+
+    id: str
+    kind: str
+    model: str
+    seq: int | None
+    arrived: float
+    attempts: int
+    next: int | None
 
 
 class Conflict(ValueError):
@@ -400,6 +413,56 @@ class Log:
             owner,
         )
         return [Path(path, json.loads(about), *times) for path, about, *times in rows]
+
+    @contextmanager
+    def apart(self) -> Iterator[Log]:
+        """The log as it is at one time, read through a connection of its own, for which neither
+        who writes nor who reads this one waits.
+        """
+        other = copy.copy(self)
+        other._lock = threading.RLock()
+        # SQLite refuses to write through it.
+        where = f"{self.file.absolute().as_uri()}?mode=ro"
+        other._db = other._hints = sqlite3.connect(
+            where, timeout=60, isolation_level=None, uri=True
+        )
+        try:
+            other._db.execute("BEGIN")
+            yield other
+        finally:
+            other._db.close()
+
+    def pending(self, owner: str) -> list[Waiting]:
+        """The requests that came with a key and have no result yet."""
+        rows = self._read(
+            "SELECT r.id, r.kind, r.model, r.seq, r.arrived, r.attempts, m.next FROM requests r "
+            "LEFT JOIN models m ON m.name = r.model WHERE r.waits AND r.owner = ? ORDER BY r.number",
+            owner,
+        )
+        return [Waiting(*row) for row in rows]
+
+    def last(self, model: str, kind: str, most: int) -> list[tuple[int, int, int | None]]:
+        """The last requests of a kind that a model has run, the newest first: number, place among
+        all that it has run, and bytes of the result, or None where it was dropped.
+        """
+        return self._read(
+            "SELECT r.number, r.ran, length(s.body) FROM requests r JOIN results s USING (number) "
+            "WHERE r.model = ? AND r.ran IS NOT NULL AND r.kind = ? AND s.error IS NULL "
+            "ORDER BY r.ran DESC LIMIT ?",
+            model, kind, most,
+        )  # fmt: skip
+
+    def count(self, model: str, kind: str, *, after: int) -> int:
+        """How many requests of a kind a model has run, after the first ones, without an error."""
+        return self._read(
+            "SELECT count(*) FROM requests r JOIN results s USING (number) WHERE r.model = ? AND "
+            "r.ran > ? AND r.kind = ? AND s.error IS NULL",
+            model, after, kind,
+        )[0][0]  # fmt: skip
+
+    def body(self, number: int) -> bytes:
+        """The result of a request, which is there."""
+        return _whole(self._read("SELECT body FROM results WHERE number = ?", number)[0][0])
 
     # ---- the workers' side
 

@@ -163,10 +163,9 @@ class Models:
         rank = next((m.rank for _, m in adapted(self.engine.model)), None)
         self._add(name, About(rank, 1.0, 0))
         for loss in losses.LOSSES:
-            inputs = {
-                n: draw.normal(size=len(tokens)).astype(np.float32) for n in losses.needed(loss, {})
-            }
-            inputs[losses.TARGET] = tokens
+            rest = (n for n in losses.needed(loss, {}) if n != losses.TARGET)
+            floats = {n: draw.normal(size=len(tokens)).astype(np.float32) for n in rest}
+            inputs: Arrays = {losses.TARGET: tokens, **floats}
             data = Data(tokens, np.array([len(tokens)]), inputs)
             try:
                 data = losses.checked(loss, {}, data, self.engine.model.config.vocab_size)
