@@ -304,7 +304,8 @@ def test_the_laboratorys_wheel_adds_its_commands(site, source, with_torch, tmp_p
     [wheel] = (tmp_path / "dist").glob("tilewright_lab-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     lab = ROOT / "lab"
-    files = {str(p.relative_to(lab)) for p in lab.rglob("*") if p.suffix in (".py", ".json")}
+    package = (lab / "tilewright_lab").rglob("*")
+    files = {str(p.relative_to(lab)) for p in package if p.suffix in (".py", ".json")}
     assert files <= set(names)
     target = installed(wheel, tmp_path)
     command = (site / "bin" / "tilewright", "gate", "--help")
