@@ -106,6 +106,8 @@ class Own(Section):
     engine_connect_host: str | None = Field(None, description="As worker_bind_host.")
 
 
+# Where the reference's processes find each other: their defaults alone are accepted.
+UNBOUND = ("worker_bind_host", "worker_bind_port", "worker_bind_address", "engine_connect_host")
 # Defaults that are not the trainer's.
 DEFAULTS: Mapping[str, Any] = {
     "enable_lora": True,
@@ -210,11 +212,13 @@ def _problems(server: Any) -> list[str]:
         for name, (value, why) in ONE_VALUE.items()
         if getattr(server, name) != value
     ]
-    for name in ("worker_bind_host", "worker_bind_port", "worker_bind_address"):
-        if (value := getattr(server, name)) != Own.model_fields[name].default:
-            problems.append(_unbound(name, value))
-    if server.engine_connect_host is not None:
-        problems.append(_unbound("engine_connect_host", server.engine_connect_host))
+    problems += [
+        f"server.{name} = {getattr(server, name)}: nothing is bound, since the API and rank 0 share "
+        "a log; leave the default, and start workers on other machines by torchrun with --mode "
+        "connect"
+        for name in UNBOUND
+        if getattr(server, name) != Own.model_fields[name].default
+    ]
     if not server.enable_lora and not server.enable_qlora:
         given = sorted(server.model_fields_set & {*OF_ADAPTERS, "qlora_exclude_modules"})
         problems += [
@@ -230,13 +234,6 @@ def _problems(server: Any) -> list[str]:
             "addresses, to which a proxy or a tunnel leads"
         )
     return problems
-
-
-def _unbound(name: str, value: Any) -> str:
-    return (
-        f"server.{name} = {value}: nothing is bound, since the API and rank 0 share a log; leave "
-        "the default, and start workers on other machines by torchrun with --mode connect"
-    )
 
 
 def _tree(server: Any) -> dict[str, Any]:

@@ -33,10 +33,11 @@ def weighted_targets(
     """
     ids = batch[TARGETS]
     weight = batch[TARGET_WEIGHTS].masked_fill(ids < 0, 0.0)
-    # 0 times what may not be finite is NaN.
-    values = -per_token.listed(ids).logprobs.where(weight != 0, 0.0)
+    values = -per_token.listed(ids).logprobs.where(ids >= 0, 0.0)
     per_token.computed = values
-    return (weight * values).sum(), (weight != 0).any(-1).sum()
+    # 0 times what may not be finite is NaN.
+    total = (weight * values.where(weight != 0, 0.0)).sum()
+    return total, (weight != 0).any(-1).sum()
 
 
 LOSSES.add(
