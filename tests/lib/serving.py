@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from training import QWEN3
 
 from tilewright.server import messages_pb2 as wire
-from tilewright.server.api import Api, application
+from tilewright.server.api import Api, Limits, application
 from tilewright.server.bodies import Base
 from tilewright.server.fields import load
 from tilewright.server.keys import Keys
@@ -97,14 +97,16 @@ class Served:
             if (file := self.server.api_token_file)
             else Keys.of(self.key),
             Base(names, rank, lora.lora_alpha, self.config.train.seed),
-            vocabulary=QWEN3["vocab_size"],
-            longest=LONGEST,
+            Limits(
+                QWEN3["vocab_size"],
+                LONGEST,
+                self.server.max_body_mb * 1e6,
+                self.server.max_pending,
+                self.server.idle_session_timeout,
+            ),
             ends=[],
             arch="qwen3",
             tokenizer=names[0],
-            most_bytes=self.server.max_body_mb * 1e6,
-            most_waiting=self.server.max_pending,
-            idle=self.server.idle_session_timeout,
         )
         self.base = names[0]
         self.client = TestClient(application(self.api), raise_server_exceptions=True)

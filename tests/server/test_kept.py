@@ -2,7 +2,7 @@
 
 import json
 import sqlite3
-import time
+import types
 
 import pytest
 
@@ -22,13 +22,10 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 def later(monkeypatch):
-    """Sets the log's clock so many seconds ahead."""
-    now = time.time
-
-    def ahead(seconds):
-        monkeypatch.setattr("tilewright.server.log.time.time", lambda: now() + seconds)
-
-    return ahead
+    """Sets the log's clock, which stands still, to so many seconds from the beginning."""
+    clock = types.SimpleNamespace(now=1e9)
+    monkeypatch.setattr("tilewright.server.log.time", types.SimpleNamespace(time=lambda: clock.now))
+    return lambda seconds: setattr(clock, "now", 1e9 + seconds)
 
 
 def save(served, model, kind="save_weights", **more):
@@ -195,7 +192,7 @@ def test_where_nothing_can_be_computed_again_a_kill_returns_to_the_checkpoint(
         path = answer["detail"].rpartition(" ")[2]
         assert saved(served, model) == [path.partition(model + "/")[2]]
         assert trained(served, loaded(served, path), 1, seed=4)[:2] == wanted[6:8]
-        # Of the other its checkpoint has all.
+        # The other's checkpoint has all.
         assert served.result(served.passes(other, 7, documents()), accept=PROTOBUF)
     with Served(file, exact=False) as served:
         assert path.partition(model + "/")[2] in saved(served, model)

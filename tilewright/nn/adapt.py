@@ -48,6 +48,7 @@ from tilewright.ops.quant.quantized_linear import dequantize
 
 
 # Long: half of it is its signature and its checks.
+# Wide: with PEFT's names.
 def add_lora(
     model: nn.Module,
     targets: Iterable[str] | None = None,

@@ -22,7 +22,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 import zstandard
@@ -96,12 +96,24 @@ Handler = Callable[[Request, bytes], Any]
 _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
 
 
+class Limits(NamedTuple):
+    """What clients may ask for.   vocabulary, longest: tokens that there are, and of one document.
+    bytes: of a request.   waiting: requests at a time.   idle: seconds after which a model that
+    nobody asks for is unloaded; 0: never.
+    """
+
+    vocabulary: int
+    longest: int
+    bytes: float
+    waiting: int
+    idle: float
+
+
 class Api:
     """What the routes share.
 
-    keys: one of which requests must come with.   base: what models are made from.   vocabulary,
-    longest: tokens that there are, and of one document.   ends: tokens that end a text.   idle:
-    seconds after which a model that nobody asks for is unloaded; 0: never.
+    keys: one of which requests must come with.   base: what models are made from, of the kind
+    `arch`.   ends: tokens that end a text.
     """
 
     def __init__(
@@ -109,20 +121,14 @@ class Api:
         requests: Log,
         keys: Keys,
         base: Base,
+        limits: Limits,
         *,
-        vocabulary: int,
-        longest: int,
         ends: list[int],
         arch: str,
         tokenizer: str,
-        most_bytes: float,
-        most_waiting: int,
-        idle: float = 0.0,
     ):
-        self.requests, self.keys, self.base = requests, keys, base
-        self.vocabulary, self.longest, self.ends = vocabulary, longest, ends
-        self.arch, self.tokenizer = arch, tokenizer
-        self.most_bytes, self.most_waiting, self.idle = most_bytes, most_waiting, idle
+        self.requests, self.keys, self.base, self.limits = requests, keys, base, limits
+        self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
 
     @property
     def owner(self) -> str:
@@ -143,7 +149,7 @@ class Api:
             case "identity":
                 return data
             case "zstd":
-                most = int(self.most_bytes) + 1
+                most = int(self.limits.bytes) + 1
                 try:
                     with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
                         data = stream.read(most)
@@ -155,10 +161,10 @@ class Api:
                 raise Refused(415, f"Content-Encoding is {other!r}; accepted is 'zstd'", used=False)
 
     def _fits(self, size: int) -> None:
-        if size > self.most_bytes:
+        if size > self.limits.bytes:
             raise Refused(
                 413,
-                f"the body is larger than {self.most_bytes / 1e6:g} MB (max_body_mb)",
+                f"the body is larger than {self.limits.bytes / 1e6:g} MB (max_body_mb)",
                 used=False,
             )
 
@@ -181,8 +187,8 @@ class Api:
         state = requests.fact("workers") or ""
         if state.startswith("failed"):
             raise Refused(503, f"the workers have {state}", used=False)
-        if requests.waiting() >= self.most_waiting:
-            raise Refused(429, f"{self.most_waiting} requests wait already", used=False)
+        if requests.waiting() >= self.limits.waiting:
+            raise Refused(429, f"{self.limits.waiting} requests wait already", used=False)
         if requests.full():
             raise Refused(429, f"{requests.file} has the size of log_max_gb", used=False)
         try:
@@ -236,8 +242,8 @@ class Api:
             if not each:
                 raise Refused(422, "data: there is no datum")
             documents = Data.joined(each)
-            check(documents, self.vocabulary, self.longest)
-            documents = checked_loss(given.loss, given.options, documents, self.vocabulary)
+            check(documents, self.limits.vocabulary, self.limits.longest)
+            documents = checked_loss(given.loss, given.options, documents, self.limits.vocabulary)
         except Refused as refused:
             if seq is not None:
                 self._used(refused, model, seq, name, data)
@@ -338,7 +344,9 @@ class Api:
         known = self.path(name) if isinstance(name, str) else None
         if known is None:
             raise Refused(404, f"there is no sampler {name}")
-        call = bodies.sample(given, known["weights"], self.ends, self.vocabulary, self.longest)
+        call = bodies.sample(
+            given, known["weights"], self.ends, self.limits.vocabulary, self.limits.longest
+        )
         answer = self.accept(call)
         count = len(call.value["asked"]["draws"])
         return {
@@ -523,7 +531,7 @@ class Api:
         return {"checkpoints": self._saved(request.path_params["name"])}
 
     def every_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
-        """Of all models, the newest first."""
+        """Those of all models, the newest first."""
         saved = [_checkpoint(p) for p in self.requests.paths(self.owner) if _is_saved(p)][::-1]
         limit, offset = (_number(request, name, n) for name, n in (("limit", 100), ("offset", 0)))
         cursor = {"offset": offset, "limit": limit, "total_count": len(saved)}
@@ -583,7 +591,7 @@ class Api:
             "registered_models": [m.name for m in models],
             "active_sessions": live,
             "session_activity": {m.name: _iso(m.used) for m in models},
-            "idle_timeout_seconds": self.idle or None,
+            "idle_timeout_seconds": self.limits.idle or None,
             "loaded_sampling_adapters": [],
             "loaded_training_adapters": live,
             "max_training_adapters": None,
@@ -591,12 +599,12 @@ class Api:
         }
 
     def capabilities(self, request: Request, data: bytes) -> dict[str, Any]:
-        known = {"max_context_length": self.longest, "trainable": True, "sampleable": False}
+        known = {"max_context_length": self.limits.longest, "trainable": True, "sampleable": False}
         return {"supported_models": [{"model_name": name, **known} for name in self.base.names]}
 
 
 def _adapters(about: Any) -> dict[str, Any]:
-    """Of a model or a checkpoint."""
+    """What answers say of the adapters of a model or a checkpoint."""
     return {"is_lora": about["rank"] is not None, "lora_rank": about["rank"]}
 
 
@@ -706,7 +714,7 @@ async def _overview(api: Api, request: Request) -> Response:
     except Refused as refused:
         asked = {"WWW-Authenticate": 'Basic realm="tilewright"'}
         return JSONResponse({"detail": str(refused)}, refused.status, asked)
-    about = {"model type": api.arch, "longest document": f"{api.longest} tokens"}
+    about = {"model type": api.arch, "longest document": f"{api.limits.longest} tokens"}
     made = await asyncio.to_thread(page, api.requests, owner, base=api.base.names[0], about=about)
     return HTMLResponse(made, headers=PAGE_HEADERS)
 
@@ -793,14 +801,16 @@ def main(argv: list[str] | None = None) -> int:
         Log(root, server.log_max_gb),
         Keys.read(file),
         Base((*names,), *adapters, config.train.seed),
-        vocabulary=shape.vocab_size,
-        longest=config.data.sample_packing_sequence_len,
+        Limits(
+            shape.vocab_size,
+            config.data.sample_packing_sequence_len,
+            server.max_body_mb * 1e6,
+            server.max_pending,
+            server.idle_session_timeout,
+        ),
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,
         tokenizer=config.model.tokenizer_path or config.model.model_path,
-        most_bytes=server.max_body_mb * 1e6,
-        most_waiting=server.max_pending,
-        idle=server.idle_session_timeout,
     )
     uvicorn.Server(
         uvicorn.Config(

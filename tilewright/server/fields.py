@@ -177,7 +177,7 @@ def _every() -> dict[str, Any]:
             kind = field.annotation
         fields[name] = (kind, Field(default, description=field.description))
     return fields | {
-        # Of the value's type, by which the command line is read.
+        # The value's type, by which the command line is read.
         name: (
             type(value) if value is not None else str | None,
             Field(value, description=f"Only {value!r}: {why}."),

@@ -40,15 +40,15 @@ class Keys:
             raise ValueError(f"server.api_token_file = {file}: cannot be read: {error}") from error
         if not lines:
             raise ValueError(f"server.api_token_file = {file}: there is no key in it")
-        found = [LINE.fullmatch(line) for line in lines]
-        if len(lines) == 1 and found[0] is None:
+        matches = [LINE.fullmatch(line) for line in lines]
+        if len(lines) == 1 and matches[0] is None:
             return cls.of(lines[0])
-        if None in found:
+        if None in matches:
             raise ValueError(
-                f"server.api_token_file = {file}: line {found.index(None) + 1} must be `NAME: "
+                f"server.api_token_file = {file}: line {matches.index(None) + 1} must be `NAME: "
                 "SHA-256 of the key`, as the others"
             )
-        return cls({match[2]: match[1] for match in found if match is not None})
+        return cls({match[2]: match[1] for match in matches if match is not None})
 
     def owner(self, key: str) -> str | None:
         """What the log calls who has a key; None of one that is not known."""

@@ -32,8 +32,8 @@ from tilewright.trainer.field_tree import ConfigError
 from tilewright.trainer.parallel.gradients import global_norm
 from tilewright.trainer.reference import adapters_off, holding, scaled
 
-# Samplers whose weights are in memory; others are read when they are asked for. Of a model that is
-# all weights it is one.
+# Samplers whose weights are in memory, one where all weights train; others are read when they are
+# asked for.
 SNAPSHOTS = 4
 BASE = "/base"  # among them, where all weights train
 

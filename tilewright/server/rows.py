@@ -53,16 +53,16 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """All of them, in the file's order."""
-    found = []
+    every = []
     for section in tomllib.loads(FILE.read_text())["section"]:
         title, differs = section["title"], section.get("differs", {})
         for name, there in section.get("fields", {}).items():
-            found.append(_field(title, name, there, differs.get(name)))
+            every.append(_field(title, name, there, differs.get(name)))
         for row in section.get("rows", ()):
             more: dict[str, Any] = {n: tuple(row.get(n, ())) for n in ("calls", "losses")}
             more["test"] = row.get("test")
-            found.append(Row(title, row["name"], row["state"], row.get("says", ""), **more))
-    return found
+            every.append(Row(title, row["name"], row["state"], row.get("says", ""), **more))
+    return every
 
 
 def _field(section: str, name: str, there: str, differs: str | None) -> Row:

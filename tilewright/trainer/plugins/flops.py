@@ -28,7 +28,7 @@ def flops_per_token(model: Transformer, sequence: int) -> float:
     # Two per multiply-add in the forward, and two again for each factor's gradient; a frozen
     # matrix has none.
     adapters = sum(
-        # Of experts, one a token and expert that it is routed to, shared or not.
+        # A token pays for each expert that it is routed to, whether they share a factor or not.
         p.numel() * (c.num_experts_per_tok / p.shape[0] if isinstance(module, LoRAExperts) else 1.0)
         for _, module in adapted(model)
         for name, p in module.named_parameters()
