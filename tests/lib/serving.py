@@ -1,17 +1,21 @@
 """A server in the tests' process: what clients send, and workers that answer when they are told to.
 
 `Served` has the API's application, called as an ASGI server would, and the workers on one process;
-nothing listens, and nothing waits.
+nothing listens, and nothing waits. Within `listening` it does, for clients that have sockets.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import pathlib
+import socket
+import threading
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import uvicorn
 import yaml
 from helpers import until
 from starlette.testclient import TestClient
@@ -236,3 +240,26 @@ def trained(served, model, steps, first=1, seed=0):
             found.append(served.result(future, accept=PROTOBUF))
         found.append(json.dumps(served.result(served.step(model, seq + 2))))
     return found
+
+
+@contextlib.contextmanager
+def listening(served):
+    """The address of a server whose API and workers have a thread each."""
+    port = socket.create_server(("127.0.0.1", 0))
+    given = uvicorn.Config(application(served.api), log_level="warning", lifespan="off")
+    web, ended = uvicorn.Server(given), threading.Event()
+
+    def work():
+        while not ended.wait(0.001):
+            served.answer()
+
+    threads = [threading.Thread(target=web.run, args=([port],)), threading.Thread(target=work)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield f"http://127.0.0.1:{port.getsockname()[1]}"
+    finally:
+        web.should_exit = True
+        ended.set()
+        for thread in threads:
+            thread.join()

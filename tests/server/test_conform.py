@@ -1,12 +1,9 @@
 """The suite that holds any server of the protocol, on ours: green, and red for planted faults."""
 
 import ast
-import contextlib
 import os
 import pathlib
-import socket
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -14,8 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
-import uvicorn
-from serving import KEY, Served, write_model, write_server
+from serving import KEY, Served, listening, write_model, write_server
 
 from tilewright.server import api, binary, models, passes
 from tilewright.server.refused import Refused
@@ -23,29 +19,6 @@ from tilewright.server.refused import Refused
 pytestmark = pytest.mark.packages
 
 SUITE = pathlib.Path(__file__).parents[2] / "lab/conform"
-
-
-@contextlib.contextmanager
-def listening(served):
-    """The address of a server whose API and workers have a thread each."""
-    port = socket.create_server(("127.0.0.1", 0))
-    given = uvicorn.Config(api.application(served.api), log_level="warning", lifespan="off")
-    web, ended = uvicorn.Server(given), threading.Event()
-
-    def work():
-        while not ended.wait(0.001):
-            served.answer()
-
-    threads = [threading.Thread(target=web.run, args=([port],)), threading.Thread(target=work)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield f"http://127.0.0.1:{port.getsockname()[1]}"
-    finally:
-        web.should_exit = True
-        ended.set()
-        for thread in threads:
-            thread.join()
 
 
 @pytest.fixture(scope="module")
