@@ -558,6 +558,20 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         runs = served.get("training_runs?limit=1")[1]
         assert runs["cursor"] == {"offset": 0, "limit": 1, "total_count": 2}
         assert served.get("session_info")[1]["active_sessions"] == ["mine", other]
+        some = {**created, "model_id": "some"}
+        some["lora_config"] = {"rank": 2, "target_modules": ["q_proj", "gate_up_proj"]}
+        served.result(served.post("create_model", some))
+        learned = set()
+        for path, module in adapted(served.workers.models.engine.model):
+            blocks = module.lora_A.unflatten(0, (-1, module.rank))
+            assert not blocks[:, 2:].any()
+            names = [name or path.rpartition(".")[2] for name in module.slices]
+            learned |= {name for name, A in zip(names, blocks, strict=True) if A.any()}
+        assert learned == {"q_proj", "gate_proj", "up_proj"}
+        some |= {"model_id": "other", "lora_config": {"rank": 2, "target_modules": ["x"]}}
+        refused = served.result(served.post("create_model", some))["error"]
+        assert "x has no adapter here; accepted are down_proj, gate_proj" in refused
+        served.result(served.post("unload_model", {"model_id": "some"}))
         # A model of the same name begins anew.
         served.result(served.post("create_model", created))
         assert passes(1, listed(data))["metrics"]["loss:sum"] == pytest.approx(

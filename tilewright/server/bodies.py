@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tilewright.nn.projections import FUSED
 from tilewright.server.datums import Datum, from_json
 from tilewright.server.frames import Arrays
 from tilewright.server.names import PARTS, canonical, checked, parsed
@@ -90,6 +91,10 @@ class CreateModel(Body):
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+# What the log knows of each model, and of what is saved of it.
+ABOUT = ("rank", "scale", "seed", "parts", "targets")
 
 
 class Base(NamedTuple):
@@ -174,16 +179,20 @@ def _create_named(given: dict[str, Any], base: Base) -> Call:
     lora = body.lora_config or NamedLora.model_validate({"rank": base.rank or 1})
     if lora.dropout:
         raise Refused(400, f"lora_config.dropout is {lora.dropout}; accepted is 0")
-    if lora.target_modules is not None:
-        raise Refused(501, "lora_config.target_modules: adapters are on all projections here")
     settings = body.optimizer_config or Settings.model_validate({})
     if settings.optimizer_dtype not in (None, "fp32", "float32"):
         raise Refused(
             400, f"optimizer_config.optimizer_dtype is {settings.optimizer_dtype!r}; accepted is "
             "'fp32'"
         )  # fmt: skip
-    # None on the head: this protocol's clients load adapters of layers alone.
-    about = _about(lora.rank, lora.alpha or base.alpha, lora.seed, ["attn", "mlp"], base)
+    targets = None
+    if lora.target_modules is not None:
+        targets = sorted({n for name in lora.target_modules for n in FUSED.get(name, (name,))})
+        if not targets:
+            raise Refused(400, "lora_config.target_modules is []; null stands for all projections")
+    # None on the head unless it is named: this protocol's clients load adapters of layers alone.
+    parts = ["attn", "mlp"] + ["unembed"] * ("lm_head" in (targets or ()))
+    about = _about(lora.rank, lora.alpha or base.alpha, lora.seed, parts, base, targets)
     known = {"base_model": body.base_model, "user_metadata": None, "named": True}
     model = checked("model_id", body.model_id)
     return Call(
@@ -196,14 +205,20 @@ def _create_named(given: dict[str, Any], base: Base) -> Call:
 
 
 def _about(
-    rank: int, alpha: float, seed: int | None, parts: list[str], base: Base
+    rank: int,
+    alpha: float,
+    seed: int | None,
+    parts: list[str],
+    base: Base,
+    targets: list[str] | None = None,
 ) -> dict[str, Any]:
     if base.rank is None:  # clients send a rank in any case
-        return {"rank": None, "scale": 1.0, "seed": base.seed, "parts": []}
+        return {"rank": None, "scale": 1.0, "seed": base.seed, "parts": [], "targets": None}
     if rank > base.rank:
         raise Refused(400, f"lora_config.rank is {rank}; accepted are 1 to {base.rank}")
     seed = (base.seed if seed is None else seed) % (1 << 31)
-    return {"rank": rank, "scale": alpha / rank, "seed": seed, "parts": parts}
+    about = {"rank": rank, "scale": alpha / rank, "seed": seed, "parts": parts}
+    return {**about, "targets": targets}
 
 
 def check_base(name: str | None, base: Base) -> None:
@@ -246,7 +261,7 @@ def load_weights(given: Any, base: Base, known: Mapping[str, Any] | None) -> Cal
         return Call(checked("model_id", body.model_id), body.seq_id, "load_weights", value)
     if body.session_id is None or body.model_seq_id is None:
         raise Refused(422, "model_id or session_id with model_seq_id: one of them is needed")
-    about = {n: known[n] for n in ("rank", "scale", "seed", "parts")}
+    about = {n: known[n] for n in ABOUT}
     about |= {"base_model": base.names[0], "user_metadata": body.user_metadata}
     model = model_of(body.session_id, body.model_seq_id)
     return Call(model, 0, "create_from", value, creates=about)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tilewright.nn import LoRALinear
 from tilewright.nn.sharded import assign, shard, whole
-from tilewright.nn.weights import adapted, is_adapter
+from tilewright.nn.weights import Adapted, adapted, is_adapter
 from tilewright.server import losses, passes
 from tilewright.server.datums import Data
 from tilewright.server.frames import Arrays
@@ -41,17 +42,25 @@ BASE = "/base"  # among them, where all weights train
 @dataclasses.dataclass(frozen=True)
 class About:
     """What a model is created with. rank: of its adapters; None: it is all weights.   parts: of
-    PARTS, which have some.   seed: they are drawn from it.   scale: times their product.
+    PARTS, which have some, and `targets` the projections; None: all.   seed: they are drawn from
+    it.   scale: times their product.
     """
 
     rank: int | None
     scale: float
     seed: int
     parts: tuple[str, ...] = PARTS
+    targets: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> About:
-        return cls(given["rank"], given["scale"], given["seed"], tuple(given["parts"]))
+        targets = given["targets"]
+        targets = None if targets is None else tuple(targets)
+        return cls(given["rank"], given["scale"], given["seed"], tuple(given["parts"]), targets)
+
+    def has(self, path: str, name: str) -> bool:
+        """Whether a projection of a module has an adapter."""
+        return part_of(path) in self.parts and (self.targets is None or name in self.targets)
 
 
 def part_of(path: str) -> str:
@@ -59,6 +68,16 @@ def part_of(path: str) -> str:
     if path == "lm_head":
         return "unembed"
     return "mlp" if ".mlp" in path else "attn"
+
+
+EXPERTS = ("gate", "up", "down")  # the projections of experts
+
+
+def _projections(path: str, module: Adapted) -> list[str]:
+    """Those of a module, in the order of its A."""
+    if isinstance(module, LoRALinear):
+        return [name or path.rpartition(".")[2] for name in module.slices]
+    return [f"{name}_proj" for name in EXPERTS]
 
 
 def kind_of(name: str) -> str:
@@ -196,7 +215,7 @@ class Models:
         folder = self._folder(value["path"])
         stored = self._stored(folder)
         own, other = self.about[model], About.of(stored["server"])
-        for name in ("rank", "scale", "parts"):
+        for name in ("rank", "scale", "parts", "targets"):
             if getattr(own, name) != getattr(other, name):
                 raise Refused(
                     400,
@@ -229,6 +248,13 @@ class Models:
 
     @torch.no_grad()
     def _add(self, model: str, about: About) -> None:
+        known = {n for path, m in adapted(self.engine.model) for n in _projections(path, m)}
+        if unknown := sorted({*(about.targets or ())} - known):
+            raise Refused(
+                400,
+                f"lora_config.target_modules: {unknown[0]} has no adapter here; accepted are "
+                f"{', '.join(sorted(known))}",
+            )
         self.forget(model)  # one of the same name that is created anew
         try:
             self.bank.add(model, about.seed)
@@ -243,13 +269,18 @@ class Models:
             module.scale = about.scale
             # As PEFT's files have it, whose rank is that of all models.
             module.alpha = about.scale * module.rank
-            rank = about.rank or 0 if part_of(path) in about.parts else 0
+            own = [about.has(path, name) for name in _projections(path, module)]
             for name, p in module.named_parameters(recurse=False):
                 if is_adapter(name) and name.endswith("A"):
                     # Rows beyond its rank, and adapters that it has not, stay zero: so are their
                     # gradients, since what B multiplies, and B, are zero.
                     full = whole(p)
-                    beyond = torch.arange(full.shape[-2], device=full.device) % module.rank >= rank
+                    row = torch.arange(full.shape[-2], device=full.device)
+                    if isinstance(module, LoRALinear):
+                        wanted = torch.tensor(own, device=full.device)[row // module.rank]
+                    else:  # gate, up and down have a parameter each
+                        wanted = own[EXPERTS.index(name.split("_")[1])]
+                    beyond = (row % module.rank >= (about.rank or 0)) | ~torch.as_tensor(wanted)
                     assign(p, full.masked_fill(beyond[:, None], 0.0))
 
     # ---- training

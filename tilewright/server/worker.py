@@ -414,7 +414,7 @@ class Workers:
             shutil.rmtree(target, ignore_errors=True)
             aside.rename(target)
             files = [f for f in target.rglob("*") if f.is_file()]
-            about = {n: model.about[n] for n in ("rank", "scale", "seed", "parts")}
+            about = {n: model.about[n] for n in bodies.ABOUT}
             about |= {"model": model.name, "kind": "training", "user_metadata": None}
             about["size"] = sum(f.stat().st_size for f in files)
             requests.remember(path, model.owner, about)
