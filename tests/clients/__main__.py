@@ -16,10 +16,17 @@ import subprocess
 import sys
 import tempfile
 
+import numpy as np
 import torch
 import yaml
 
 from tests.lib.sweeps import now
+from tilewright.server.fields import load
+from tilewright.trainer import build
+from tilewright.trainer.data.batches import collate
+from tilewright.trainer.data.columns.column import COLUMNS
+from tilewright.trainer.losses.weighted import weighted_language_modeling
+from tilewright.trainer.parallel.mesh import Mesh
 
 HERE = pathlib.Path(__file__).parent
 TOKENIZER = HERE.parents[1] / ".cache/smollm2"
@@ -72,6 +79,28 @@ def ready(launcher, root):
     until(seen)
 
 
+def trained_alike(file, sent):
+    """The losses of the trainer's engine with a server's settings, on what a client has sent."""
+    _, config = load(str(file), [])
+    mesh, model, lora, train = Mesh(), config.model, config.lora, config.train
+    shape = build.shape_of_run(model, "language_model", mesh)
+    ops = build.choose_ops(model, shape, mesh, torch.float32)
+    parts = build.build_model(model, lora, shape, config.data, train, mesh, ops)
+    engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale)
+    losses, columns = [], {"weight": COLUMNS["weight"]}
+    values = {"lr": 3e-2, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
+    for step in sent:
+        documents = [
+            (np.array(ids), np.array(targets), {"weight": np.array(weights, np.float32)})
+            for ids, targets, weights in step
+        ]
+        batches = [collate([[one]], 1, mesh.context, columns, aligned=True) for one in documents]
+        engine.set_values({**values, "weight_decay": 0.0})
+        losses.append(engine.forward_backward(batches, weighted_language_modeling).mean)
+        engine.optim_step(denominator=1.0)
+    return losses
+
+
 def main(python, results):
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -105,10 +134,14 @@ def main(python, results):
         if not ran.stdout.strip():
             return ran.returncode or 1
         found = json.loads(ran.stdout.splitlines()[-1])
+        sent = json.loads((folder / "runs/sent.json").read_text())
+        found["sft_by_the_trainer"] = trained_alike(folder / "server.yaml", sent)
+        if not np.allclose(found["sft_by_the_trainer"], found["sft"], rtol=1e-4):
+            found["problems"].append("supervised training has other losses than the trainer")
         about = {**now(), **clients_versions(python), "torch": importlib.metadata.version("torch")}
         pathlib.Path(results).write_text(json.dumps({**about, **found}, indent=1) + "\n")
         print(json.dumps(found, indent=1))
-        return ran.returncode
+        return int(bool(found["problems"]))
 
 
 if __name__ == "__main__":

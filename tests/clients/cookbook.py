@@ -8,6 +8,7 @@ api.key; FOLDER gets what the loops write.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -81,6 +82,55 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@contextlib.contextmanager
+def recorded(file):
+    """Writes what the passes within send: [step, datum, (tokens, targets, weights)]."""
+    forward_backward, sent = tinker.TrainingClient.forward_backward, []
+
+    def keeping(self, data, *args, **options):
+        inputs = [
+            [datum.loss_fn_inputs[name].data for name in ("target_tokens", "weights")]
+            for datum in data
+        ]
+        pairs = zip(data, inputs, strict=True)
+        sent.append([[datum.model_input.to_ints(), *own] for datum, own in pairs])
+        return forward_backward(self, data, *args, **options)
+
+    tinker.TrainingClient.forward_backward = keeping
+    try:
+        yield
+    finally:
+        tinker.TrainingClient.forward_backward = forward_backward
+        file.write_text(json.dumps(sent))
+
+
+def two_at_once():
+    """Whether two clients at once get the losses that each gets alone."""
+    service = tinker.ServiceClient(base_url=URL)
+
+    def losses(seed):
+        client = service.create_lora_training_client(base_model=str(MODEL), rank=8, seed=seed)
+        found = []
+        for step in range(4):
+            tokens = [(seed + 7 * step + 3 * i) % 1000 for i in range(64)]
+            datum = tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": tinker.TensorData(
+                        data=tokens[1:], dtype="int64", shape=[len(tokens) - 1]
+                    )
+                },
+            )
+            passed = client.forward_backward([datum], "cross_entropy")
+            client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+            found.append(passed.result().metrics["loss:sum"])
+        return found
+
+    alone = [losses(seed) for seed in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return [*pool.map(losses, (1, 2))] == alone
+
+
 class Interrupted(BaseException):
     """Stands for a client that is killed."""
 
@@ -148,7 +198,8 @@ def main():
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     write_data()
-    whole = supervised("sft")
+    with recorded(FOLDER / "sent.json"):
+        whole = supervised("sft")
     interrupted_after(5)
     with contextlib.suppress(Interrupted):
         supervised("resumed")
@@ -165,6 +216,7 @@ def main():
         "sft_resumed": [again[step] for step in sorted(again)],
         "dpo": [row["dpo_loss"] for row in pairs],
         "dpo_accuracy": [row["accuracy"] for row in pairs],
+        "two_at_once": two_at_once(),
     }
     problems = []
     if not found["sft"][-1] < found["sft"][0] - 1:
@@ -177,6 +229,8 @@ def main():
         problems.append(f"DPO begins at {first}, not at ln 2")
     if not found["dpo"][-1] < first:
         problems.append("the loss of DPO has not fallen")
+    if not found["two_at_once"]:
+        problems.append("two clients at once have other losses than each alone")
     print(json.dumps({**found, "problems": problems}))
     return int(bool(problems))
 
