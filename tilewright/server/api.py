@@ -125,7 +125,8 @@ class Api:
         """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
         requests = self.requests
         if call.creates is None and call.kind != "sample":
-            self.model(call.model)
+            # A client that saw no answer ends its model again.
+            self.model(call.model, ended=call.kind == "unload_model")
         state = requests.fact("workers") or ""
         if state.startswith("failed"):
             raise Refused(503, f"the workers have {state}", used=False)
@@ -148,10 +149,11 @@ class Api:
         answer = {"request_id": name}
         return answer if call.kind == "sample" else {**answer, "model_id": call.model}
 
-    def model(self, name: str) -> Model:
-        """A model that may be used. Raises Refused."""
+    def model(self, name: str, *, ended: bool = False) -> Model:
+        """A model that may be used, or also one that has ended. Raises Refused."""
         model = self.requests.model(checked("model_id", name))
-        if model is None or model.owner != self.owner or model.state == "ended":
+        gone = model is not None and model.state == "ended" and not ended
+        if model is None or model.owner != self.owner or gone:
             raise Refused(404, f"there is no model {name}", used=False)
         if model.state == "failed":
             raise Refused(400, f"{name} has failed: {model.why}", used=False)
