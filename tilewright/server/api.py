@@ -17,6 +17,7 @@ import logging
 import pathlib
 import secrets
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ from tilewright.trainer.checkpoint import hf
 
 PROTOBUF = "application/x-protobuf"
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
-POLL = 0.002, 0.02  # seconds between looks for a result: at first, and after a second
+POLL = 0.001, 0.02  # seconds between looks for a result, at least and at most
+WAITED = 0.02  # of what a result was waited for, until the next look: it comes so much later
 PREFIX = "/api/v1"
 # What a client may ask for that is not built, with the sentence of the refusal.
 NOT_OFFERED = {
@@ -303,7 +305,7 @@ class Api:
                 state = {"queue_state": "paused_capacity" if why else "active"}
                 state |= {"queue_state_reason": why} if why else {}
                 return JSONResponse({"type": "try_again", "request_id": name, **state})
-            await asyncio.sleep(POLL[waited > 1])
+            await asyncio.sleep(min(max(POLL[0], WAITED * waited), POLL[1]))
         if result.expired:
             raise Refused(410, f"the result of {name} is no longer kept")
         if result.error is not None:
@@ -696,11 +698,12 @@ def main(argv: list[str] | None = None) -> int:
         most_bytes=server.max_body_mb * 1e6,
         most_waiting=server.max_pending,
     )
+    # uvicorn takes what it gets by number for a socket of a file, on which no TCP_NODELAY is set:
+    # each answer would wait for the client's delayed acknowledgment, 40 ms.
+    listening = socket.socket(fileno=int(argv[-1]))
     uvicorn.Server(
-        uvicorn.Config(
-            application(api), fd=int(argv[-1]), log_level="warning", timeout_graceful_shutdown=10
-        )
-    ).run()
+        uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=10)
+    ).run(sockets=[listening])
     return 0
 
 
