@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from tilewright.core import platform
 from tilewright_lab.server_torture.points import Place, places
 
 NEEDED = ("fastapi", "uvicorn", "zstandard", "google", *platform.EXTRAS["trainer"])
-BATCH = 40  # kills of one server: two more are started for as many
+BATCH = 20  # kills of one server, beside which two are started: minutes, which an interrupt loses
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> int:
         return 2
     from tilewright_lab.server_torture import table as tables
 
+    # What is within blocks is left: servers end.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     table = tables.Table.read(args.table)
     names = [tables.unit(place, args.ranks) for place in places(args.ranks)]
     while (done := table.kills(names)) < args.kills:
