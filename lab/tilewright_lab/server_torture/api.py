@@ -30,7 +30,8 @@ def main() -> int:
         watch.reached(root, watch.planned(root, kind, model), "answered")
         sent(log, request)
 
-    Log.append, Log.sent = appending, sending
+    log: Any = Log
+    log.append, log.sent = appending, sending
     return api.main()
 
 

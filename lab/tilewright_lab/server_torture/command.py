@@ -67,10 +67,8 @@ def main(arguments: list[str]) -> int:
         every = in_turns(args.ranks, args.seed, done, min(BATCH, args.kills - done))
         seconds, wrong = _batch(every, args.ranks, (args.seed, done))
         table.add(
-            *(
-                {tables.unit(place, args.ranks): value for place, value in of.items()}
-                for of in (seconds, wrong)
-            )
+            {tables.unit(place, args.ranks): own for place, own in seconds.items()},
+            {tables.unit(place, args.ranks): said for place, said in wrong.items()},
         )
         _tell(seconds, wrong)
         if wrong:

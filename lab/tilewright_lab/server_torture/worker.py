@@ -48,8 +48,11 @@ def main() -> int:
         watch.reached(root, watch.planned(root, CHECKPOINT, model), "applied")
         checkpointed(log, model, *rest)
 
-    Models.run, Workers.recover = running, recovering
-    Log.finish, Log.checkpointed = finishing, checkpointing
+    log: Any = Log
+    models: Any = Models
+    workers: Any = Workers
+    log.finish, log.checkpointed = finishing, checkpointing
+    models.run, workers.recover = running, recovering
     return worker.main()
 
 
