@@ -76,6 +76,10 @@ COMMANDS = {
         "bench.evaluation_speed",
         "time evaluations of the demo's model and bare forward passes, on a CPU",
     ),
+    "server": (
+        "bench.server",
+        "measure a training server beside its engine in process, on a CPU",
+    ),
     "ops": ("bench.page.ops", "write the table of docs/ops.md from the ops' docstrings"),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }

@@ -20,6 +20,7 @@ LAB = {
     "check-layout": "compare a training step on 1, 2 and 4 processes",
     "emulate": "run Triton kernels on a CPU, each access checked",
     "gate": "registers, spills and accesses of Triton kernels",
+    "server-torture": "kill a training server's processes at chosen points",
     "verify": "compare every module of a transformers model with float64",
 }
 

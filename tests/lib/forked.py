@@ -129,9 +129,9 @@ def end_with(caller):
     caller.recv(1)
     os._exit(1)
 
-def run(arguments, environment, where, files):
-    for i, file in enumerate(files):
-        os.dup2(file, i)
+def run(arguments, environment, where, numbers, files):
+    for number, file in zip(numbers, files):
+        os.dup2(file, number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(where)
@@ -172,7 +172,7 @@ while True:
     if os.fork():
         caller.close()
         continue
-    said, files, *_ = socket.recv_fds(caller, 2**20, 3)
+    said, files, *_ = socket.recv_fds(caller, 2**20, 8)
     if worker := os.fork():
         for file in files:
             os.close(file)
@@ -190,8 +190,11 @@ if sys.argv[1:3] in ({apart}):
 server = socket.socket(socket.AF_UNIX)
 server.connect("{folder}/socket")
 arguments = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
-call = json.dumps([arguments, dict(os.environ), os.getcwd()])
-socket.send_fds(server, [call.encode()], [0, 1, 2])
+# And what was given to this process, by Popen's pass_fds.
+open_files = [int(name) for name in os.listdir("/proc/self/fd")]
+files = [n for n in open_files if n < 3 or os.path.exists(f"/proc/self/fd/{{n}}") and os.get_inheritable(n)]
+call = json.dumps([arguments, dict(os.environ), os.getcwd(), files])
+socket.send_fds(server, [call.encode()], files)
 sys.exit(int(server.recv(9) or 1))
 """
 

@@ -125,13 +125,26 @@ def truth() -> Sweep:
     return Sweep("losses beside float64", f"python -m bench truth --out {folder}", digests, rows)
 
 
+def torture() -> Sweep:
+    """Kills of a server: a row for each process, point and kind of request."""
+    file = ROOT / "tests/server/torture.jsonl"
+
+    def digests() -> dict[str, str]:
+        from tilewright_lab.server_torture import table
+
+        return dict.fromkeys(table.units(), table.digest())
+
+    command = "tilewright server-torture --table tests/server/torture.jsonl"
+    return Sweep("kills of a server", command, digests, Table(file).rows)
+
+
 def every() -> list[Sweep]:
     from tests.families.each import SWEEPS
     from tests.mutations.sweep import SWEEP as faults
     from tests.plants.sweep import SWEEP as plants
     from tests.ptx.sweep import SWEEP as compiled
 
-    return [compiled, plants, faults, *SWEEPS.values(), truth()]
+    return [compiled, plants, faults, *SWEEPS.values(), truth(), torture()]
 
 
 def main(arguments: list[str]) -> int:

@@ -129,6 +129,8 @@ def test_a_model_that_nobody_uses_is_saved_and_unloaded(model_folder, tmp_path, 
         assert status == 410 and "nobody asked for it for 3600 s" in answer["detail"]
         path = answer["detail"].rpartition(" ")[2]
         assert path.startswith(f"tinker://{model}/weights/idle_")
+        unloaded = served.result(served.post("unload_model", {"model_id": model}))
+        assert unloaded["type"] == "unload_model"
         # It had learned nothing.
         assert "saved" not in served.passes(fresh, 1, documents())[1]["detail"]
         assert saved(served, fresh) == []

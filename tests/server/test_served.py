@@ -465,7 +465,10 @@ def test_what_waits_when_a_model_is_unloaded_ends(file):
     with Served(file) as served:
         model = served.model()
         waits = served.step(model, 2)
-        served.result(served.post("unload_model", {"model_id": model}))
+        ended = served.post("unload_model", {"model_id": model})
+        assert served.post("unload_model", {"model_id": model}) == ended, "as if it saw no answer"
+        assert served.result(ended) == {"model_id": model, "type": "unload_model"}
+        assert served.post("unload_model", {"model_id": model}) == ended
         answer = served.result(waits)
         assert answer == {"error": "the model was unloaded", "category": "user"}
 

@@ -18,6 +18,7 @@ import logging
 import pathlib
 import secrets
 import shutil
+import socket
 import sqlite3
 import sys
 import time
@@ -55,7 +56,8 @@ from tilewright.trainer.checkpoint import hf
 
 SESSION = "session/"  # before the names of sessions among paths
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
-POLL = 0.002, 0.02  # seconds between looks for a result: at first, and after a second
+POLL = 0.001, 0.02  # seconds between looks for a result, at least and at most
+WAITED = 0.02  # of what a result was waited for, until the next look: it comes so much later
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
 ENGINES = "weights are not sent to inference engines yet"
@@ -181,7 +183,8 @@ class Api:
         """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
         requests = self.requests
         if call.creates is None and call.kind != "sample":
-            self.model(call.model)
+            # A client that saw no answer ends its model again.
+            self.model(call.model, ended=call.kind == "unload_model")
         elif (other := requests.model(call.model)) is not None and other.owner != self.owner:
             raise Refused(400, f"the name {call.model} is taken; give another", used=False)
         state = requests.fact("workers") or ""
@@ -206,12 +209,14 @@ class Api:
         answer = {"request_id": name}
         return answer if call.kind == "sample" else {**answer, "model_id": call.model}
 
-    def model(self, name: str) -> Model:
-        """A model that may be used. Raises Refused."""
+    def model(self, name: str, *, ended: bool = False) -> Model:
+        """A model that may be used, or also one that has ended. Raises Refused."""
         model = self.requests.model(checked("model_id", name))
-        if model is not None and model.owner == self.owner and model.state == "ended" and model.why:
-            raise Refused(410, f"{name} has ended: {model.why}", used=False)
-        if model is None or model.owner != self.owner or model.state == "ended":
+        if model is None or model.owner != self.owner:
+            raise Refused(404, f"there is no model {name}", used=False)
+        if model.state == "ended" and not ended:
+            if model.why is not None:
+                raise Refused(410, f"{name} has ended: {model.why}", used=False)
             raise Refused(404, f"there is no model {name}", used=False)
         if model.state == "failed":
             raise Refused(400, f"{name} has failed: {model.why}", used=False)
@@ -369,7 +374,7 @@ class Api:
                 state = {"queue_state": "paused_capacity" if why else "active"}
                 state |= {"queue_state_reason": why} if why else {}
                 return JSONResponse({"type": "try_again", "request_id": name, **state})
-            await asyncio.sleep(POLL[waited > 1])
+            await asyncio.sleep(min(max(POLL[0], WAITED * waited), POLL[1]))
         if result.expired:
             raise Refused(410, f"the result of {name} is no longer kept")
         if result.error is not None:
@@ -812,11 +817,12 @@ def main(argv: list[str] | None = None) -> int:
         arch=shape.model_type,
         tokenizer=config.model.tokenizer_path or config.model.model_path,
     )
+    # uvicorn takes what it gets by number for a socket of a file, on which no TCP_NODELAY is set:
+    # each answer would wait for the client's delayed acknowledgment, 40 ms.
+    listening = socket.socket(fileno=int(argv[-1]))
     uvicorn.Server(
-        uvicorn.Config(
-            application(api), fd=int(argv[-1]), log_level="warning", timeout_graceful_shutdown=10
-        )
-    ).run()
+        uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=10)
+    ).run(sockets=[listening])
     return 0
 
 

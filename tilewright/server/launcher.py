@@ -40,6 +40,7 @@ from tilewright.trainer.field_tree import ConfigError
 
 log = logging.getLogger("tilewright.server")
 
+MODULES = {"api": "tilewright.server.api", "worker": "tilewright.server.worker"}
 LEAVING = 30.0  # seconds that a process has to end
 LOOK = 0.05  # seconds between looks at the processes
 
@@ -146,13 +147,13 @@ def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -
         each = [
             Supervised(
                 "the API",
-                [*run, "tilewright.server.api", *arguments, str(fd)],
+                [*run, MODULES["api"], *arguments, str(fd)],
                 server.worker_max_retries,
                 pass_fds=(fd,),
             )
         ]
         if workers:
-            command = [*run, *_launch(server), "tilewright.server.worker", *arguments]
+            command = [*run, *_launch(server), MODULES["worker"], *arguments]
             each.append(Supervised("the workers", command, server.worker_max_retries))
         return _supervise(each, requests, server)
 

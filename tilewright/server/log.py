@@ -207,7 +207,8 @@ class Log:
         same: bytes | None = None,
     ) -> str:
         """Adds a request, and returns its id. One that is there already, with the same number of
-        the same model and the same body, is not added again: its id is returned.
+        the same model and the same body, is not added again: its id is returned. So is that of a
+        model's end, which has no number.
 
         creates: what the model is created with, of a request that does. With `named` one that has
             had other requests ends, and another one of its name begins.
@@ -219,7 +220,7 @@ class Log:
         digest = _digest(kind, same or body)
         with self._writing() as db:
             replaced = bool(creates and creates.get("named")) and self._has_run(db, model)
-            if not replaced and (known := self._known(model, seq, digest)) is not None:
+            if not replaced and (known := self._known(model, seq, kind, digest)) is not None:
                 return known
             if creates is not None:
                 self._make_way(db, model)
@@ -258,7 +259,7 @@ class Log:
         """
         digest = _digest(kind, body)
         with self._writing() as db:
-            if self._known(model, seq, digest) is not None:
+            if self._known(model, seq, kind, digest) is not None:
                 return
             self._added(db, (owner, model, seq, kind, digest, None), waits=False)
             number = db.execute("SELECT last_insert_rowid()").fetchone()[0]
@@ -268,9 +269,10 @@ class Log:
             )
             self._advance(db, model)
 
-    def _known(self, model: str, seq: int | None, digest: bytes) -> str | None:
-        if seq is None:
-            return None
+    def _known(self, model: str, seq: int | None, kind: str, digest: bytes) -> str | None:
+        if kind == "unload_model":  # it has no number, and comes once, whoever asks for it
+            query = "SELECT id FROM requests WHERE model = ? AND kind = ?"
+            return next((name for (name,) in self._read(query, model, kind)), None)
         rows = self._read("SELECT id, digest FROM requests WHERE model = ? AND seq = ?", model, seq)
         if rows and rows[0][1] != digest:
             raise Conflict(f"seq_id {seq} of {model} was used with another request")
