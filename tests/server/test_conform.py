@@ -149,7 +149,7 @@ def accepted_nan(patch, own):
 
 
 def results_without_a_key(patch, own):
-    patch.setattr(own.api, "authorized", lambda request: None)
+    patch.setattr(own.api, "authorized", lambda request: own.api.keys.owner(own.key))
 
 
 def numbers_of_refused_requests(patch, own):
@@ -157,7 +157,7 @@ def numbers_of_refused_requests(patch, own):
 
 
 def names_that_are_saved_again(patch, own):
-    patch.setattr(own.workers, "_refuse_known", lambda request: None)
+    patch.setattr(own.workers, "_named", lambda request: request.body)
 
 
 def lost_moments(patch, own):
@@ -168,10 +168,10 @@ def lost_moments(patch, own):
 def gradients_that_replace_each_other(patch, own):
     run, engine = passes.run, own.workers.models.engine
 
-    def alone(*given, backward):
-        if backward:
+    def alone(*given, **how):
+        if how["backward"]:
             engine.zero()
-        return run(*given, backward=backward)
+        return run(*given, **how)
 
     patch.setattr(passes, "run", alone)
 

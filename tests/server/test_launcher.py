@@ -160,6 +160,6 @@ def test_a_configuration_that_is_wrong_is_refused_whole(model_folder, tmp_path):
         "server.worker_bind_host = 10.0.0.1: nothing is bound",
         "server.api_host = 0.0.0.0: the API has no TLS",
         "server.optimizer = muon: clients ask for adamw in each request",
-        "server.enable_lora = false: models of full weights are not served yet",
+        "server.lora_rank = 8: with enable_lora = false all weights train, and nothing reads it",
     ):
         assert said in ended.stderr

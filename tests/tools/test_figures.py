@@ -331,8 +331,7 @@ SOURCES = {
         "0.1 %": "the limit of what is seen, in words",
     },
     "docs/tested.md": {
-        "60 minutes": "an argument of the command",
-        "34 minutes": "of one run, on the machine and the day that its sentence names",
+        "25 minutes": "of one run, on the machine and the day that its sentence names",
         "80 GB": "the name of the device",
         "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
     },

@@ -197,7 +197,9 @@ def test_the_newest_versions_tested_are_documented():
 # Those that train for minutes; a package makes their input or reference, as in the files that have
 # the marker.
 LONG = (
+    "server/test_bench_server",
     "server/test_launcher",
+    "server/test_torture",
     "tools/test_end_to_end",
     "tools/test_end_to_end_steps",
     "tools/test_layouts",

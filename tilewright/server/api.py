@@ -56,7 +56,7 @@ from tilewright.trainer.checkpoint import hf
 
 SESSION = "session/"  # before the names of sessions among paths
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
-POLL = 0.001, 0.02  # seconds between looks for a result, at least and at most
+POLL = 0.0003, 0.02  # seconds between looks for a result, at least and at most
 WAITED = 0.02  # of what a result was waited for, until the next look: it comes so much later
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"

@@ -65,21 +65,19 @@ def add(model: Transformer, wanted: Lora, names: Model) -> None:
             "embedding, which would change with it; train without merging (an export merges), or "
             "without an adapter on lm_head"
         )
-    shared = mode_of_experts(wanted)
-    if shared != "per_expert" and not mixtures(model):
-        name = next(n for n, mode in SHARING.items() if mode == shared)
+    if mode_of_experts(wanted) != "per_expert" and not mixtures(model):
+        name = "moe_shared_lora" if wanted.moe_shared_lora else "moe_hybrid_shared_lora"
         raise ValueError(f"lora.{name} = True: there are no experts with adapters")
     for module in mixtures(model):  # the configured name, or none: raises if it cannot run here
         module.implementation = names.moe_implementation or "auto"
         MOE_LORA.resolve(module.implementation)
 
 
-# Fields -> `mode` of LoRAExperts.
-SHARING = {"moe_shared_lora": "shared", "moe_hybrid_shared_lora": "hybrid_shared"}
-
-
 def mode_of_experts(wanted: Lora) -> str:
-    return next((mode for n, mode in SHARING.items() if getattr(wanted, n)), "per_expert")
+    """As LoRAExperts has it."""
+    if wanted.moe_hybrid_shared_lora:
+        return "hybrid_shared"
+    return "shared" if wanted.moe_shared_lora else "per_expert"
 
 
 def mixtures(model: Transformer) -> list[LoRAExperts]:
