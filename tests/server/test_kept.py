@@ -122,8 +122,17 @@ def test_a_model_that_nobody_uses_is_saved_and_unloaded(model_folder, tmp_path, 
         served.answer()
         assert len(served.get("session_info")[1]["active_sessions"]) == 3
         later(1.1 * HOUR)
-        served.workers.sweep()
-        served.answer()
+        models = served.workers.models
+        room = models.settings
+        models.settings = room._replace(most=0)
+        for _ in range(2):  # it cannot be saved, and stays
+            served.workers.sweep()
+            served.answer()
+        assert served.get("session_info")[1]["active_sessions"] == [model, used]
+        models.settings = room
+        for _ in range(2):
+            served.workers.sweep()
+            served.answer()
         assert served.get("session_info")[1]["active_sessions"] == [used]
         status, answer = served.passes(model, 4, documents())
         assert status == 410 and "nobody asked for it for 3600 s" in answer["detail"]

@@ -583,6 +583,8 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         killed = {"model_id": "mine", "save_checkpoint": True}
         answer = served.at_once("kill_session", killed)[1]
         assert answer["success"] and answer["checkpoint_path"].startswith("xorl://mine/weights/")
+        # As a client that saw no answer sends it.
+        assert served.at_once("kill_session", killed)[1] == answer
         assert served.post("optim_step", step)[0] == 404
 
 

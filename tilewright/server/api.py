@@ -274,18 +274,23 @@ class Api:
     async def kill_session(self, request: Request, data: bytes) -> Response:
         """Ends a model, after it was saved if that is asked for."""
         body = bodies.read(bodies.KillSession, bodies.read_json(data))
-        model, path = self.model(body.model_id), None
+        model = self.model(body.model_id, ended=True)
+        name, said = f"final_{model.ran:06d}", f"{model.name} is unloaded"
+        told: dict[str, Any] = {"success": True, "message": said, "checkpoint_path": None}
+        if model.state == "ended":  # a client that saw no answer asks again
+            kept = path_of(model.name, "weights", name)
+            path = answers.as_named(kept) if self.path(kept) is not None else None
+            return JSONResponse({**told, "checkpoint_path": path})
         if body.save_checkpoint:
-            value = bodies.saving(f"final_{model.ran:06d}", overwrite=True)
+            value = bodies.saving(name, overwrite=True)
             call = Call(model.name, None, "save_weights", value)
             saved = await self.at_once(request, self.accept(call))
-            path = json.loads(bytes(saved.body)).get("path")
-            if path is None:
+            told["checkpoint_path"] = json.loads(bytes(saved.body)).get("path")
+            if told["checkpoint_path"] is None:
                 return saved
         call = Call(model.name, None, "unload_model", None)
         await self.at_once(request, self.accept(call))
-        told = f"{model.name} is unloaded"
-        return JSONResponse({"success": True, "message": told, "checkpoint_path": path})
+        return JSONResponse(told)
 
     async def at_once(self, request: Request, future: dict[str, Any]) -> Response:
         """The result of a request, for routes without futures."""

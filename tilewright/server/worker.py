@@ -176,7 +176,8 @@ class Workers:
                 self.skip_gaps()
             if now - swept > IDLE:
                 swept = now
-                self.sweep()
+                with contextlib.suppress(sqlite3.OperationalError):  # of a full disk: later
+                    self.sweep()
             if (request := self.requests.next()) is not None:
                 self.answer(request)
                 last = told = time.monotonic()
@@ -197,14 +198,16 @@ class Workers:
             log.info("%s: its ttl_seconds are over", path)
             shutil.rmtree(folder_of(self.models.root, path), ignore_errors=True)
             requests.drop(path)
-        for model in requests.idle(server.idle_session_timeout or math.inf):
-            why = (
-                f"nobody asked for it for {server.idle_session_timeout:g} s (idle_session_timeout)"
-            )
+        seconds = server.idle_session_timeout
+        for model in requests.idle(seconds or math.inf):
+            why = f"nobody asked for it for {seconds:g} s (idle_session_timeout)"
             if self.models.steps.get(model.name):
                 name = f"idle_{model.ran:06d}"
-                requests.ask(model, "save_weights", bodies.saving(name, overwrite=True))
-                why += f"; it is saved as {path_of(model.name, 'weights', name)}"
+                path = path_of(model.name, "weights", name)
+                if requests.path(path) is None:  # it is unloaded once it is saved
+                    requests.ask(model, "save_weights", bodies.saving(name, overwrite=True))
+                    continue
+                why += f"; it is saved as {path}"
             log.info("%s: %s", model.name, why)
             requests.ask(model, "unload_model", why)
 
@@ -213,7 +216,7 @@ class Workers:
         assert self.requests is not None
         for model, missing in self.requests.gaps(self.server.gap_timeout):
             log.warning("%s: seq_id %d has not come; what waits for it ends", model, missing)
-            self.requests.skip(model, missing)
+            self._committed(functools.partial(self.requests.skip, model, missing))
 
     def answer(self, request: Request) -> None:
         """Does a request, and appends its result."""
@@ -223,7 +226,7 @@ class Workers:
             why = f"request {request.id} ({request.kind}) has ended the workers {ATTEMPTS} times"
             self._fail(request.model, why)
             return
-        requests.begin(request)
+        self._committed(lambda: requests.begin(request))
         began = time.monotonic()
         result, done = self._result(request)
         state, why, saved = None, None, {}
@@ -231,14 +234,10 @@ class Workers:
             created = request.kind in CREATES
             state = "ended" if done.ended else "live" if created else None
             why, saved = done.why, done.saved
+            if request.kind == CREATES[0] and not self.server.skip_initial_checkpoint:
+                saved = self._initial(request.model)
         elif request.kind in CREATES:
             state, why = "failed", result.error
-        if (
-            done is not None
-            and request.kind == CREATES[0]
-            and not self.server.skip_initial_checkpoint
-        ):
-            saved = saved | self._initial(request.model)
         self._committed(
             lambda: requests.finish(
                 request, result, ran=request.kind in CHANGES, state=state, why=why, saved=saved
@@ -256,7 +255,7 @@ class Workers:
             self._checkpoint(request.model)
 
     def _committed(self, write: Callable[[], None]) -> None:
-        """Tries to write the log until the disk has room: a result must not be lost."""
+        """Tries to write the log until the disk has room: no result may be lost."""
         assert self.requests is not None
         while True:
             try:
@@ -290,7 +289,7 @@ class Workers:
             why = f"{why}; {'it has no checkpoint' if row is None else self._kept(row)}"
         log.error("%s: %s", model, why)
         self._all({"do": "forget", "model": model})
-        self.requests.fail(model, why)
+        self._committed(functools.partial(self.requests.fail, model, why))
 
     def _result(self, request: Request) -> tuple[Result, Done | None]:
         header = {"do": "run", "kind": request.kind, "model": request.model}
@@ -339,7 +338,7 @@ class Workers:
         except Refused as refused:
             log.error("%s: no checkpoint, so that more is computed again: %s", model, refused)
             return
-        self.requests.checkpointed(model, row.ran, str(folder))
+        self._committed(functools.partial(self.requests.checkpointed, model, row.ran, str(folder)))
         for other in self._state(model).iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -406,19 +405,25 @@ class Workers:
         if model.folder is None or not source.is_dir():
             return "it has no checkpoint"
         path = path_of(model.name, "weights", f"failed_{model.saved:06d}")
-        target = folder_of(self.models.root, path)
         if requests.path(path) is None:
-            aside = target.with_name(f".{target.name}.partial")
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(source, aside)
-            shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
-            files = [f for f in target.rglob("*") if f.is_file()]
-            about = {n: model.about[n] for n in bodies.ABOUT}
-            about |= {"model": model.name, "kind": "training", "user_metadata": None}
-            about["size"] = sum(f.stat().st_size for f in files)
-            requests.remember(path, model.owner, about)
+            try:
+                size = _copied(source, folder_of(self.models.root, path))
+                about = {n: model.about[n] for n in bodies.ABOUT}
+                about |= {"model": model.name, "kind": "training", "user_metadata": None}
+                requests.remember(path, model.owner, {**about, "size": size})
+            except (OSError, sqlite3.OperationalError) as error:
+                return f"its last checkpoint is {source}, which cannot be copied: {error}"
         return f"its last checkpoint is {path}"
+
+
+def _copied(source: pathlib.Path, target: pathlib.Path) -> int:
+    """Copies a folder, which has its name when it is complete, and returns its bytes."""
+    aside = target.with_name(f".{target.name}.partial")
+    for folder in (aside, target):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, aside)
+    aside.rename(target)
+    return sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
 
 
 def main(argv: list[str] | None = None) -> int:
