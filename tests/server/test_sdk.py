@@ -35,8 +35,22 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture
-def service(served):
-    return tinker.ServiceClient(base_url=served[1], api_key=KEY)
+def services(served):
+    """Makes clients, which hear no more of the server once it has gone."""
+    made = []
+
+    def make():
+        made.append(tinker.ServiceClient(base_url=served[1], api_key=KEY))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.holder.close()
+
+
+@pytest.fixture
+def service(services):
+    return services()
 
 
 def datums(seed=0):
@@ -108,13 +122,12 @@ def test_a_client_trains_saves_goes_on_and_scores(served, service):
         rest.delete_checkpoint_from_tinker_path(saved).result()
 
 
-def test_two_clients_at_once_get_what_each_gets_alone(served, service):
-    own, url = served
+def test_two_clients_at_once_get_what_each_gets_alone(served, services):
+    own, service = served[0], services()
     alone = [learned(client_of(service, own.base, seed), 3) for seed in (1, 2)]
     assert alone[0] != alone[1]
-    services = [tinker.ServiceClient(base_url=url, api_key=KEY) for _ in range(2)]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        clients = [client_of(s, own.base, seed) for s, seed in zip(services, (1, 2), strict=True)]
+        clients = [client_of(services(), own.base, seed) for seed in (1, 2)]
         assert [*pool.map(lambda client: learned(client, 3), clients)] == alone
 
 
