@@ -126,3 +126,13 @@ def test_adapters_are_exported_merged(model_folder, tmp_path):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             torch.testing.assert_close(loaded(IDS).logits, logits(served), rtol=1e-4, atol=1e-4)
+        # And in the JSON dialect, whose answers have the names of that.
+        served.result(served.post("create_model", {"model_id": "one", "base_model": served.base}))
+        full |= {"model_id": "one", "dtype": "bfloat16"}
+        path = "xorl://one/sampler_weights/merged"
+        assert served.at_once("save_full_weights_safetensors", full)[1] == {
+            "path": path,
+            "model_path": path,
+            "num_shards": 1,
+            "dtype": "bfloat16",
+        }

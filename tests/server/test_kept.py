@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 
 from serving import PROTOBUF, Served, documents, trained, write_model, write_server
 
+from tilewright.core.files import folder_size
+
 pytestmark = pytest.mark.packages
 HOUR = 3600.0
 
@@ -79,6 +81,13 @@ def test_what_is_over_the_limit_is_not_saved(model_folder, tmp_path):
         assert served.post("delete_checkpoint", removed)[0] == 200
         models.settings = models.settings._replace(most=2 * there)
         assert "path" in save(served, model, path="b")
+
+
+def test_files_that_go_while_they_are_counted_end_nothing(tmp_path, monkeypatch):
+    """The API deletes checkpoints while the workers look for room."""
+    (tmp_path / "a").write_bytes(bytes(9))
+    monkeypatch.setattr("os.walk", lambda folder: [(folder, [], ["a", "gone"])])
+    assert folder_size(tmp_path) == 9
 
 
 def test_a_checkpoint_whose_time_is_over_goes(model_folder, tmp_path, later):

@@ -104,6 +104,16 @@ def replace_folder(aside: pathlib.Path, target: pathlib.Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def folder_size(folder: pathlib.Path) -> int:
+    """Bytes of the files below a folder; those that are removed meanwhile are not counted."""
+    size = 0
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(at, name)).st_size
+    return size
+
+
 PROBE = 1 << 24  # bytes: what cannot be written of a file of tensors is more, as a rule
 
 

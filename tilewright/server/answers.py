@@ -90,8 +90,12 @@ def _named(kind: str, value: Any, arrays: dict[str, np.ndarray]) -> Any:
         return {**outputs, "info": {}}
     if kind == "optim_step":
         return {**value, "info": {}}
-    if kind == "save_weights_for_sampler" and "path" in value:
-        return {"path": as_named(value["path"]), "model_path": as_named(value["path"])}
-    if isinstance(value, dict) and "path" in value:
-        return {**value, "path": as_named(value["path"])}
-    return value
+    if not isinstance(value, dict) or "path" not in value:
+        return value
+    path = as_named(value["path"])
+    if kind == "save_weights_for_sampler":
+        shards = {
+            n: v for n, v in value.items() if n == "num_shards"
+        }  # where all weights are saved
+        return {"path": path, "model_path": path, **shards}
+    return {**value, "path": path}

@@ -563,9 +563,7 @@ class Log:
                 (model, model),
             )
             [(owner,)] = db.execute("SELECT owner FROM models WHERE name = ?", (model,)).fetchall()
-            body = packed(None)
-            row = (owner, model, None, "abort_gradient_epoch", b"", _squeezed(body))
-            self._added(db, row, waits=True)
+            self._asked(db, owner, model, "abort_gradient_epoch", None)
 
     def idle(self, seconds: float) -> list[Model]:
         """Models that no client has asked for in so many seconds, and that have nothing to do."""
@@ -580,8 +578,12 @@ class Log:
     def ask(self, model: Model, kind: str, value: Any) -> None:
         """Adds a request of the server itself, in no sequence."""
         with self._writing() as db:
-            row = (model.owner, model.name, None, kind, b"", _squeezed(packed(value)))
-            self._added(db, row, waits=True)
+            self._asked(db, model.owner, model.name, kind, value)
+
+    @classmethod
+    def _asked(cls, db: sqlite3.Connection, owner: str, model: str, kind: str, value: Any) -> None:
+        row = (owner, model, None, kind, b"", _squeezed(packed(value)))
+        cls._added(db, row, waits=True)
 
     def fail(self, model: str, why: str) -> None:
         """Marks a model whose state is lost. Its requests that wait end with the reason."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tilewright.core.files import folder_size
 from tilewright.nn import LoRALinear
 from tilewright.nn.sharded import assign, shard, whole
 from tilewright.nn.weights import Adapted, adapted, is_adapter
@@ -104,11 +104,11 @@ class Settings(NamedTuple):
     folder, which exports have.
     """
 
-    norms: bool = False
-    routers: bool = True
-    most: float = math.inf
-    dtype: torch.dtype | None = None
-    tokenizer: str | None = None
+    norms: bool
+    routers: bool
+    most: float
+    dtype: torch.dtype | None
+    tokenizer: str | None
 
 
 class Done(NamedTuple):
@@ -363,7 +363,7 @@ class Models:
     def save(self, model: str, value: Any, arrays: Arrays) -> Done:
         path = saved_as("save_weights", model, value)
         folder = self._of(path)
-        self._check_room(3 * self._trained_bytes)  # with two moments
+        self._check_room(3 * self.trained_bytes)  # with two moments
         self._write(model, folder, states=True)
         about = self._known(model, "training", value, folder)
         return Done({"path": path, "type": "save_weights"}, saved={path: about})
@@ -374,33 +374,32 @@ class Models:
         Others read adapters as PEFT has them, and all weights, `dense`, as transformers has.
         """
         path = saved_as("save_weights_for_sampler", model, value)
-        folder, trained = self._of(path), self._trained_bytes
+        folder, trained = self._of(path), self.trained_bytes
+        held, given = value["sampler"] is not None, value["dense"]
+        dense = not held and (given is not None or not self.adapters)
+        dtype = self.settings.dtype if given is None else getattr(torch, given)
+        beside = 0 if held else trained  # what is exported
+        if dense:
+            every = sum(p.numel() for p in self.engine.parts.whole.parameters())
+            beside = every * (dtype or torch.float32).itemsize
+        self._check_room(trained + beside)
+        self._write(model, folder, states=False)
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
-        if value["sampler"] is not None:
-            self._check_room(trained)
-            self._write(model, folder, states=False)
+        if held:
             own = {"weights": path, "kind": "sampler"}
             return Done({"sampling_session_id": path, **answer}, saved={path: own})
-        if self.adapters and value["dense"] is None:
-            self._check_room(2 * trained)
-            self._write(model, folder, states=False)
-            with _written():
-                self.engine.export(folder / "adapter", adapter_of=self.base)
-        else:
-            given = value["dense"]
-            dtype = self.settings.dtype if given is None else getattr(torch, given)
-            every = sum(p.numel() for p in self.engine.parts.whole.parameters())
-            self._check_room(trained + every * (dtype or torch.float32).itemsize)
-            self._write(model, folder, states=False)
-            target = folder / "model"
-            with _written():
+        with _written():
+            if dense:
+                target = folder / "model"
                 self.engine.export(target, dtype=dtype, tokenizer=self.settings.tokenizer)
-            answer["num_shards"] = len([*target.glob("*.safetensors")])
+                answer["num_shards"] = len([*target.glob("*.safetensors")])
+            else:
+                self.engine.export(folder / "adapter", adapter_of=self.base)
         about = self._known(model, "sampler", value, folder)
         return Done({"path": path, **answer}, saved={path: about})
 
     @property
-    def _trained_bytes(self) -> int:
+    def trained_bytes(self) -> int:
         """What trains, on all ranks."""
         trained = [p for p in self.engine.model.parameters() if p.requires_grad]
         return sum(p.numel() * p.element_size() for p in trained)
@@ -409,8 +408,7 @@ class Models:
         """Raises Refused, on every rank, where so many bytes are more than may be saved."""
 
         def check() -> None:
-            files = [f for f in self.root.rglob("*") if f.is_file()]
-            there = sum(f.stat().st_size for f in files)
+            there = folder_size(self.root)
             if there + needed > self.settings.most:
                 raise ValueError(
                     f"StorageLimitError: {there / 1e6:.1f} MB are saved, and {needed / 1e6:.1f} "
@@ -424,11 +422,10 @@ class Models:
             raise Refused(400, str(error)) from error
 
     def _known(self, model: str, kind: str, value: Any, folder: pathlib.Path) -> dict[str, Any]:
-        files = [f for f in folder.rglob("*") if f.is_file()] if self.mesh.main else []
         return {
             "model": model,
             "kind": kind,
-            "size": sum(f.stat().st_size for f in files),
+            "size": folder_size(folder) if self.mesh.main else 0,
             "user_metadata": value["user_metadata"],
             "ttl_seconds": value["ttl_seconds"],
             **dataclasses.asdict(self.about[model]),

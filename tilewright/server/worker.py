@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tilewright.core.files import folder_size, replace_folder
 from tilewright.server import bodies
 from tilewright.server.fields import Own, load, size
 from tilewright.server.follow import follow
@@ -46,6 +47,7 @@ from tilewright.server.names import folder_of, path_of
 from tilewright.server.passes import Packing
 from tilewright.server.refused import Refused
 from tilewright.trainer import build, launch
+from tilewright.trainer.checkpoint.checkpoint import aside_of
 from tilewright.trainer.config import Config
 from tilewright.trainer.engine import reproducible
 from tilewright.trainer.field_tree import ConfigError
@@ -269,10 +271,9 @@ class Workers:
 
     def _initial(self, model: str) -> dict[str, Any]:
         """Saves a model as it begins: what the log is to have of it."""
-        value = {"name": INITIAL, "user_metadata": None, "ttl_seconds": None, "overwrite": True}
         header = {"do": "run", "kind": "save_weights", "model": model}
         try:
-            done = self._all(header, packed(value))
+            done = self._all(header, packed(bodies.saving(INITIAL, overwrite=True)))
         except Refused as refused:
             log.warning("%s: not saved as %s: %s", model, INITIAL, refused)
             return {}
@@ -418,12 +419,11 @@ class Workers:
 
 def _copied(source: pathlib.Path, target: pathlib.Path) -> int:
     """Copies a folder, which has its name when it is complete, and returns its bytes."""
-    aside = target.with_name(f".{target.name}.partial")
-    for folder in (aside, target):
-        shutil.rmtree(folder, ignore_errors=True)
+    aside = aside_of(target)
+    shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(source, aside)
-    aside.rename(target)
-    return sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    replace_folder(aside, target)
+    return folder_size(target)
 
 
 def main(argv: list[str] | None = None) -> int:
