@@ -22,8 +22,7 @@ from starlette.testclient import TestClient
 from training import QWEN3
 
 from tilewright.server import messages_pb2 as wire
-from tilewright.server.api import Api, Limits, application
-from tilewright.server.bodies import Base
+from tilewright.server.api import api_of, application
 from tilewright.server.fields import load
 from tilewright.server.keys import Keys
 from tilewright.server.log import Log
@@ -93,26 +92,10 @@ class Served:
         )
         self.workers.recover()
         self.log.tell("workers", "ready")
-        names, lora = (str(self.config.model.model_path),), self.config.lora
-        rank = lora.lora_rank if lora.enable_lora else None
-        self.api = Api(
-            self.log,
-            Keys.read(pathlib.Path(file))
-            if (file := self.server.api_token_file)
-            else Keys.of(self.key),
-            Base(names, rank, lora.lora_alpha, self.config.train.seed),
-            Limits(
-                QWEN3["vocab_size"],
-                LONGEST,
-                self.server.max_body_mb * 1e6,
-                self.server.max_pending,
-                self.server.idle_session_timeout,
-            ),
-            ends=[],
-            arch="qwen3",
-            tokenizer=names[0],
-        )
-        self.base = names[0]
+        file = self.server.api_token_file
+        keys = Keys.of(self.key) if file is None else Keys.read(pathlib.Path(file))
+        self.api = api_of(self.server, self.config, self.log, keys)
+        self.base = self.api.base.names[0]
         self.client = TestClient(application(self.api), raise_server_exceptions=True)
         return self
 

@@ -1,6 +1,7 @@
 """What a server's fields do, and the routes that tell."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ pytest.importorskip("transformers")
 from serving import PROTOBUF, Served, documents, passed, trained, write_model, write_server
 from training import MOE
 
+from tilewright.server import worker
 from tilewright.server.api import BARE, NOT_OFFERED
 from tilewright.server.fields import ONE_VALUE, load, size
 from tilewright.server.models import Models
 from tilewright.trainer.field_tree import ConfigError
+from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
 EXPERTS = {**MOE, "vocab_size": 97}
@@ -128,9 +131,26 @@ def test_the_references_own_file_is_accepted_whole(model_folder, tmp_path):
             load(str(write_server(tmp_path, model_folder, **changes)), [])
 
 
-def test_a_server_is_deterministic_if_that_is_asked_for(model_folder, tmp_path):
-    _, config = load(str(write_server(tmp_path, model_folder, enable_full_determinism=True)), [])
-    assert config.train.enable_full_determinism
+def test_a_server_is_deterministic_if_that_is_asked_for(model_folder, tmp_path, monkeypatch):
+    """By the workers' command, as rank 0 begins; a CPU's results have the same bits anyway."""
+    seen = []
+
+    def lead(workers):
+        seen.append((workers.exact, torch.are_deterministic_algorithms_enabled()))
+
+    monkeypatch.setattr(worker.Workers, "lead", lead)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "out").mkdir()
+    for device in ("cpu", "cuda"):
+        for asked in (True, False):
+            file = write_server(tmp_path, model_folder, enable_full_determinism=asked)
+            made = types.SimpleNamespace(mesh=Mesh(device=torch.device(device)))
+            monkeypatch.setattr(worker, "models_of", lambda *_, made=made: made)
+            monkeypatch.setattr(
+                worker.launch, "run", lambda train, work, made=made: work(made.mesh) or 0
+            )
+            assert worker.main([str(file)]) == 0
+    assert seen == [(True, True), (True, False), (True, True), (False, False)]
 
 
 def test_what_is_not_offered_is_refused_with_a_sentence(model_folder, tmp_path):

@@ -23,7 +23,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
 import zstandard
@@ -35,7 +35,7 @@ from tilewright.server import answers, binary, bodies
 from tilewright.server.answers import PROTOBUF
 from tilewright.server.bodies import Base, Call
 from tilewright.server.datums import Data, check
-from tilewright.server.fields import load
+from tilewright.server.fields import Own, load
 from tilewright.server.follow import follow
 from tilewright.server.frames import packed
 from tilewright.server.keys import Keys
@@ -53,6 +53,7 @@ from tilewright.server.names import (
 from tilewright.server.page import page
 from tilewright.server.refused import Refused
 from tilewright.trainer.checkpoint import hf
+from tilewright.trainer.config import Config
 
 SESSION = "session/"  # before the names of sessions among paths
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
@@ -450,8 +451,8 @@ class Api:
 
     def sessions(self, request: Request, data: bytes) -> dict[str, Any]:
         known = [p.path for p in self.requests.paths(self.owner) if p.path.startswith(SESSION)]
-        limit, offset = (_number(request, name, n) for name, n in (("limit", 20), ("offset", 0)))
-        return {"sessions": [p.removeprefix(SESSION) for p in known][offset : offset + limit]}
+        shown, _ = _part(request, known, limit=20)
+        return {"sessions": [path.removeprefix(SESSION) for path in shown]}
 
     def session(self, request: Request, data: bytes) -> dict[str, Any]:
         name = request.path_params["name"]
@@ -516,17 +517,18 @@ class Api:
         }
 
     def training_run(self, request: Request, data: bytes) -> dict[str, Any]:
-        return self._run(self.model(request.path_params["name"]))
+        model = self.model(request.path_params["name"])
+        return self._run(model, self.requests.paths(self.owner))
 
     def training_runs(self, request: Request, data: bytes) -> dict[str, Any]:
         runs = [m for m in self._models() if m.state != "ended"]
-        limit, offset = (_number(request, name, n) for name, n in (("limit", 20), ("offset", 0)))
-        cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
-        shown = [self._run(model) for model in runs[offset : offset + limit]]
-        return {"training_runs": shown, "cursor": cursor}
+        shown, cursor = _part(request, runs, limit=20)
+        paths = self.requests.paths(self.owner)
+        return {"training_runs": [self._run(model, paths) for model in shown], "cursor": cursor}
 
-    def _run(self, model: Model) -> dict[str, Any]:
-        saved = self._saved(model.name)
+    def _run(self, model: Model, paths: list[Path]) -> dict[str, Any]:
+        """paths: all that its owner has saved."""
+        saved = _saved(model.name, paths)
         last = {
             name: next((one for one in reversed(saved) if one["checkpoint_type"] == kind), None)
             for name, kind in (
@@ -549,14 +551,14 @@ class Api:
         return [model for model in self.requests.models() if model.owner == self.owner]
 
     def checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
-        return {"checkpoints": self._saved(request.path_params["name"])}
+        name = checked("model_id", request.path_params["name"])
+        return {"checkpoints": _saved(name, self.requests.paths(self.owner))}
 
     def every_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
         """Those of all models, the newest first."""
         saved = [_checkpoint(p) for p in self.requests.paths(self.owner) if _is_saved(p)][::-1]
-        limit, offset = (_number(request, name, n) for name, n in (("limit", 100), ("offset", 0)))
-        cursor = {"offset": offset, "limit": limit, "total_count": len(saved)}
-        return {"checkpoints": saved[offset : offset + limit], "cursor": cursor}
+        shown, cursor = _part(request, saved, limit=100)
+        return {"checkpoints": shown, "cursor": cursor}
 
     def keep(self, request: Request, data: bytes) -> Response:
         """Sets for how many seconds a checkpoint stays; null: until it is deleted."""
@@ -570,18 +572,13 @@ class Api:
 
     def list_checkpoints(self, request: Request, data: bytes) -> dict[str, Any]:
         """In the JSON dialect."""
-        name = bodies.read(bodies.Named, bodies.read_json(data)).model_id
+        name = checked("model_id", bodies.read(bodies.Named, bodies.read_json(data)).model_id)
         kept = ("checkpoint_id", "checkpoint_type", "time", "size_bytes")
         saved = [
             {**{n: one[n] for n in kept}, "path": answers.as_named(one["tinker_path"])}
-            for one in self._saved(name)
+            for one in _saved(name, self.requests.paths(self.owner))
         ]
         return {"checkpoints": saved}
-
-    def _saved(self, name: str) -> list[dict[str, Any]]:
-        start = below(checked("model_id", name))
-        saved = self.requests.paths(self.owner)
-        return [_checkpoint(one) for one in saved if one.path.startswith(start)]
 
     def delete_checkpoint(self, request: Request, data: bytes) -> dict[str, Any]:
         """In the JSON dialect."""
@@ -648,6 +645,24 @@ def _checkpoint(saved: Path) -> dict[str, Any]:
     }
 
 
+def _saved(model: str, paths: list[Path]) -> list[dict[str, Any]]:
+    """The checkpoints of a model among these."""
+    return [_checkpoint(one) for one in paths if one.path.startswith(below(model))]
+
+
+T = TypeVar("T")
+
+
+def _part(request: Request, every: list[T], *, limit: int) -> tuple[list[T], dict[str, int]]:
+    """Those that a request asks for by limit and offset, and the cursor that says which.
+
+    limit: how many, where it does not say.
+    """
+    limit, offset = _number(request, "limit", limit), _number(request, "offset", 0)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(every)}
+    return every[offset : offset + limit], cursor
+
+
 def _number(request: Request, name: str, default: int) -> int:
     given = request.query_params.get(name, str(default))
     if not given.isdecimal() or int(given) > 10**6:
@@ -709,7 +724,7 @@ def _gets(api: Api) -> dict[str, Handler]:
 
 def _not_offered(name: str, why: str) -> Handler:
     def handler(request: Request, data: bytes) -> Any:
-        raise Refused(501, f"{name}: {why}", used=False)
+        raise Refused(501, f"{name.rpartition('/')[2]}: {why}", used=False)
 
     return handler
 
@@ -772,7 +787,7 @@ def application(api: Api) -> FastAPI:
         app.add_api_route(path, call, methods=[method])
 
     one = "training_runs/{name}/checkpoints/{kind}/{saved}"
-    deleted = {one: api.remove_checkpoint, PUBLISH: _not_offered("publish", NOT_OFFERED[PUBLISH])}
+    deleted = {one: api.remove_checkpoint, PUBLISH: _not_offered(PUBLISH, NOT_OFFERED[PUBLISH])}
     each = {
         "POST": _posts(api),
         "GET": _gets(api),
@@ -803,25 +818,19 @@ def application(api: Api) -> FastAPI:
     return app
 
 
-def main(argv: list[str] | None = None) -> int:
-    """CONFIG.yaml [--server.key value ...] FD: the socket that the launcher listens on."""
-    argv = sys.argv[1:] if argv is None else argv
-    server, config = load(argv[0], argv[1:-1])
-    follow()
-    logging.basicConfig(level=server.log_level, format="%(asctime)s %(levelname)s %(message)s")
-    root = pathlib.Path(config.train.output_dir)
-    file = pathlib.Path(server.api_token_file or root / "api.key")
-    assert config.model.model_path is not None and config.model.config_path is not None
-    folder = hf.local_folder(config.model.config_path, config.model.revision)
+def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
+    """By a server's configuration."""
+    model, lora = config.model, config.lora
+    assert model.model_path is not None and model.config_path is not None
+    folder = hf.local_folder(model.config_path, model.revision)
     ends = json.loads((pathlib.Path(folder) / "config.json").read_text()).get("eos_token_id")
-    shape = hf.shape_of(config.model)
-    names = dict.fromkeys((server.model_name or config.model.model_path, config.model.model_path))
-    lora = config.lora
-    adapters = (lora.lora_rank if lora.enable_lora else None, lora.lora_alpha)
-    api = Api(
-        Log(root, server.log_max_gb),
-        Keys.read(file),
-        Base((*names,), *adapters, config.train.seed),
+    shape = hf.shape_of(model)
+    names = dict.fromkeys((server.model_name or model.model_path, model.model_path))
+    rank = lora.lora_rank if lora.enable_lora else None
+    return Api(
+        requests,
+        keys,
+        Base((*names,), rank, lora.lora_alpha, config.train.seed),
         Limits(
             shape.vocab_size,
             config.data.sample_packing_sequence_len,
@@ -831,8 +840,19 @@ def main(argv: list[str] | None = None) -> int:
         ),
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,
-        tokenizer=config.model.tokenizer_path or config.model.model_path,
+        tokenizer=model.tokenizer_path or model.model_path,
     )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """CONFIG.yaml [--server.key value ...] FD: the socket that the launcher listens on."""
+    argv = sys.argv[1:] if argv is None else argv
+    server, config = load(argv[0], argv[1:-1])
+    follow()
+    logging.basicConfig(level=server.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    root = pathlib.Path(config.train.output_dir)
+    keys = Keys.read(pathlib.Path(server.api_token_file or root / "api.key"))
+    api = api_of(server, config, Log(root, server.log_max_gb), keys)
     # uvicorn takes what it gets by number for a socket of a file, on which no TCP_NODELAY is set:
     # each answer would wait for the client's delayed acknowledgment, 40 ms.
     listening = socket.socket(fileno=int(argv[-1]))
