@@ -91,23 +91,6 @@ QUICK = Size({}, 64, 32, 1, 4, 3, 32, 2000, 1, 1)
 # ---- processes of a server
 
 
-def processes(launcher: int) -> dict[str, int]:
-    """Those that a launcher has started, by the last part of their module: api, worker."""
-    own = f"{platform.SERVER}={launcher}".encode()
-    pids: dict[str, int] = {}
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            environment, words = (
-                (folder / name).read_bytes().split(b"\0") for name in ("environ", "cmdline")
-            )
-        except OSError:  # it has ended
-            continue
-        if own in environment:
-            names = [w.decode() for w in words if w.startswith(b"tilewright.server.")]
-            pids |= {name.rpartition(".")[2]: int(folder.name) for name in names}
-    return pids
-
-
 def processor_seconds(pids: Sequence[int]) -> float:
     """What these processes have spent since they began, all threads."""
     total = 0
@@ -219,9 +202,7 @@ class InProcess:
 
     def bytes_of_a_model(self) -> int:
         """Adapters, and two moments of each of their numbers."""
-        return 3 * sum(
-            p.numel() * p.element_size() for p in self.models.engine.parameters if p.requires_grad
-        )
+        return 3 * self.models.trained_bytes
 
 
 # ---- measures
@@ -235,8 +216,10 @@ def quantiles(name: str, seconds: Sequence[float]) -> dict[str, Any]:
 
 def step(size: Size, model: Trained, engine: InProcess, launcher: int) -> Iterator[dict[str, Any]]:
     """The first round of each is left out."""
+    from tilewright_lab.server_torture.client import processes
+
     each = documents(size.tokens, size.document, size.shape.get("vocab_size", 97))
-    pids = [*processes(launcher).values()]
+    pids = [pid for each in processes(launcher).values() for pid in each]
     clock: dict[str, list[float]] = {"http": [], "in_process": []}
     processor: dict[str, list[float]] = {"http": [], "in_process": []}
     for i in range(size.rounds + 1):
@@ -316,7 +299,9 @@ def models(
     size: Size, make: Callable[[int], Trained], engine: InProcess, launcher: int
 ) -> Iterator[dict[str, Any]]:
     """All are trained once before, so that each has its moments."""
-    worker = processes(launcher)["worker"]
+    from tilewright_lab.server_torture.client import processes
+
+    [worker] = processes(launcher)["worker"]
     vocabulary = size.shape.get("vocab_size", 97)
     each = documents(size.tokens_of_a_model, size.document, vocabulary)
 
@@ -353,13 +338,15 @@ def models(
 
 def kills(size: Size, model: Trained, launcher: int) -> Iterator[dict[str, Any]]:
     """The workers are idle; their model has one step since its creation, to be computed again."""
+    from tilewright_lab.server_torture.client import processes
+
     one = [([1], [2], [1.0])]
     answered(model.client, [model.passes(one), model.step()])
     seconds = []
     for _ in range(size.kills):
         request = model.passes(one, "forward")
         begin = time.perf_counter()
-        os.kill(processes(launcher)["worker"], signal.SIGKILL)
+        os.kill(processes(launcher)["worker"][0], signal.SIGKILL)
         answered(model.client, [request])
         seconds.append(time.perf_counter() - begin)
     yield {"measure": "kill", "seconds": statistics.median(seconds), "samples_s": seconds}

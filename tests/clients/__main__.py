@@ -18,7 +18,6 @@ import tempfile
 
 import numpy as np
 import torch
-import yaml
 
 from tests.lib.sweeps import now
 from tilewright.server.fields import load
@@ -27,56 +26,16 @@ from tilewright.trainer.data.batches import collate
 from tilewright.trainer.data.columns.column import COLUMNS
 from tilewright.trainer.losses.weighted import weighted_language_modeling
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright_lab.server_torture.client import Server, write_model, write_server
 
 HERE = pathlib.Path(__file__).parent
 TOKENIZER = HERE.parents[1] / ".cache/smollm2"
-SHAPE = {
-    "vocab_size": 49152,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-
-
-def write_model(folder):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
-    for file in TOKENIZER.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder)
 
 
 def clients_versions(python):
     code = "import importlib.metadata as m; print(*map(m.version, ('tinker', 'tinker-cookbook')))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     return dict(zip(("tinker", "tinker-cookbook"), found.stdout.split(), strict=True))
-
-
-def ready(launcher, root):
-    """Waits until the server answers that it is ready."""
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
-    from tests.lib.helpers import until
-
-    def seen():
-        if launcher.poll() is not None:
-            raise SystemExit("the server has ended")
-        if not (root / "url").is_file():
-            return False
-        try:
-            return urlopen((root / "url").read_text().strip() + "/health").status == 200
-        except HTTPError:
-            return False
-
-    until(seen)
 
 
 def trained_alike(file, sent):
@@ -104,38 +63,24 @@ def trained_alike(file, sent):
 def main(python, results):
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        write_model(folder / "model")
-        settings = {
-            "model_path": str(folder / "model"),
-            "output_dir": str(folder / "out"),
-            "lora_rank": 8,
-            "sample_packing_sequence_len": 256,
-            "enable_mixed_precision": False,
-            "data_parallel_mode": "none",
-            "api_port": 0,
-            "worker_connection_timeout": 900,
-        }
-        (folder / "server.yaml").write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "tilewright.server.launcher"]
-        launcher = subprocess.Popen([*command, "--config", str(folder / "server.yaml")])
-        try:
-            ready(launcher, folder / "out")
-            arguments = [folder / "out", folder / "model", folder / "runs"]
+        model = write_model(folder / "model", vocab_size=49152, max_position_embeddings=512)
+        for file in TOKENIZER.iterdir():
+            if "token" in file.name or file.suffix == ".jinja":
+                shutil.copy(file, model)
+        file = write_server(folder, model, {"sample_packing_sequence_len": 256})
+        with Server(file) as server:
             ran = subprocess.run(
-                [python, HERE / "cookbook.py", *arguments],
+                [python, HERE / "cookbook.py", server.root, model, folder / "runs"],
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": ""},
             )
-        finally:
-            launcher.terminate()
-            launcher.wait()
         if not ran.stdout.strip():
             return ran.returncode or 1
         found = json.loads(ran.stdout.splitlines()[-1])
         sent = json.loads((folder / "runs/sent.json").read_text())
-        found["sft_by_the_trainer"] = trained_alike(folder / "server.yaml", sent)
+        found["sft_by_the_trainer"] = trained_alike(file, sent)
         if not np.allclose(found["sft_by_the_trainer"], found["sft"], rtol=1e-4):
             found["problems"].append("supervised training has other losses than the trainer")
         about = {**now(), **clients_versions(python), "torch": importlib.metadata.version("torch")}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ pytest.importorskip("transformers")
 from helpers import pause, until
 from serving import PROTOBUF, Served, documents, pass_body, passed, write_model, write_server
 
-from tilewright.core.platform import SERVER
 from tilewright.server.log import Log
+from tilewright_lab.server_torture.client import processes
 
 
 class Client:
@@ -51,22 +50,6 @@ class Client:
             answer = self.post("retrieve_future", {"request_id": future["request_id"]}, **headers)
             if not (isinstance(answer, dict) and answer.get("type") == "try_again"):
                 return answer
-
-
-def of(launcher):
-    """The processes that a launcher has started, by their modules."""
-    found = {}
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended
-            continue
-        if f"{SERVER}={launcher}".encode() in environment:
-            for word in words:
-                if word.startswith(b"tilewright.server."):
-                    found.setdefault(word.decode().rpartition(".")[2], []).append(int(folder.name))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +98,7 @@ def test_processes_that_are_killed_come_again_and_nothing_is_lost(model_folder, 
                 if step == 1:
                     # The API in the middle of all; rank 0 or another one.
                     name = "api" if path == "forward_backward" else "worker"
-                    os.kill(of(launcher.pid)[name][-1], signal.SIGKILL)
+                    os.kill(processes(launcher.pid)[name][-1], signal.SIGKILL)
                 found.append(client.result(futures[-1], accept=PROTOBUF))
         assert [client.result(f, accept=PROTOBUF) for f in futures] == found
         assert len(found) == len(wanted)
@@ -127,11 +110,11 @@ def test_processes_that_are_killed_come_again_and_nothing_is_lost(model_folder, 
         other = [*command, "--mode", "connect"]
         refused = subprocess.run(other, capture_output=True, text=True)
         assert refused.returncode == 1 and "another server runs there" in refused.stderr
-        started = [pid for pids in of(launcher.pid).values() for pid in pids]
+        started = [pid for pids in processes(launcher.pid).values() for pid in pids]
         assert len(started) >= 3
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait() == 0
-        assert not of(launcher.pid)
+        assert not processes(launcher.pid)
         log = Log(root)
         assert log.fact("workers") == "stopped" and not log.waiting()
         log.close()
@@ -144,10 +127,10 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(model_folder, tmp_p
     file = write_server(tmp_path, model_folder, worker_connection_timeout=900)
     command = [sys.executable, "-m", "tilewright.server.launcher", "--config", str(file)]
     launcher = subprocess.Popen(command)
-    until(lambda: {*of(launcher.pid)} == {"api", "worker"})
+    until(lambda: {*processes(launcher.pid)} == {"api", "worker"})
     launcher.kill()
     launcher.wait()
-    until(lambda: not of(launcher.pid))
+    until(lambda: not processes(launcher.pid))
 
 
 def test_a_configuration_that_is_wrong_is_refused_whole(model_folder, tmp_path):

@@ -4,9 +4,7 @@ import base64
 import html
 import html.parser
 import re
-import shutil
 import sqlite3
-import subprocess
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
+from browser import BROWSER, pixels
 from serving import KEY, PROTOBUF, Served, documents, passed, write_model, write_server
 
 from tilewright.server.frames import packed
@@ -22,7 +21,6 @@ from tilewright.server.page import page
 
 pytestmark = pytest.mark.packages
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 MARKUP = {"<script>alert(1)</script>": "\"'&amp;</td>"}
 ODD = "</td><img src=x onerror=alert(2)>"  # no name that the API accepts
 OTHER = "another key"
@@ -333,25 +331,9 @@ def test_a_page_is_bounded_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
 @pytest.mark.parametrize("scheme, color", [("1", (0x1F, 0x77, 0xB4)), ("0", (0x6C, 0xB4, 0xEE))])
 def test_a_browser_without_a_network_shows_the_losses(scheme, color, shown, tmp_path):
     """In light and dark, as it prefers: the line is in its picture."""
-    image = pytest.importorskip("matplotlib.image")
+    pytest.importorskip("matplotlib.image")
     (tmp_path / "page.html").write_text(shown)
-    picture = tmp_path / "page.png"
-    subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            "--window-size=1200,1000",
-            f"--screenshot={picture}",
-            (tmp_path / "page.html").as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    pixels = (image.imread(picture)[..., :3] * 255).round().astype(int)
-    assert (pixels[-1, 0] > 128).all() == (scheme == "1")
-    assert (abs(pixels - color).max(-1) < 64).sum() > 100
+    prefers = f"--blink-settings=preferredColorScheme={scheme}"
+    shot = pixels(tmp_path / "page.html", tmp_path, "1200,1000", prefers)
+    assert (shot[-1, 0] > 128).all() == (scheme == "1")
+    assert (abs(shot - color).max(-1) < 64).sum() > 100

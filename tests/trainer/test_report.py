@@ -2,20 +2,19 @@
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
 pytest.importorskip("pydantic")
 pytest.importorskip("matplotlib")
 
+from browser import BROWSER, pixels
+
 from tilewright.trainer import report
 
 pytestmark = pytest.mark.packages
 
 INFINITE = {"step": 4, "loss": float("inf")}
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def made(folder, *, lr=0.1, more=()):
@@ -170,28 +169,11 @@ def test_a_page_that_cannot_be_written_is_found_before_the_run(
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
 def test_a_browser_without_a_network_shows_the_charts(tmp_path):
     """In its picture are the colors of both runs' lines."""
-    image = pytest.importorskip("matplotlib.image")
     runs = [str(made(tmp_path / name, lr=lr)) for name, lr in (("a", 0.1), ("b", 0.2))]
     report.main(runs)
-    picture = tmp_path / "page.png"
-    subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--window-size=1240,1250",
-            f"--screenshot={picture}",
-            (tmp_path / "a/report.html").as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    pixels = (image.imread(picture)[..., :3] * 255).round().astype(int)
+    shot = pixels(tmp_path / "a/report.html", tmp_path, "1240,1250")
     for color in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # matplotlib's C0 and C1
         # The learning rates are two level lines in the upper half of the page, on the right.
-        near = abs(pixels - color).max(-1) < 64  # edges are blended with the page's white
-        found = near[: len(pixels) // 2, pixels.shape[1] // 2 :]
+        near = abs(shot - color).max(-1) < 64  # edges are blended with the page's white
+        found = near[: len(shot) // 2, shot.shape[1] // 2 :]
         assert found.sum() > 100, color

@@ -53,6 +53,18 @@ def _trained(engine: Engine) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
 
 
+def _settings(engine: Engine) -> list[dict[str, Any]]:
+    """Those of the optimizer's groups, in order."""
+    groups = engine.optimizer.param_groups
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def _set(engine: Engine, groups: list[dict[str, Any]], peaks: list[float]) -> None:
+    for group, settings in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    engine.peaks[:] = peaks
+
+
 @torch.no_grad()
 def park(engine: Engine) -> Tenant:
     """What the engine holds. Gradients and states are handed over: the engine has none afterwards;
@@ -64,7 +76,7 @@ def park(engine: Engine) -> Tenant:
         # Those of DDP are views of its buckets.
         {name: p.grad.clone() for name, p in trained.items() if p.grad is not None},
         {name: optimizer.state.pop(p) for name, p in trained.items() if p in optimizer.state},
-        [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        _settings(engine),
         [*engine.peaks],
         engine.totals,
         engine.empty_steps,
@@ -89,9 +101,7 @@ def take_up(engine: Engine, tenant: Tenant) -> None:
         optimizer.state.pop(p, None)
         if name in tenant.states:
             optimizer.state[p] = tenant.states[name]
-    for group, settings in zip(optimizer.param_groups, tenant.groups, strict=True):
-        group.update(settings)
-    engine.peaks[:] = tenant.peaks
+    _set(engine, tenant.groups, tenant.peaks)
     engine.totals, engine.empty_steps = tenant.totals, tenant.empty_steps
     engine.model.shaping = tenant.shaping
     for path, module in adapted(engine.model):
@@ -175,10 +185,8 @@ class Sole:
         if engine.optimizer.state or engine.totals is not None:
             raise ValueError("engine: it was trained, and a tenant would begin with that")
         self.engine, self.again, self.held = engine, again, None
-        self._settings = [
-            {k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups
-        ]
-        self._peaks, self._shaping = [*engine.peaks], engine.model.shaping
+        self._groups, self._peaks = _settings(engine), [*engine.peaks]
+        self._shaping = engine.model.shaping
         self._fresh = True
 
     def __contains__(self, name: str) -> bool:
@@ -193,10 +201,8 @@ class Sole:
             raise ValueError(f"name: {self.held!r} has the weights, of which there are one set")
         if not self._fresh:
             self.again()
-        for group, settings in zip(self.engine.optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
-        self.engine.peaks[:], self.engine.model.shaping = self._peaks, self._shaping
-        self.engine.empty_steps = 0
+        _set(self.engine, self._groups, self._peaks)
+        self.engine.model.shaping, self.engine.empty_steps = self._shaping, 0
         self.held, self._fresh = name, False
 
     def take(self, name: str) -> None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tilewright.core import platform
+
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PATIENCE = 300.0  # seconds without an answer, or a result, after which nothing is expected
 PAUSE = 0.02  # seconds before what had no answer is sent again
@@ -167,6 +169,24 @@ class Server:
             yield client
         finally:
             client.close()
+
+
+def processes(launcher: int) -> dict[str, list[int]]:
+    """Those that a launcher has started, by the last part of their module: api, worker."""
+    own = f"{platform.SERVER}={launcher}".encode()
+    pids: dict[str, list[int]] = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            environment, words = (
+                (folder / name).read_bytes().split(b"\0") for name in ("environ", "cmdline")
+            )
+        except OSError:  # it has ended
+            continue
+        for word in words if own in environment else ():
+            if word.startswith(b"tilewright.server."):
+                name = word.decode().rpartition(".")[2]
+                pids.setdefault(name, []).append(int(folder.name))
+    return pids
 
 
 def write_model(folder: pathlib.Path, **changes: Any) -> pathlib.Path:

@@ -11,7 +11,11 @@ from tilewright.nn.quantized_layers import wrong_group_size
 from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
 LORA, QLORA = Needs("enable_lora", [True]), Needs("enable_qlora", [True])
-SHARED = "the gradient of a shared factor would have to be summed over the ranks of experts"
+SHARED = Needs(
+    "train.expert_parallel_size",
+    [1],
+    "the gradient of a shared factor would have to be summed over the ranks of experts",
+)
 AUTO = -1.0  # lora_alpha from the rank
 
 
@@ -51,21 +55,9 @@ class Lora(Section):
     """Projections with adapters: names in their paths, or with * patterns of them; null: all, and
     not lm_head, which must be named.
     """
-    moe_shared_lora: bool = field(
-        False,
-        Resume.OTHER_WEIGHTS,
-        LORA,
-        Needs("train.expert_parallel_size", [1], SHARED),
-        later=True,
-    )
+    moe_shared_lora: bool = field(False, Resume.OTHER_WEIGHTS, LORA, SHARED, later=True)
     """The experts of a layer share their adapters."""
-    moe_hybrid_shared_lora: bool = field(
-        False,
-        Resume.OTHER_WEIGHTS,
-        LORA,
-        Needs("train.expert_parallel_size", [1], SHARED),
-        later=True,
-    )
+    moe_hybrid_shared_lora: bool = field(False, Resume.OTHER_WEIGHTS, LORA, SHARED, later=True)
     """They share A of gate and up projections and B of down projections."""
     lora_plus_scale: float = field(1.0, Resume.OTHER_STATES, LORA, gt=0, later=True)
     """LoRA+: the learning rate of the adapters' B, over that of their A."""
