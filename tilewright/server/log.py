@@ -351,7 +351,7 @@ class Log:
 
     def models(self) -> list[Model]:
         """In the order in which they were created."""
-        return [*self._models("ORDER BY created, name")]
+        return [*self._models("ORDER BY created, rowid")]
 
     def _models(self, which: str, *given: Any) -> Iterator[Model]:
         names = ", ".join(Model._fields)

@@ -59,7 +59,7 @@ INITIAL = "000000"  # the name of a model's weights when it was created
 ATTEMPTS = 3  # of a request that ended the workers
 IDLE = 60.0  # seconds after which the other ranks hear that there is nothing, and old results go
 LOOK = 1.0  # seconds between looks for numbers that do not come
-BRISK, SLOW, PATIENCE = 0.0003, 0.01, 2.0  # seconds between looks, and since the last request
+BRISK, SLOW, PATIENCE = 0.0002, 0.01, 2.0  # seconds between looks, and since the last request
 
 
 def models_of(server: Own, config: Config, mesh: Mesh) -> Models:

@@ -241,6 +241,11 @@ class Group:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to tell anything: torchrun makes a group of one rank, too."""
+        return self.group is None or dist.get_world_size(self.group) == 1
+
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """Sums t over the ranks, in place, and returns it."""
         if self.group is not None:
@@ -253,13 +258,13 @@ class Group:
 
     def broadcast(self, value: Any) -> Any:
         """The first rank's value, which JSON can hold, on every rank of the group."""
-        if self.group is None:
+        if self.alone:
             return json.loads(json.dumps(value))
         return exchange.broadcast(value, self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """Each rank's value, which JSON can hold, in order, on every rank of the group."""
-        if self.group is None:
+        if self.alone:
             return [json.loads(json.dumps(value))]
         return exchange.gather(value, self.group)
 
