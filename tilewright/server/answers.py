@@ -55,10 +55,19 @@ def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "type": "sample",
         "sequences": [
-            {"stop_reason": reason, "tokens": [int(tokens[i])], "logprobs": [float(logprobs[i])]}
-            for i, reason in enumerate(value["stop_reasons"])
+            {"stop_reason": reason, "tokens": own.tolist(), "logprobs": each.tolist()}
+            for reason, own, each in zip(
+                value["stop_reasons"], _cut(value, tokens), _cut(value, logprobs), strict=True
+            )
         ],
     }
+    if "topk_sampled_ids" in arrays:
+        ids, best = (_cut(value, arrays[f"topk_sampled_{n}"]) for n in ("ids", "logprobs"))
+        for sequence, own, each in zip(answer["sequences"], ids, best, strict=True):
+            rows = zip(own.tolist(), each.tolist(), strict=True)
+            sequence["topk_logprobs"] = [
+                [[*pair] for pair in zip(*row, strict=True)] for row in rows
+            ]
     if "prompt_logprobs" in arrays:
         answer["prompt_logprobs"] = _without_nan(arrays["prompt_logprobs"])
     if "topk_ids" in arrays:
@@ -67,6 +76,11 @@ def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
             [[t, p] for t, p in zip(ids, own, strict=True) if t >= 0] or None for ids, own in rows
         ]
     return answer
+
+
+def _cut(value: Any, array: np.ndarray) -> list[np.ndarray]:
+    """What each sample has of an array of all of them."""
+    return np.split(array, np.cumsum(value["lengths"])[:-1])
 
 
 def _without_nan(array: np.ndarray) -> list[float | None]:

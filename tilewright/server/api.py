@@ -22,24 +22,25 @@ import socket
 import sqlite3
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, TypeVar
 
+import httpx
 import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.background import BackgroundTask
 
+from tilewright.core.follow import follow
 from tilewright.server import answers, binary, bodies
 from tilewright.server.answers import PROTOBUF
 from tilewright.server.bodies import Base, Call
 from tilewright.server.datums import Data, check
 from tilewright.server.fields import Own, load
-from tilewright.server.follow import follow
 from tilewright.server.frames import packed
 from tilewright.server.keys import Keys
-from tilewright.server.log import Conflict, Log, Model, Path, Result
+from tilewright.server.log import GENERATE, Conflict, Log, Model, Path, Result
 from tilewright.server.losses import checked as checked_loss
 from tilewright.server.names import (
     PARTS,
@@ -52,6 +53,7 @@ from tilewright.server.names import (
 )
 from tilewright.server.page import page
 from tilewright.server.refused import Refused
+from tilewright.server.rollouts import Rollouts, exported
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config
 
@@ -103,7 +105,7 @@ _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
 class Limits(NamedTuple):
     """What clients may ask for.   vocabulary, longest: tokens that there are, and of one document.
     bytes: of a request.   waiting: requests at a time.   idle: seconds after which a model that
-    nobody asks for is unloaded; 0: never.
+    nobody asks for is unloaded; 0: never.   sampled: whether there is an engine for sampling.
     """
 
     vocabulary: int
@@ -111,6 +113,7 @@ class Limits(NamedTuple):
     bytes: float
     waiting: int
     idle: float
+    sampled: bool
 
 
 class Api:
@@ -184,7 +187,7 @@ class Api:
     def accept(self, call: Call) -> dict[str, Any]:
         """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
         requests = self.requests
-        if call.creates is None and call.kind != "sample":
+        if call.creates is None and call.kind not in ("sample", GENERATE):
             # A client that saw no answer ends its model again.
             self.model(call.model, ended=call.kind == "unload_model")
         elif (other := requests.model(call.model)) is not None and other.owner != self.owner:
@@ -209,7 +212,8 @@ class Api:
         except Conflict as error:
             raise Refused(422, str(error), used=False) from error
         answer = {"request_id": name}
-        return answer if call.kind == "sample" else {**answer, "model_id": call.model}
+        sampled = call.kind in ("sample", GENERATE)
+        return answer if sampled else {**answer, "model_id": call.model}
 
     def model(self, name: str, *, ended: bool = False) -> Model:
         """A model that may be used, or also one that has ended. Raises Refused."""
@@ -356,11 +360,16 @@ class Api:
         known = self.path(name) if isinstance(name, str) else None
         if known is None:
             raise Refused(404, f"there is no sampler {name}")
-        call = bodies.sample(
-            given, known["weights"], self.ends, self.limits.vocabulary, self.limits.longest
-        )
+        limits, weights = self.limits, known["weights"]
+        sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, limits.sampled)
+        call = bodies.sample(given, weights, sampling)
+        if call.kind == GENERATE:
+            if weights is not None and not exported(self.requests.file.parent, weights).is_dir():
+                raise Refused(400, f"{weights} holds no weights for sampling")
+            if not self.requests.fact("sampler"):
+                self.requests.tell("sampler", "wanted")
         answer = self.accept(call)
-        count = len(call.value["asked"]["draws"])
+        count = call.value.get("generate", {}).get("samples") or len(call.value["asked"]["draws"])
         return {
             **answer,
             "sample_sequence_ids": [f"{answer['request_id']}:{i}" for i in range(count)],
@@ -755,9 +764,20 @@ async def _overview(api: Api, request: Request) -> Response:
     return HTMLResponse(made, headers=PAGE_HEADERS)
 
 
-def application(api: Api) -> FastAPI:
-    """The routes. All but health need the key."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+def application(api: Api, rollouts: Rollouts | None = None) -> FastAPI:
+    """The routes. All but health need the key.
+
+    rollouts: asks the engine for sampling while the application runs.
+    """
+
+    @contextlib.asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        task = None if rollouts is None else asyncio.create_task(rollouts.run())
+        yield
+        if task is not None:
+            task.cancel()
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
@@ -838,6 +858,7 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
             server.max_body_mb * 1e6,
             server.max_pending,
             server.idle_session_timeout,
+            server.sampler != "none",
         ),
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,
@@ -854,11 +875,18 @@ def main(argv: list[str] | None = None) -> int:
     root = pathlib.Path(config.train.output_dir)
     keys = Keys.read(pathlib.Path(server.api_token_file or root / "api.key"))
     api = api_of(server, config, Log(root, server.log_max_gb), keys)
+    rollouts = None
+    if server.sampler != "none":
+        url = (root / "sampler_url").read_text().strip()
+        client = httpx.AsyncClient(base_url=url, timeout=None)
+        rollouts = Rollouts(api.requests, root, client, server.sampling_logprobs)
     # uvicorn takes what it gets by number for a socket of a file, on which no TCP_NODELAY is set:
     # each answer would wait for the client's delayed acknowledgment, 40 ms.
     listening = socket.socket(fileno=int(argv[-1]))
     uvicorn.Server(
-        uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=10)
+        uvicorn.Config(
+            application(api, rollouts), log_level="warning", timeout_graceful_shutdown=10
+        )
     ).run(sockets=[listening])
     return 0
 

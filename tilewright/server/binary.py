@@ -134,26 +134,33 @@ def pass_output(value: Mapping[str, Any], arrays: Arrays) -> bytes:
 
 def sample_output(value: Mapping[str, Any], arrays: Arrays) -> bytes:
     """The result of sampling. arrays: prompt_logprobs [tokens]; topk_ids, topk_logprobs
-    [tokens, k]; and sampled [samples], sampled_logprobs [samples], each if there is one.
+    [tokens, k]; sampled, sampled_logprobs and topk_sampled_*, of the samples' tokens one after
+    another, of which `value` has the lengths; each if there is one.
     """
     response = wire.SampleResponse()
     if "prompt_logprobs" in arrays:
         response.prompt_logprobs = arrays["prompt_logprobs"].astype("<f4").tobytes()
     if "topk_ids" in arrays:
-        ids, logprobs = arrays["topk_ids"], arrays["topk_logprobs"]
-        response.topk_prompt_logprobs.CopyFrom(
-            wire.TopkLogprobs(
-                token_ids=np.where(ids < 0, 0, ids).astype("<i4").tobytes(),
-                logprobs=np.where(ids < 0, EMPTY, logprobs).astype("<f4").tobytes(),
-                k=ids.shape[1],
-                length=len(ids),
-            )
-        )
+        response.topk_prompt_logprobs.CopyFrom(_topk(arrays["topk_ids"], arrays["topk_logprobs"]))
     stops = {"stop": wire.STOP_REASON_STOP, "length": wire.STOP_REASON_LENGTH}
-    for i, reason in enumerate(value["stop_reasons"]):
-        response.sequences.add(
+    ends = np.cumsum([0, *value["lengths"]])
+    for reason, a, b in zip(value["stop_reasons"], ends[:-1], ends[1:], strict=True):
+        sequence = response.sequences.add(
             stop_reason=stops[reason],
-            tokens=arrays["sampled"][i : i + 1].astype("<i4").tobytes(),
-            logprobs=arrays["sampled_logprobs"][i : i + 1].astype("<f4").tobytes(),
+            tokens=arrays["sampled"][a:b].astype("<i4").tobytes(),
+            logprobs=arrays["sampled_logprobs"][a:b].astype("<f4").tobytes(),
         )
+        if "topk_sampled_ids" in arrays:
+            own, best = (arrays[f"topk_sampled_{n}"][a:b] for n in ("ids", "logprobs"))
+            sequence.topk_sampled_logprobs.CopyFrom(_topk(own, best))
     return response.SerializeToString(deterministic=True)
+
+
+def _topk(ids: np.ndarray, logprobs: np.ndarray) -> wire.TopkLogprobs:
+    """ids: -1 where there is none."""
+    return wire.TopkLogprobs(
+        token_ids=np.where(ids < 0, 0, ids).astype("<i4").tobytes(),
+        logprobs=np.where(ids < 0, EMPTY, logprobs).astype("<f4").tobytes(),
+        k=ids.shape[1],
+        length=len(ids),
+    )

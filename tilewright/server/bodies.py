@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tilewright.nn.projections import FUSED
 from tilewright.server.datums import Datum, from_json
 from tilewright.server.frames import Arrays
+from tilewright.server.log import GENERATE
 from tilewright.server.names import PARTS, canonical, checked, parsed
 from tilewright.server.refused import Refused
 from tilewright.trainer.columns import IGNORE
@@ -526,7 +527,7 @@ def sampler_of(session: str, number: int) -> str:
 
 
 class SamplingParams(Body):
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     temperature: float = Field(1.0, ge=0)
@@ -555,33 +556,49 @@ class Sample(Body):
     )
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=1024)
-    topk_sample_logprobs: int = 0
+    topk_sample_logprobs: int = Field(0, ge=0, le=1024)
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     record_stability_info: bool | None = None
 
 
-def sample(given: Any, weights: str | None, ends: list[int], vocabulary: int, longest: int) -> Call:
-    """weights: what the sampler has; None: the base alone.   ends: tokens that end a text."""
+class Sampling(NamedTuple):
+    """What may be sampled.   ends: tokens that end a text.   vocabulary, longest: tokens that there
+    are, and of a prompt with what follows it.   engine: whether there is one that follows a prompt
+    by more than one token.
+    """
+
+    ends: list[int]
+    vocabulary: int
+    longest: int
+    engine: bool
+
+
+def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
+    """weights: what the sampler has; None: the base alone.
+
+    One token is drawn by the workers; more by the engine for sampling, of which "generate" is a
+    request.
+    """
     body = read(Sample, given)
-    params = body.sampling_params
-    if params.max_tokens != 1:
-        raise Refused(
-            501, f"sampling_params.max_tokens is {params.max_tokens}; this server samples one token "
-            "after a prompt, and scores prompts"
-        )  # fmt: skip
+    params, vocabulary, longest = body.sampling_params, limits.vocabulary, limits.longest
     for name, value in (
-        ("topk_sample_logprobs", body.topk_sample_logprobs),
         ("target_prompt_logprobs", body.target_prompt_logprobs),
         ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
         ("record_stability_info", body.record_stability_info),
     ):
         if value:
             raise Refused(501, f"{name}: it is not offered here")
-    stop = params.stop
-    if isinstance(stop, str) or (stop and not isinstance(stop[0], int)):
-        raise Refused(501, "sampling_params.stop: accepted are tokens, not texts")
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    texts = [one for one in stop or () if isinstance(one, str)]
+    alone = params.max_tokens == 1 and not texts and not body.topk_sample_logprobs
+    if not alone and not limits.engine:
+        raise Refused(
+            501,
+            f"sampling_params.max_tokens is {params.max_tokens}; without an engine (sampler: none) "
+            "this server samples one token after a prompt, and scores prompts",
+        )
     tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     if odd := [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]:
         raise Refused(400, f"prompt has a chunk of {odd[0]!r}; accepted is 'encoded_text'")
@@ -594,27 +611,43 @@ def sample(given: Any, weights: str | None, ends: list[int], vocabulary: int, lo
         raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
     if params.top_k == 0:
         raise Refused(400, "sampling_params.top_k is 0; accepted are -1, for all, and 1 or more")
+    most = min(params.max_tokens or longest, longest - len(tokens))
+    if not alone and not most:
+        raise Refused(
+            400, f"prompt has {len(tokens)} tokens, and the context {longest}: none can follow"
+        )
     asked = {
         "topk": min(body.topk_prompt_logprobs, vocabulary),
-        "draws": _draws(params.seed, body.num_samples, given),
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
     }
+    seed = _seed(params.seed, given)
+    if alone:
+        asked["draws"] = np.random.default_rng(seed).random(body.num_samples).tolist()
     value = {
         "weights": weights,
         "asked": asked,
         "prompt_logprobs": bool(body.prompt_logprobs),
         "last": last,
-        "ends": ends if stop is None else stop,
+        "ends": limits.ends if stop is None else [one for one in stop if isinstance(one, int)],
     }
+    if not alone:
+        value["generate"] = {
+            "max_tokens": most,
+            "samples": body.num_samples,
+            "seed": seed,
+            "stops": texts,
+            "topk": min(body.topk_sample_logprobs, vocabulary),
+        }
     name = checked("sampling_session_id", body.sampling_session_id)
-    return Call(name, body.seq_id, "sample", value, {"tokens": np.array(tokens, np.int64)})
+    kind = "sample" if alone else GENERATE
+    return Call(name, body.seq_id, kind, value, {"tokens": np.array(tokens, np.int64)})
 
 
-def _draws(seed: int | None, count: int, given: Any) -> list[float]:
-    """Numbers that are the same when the request comes again."""
+def _seed(seed: int | None, given: Any) -> int:
+    """One that is the same when the request comes again."""
     if seed is None:
         digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest()
         seed = int.from_bytes(digest[:8], "little")
-    return np.random.default_rng(seed % (1 << 63)).random(count).tolist()
+    return seed % (1 << 63)

@@ -74,6 +74,19 @@ class Own(Section):
     log_router_stats: bool = Field(
         True, description="The routers' statistics in the metrics of passes, with experts."
     )
+    sampler: Literal["embedded", "none"] = Field(
+        "embedded",
+        description="What follows prompts by more than a token: a process of its own, from the first "
+        "request of one on, or nothing.",
+    )
+    sampler_cache_tokens: int = Field(
+        32768, ge=16, description="Tokens that the embedded sampler keeps keys and values of."
+    )
+    sampling_logprobs: Literal["trainer", "engine"] = Field(
+        "trainer",
+        description="Log-probabilities of samples: of the forward pass of training, or the "
+        "sampler's own.",
+    )
     nproc_per_node: int = Field(
         0, ge=0, description="Processes that `auto` starts; 0: one a GPU, or one."
     )

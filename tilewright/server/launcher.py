@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,7 +41,11 @@ from tilewright.trainer.field_tree import ConfigError
 
 log = logging.getLogger("tilewright.server")
 
-MODULES = {"api": "tilewright.server.api", "worker": "tilewright.server.worker"}
+MODULES = {
+    "api": "tilewright.server.api",
+    "worker": "tilewright.server.worker",
+    "sampler": "tilewright.sampler",
+}
 LEAVING = 30.0  # seconds that a process has to end
 LOOK = 0.05  # seconds between looks at the processes
 
@@ -155,7 +160,9 @@ def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -
         if workers:
             command = [*run, *_launch(server), MODULES["worker"], *arguments]
             each.append(Supervised("the workers", command, server.worker_max_retries))
-        return _supervise(each, requests, server)
+        with _sampler(server, config, root) as sampler:
+            requests.tell("sampler", "")
+            return _supervise(each, requests, server, sampler)
 
 
 def _launch(server: Own) -> list[str]:
@@ -166,7 +173,36 @@ def _launch(server: Own) -> list[str]:
     return ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
 
 
-def _supervise(each: list[Supervised], requests: Log, server: Own) -> int:
+@contextlib.contextmanager
+def _sampler(
+    server: Own, config: Config, root: pathlib.Path
+) -> Iterator[Callable[[], Supervised] | None]:
+    """What starts the embedded sampler. It listens before: what is asked of it waits."""
+    if server.sampler == "none":
+        yield None
+        return
+    model = config.model
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        write_text(root / "sampler_url", f"http://127.0.0.1:{listening.getsockname()[1]}\n")
+        fd = listening.fileno()
+        dtype = "auto" if config.train.enable_mixed_precision else "float32"
+        given = {"--model": model.model_path, "--tokenizer": model.tokenizer_path, "--fd": str(fd)}
+        given |= {"--dtype": dtype, "--cache-tokens": str(server.sampler_cache_tokens)}
+        options = [part for pair in given.items() if pair[1] is not None for part in pair]
+        command = [sys.executable, "-m", MODULES["sampler"], *options]
+        yield functools.partial(
+            Supervised, "the sampler", command, server.worker_max_retries, pass_fds=(fd,)
+        )
+
+
+def _supervise(
+    each: list[Supervised],
+    requests: Log,
+    server: Own,
+    sampler: Callable[[], Supervised] | None,
+) -> int:
+    """sampler: starts it, once a client asks for samples."""
+
     def stop(signum: int, frame: Any) -> None:
         raise Ended
 
@@ -174,13 +210,20 @@ def _supervise(each: list[Supervised], requests: Log, server: Own) -> int:
     workers, code = [one for one in each if one.name == "the workers"], 0
     try:
         while True:
-            for one in each:
+            if sampler is not None and requests.fact("sampler") == "wanted":
+                each.append(sampler())
+                requests.tell("sampler", "started")
+            for one in [*each]:
                 left, ended = one.left, one.looked_at()
                 if one in workers and one.left < left:
                     requests.tell("workers", "starting")
                 if ended is None:
                     continue
                 log.error("%s has ended with %d", one.name, ended)
+                if one.name == "the sampler":  # what was asked of it ends, and the rest goes on
+                    requests.tell("sampler", f"failed: its exit code is {ended}")
+                    each.remove(one)
+                    continue
                 if one in workers:
                     requests.tell("workers", f"failed: their exit code is {ended}")
                 return 2 if ended == 2 else 1

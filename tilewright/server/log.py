@@ -57,6 +57,7 @@ CREATE TABLE IF NOT EXISTS paths (
 """
 VERSION = "2"
 State = Literal["new", "live", "failed", "ended"]
+GENERATE = "generate"  # of a sample that the engine for sampling begins, and the workers score
 
 
 class Request(NamedTuple):
@@ -74,6 +75,9 @@ class Request(NamedTuple):
     body: bytes
     attempts: int
     ran: int | None = None
+
+
+REQUEST = "r.number, r.id, r.model, r.seq, r.kind, r.body, r.attempts, r.ran"
 
 
 class Result(NamedTuple):
@@ -473,11 +477,24 @@ class Log:
         the number that its sequence is at, or with none; those of samplers in any order.
         """
         rows = self._read(
-            "SELECT r.number, r.id, r.model, r.seq, r.kind, r.body, r.attempts, r.ran FROM requests r "
-            "LEFT JOIN models m ON m.name = r.model WHERE r.waits AND "
+            f"SELECT {REQUEST} FROM requests r "
+            f"LEFT JOIN models m ON m.name = r.model WHERE r.waits AND r.kind != '{GENERATE}' AND "
             "(r.seq IS NULL OR m.name IS NULL OR r.seq = m.next) ORDER BY r.number LIMIT 1"
         )
         return self._request(rows[0]) if rows else None
+
+    def to_generate(self) -> list[Request]:
+        """What waits for the engine for sampling."""
+        query = f"SELECT {REQUEST} FROM requests r WHERE r.waits AND r.kind = '{GENERATE}'"
+        return [self._request(row) for row in self._read(f"{query} ORDER BY r.number")]
+
+    def generated(self, request: Request, body: bytes) -> None:
+        """The engine has done its part: the workers score it."""
+        with self._writing() as db:
+            db.execute(
+                "UPDATE requests SET kind = 'sample', body = ? WHERE number = ? AND waits",
+                (_squeezed(body), request.number),
+            )
 
     @staticmethod
     def _request(row: tuple[Any, ...]) -> Request:
@@ -618,9 +635,8 @@ class Log:
         )
         for (number,) in numbers:
             [row] = self._read(
-                "SELECT r.number, r.id, r.model, r.seq, r.kind, r.body, r.attempts, r.ran, s.body, "
-                "s.error, s.category FROM requests r JOIN results s USING (number) "
-                "WHERE number = ?",
+                f"SELECT {REQUEST}, s.body, s.error, s.category FROM requests r "
+                "JOIN results s USING (number) WHERE number = ?",
                 number,
             )
             body = None if row[8] is None else _whole(row[8])

@@ -101,7 +101,7 @@ class Settings(NamedTuple):
 
     norms: of gradients by kind of layer.   routers: their statistics.   most: bytes below the
     server's folder; what would be more is not saved.   dtype: of exported weights.   tokenizer: its
-    folder, which exports have.
+    folder, which exports have.   sampled: whether an engine for sampling reads what samplers have.
     """
 
     norms: bool
@@ -109,6 +109,7 @@ class Settings(NamedTuple):
     most: float
     dtype: torch.dtype | None
     tokenizer: str | None
+    sampled: bool
 
 
 class Done(NamedTuple):
@@ -376,25 +377,28 @@ class Models:
         path = saved_as("save_weights_for_sampler", model, value)
         folder, trained = self._of(path), self.trained_bytes
         held, given = value["sampler"] is not None, value["dense"]
-        dense = not held and (given is not None or not self.adapters)
+        dense = given is not None or not self.adapters
         dtype = self.settings.dtype if given is None else getattr(torch, given)
-        beside = 0 if held else trained  # what is exported
+        dense = dense and (self.settings.sampled or not held)
+        beside = 0 if held and not self.settings.sampled else trained  # what is exported
         if dense:
             every = sum(p.numel() for p in self.engine.parts.whole.parameters())
             beside = every * (dtype or torch.float32).itemsize
         self._check_room(trained + beside)
         self._write(model, folder, states=False)
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
-        if held:
-            own = {"weights": path, "kind": "sampler"}
-            return Done({"sampling_session_id": path, **answer}, saved={path: own})
         with _written():
-            if dense:
+            if held and not self.settings.sampled:
+                pass  # the workers alone read it
+            elif dense:
                 target = folder / "model"
                 self.engine.export(target, dtype=dtype, tokenizer=self.settings.tokenizer)
                 answer["num_shards"] = len([*target.glob("*.safetensors")])
             else:
                 self.engine.export(folder / "adapter", adapter_of=self.base)
+        if held:
+            own = {"weights": path, "kind": "sampler"}
+            return Done({"sampling_session_id": path, **answer}, saved={path: own})
         about = self._known(model, "sampler", value, folder)
         return Done({"path": path, **answer}, saved={path: about})
 
@@ -504,19 +508,24 @@ class Models:
 
         model: the sampler's name.
         """
-        asked = Asked(**value["asked"])
-        source = value["weights"]
+        source, generated = value["weights"], value.get("generated")
         base = source is None and self.adapters
         with adapters_off(self.engine.model) if base else self._weights(source):
-            given = passes.prompt(self.engine, arrays["tokens"], asked, self.how)
-        ends = {*value["ends"]}
-        drawn = given.get("sampled", np.empty(0, np.int64)).tolist()
-        reasons = ["stop" if token in ends else "length" for token in drawn]
+            if generated is None:
+                asked = Asked(**value["asked"])
+                given = passes.prompt(self.engine, arrays["tokens"], asked, self.how)
+            else:
+                lengths, topk = generated["lengths"], value["asked"]["topk"]
+                given = passes.scored(self.engine, arrays, lengths, topk, self.how)
+        if generated is None:
+            ends, drawn = {*value["ends"]}, given.get("sampled", np.empty(0, np.int64)).tolist()
+            reasons = ["stop" if token in ends else "length" for token in drawn]
+            generated = {"lengths": [1] * len(drawn), "stop_reasons": reasons}
         if not value["prompt_logprobs"]:
             given.pop("prompt_logprobs", None)
         elif value["last"] is not None and given:
             given["prompt_logprobs"][: -value["last"]] = np.nan
-        return Done({"stop_reasons": reasons}, given)
+        return Done(generated, given)
 
     @contextlib.contextmanager
     def _weights(self, source: str | None) -> Iterator[None]:

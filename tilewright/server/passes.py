@@ -208,6 +208,48 @@ def prompt(engine: Engine, tokens: np.ndarray, asked: Asked, how: Packing) -> Ar
     return arrays
 
 
+def scored(engine: Engine, given: Arrays, lengths: list[int], topk: int, how: Packing) -> Arrays:
+    """Samples under the engine's weights; {} but on the main rank.
+
+    given: tokens [P], the prompt's; sampled, those of all samples, whose lengths are given; and
+    what is known of them already, which stays.
+
+    Returns `given` without the prompt, with prompt_logprobs and topk as `prompt` has them, and
+    sampled_logprobs, if it is not there.
+    """
+    tokens = given["tokens"]
+    samples = np.split(given["sampled"], np.cumsum(lengths)[:-1])
+    documents = []
+    for sample in samples:
+        whole = np.concatenate((tokens, sample))
+        documents.append((whole, np.append(whole[1:], IGNORE), {}))
+    spreads = spread(engine, documents, {}, how)
+    with engine.evaluating():
+        outcomes = engine.parts.forward(spreads.own, functools.partial(_likely, topk=topk))
+    names = ["logprobs", *(("topk_ids", "topk_logprobs") if topk else ())]
+    arrays: Arrays = {}
+    for i, name in enumerate(names):
+        each = in_order(engine, spreads, [o.more[i] if o.more else None for o in outcomes])
+        if each is None:
+            return {}
+        first = each[0][: len(tokens) - 1]
+        fill = np.full(
+            (1, *first.shape[1:]), -1 if first.dtype.kind == "i" else np.nan, first.dtype
+        )
+        arrays["prompt_logprobs" if name == "logprobs" else name] = np.concatenate((fill, first))
+        if name == "logprobs":
+            own = [one[len(tokens) - 1 : -1] for one in each]
+            arrays["sampled_logprobs"] = np.concatenate(own)
+    return {**arrays, **{name: array for name, array in given.items() if name != "tokens"}}
+
+
+def _likely(per_token: TokenLosses, batch: Batch, *, topk: int) -> tuple[torch.Tensor, ...]:
+    """As a loss: log-probabilities of labels [1, T], and with topk the most probable tokens."""
+    values = per_token.values()
+    more = per_token.most_probable(topk) if topk else ()
+    return values.sum(), values.new_ones(()), -values, *more
+
+
 def _following(per_token: TokenLosses, batch: Batch, *, asked: Asked) -> tuple[torch.Tensor, ...]:
     """As a loss: log-probabilities of labels [1, T], drawn tokens and theirs [1, T, draws], which
     are 0 but at the last token, and with topk these [1, T, topk].

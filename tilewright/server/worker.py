@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from tilewright.core.files import folder_size, replace_folder
+from tilewright.core.follow import follow
 from tilewright.server import bodies
 from tilewright.server.fields import Own, load, size
-from tilewright.server.follow import follow
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Model, Request, Result
 from tilewright.server.models import (
@@ -88,6 +88,7 @@ def models_of(server: Own, config: Config, mesh: Mesh) -> Models:
         size(server.storage_limit),
         exported["dtype"],
         exported["tokenizer"],
+        server.sampler != "none",
     )
     return Models(
         engine,

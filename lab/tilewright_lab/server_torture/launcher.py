@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--python", default=sys.executable)
     known, rest = parser.parse_known_args(argv)
-    sys.executable, launcher.MODULES = known.python, MODULES
+    sys.executable, launcher.MODULES = known.python, {**launcher.MODULES, **MODULES}
     return launcher.main(rest)
 
 

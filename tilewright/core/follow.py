@@ -1,4 +1,4 @@
-"""A process of a server ends with the launcher, however that ends."""
+"""A process that a launcher starts ends with it, however that ends."""
 
 from __future__ import annotations
 

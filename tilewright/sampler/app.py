@@ -1,0 +1,259 @@
+"""What the sampler answers: SGLang's /generate and its calls for adapters, and /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from tilewright.sampler.asked import Asked
+from tilewright.sampler.engine import BASE, Engine, Sample, Unknown, Unsampled
+
+
+class Refused(Exception):
+    """A request that is not done, with its status."""
+
+    def __init__(self, status: int, why: str):
+        super().__init__(why)
+        self.status = status
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SamplingParams(_Body):
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    n: int = Field(1, ge=1, le=1024)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int = Field(0, ge=0)
+
+
+class Generate(_Body):
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    return_logprob: bool = False
+    top_logprobs_num: int = Field(0, ge=0, le=1024)
+    lora_path: str | None = None
+
+
+class Completions(_Body):
+    model: str
+    prompt: str | list[int]
+    max_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    n: int = Field(1, ge=1, le=1024)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int = Field(0, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=1024)
+
+
+class Adapter(_Body):
+    lora_name: str = Field(min_length=1)
+    lora_path: str | None = None
+    pinned: bool = False
+
+
+class Served(NamedTuple):
+    """What an application serves.   tokenizer: None where the model has none.   ends: tokens that
+    end a sample.   name: the model's.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    ends: frozenset[int]
+    name: str
+
+    def tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.of("the prompt is a text").encode(prompt)
+        size = self.engine.model.config.get_text_config().vocab_size
+        if wrong := [token for token in prompt if not 0 <= token < size]:
+            raise Refused(400, f"the prompt has the token {wrong[0]}; accepted are 0 to {size - 1}")
+        return prompt
+
+    def of(self, why: str) -> Any:
+        """The tokenizer. Raises Refused with why it is needed."""
+        if self.tokenizer is None:
+            raise Refused(400, f"{why}, and this model has no tokenizer")
+        return self.tokenizer
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Without a tokenizer the numbers."""
+        if self.tokenizer is None:
+            return "".join(f"<{token}>" for token in tokens)
+        return self.tokenizer.decode(tokens)
+
+    async def sampled(
+        self, prompt: str | list[int], most: int, topk: int, weights: str, given: Any
+    ) -> list[Sample]:
+        """The samples of a prompt, by the parameters that both protocols have. Raises Refused."""
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        ends = frozenset(given.stop_token_ids or ()) | (
+            frozenset() if given.ignore_eos else self.ends
+        )
+        asked = Asked(
+            self.tokens(prompt),
+            most,
+            given.seed,
+            0,
+            given.temperature,
+            given.top_k or -1,
+            given.top_p,
+            ends,
+            tuple(stops),
+            topk,
+        )
+        try:
+            each = self.engine.submit(weights, [asked._replace(sample=i) for i in range(given.n)])
+            return [await asyncio.wrap_future(sample) for sample in each]
+        except Unsampled as error:
+            raise Refused(404 if isinstance(error, Unknown) else 400, str(error)) from error
+
+
+def application(served: Served) -> FastAPI:
+    """The routes."""
+    app, engine = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), served.engine
+    pauses = contextlib.ExitStack()
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> JSONResponse:
+        return JSONResponse({"error": {"message": str(error)}}, error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> JSONResponse:
+        said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
+        return JSONResponse({"error": {"message": said}}, 422)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        names = [served.name, *engine.names]
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in names]}
+
+    @app.get("/model_info")
+    async def info() -> dict[str, Any]:
+        config = engine.model.config.get_text_config()
+        return {
+            "model_path": served.name,
+            "vocab_size": config.vocab_size,
+            "max_context_length": engine.longest,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "is_generation": True,
+            "continuous_batching": engine.continuous,
+        }
+
+    @app.post("/generate")
+    async def generate(body: Generate) -> Any:
+        if (body.text is None) == (body.input_ids is None):
+            raise Refused(400, "one of text and input_ids must be given")
+        prompt = body.text if body.input_ids is None else body.input_ids
+        assert prompt is not None
+        given, weights = body.sampling_params, body.lora_path or BASE
+        each = await served.sampled(
+            prompt, given.max_new_tokens, body.top_logprobs_num, weights, given
+        )
+        answers = [_generated(served, sample, body.return_logprob) for sample in each]
+        return answers if given.n > 1 else answers[0]
+
+    @app.post("/v1/completions")
+    async def completions(body: Completions) -> dict[str, Any]:
+        weights = BASE if body.model == served.name else body.model
+        prompt = served.tokens(body.prompt)
+        each = await served.sampled(prompt, body.max_tokens, body.logprobs or 0, weights, body)
+        count = sum(len(sample.tokens) for sample in each)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+            "choices": [_choice(served, i, sample, body.logprobs) for i, sample in enumerate(each)],
+            "usage": {**usage, "total_tokens": len(prompt) + count},
+        }
+
+    @app.post("/load_lora_adapter")
+    async def load(body: Adapter) -> dict[str, Any]:
+        if body.lora_path is None or body.lora_name == served.name:
+            raise Refused(400, "lora_path must be given, and lora_name another than the model's")
+        try:
+            await asyncio.to_thread(engine.load, body.lora_name, pathlib.Path(body.lora_path))
+        except (OSError, ValueError) as error:
+            raise Refused(400, str(error)) from error
+        return {"success": True, "loaded_adapters": engine.names}
+
+    @app.post("/unload_lora_adapter")
+    async def unload(body: Adapter) -> dict[str, Any]:
+        try:
+            await asyncio.to_thread(engine.forget, body.lora_name)
+        except KeyError as error:
+            raise Refused(404, f"there is no adapter {body.lora_name!r}") from error
+        return {"success": True, "loaded_adapters": engine.names}
+
+    @app.post("/pause_generation")
+    async def pause() -> dict[str, bool]:
+        """What has begun ends first."""
+        await asyncio.to_thread(pauses.enter_context, engine.pausing())
+        return {"success": True}
+
+    @app.post("/continue_generation")
+    async def resume() -> dict[str, bool]:
+        pauses.close()
+        return {"success": True}
+
+    return app
+
+
+def _generated(served: Served, sample: Sample, logprobs: bool) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "finish_reason": {"type": sample.reason},
+        "completion_tokens": len(sample.tokens),
+        "weight_version": sample.weights,
+    }
+    if logprobs:
+        pairs = zip(sample.logprobs, sample.tokens, strict=True)
+        about["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs]
+    if sample.topk:
+        about["output_top_logprobs"] = [
+            [[lp, token, None] for token, lp in each] for each in sample.topk
+        ]
+    return {"text": served.text(sample.tokens), "output_ids": sample.tokens, "meta_info": about}
+
+
+def _choice(served: Served, index: int, sample: Sample, topk: int | None) -> dict[str, Any]:
+    scored = None
+    if topk is not None:
+        scored = {
+            "tokens": [served.text([token]) for token in sample.tokens],
+            "token_logprobs": sample.logprobs,
+            "top_logprobs": [{served.text([t]): lp for t, lp in each} for each in sample.topk],
+        }
+    return {
+        "index": index,
+        "text": served.text(sample.tokens),
+        "token_ids": sample.tokens,
+        "finish_reason": sample.reason,
+        "logprobs": scored,
+    }

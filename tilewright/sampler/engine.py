@@ -1,0 +1,403 @@
+"""The model, the weights that it has, and the requests that wait for others."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import pathlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
+)
+
+from tilewright.nn import ADAPTER_CONFIG, load_adapter, merge_and_unload, reset_adapters
+from tilewright.nn.weights import adapted
+from tilewright.sampler.asked import Asked, drawn, number
+
+BASE = ""  # the name of the weights that the model begins with
+PAGE = 16  # tokens of a page of the cache
+LOOK = 0.05  # seconds between looks for what has ended
+
+
+class Sample(NamedTuple):
+    """What followed a prompt.
+
+    tokens, logprobs: of each token, at temperature 1.   topk: of each token, the most probable ones
+    with theirs.   reason: "stop" or "length".   weights: the name of the weights.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    topk: list[list[tuple[int, float]]]
+    reason: str
+    weights: str
+
+
+class Unsampled(RuntimeError):
+    """What was asked for cannot be sampled."""
+
+
+class Unknown(Unsampled):
+    """Weights that were not loaded."""
+
+
+class Drawing:
+    """A sample that grows.   text: of its tokens, where texts end it."""
+
+    def __init__(self, weights: str, asked: Asked, text: Callable[[list[int]], str] | None):
+        self.weights, self.asked, self.text = weights, asked, text
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.topk: list[list[tuple[int, float]]] = []
+        self.done: Future[Sample] = Future()
+        self.stopped = False  # by a text: continuous batching does not know it
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """The next token of logits [V]."""
+        asked = self.asked
+        if self.done.done():  # and not canceled yet
+            return 0
+        logits = logits.float()
+        token = drawn(logits, asked, number(asked.seed, asked.sample, len(self.tokens)))
+        logprobs = logits.log_softmax(-1)
+        self.tokens.append(token)
+        self.logprobs.append(logprobs[token].item())
+        if asked.topk:
+            best = logprobs.topk(min(asked.topk, len(logprobs)))
+            self.topk.append([*zip(best.indices.tolist(), best.values.tolist(), strict=True)])
+        if token in asked.ends:
+            self._end("stop")
+        elif asked.stops and self._has_stop():
+            self.stopped = True
+            self._end("stop")
+        elif len(self.tokens) >= asked.max_tokens:
+            self._end("length")
+        return token
+
+    def _has_stop(self) -> bool:
+        assert self.text is not None  # the engine has checked that
+        text = self.text(self.tokens)
+        return any(stop in text for stop in self.asked.stops)
+
+    def _end(self, reason: str) -> None:
+        self.done.set_result(Sample(self.tokens, self.logprobs, self.topk, reason, self.weights))
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(Unsampled(f"{type(error).__name__}: {error}"))
+
+
+class Engine:
+    """Samples of a transformers model, in a thread of its own.
+
+    Requests are grouped by the weights that they ask for: those of one name are generated together,
+    by transformers' continuous batching, and the next name has its turn once they have ended. A
+    family that continuous batching does not take is generated one sample at a time.
+
+    Args:
+        model: A transformers model of text; its weights are BASE's.
+        tokens: How many tokens the cache has room for, of all samples at a time.
+        text: Decodes tokens; None: texts cannot end a sample.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokens: int = 32768,
+        text: Callable[[list[int]], str] | None = None,
+    ):
+        self.model, self.tokens, self.text = model.eval().requires_grad_(False), tokens, text
+        # Losses do not compute the head here, so that it may have an adapter as it is.
+        model.adaptable = ("lm_head",)
+        self.longest = min(tokens, getattr(model.config, "max_position_embeddings", tokens))
+        self.continuous = supported(model)
+        self._folders: dict[str, pathlib.Path | None] = {BASE: None}
+        self._held: str | None = BASE
+        self._manager: ContinuousBatchingManager | None = None
+        self._scales: dict[Any, float] = {}  # of adapters that are off
+        self._waiting: collections.deque[Drawing] = collections.deque()
+        self._changed = threading.Condition()
+        self._paused, self._closed, self._busy = 0, False, False
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    # ---- what other threads call
+
+    def load(self, name: str, folder: pathlib.Path) -> None:
+        """Makes weights known: adapters as PEFT has them. One of this name that was known is
+        replaced, for samples that begin from now on.
+
+        Raises:
+            FileNotFoundError: There is no adapter_config.json.
+        """
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG}")
+        with self.pausing():
+            self._folders[name] = folder
+            if self._held == name:
+                self._held = None
+
+    def forget(self, name: str) -> None:
+        """Raises KeyError for weights that are not known."""
+        with self.pausing():
+            del self._folders[name]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self._folders if name != BASE]
+
+    def submit(self, weights: str, each: Sequence[Asked]) -> list[Future[Sample]]:
+        """Raises Unknown, or Unsampled."""
+        for asked in each:
+            total = len(asked.tokens) + asked.max_tokens
+            if not asked.tokens or total > self.longest:
+                raise Unsampled(
+                    f"the prompt has {len(asked.tokens)} tokens and max_tokens is "
+                    f"{asked.max_tokens}; accepted are 1 to {self.longest} in all"
+                )
+            if asked.stops and self.text is None:
+                raise Unsampled("stop: texts need a tokenizer, which this model has not")
+        drawings = [Drawing(weights, asked, self.text) for asked in each]
+        with self._changed:
+            if weights not in self._folders:
+                raise Unknown(f"there are no weights {weights!r}; known are {self.names}")
+            self._waiting.extend(drawings)
+            self._changed.notify_all()
+        return [drawing.done for drawing in drawings]
+
+    @contextlib.contextmanager
+    def pausing(self) -> Any:
+        """Within, nothing is generated: what has begun has ended, and what comes waits."""
+        with self._changed:
+            self._paused += 1
+            self._changed.wait_for(lambda: not self._busy)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._paused -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread. What waits ends with Unsampled."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or (self._waiting and not self._paused))
+                if self._closed:
+                    self._drop()
+                    for drawing in self._waiting:
+                        drawing.fail(RuntimeError("the sampler has ended"))
+                    return
+                self._busy = True
+                weights = self._waiting[0].weights
+            try:
+                self._hold(weights)
+                self._group(weights)
+            except Exception as error:
+                self._drop()
+                self._fail(weights, error)
+
+    def _fail(self, weights: str, error: Exception) -> None:
+        for drawing in self._taken(weights):
+            drawing.fail(error)
+
+    def _taken(self, weights: str) -> list[Drawing]:
+        """What waits for these weights, and no longer does."""
+        with self._changed:
+            own = [d for d in self._waiting if d.weights == weights]
+            self._waiting = collections.deque(d for d in self._waiting if d.weights != weights)
+        return own
+
+    def _group(self, weights: str) -> None:
+        """Generates what asks for the weights that are held, also what comes while no other waits."""
+        active: dict[str, Drawing] = {}
+        try:
+            for i in itertools.count():
+                if not i or self._goes_on(weights):
+                    for drawing in self._taken(weights):
+                        self._begin(active, drawing)
+                if not active:
+                    return
+                self._look(active)
+        except Exception as error:
+            for drawing in active.values():
+                drawing.fail(error)
+            raise
+
+    def _goes_on(self, weights: str) -> bool:
+        with self._changed:
+            others = any(drawing.weights != weights for drawing in self._waiting)
+            return not (others or self._paused or self._closed)
+
+    def _begin(self, active: dict[str, Drawing], drawing: Drawing) -> None:
+        asked = drawing.asked
+        if not self.continuous:
+            self._generate(drawing)
+            return
+        if self._manager is None:
+            self._manager = manager_of(self.model, self.tokens)
+        active[f"{id(drawing)}"] = drawing
+        self._manager.add_request(
+            asked.tokens,
+            request_id=f"{id(drawing)}",
+            max_new_tokens=asked.max_tokens,
+            eos_token_id=[*asked.ends] or -1,
+            drawing=drawing,
+        )
+
+    def _look(self, active: dict[str, Drawing]) -> None:
+        """Takes out of `active` what has ended."""
+        assert self._manager is not None
+        output = self._manager.get_result(timeout=LOOK)
+        if output is not None and output.is_finished():
+            drawing = active.pop(output.request_id, None)
+            if drawing is not None and not drawing.done.done():
+                drawing.fail(RuntimeError(output.error or "it was not sampled"))
+        for name in [name for name, drawing in active.items() if drawing.stopped]:
+            self._manager.cancel_request(name)
+            del active[name]
+        if output is None and not self._manager.is_running():
+            raise RuntimeError("continuous batching has ended")
+
+    @torch.no_grad()
+    def _generate(self, drawing: Drawing) -> None:
+        """By transformers' generate, alone."""
+        asked = drawing.asked
+        tokens = torch.tensor([asked.tokens], device=self.model.device)
+        self.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=GenerationConfig(do_sample=False, pad_token_id=0),
+            max_new_tokens=asked.max_tokens,
+            logits_processor=LogitsProcessorList([_Alone(drawing)]),
+            stopping_criteria=StoppingCriteriaList([_Ended(drawing)]),
+        )
+
+    # ---- weights
+
+    def _hold(self, name: str) -> None:
+        """Puts weights into the model."""
+        if name == self._held:
+            return
+        self._drop()  # keys and values of other weights
+        self._held, folder = None, self._folders[name]
+        for module, scale in self._scales.items():
+            module.scale = scale
+        if folder is None:
+            self._scales = {module: module.scale for _, module in adapted(self.model)}
+            for module in self._scales:
+                module.scale = 0.0
+        else:
+            self._scales = {}
+            try:
+                load_adapter(self.model, folder)
+            except ValueError:  # of another rank, or of other modules
+                self._unload()
+                load_adapter(self.model, folder)
+            self.model.requires_grad_(False)
+        self._held = name
+
+    def _unload(self) -> None:
+        """Plain layers again, with the bits that they had."""
+        if any(True for _ in adapted(self.model)):
+            reset_adapters(self.model)
+            merge_and_unload(self.model)
+
+    def _drop(self) -> None:
+        """Ends continuous batching, with its cache."""
+        if self._manager is not None:
+            self._manager.stop(block=True, hard_stop=True)
+            self._manager = None
+
+
+# ---- transformers
+
+
+class _Drawn(ContinuousBatchingLogitsProcessor):
+    """Draws a token for each row, and leaves it as the row's only one: what is greedy takes it."""
+
+    supported_kwargs: dict[str, type] = {"drawing": Drawing}  # noqa: RUF012 (as its class has it)
+    ignored_kwargs = ()
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        self._rows = [
+            request.state.logit_processor_kwargs["drawing"] for request in requests_with_new_token
+        ]
+        return torch.zeros(len(self._rows), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        tokens = [drawing.draw(row) for drawing, row in zip(self._rows, scores, strict=True)]
+        return _only(scores, tokens)
+
+
+class _Alone(LogitsProcessor):
+    """As _Drawn, of one sample by generate."""
+
+    def __init__(self, drawing: Drawing):
+        self._drawing = drawing
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return _only(scores, [self._drawing.draw(scores[0])])
+
+
+class _Ended(StoppingCriteria):
+    def __init__(self, drawing: Drawing):
+        self._drawing = drawing
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((1,), self._drawing.done.done(), device=input_ids.device)
+
+
+def _only(scores: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    at = torch.tensor(tokens, device=scores.device)[:, None]
+    return torch.full_like(scores, -torch.inf).scatter_(1, at, 0.0)
+
+
+def manager_of(model: Any, tokens: int) -> ContinuousBatchingManager:
+    """Continuous batching that has begun, with room for so many tokens."""
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=-(-tokens // PAGE),
+            max_batch_tokens=min(tokens, 2048),
+            use_async_batching=False,
+            use_cuda_graph=False,  # tokens are drawn on the host
+            auto_switch_to_flash=False,
+        ),
+    )
+    # A processor of one's own cannot be passed; transformers makes those of its configuration.
+    manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([_Drawn()]))
+    manager.logit_processor.tensors_required = 1
+    manager.start()
+    return manager
+
+
+def supported(model: Any) -> bool:
+    """Whether continuous batching takes a model's family."""
+    return getattr(model, "_supports_sdpa", False) and hasattr(model, "init_continuous_batching")
