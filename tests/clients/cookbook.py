@@ -12,38 +12,18 @@ import concurrent.futures
 import contextlib
 import json
 import math
-import os
-import pathlib
 import shutil
-import socket
 import sys
 
-SERVER, MODEL, FOLDER = map(pathlib.Path, sys.argv[1:])
-URL = (SERVER / "url").read_text().strip()
-os.environ |= {
-    "TINKER_API_KEY": (SERVER / "api.key").read_text().strip(),
-    "TINKER_BASE_URL": URL,
-    "HF_HUB_OFFLINE": "1",
-    "TINKER_TELEMETRY": "0",
-}
-connect = socket.socket.connect
+from connection import FOLDER, MODEL, URL, metrics  # first: it sets the environment
 
-
-def loopback(self, address):
-    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1"):
-        raise OSError(f"a connection to {address} was tried")
-    return connect(self, address)
-
-
-socket.socket.connect = loopback
-
-import tinker  # noqa: E402
-from tinker_cookbook.preference import train_dpo  # noqa: E402
-from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons  # noqa: E402
-from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl  # noqa: E402
-from tinker_cookbook.supervised import train  # noqa: E402
-from tinker_cookbook.supervised.data import FromConversationFileBuilder  # noqa: E402
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig  # noqa: E402
+import tinker  # isort: skip
+from tinker_cookbook.preference import train_dpo
+from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
+from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.supervised import train
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
 COLORS = ("red", "green", "blue", "yellow", "white", "black", "brown", "grey")
 
@@ -76,10 +56,6 @@ def common(batch_size):
         max_length=128,
         batch_size=batch_size,
     )
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextlib.contextmanager
