@@ -59,6 +59,11 @@ def test_a_model_is_saved_as_it_begins(model_folder, tmp_path):
         assert saved(served, model) == ["weights/000000", *(f"weights/{name}" for name in names)]
     with Served(file) as served:
         assert saved(served, model)[0] == "weights/000000"
+        # A client may have the name for its own; once.
+        assert "path" in save(served, model, path="000000")
+        again = loaded(served, f"tinker://{model}/weights/000000", 1)
+        assert trained(served, again, 1) == trained(served, model, 1, first=4) != first
+        assert "is there already" in save(served, model, path="000000")["error"]
 
 
 def test_what_is_over_the_limit_is_not_saved(model_folder, tmp_path):

@@ -271,7 +271,9 @@ class Workers:
                 time.sleep(LOOK)
 
     def _initial(self, model: str) -> dict[str, Any]:
-        """Saves a model as it begins: what the log is to have of it."""
+        """Saves a model as it begins: what the log is to have of it. Clients may save under its
+        name.
+        """
         header = {"do": "run", "kind": "save_weights", "model": model}
         try:
             done = self._all(header, packed(bodies.saving(INITIAL, overwrite=True)))
@@ -279,7 +281,7 @@ class Workers:
             log.warning("%s: not saved as %s: %s", model, INITIAL, refused)
             return {}
         assert done is not None
-        return done.saved
+        return {path: {**about, "initial": True} for path, about in done.saved.items()}
 
     def _fail(self, model: str, why: str, *, damaged: bool = False) -> None:
         """Ends a model, and its requests that wait; the others go on. Its last checkpoint becomes
@@ -318,7 +320,10 @@ class Workers:
                 if requests.path(saved_as(request.kind, request.model, value)) is None:
                     return packed(value)
         path = saved_as(request.kind, request.model, value)
-        if not value["overwrite"] and requests.path(path) is not None:
+        _, known = requests.path(path) or (None, None)
+        # Published loops call their first checkpoint as the server calls its own.
+        free = known is None or value["overwrite"] or known.get("initial")
+        if not free:
             raise Refused(400, f"path {path} is there already; give another name, or overwrite")
         return request.body
 
