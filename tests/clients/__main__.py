@@ -3,8 +3,8 @@
     python -m tests.clients PYTHON_OF_THE_CLIENTS RESULTS.json
 
 It writes a small model with SmolLM2's tokenizer, serves it, runs `cookbook.py` with the clients'
-Python, and writes what they saw, with the commit and the date. Fails where that is not as it should
-be.
+Python, then `rollouts.py` on a model of few words, and writes what they saw, with the commit and
+the date. Fails where that is not as it should be.
 """
 
 import importlib.metadata
@@ -18,6 +18,10 @@ import tempfile
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from tests.lib.sweeps import now
 from tilewright.server.fields import load
@@ -60,6 +64,27 @@ def trained_alike(file, sent):
     return losses
 
 
+def write_words(model):
+    """A tokenizer of as many words as the model has tokens."""
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(model)
+
+
+def of_script(name, python, file, model):
+    """What a script of the clients has seen; None where it has ended otherwise."""
+    with Server(file) as server:
+        ran = subprocess.run(
+            [python, HERE / name, server.root, model, file.parent / "runs"],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=file.parent,
+            env={**os.environ, "PYTHONPATH": ""},
+        )
+    return json.loads(ran.stdout.splitlines()[-1]) if ran.stdout.strip() else None
+
+
 def main(python, results):
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -68,17 +93,14 @@ def main(python, results):
             if "token" in file.name or file.suffix == ".jinja":
                 shutil.copy(file, model)
         file = write_server(folder, model, {"sample_packing_sequence_len": 256})
-        with Server(file) as server:
-            ran = subprocess.run(
-                [python, HERE / "cookbook.py", server.root, model, folder / "runs"],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": ""},
-            )
-        if not ran.stdout.strip():
-            return ran.returncode or 1
-        found = json.loads(ran.stdout.splitlines()[-1])
+        found = of_script("cookbook.py", python, file, model)
+        small = write_model(folder / "words/model")
+        write_words(small)
+        rollouts = of_script("rollouts.py", python, write_server(folder / "words", small), small)
+        if found is None or rollouts is None:
+            return 1
+        found["problems"] += rollouts.pop("problems")
+        found |= rollouts
         sent = json.loads((folder / "runs/sent.json").read_text())
         found["sft_by_the_trainer"] = trained_alike(file, sent)
         if not np.allclose(found["sft_by_the_trainer"], found["sft"], rtol=1e-4):

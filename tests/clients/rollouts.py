@@ -19,7 +19,9 @@ import tinker
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
 
-PROMPTS, SAMPLES, TOKENS = 8, 4, 6
+PROMPTS, SAMPLES, TOKENS = 8, 8, 4
+# Between the sampler and training (0: the first ratio is 1), from the base, and of a step.
+KL = ("optim/kl_sample_train_v1", "kl_policy_base", "kl_pre_post_v1")
 
 
 class Token(Env):
@@ -48,7 +50,7 @@ class Prompts(RLDataset):
 
     def get_batch(self, index):
         kinds = [i % 2 if self.depends else 0 for i in range(PROMPTS)]
-        return [Group([20 + 9 * kind, 3, 50 + i], 7 + 4 * kind) for i, kind in enumerate(kinds)]
+        return [Group([50 + i, 3, 20 + 9 * kind], 7 + 4 * kind) for i, kind in enumerate(kinds)]
 
     def __len__(self):
         return self.steps
@@ -81,10 +83,10 @@ def first_weights_alone():
         setattr(tinker.TrainingClient, name, made)
 
 
-def rewards(name, steps, depends=False, **options):
+def rewards(name, steps, depends=False, rate=3e-2, **options):
     """The mean reward of each step, and all that the loop has reported."""
     config = train.Config(
-        learning_rate=3e-2,
+        learning_rate=rate,
         dataset_builder=Builder(steps=steps, depends=depends),
         model_name=str(MODEL),
         recipe_name="conformance",
@@ -108,21 +110,21 @@ def main():
     penalty = {"kl_penalty_coef": 0.01, "kl_reference_config": reference, "compute_post_kl": True}
     one, rows = rewards("one", 16, **penalty)
     behind = train.AsyncConfig(max_steps_off_policy=1, groups_per_batch=PROMPTS)
-    depends, _ = rewards("depends", 24, depends=True, async_config=behind)
+    depends, _ = rewards("depends", 40, depends=True, rate=1e-2, async_config=behind)
     with first_weights_alone():
         unsynced, _ = rewards("unsynced", 8)
     told = {
         "rewards": one,
         "rewards_by_prompt_one_step_behind": depends,
         "rewards_without_sync": unsynced,
-        "kl": {name: [row[name] for row in rows if name in row] for name in sorted(
-            {name for row in rows for name in row if "kl" in name}
-        )},
+        **{name: [row[name] for row in rows if name in row] for name in KL},
     }
     problems = []
     for name in ("rewards", "rewards_by_prompt_one_step_behind"):
         if not (told[name][0] < 0.1 and max(told[name]) >= 0.5):
             problems.append(f"{name} have not risen from below 0.1 to 0.5: {told[name]}")
+    if any(told[KL[0]]) or len(told[KL[1]]) < 16 or not max(told[KL[2]]) > 0:
+        problems.append(f"divergences: {[told[name] for name in KL]}")
     if max(unsynced) >= 0.1:
         problems.append(f"rewards have risen without new weights: {unsynced}")
     print(json.dumps({**told, "problems": problems}))

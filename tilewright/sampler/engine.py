@@ -231,7 +231,7 @@ class Engine:
         return own
 
     def _group(self, weights: str) -> None:
-        """Generates what asks for the weights that are held, also what comes while no other waits."""
+        """Generates what asks for the weights that are held, and what comes if no other waits."""
         active: dict[str, Drawing] = {}
         try:
             for i in itertools.count():
