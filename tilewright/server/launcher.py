@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import math
 import os
@@ -22,16 +21,16 @@ import pathlib
 import secrets
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tilewright.core import platform
-from tilewright.core.files import write_text
+from tilewright.core.files import locked, write_text
 from tilewright.server.fields import Own, load
 from tilewright.server.keys import Keys
 from tilewright.server.log import Log
@@ -43,19 +42,6 @@ log = logging.getLogger("tilewright.server")
 MODULES = {"api": "tilewright.server.api", "worker": "tilewright.server.worker"}
 LEAVING = 30.0  # seconds that a process has to end
 LOOK = 0.05  # seconds between looks at the processes
-
-
-@contextlib.contextmanager
-def locked(root: pathlib.Path) -> Iterator[None]:
-    """Raises ValueError where another server has the folder."""
-    with (root / "server.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"server.output_dir = {root}: another server runs there; give each a folder of its own"
-            ) from error
-        yield
 
 
 def key_of(server: Own, root: pathlib.Path) -> pathlib.Path:
@@ -126,7 +112,8 @@ def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -
     os.umask(0o077)  # what clients send, and weights, are for the server's user alone
     root.mkdir(parents=True, exist_ok=True)
     family = socket.AF_INET6 if ":" in server.api_host else socket.AF_INET
-    with locked(root), socket.socket(family, socket.SOCK_STREAM) as listening:
+    why = f"server.output_dir = {root}: another server runs there; give each a folder of its own"
+    with locked(root / "server.lock", why), socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((server.api_host, server.api_port))
@@ -177,12 +164,12 @@ def _supervise(each: list[Supervised], requests: Log, server: Own) -> int:
             for one in each:
                 left, ended = one.left, one.looked_at()
                 if one in workers and one.left < left:
-                    requests.tell("workers", "starting")
+                    _told(requests, "starting")
                 if ended is None:
                     continue
                 log.error("%s has ended with %d", one.name, ended)
                 if one in workers:
-                    requests.tell("workers", f"failed: their exit code is {ended}")
+                    _told(requests, f"failed: their exit code is {ended}")
                 return 2 if ended == 2 else 1
             late = time.monotonic() - max((one.since for one in workers), default=math.inf)
             if late > server.worker_connection_timeout and requests.fact("workers") == "starting":
@@ -205,6 +192,12 @@ def _supervise(each: list[Supervised], requests: Log, server: Own) -> int:
             one.wait(until)
         requests.close()
     return code
+
+
+def _told(requests: Log, state: str) -> None:
+    """Says what the workers do. On a full disk it is not said: they say themselves what follows."""
+    with contextlib.suppress(sqlite3.OperationalError):
+        requests.tell("workers", state)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -156,8 +156,9 @@ class Models:
         self.bank = Bank(engine) if self.adapters else Sole(engine, again)
         self.about: dict[str, About] = {}
         self.steps: dict[str, int] = {}
-        # Whether the gradients of a model since its last step are to be divided by their weights.
-        self._divided: dict[str, bool] = {}
+        # By what the next step of a model divides the sums of its passes: in one of the protocols
+        # the tokens that they train on.
+        self._divisors: dict[str, float] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._saver = checkpoint.Saver(str(root), self.mesh, asynchronous=False)
 
@@ -289,16 +290,13 @@ class Models:
         return self._pass(value, arrays, backward=False)
 
     def forward_backward(self, model: str, value: Any, arrays: Arrays) -> Done:
-        """divided: whether the step is to divide the sums of its passes by their weights."""
-        divided = value.get("divided", False)
-        if self.engine.totals is not None and self._divided.get(model) != divided:
-            raise Refused(
-                422,
-                "the passes since the last step are of the other protocol, whose sums are divided "
-                "otherwise; send optim_step first",
-            )
-        self._divided[model] = divided
-        return self._pass(value, arrays, backward=True)
+        """divided: whether the step is to divide the sums of its passes by their tokens."""
+        if self.engine.totals is None:
+            self._divisors[model] = 0.0
+        done = self._pass(value, arrays, backward=True)
+        if value.get("divided", False):
+            self._divisors[model] += Data.of(arrays).trained
+        return done
 
     def abort(self, model: str, value: Any, arrays: Arrays) -> Done:
         """Drops the gradients since the last step."""
@@ -326,7 +324,7 @@ class Models:
         try:
             self.engine.set_values(value["settings"])
             # The losses are sums, which one protocol does not divide.
-            divisor, most = None if self._divided.get(model) else 1.0, value["max_norm"]
+            divisor, most = self._divisors.get(model) or 1.0, value["max_norm"]
             norms: dict[str, torch.Tensor] = {}
             watch = functools.partial(self._measure, norms) if self.settings.norms else _nothing
             norm = self.engine.optim_step(max_norm=most, denominator=divisor, watch=watch)
@@ -362,7 +360,7 @@ class Models:
 
     def save(self, model: str, value: Any, arrays: Arrays) -> Done:
         path = saved_as("save_weights", model, value)
-        folder = self._of(path)
+        folder = self.folder(path)
         self._check_room(3 * self.trained_bytes)  # with two moments
         self._write(model, folder, states=True)
         about = self._known(model, "training", value, folder)
@@ -374,7 +372,7 @@ class Models:
         Others read adapters as PEFT has them, and all weights, `dense`, as transformers has.
         """
         path = saved_as("save_weights_for_sampler", model, value)
-        folder, trained = self._of(path), self.trained_bytes
+        folder, trained = self.folder(path), self.trained_bytes
         held, given = value["sampler"] is not None, value["dense"]
         dense = not held and (given is not None or not self.adapters)
         dtype = self.settings.dtype if given is None else getattr(torch, given)
@@ -386,7 +384,7 @@ class Models:
         self._write(model, folder, states=False)
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if held:
-            own = {"weights": path, "kind": "sampler"}
+            own = {"weights": path, "kind": "sampler", "ttl_seconds": value["ttl_seconds"]}
             return Done({"sampling_session_id": path, **answer}, saved={path: own})
         with _written():
             if dense:
@@ -448,7 +446,7 @@ class Models:
         }
         with _written():
             self._saver.write(folder, tensors, state)
-        self._snapshots = {n: own for n, own in self._snapshots.items() if self._of(n) != folder}
+        self._snapshots = {n: own for n, own in self._snapshots.items() if self.folder(n) != folder}
 
     def _read(
         self, model: str, folder: pathlib.Path, stored: dict[str, Any], *, states: bool
@@ -491,7 +489,7 @@ class Models:
             raise Refused(400, str(error)) from error
 
     def _folder(self, path: str) -> pathlib.Path:
-        folder = self._of(path)
+        folder = self.folder(path)
         there = self.mesh.control.broadcast((folder / "state.json").is_file())
         if not there:
             raise Refused(404, f"there is no checkpoint {path}")
@@ -542,8 +540,8 @@ class Models:
             tensors = {name: shard(p).clone() for name, p in named.items()}
         return Snapshot(tensors, scale)
 
-    def _of(self, name: str) -> pathlib.Path:
-        """The folder of a path, or of a sampler."""
+    def folder(self, name: str) -> pathlib.Path:
+        """That of a path, or of a sampler."""
         return folder_of(self.root, name) if "/" in name else self.root / "samplers" / name
 
 
