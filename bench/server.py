@@ -193,7 +193,7 @@ class InProcess:
 
         kind, body = request
         if isinstance(body, bytes):
-            given = binary.PassRequest(body)
+            given = binary.PassRequest(body, backward=True)
             arrays = Data.joined(given.data()).arrays()
             value = {"loss": given.loss, "options": given.options}
             return lambda: self.run(kind, value, arrays)

@@ -73,6 +73,9 @@ def test_processes_that_are_killed_come_again_and_nothing_is_lost(model_folder, 
         other = [sys.executable, "-m", "tilewright.server.launcher", "--config", str(file)]
         refused = subprocess.run([*other, "--mode", "connect"], capture_output=True, text=True)
         assert refused.returncode == 1 and "another server runs there" in refused.stderr
+        run = [sys.executable, "-m", "tilewright.server.worker", str(file)]
+        others = subprocess.run(run, capture_output=True, text=True)
+        assert others.returncode == 1 and "other workers are on" in others.stderr
         started = [pid for pids in processes(launcher.pid).values() for pid in pids]
         assert len(started) >= 3
         launcher.send_signal(signal.SIGTERM)

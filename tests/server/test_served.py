@@ -514,9 +514,9 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         assert sum(losses) == pytest.approx(want[0]["loss:sum"], rel=1e-5) and answer["info"] == {}
         step = {"model_id": "mine", "seq_id": 2, "gradient_clip": 0.0}
         answer = served.result(served.post("optim_step", step))
-        weights = sum(float(inputs["weights"].sum()) for _, inputs in data)
+        count = sum(len(tokens) for tokens, _ in data)
         # The scale of adapters is 2 here and 4 there, which the gradient of B has.
-        assert answer["metrics"]["grad_norm"] == pytest.approx(norm / weights / 2, rel=1e-3)
+        assert answer["metrics"]["grad_norm"] == pytest.approx(norm / count / 2, rel=1e-3)
         bare = {"data": listed([(data[0][0], {})]), "loss_fn": "causallm_loss"}
         bare = {"model_id": "mine", "forward_backward_input": bare}
         status, refused = served.post("forward_backward", bare)
@@ -533,19 +533,17 @@ def test_the_json_dialect_trains_saves_and_goes_on(file):
         assert output["logprobs"]["shape"] == [len(tokens) - 1]
         assert not any(output["elementwise_loss"]["data"][:8])
         assert output["loss"] == pytest.approx(-sum(output["logprobs"]["data"][8:]), rel=1e-5)
-        mixed = served.passes("mine", 4, data)
-        assert "of the other protocol" in served.result(mixed)["error"]
-        aborted = served.at_once("abort_gradient_epoch", {"model_id": "mine", "seq_id": 5})
+        aborted = served.at_once("abort_gradient_epoch", {"model_id": "mine", "seq_id": 4})
         assert aborted[1]["success"] and aborted[1]["step"] == 1
-        step |= {"seq_id": 6}
+        step |= {"seq_id": 5}
         assert "there is no gradient" in served.result(served.post("optim_step", step))["error"]
-        save = {"model_id": "mine", "seq_id": 7, "path": "one"}
+        save = {"model_id": "mine", "seq_id": 6, "path": "one"}
         assert served.result(served.post("save_weights", save))["path"] == "xorl://mine/weights/one"
         [saved] = served.post("list_checkpoints", {"model_id": "mine"})[1]["checkpoints"]
         assert saved["checkpoint_id"] == "weights/one" and saved["checkpoint_type"] == "training"
         info = served.post("weights_info", {"xorl_path": saved["path"]})[1]
         assert info["lora_config"] == {"rank": 4, "alpha": 8.0}
-        load = {"model_id": "mine", "seq_id": 8, "path": saved["path"], "optimizer": True}
+        load = {"model_id": "mine", "seq_id": 7, "path": saved["path"], "optimizer": True}
         assert served.result(served.post("load_weights", load))["path"] == saved["path"]
         weaker = {**created, "model_id": "weaker", "lora_config": {"rank": 4, "alpha": 4}}
         served.result(served.post("create_model", weaker))
@@ -828,11 +826,11 @@ def test_a_request_that_ends_the_workers_again_and_again_fails_its_model(file, m
             return run(kind, name, *rest)
 
         monkeypatch.setattr(served.workers.models, "run", crashing)
-        for _ in range(3):
+        for _ in range(2):
             with pytest.raises(RuntimeError, match="out of memory"):
                 served.answer()
         answer = served.result(future)
-        assert answer["category"] == "server" and "ended the workers 3 times" in answer["error"]
+        assert answer["category"] == "server" and "ended the workers 2 times" in answer["error"]
         assert served.step(model, 2)[0] == 400
         assert "metrics" in served.result(served.passes(other, 1, documents()))
 
@@ -885,6 +883,15 @@ def test_a_server_by_its_defaults_goes_on_after_a_kill(model_folder, tmp_path):
 
 
 # ---- what is refused
+
+
+def sparse(model, shape):
+    """A pass whose targets are a sparse matrix."""
+    targets = {"data": [1], "dtype": "int64", "shape": shape, "sparse_col_indices": [0]}
+    targets["sparse_crow_indices"] = [0, 1, 1, 1, 1, 1]
+    datum = {"model_input": {"input_ids": [1] * 5}, "loss_fn_inputs": {"target_tokens": targets}}
+    own = {"data": [datum], "loss_fn": "cross_entropy"}
+    return {"model_id": model, "seq_id": 1, "forward_backward_input": own}
 
 
 def refusals(model):
@@ -961,6 +968,42 @@ def refusals(model):
         "number": ("forward_backward", one(data(), seq=0), 422, "seq_id is 0"),
         "no JSON": ("optim_step", b"{", 422, "no JSON"),
         "infinity": ("optim_step", b'{"seq_id": Infinity}', 422, "the body holds Infinity"),
+        "too large": ("optim_step", b'{"seq_id": 1e999}', 422, "the body holds 1e999"),
+        "surrogate": ("optim_step", b'{"model_id": "\\ud800"}', 422, "without its other half"),
+        "long number": ("optim_step", {**adam, "seq_id": 10**30}, 422, "seq_id: "),
+        "far": (
+            "optim_step",
+            {**adam, "seq_id": 1 << 30, "adam_params": {}},
+            422,
+            "; the next of ",
+        ),
+        "no eps": ("optim_step", {**adam, "adam_params": {"eps": 0.0}}, 422, "adam_params.eps"),
+        "two rates": (
+            "optim_step",
+            {**adam, "adam_params": {"learning_rate": 0.1}, "learning_rate": 0.2},
+            422,
+            "learning_rate is 0.2, and that of adam_params 0.1",
+        ),
+        "setting": ("optim_step", {**adam, "optimizer_params": {"muon": 1}}, 422, "params.muon"),
+        "alpha": (
+            "create_model",
+            {**created, "base_model": "BASE", "lora_config": {"rank": 4, "alpha": 8.0}},
+            400,
+            "lora_config.alpha is 8.0",
+        ),
+        "large alpha": (
+            "create_model",
+            {"base_model": "BASE", "lora_config": {"rank": 4, "alpha": 1e308}},
+            422,
+            "lora_config.alpha",
+        ),
+        "shape": (
+            "forward_backward",
+            sparse(model, ["a", 2]),
+            422,
+            "its shape is ['a', 2]",
+        ),
+        "large": ("forward_backward", sparse(model, [5, 1 << 21]), 422, "too large for its bytes"),
         "deep": ("optim_step", b"[" * 100_000, 422, "nested too deeply"),
         "list": ("optim_step", [], 422, "must be an object"),
         "no settings": ("optim_step", adam, 422, "adam_params: it is missing"),
@@ -1043,6 +1086,13 @@ def test_bodies_are_bounded(model_folder, tmp_path):
         small = zstandard.ZstdCompressor().compress(body)
         encoded = {"content-encoding": "zstd"}
         assert served.post("forward_backward", raw=small, **encoded)[0] == 200
+        # All of it, in frames that follow each other.
+        one = zstandard.ZstdCompressor().compress
+        again = one(body[:50]) + one(body[50:])
+        assert served.post("forward_backward", raw=again, **encoded)[0] == 200
+        for raw, said in ((small[:-3], "its end is missing"), (small + b"x", "no zstd")):
+            status, answer = served.post("forward_backward", raw=raw, **encoded)
+            assert status == 422 and said in answer["detail"]
         bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
         for raw, more in ((bytes(200_000), {}), (bomb, encoded)):
             status, answer = served.post("forward_backward", raw=raw, **more)

@@ -26,6 +26,19 @@ def target_folder(folder: str | pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
+def locked(file: pathlib.Path, why: str) -> Iterator[None]:
+    """Within, no other process has this lock. Raises ValueError with `why` where one has it."""
+    import fcntl  # which Windows has not
+
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(why) from error
+        yield
+
+
+@contextlib.contextmanager
 def written_aside(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty temporary folder within `target` (created if needed) for files that `publish` moves
     into `target`.

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import datetime
 import inspect
-import io
 import json
 import logging
 import pathlib
@@ -61,6 +60,9 @@ SESSION = "session/"  # before the names of sessions among paths
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
 SOON = 0.005  # seconds in which the result of a small request comes
 POLL = 0.001, 0.02  # seconds between looks for a result from then on, at least and at most
+# What SQLite says where it cannot write, in part.
+UNWRITTEN = ("full", "locked", "busy", "I/O", "readonly")
+ZSTD = 256  # bytes that are decompressed at a time
 WAITED = 0.02  # of what a result was waited for, until the next look: it comes so much later
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
@@ -156,16 +158,28 @@ class Api:
             case "identity":
                 return data
             case "zstd":
-                most = int(self.limits.bytes) + 1
                 try:
-                    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
-                        data = stream.read(most)
+                    return self._decompressed(data)
                 except zstandard.ZstdError as error:
                     raise Refused(422, f"the body is no zstd: {error}", used=False) from error
-                self._fits(len(data))
-                return data
             case other:
                 raise Refused(415, f"Content-Encoding is {other!r}; accepted is 'zstd'", used=False)
+
+    def _decompressed(self, data: bytes) -> bytes:
+        """All frames. Raises ZstdError for what is cut off, and Refused where it is too large."""
+        parts, size = [], 0
+        while data:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            for at in range(0, len(data), ZSTD):  # each stands for a few MB at most
+                parts.append(frame.decompress(data[at : at + ZSTD]))
+                size += len(parts[-1])
+                self._fits(size)
+                if frame.eof:
+                    data = frame.unused_data + data[at + ZSTD :]
+                    break
+            else:
+                raise zstandard.ZstdError("its end is missing")
+        return b"".join(parts)
 
     def _fits(self, size: int) -> None:
         if size > self.limits.bytes:
@@ -184,8 +198,11 @@ class Api:
             raise Refused(401, "the key is missing or wrong: Authorization: Bearer KEY", used=False)
         return owner
 
-    def accept(self, call: Call) -> dict[str, Any]:
-        """Appends a request. Raises Refused where its model, or the queue, cannot take it."""
+    def accept(self, call: Call, *, ends: bool = False) -> dict[str, Any]:
+        """Appends a request. Raises Refused where its model, or the queue, cannot take it.
+
+        ends: whether it is for the end of its model, for which there is always room.
+        """
         requests = self.requests
         if call.creates is None and call.kind not in ("sample", GENERATE):
             # A client that saw no answer ends its model again.
@@ -195,7 +212,7 @@ class Api:
         state = requests.fact("workers") or ""
         if state.startswith("failed"):
             raise Refused(503, f"the workers have {state}", used=False)
-        if requests.waiting() >= self.limits.waiting:
+        if not ends and requests.waiting(self.owner) >= self.limits.waiting:
             raise Refused(429, f"{self.limits.waiting} requests wait already", used=False)
         if requests.full():
             raise Refused(429, f"{requests.file} has the size of log_max_gb", used=False)
@@ -237,11 +254,11 @@ class Api:
 
     def passes(self, request: Request, data: bytes) -> dict[str, Any]:
         kind = request.headers.get("content-type", "").partition(";")[0]
+        backward = request.url.path.endswith("forward_backward")
         if kind == PROTOBUF:
-            given = binary.PassRequest(data)
+            given = binary.PassRequest(data, backward=backward)
         elif kind == "application/json":
-            backward = request.url.path.endswith("forward_backward")
-            given = bodies.PassRequest(bodies.read_json(data), backward=backward)
+            given = bodies.PassRequest(data, backward=backward)
         else:
             raise Refused(415, f"Content-Type must be {PROTOBUF} or application/json")
         model, seq = checked("model_id", given.model), given.seq
@@ -259,12 +276,16 @@ class Api:
             if seq is not None:
                 self._used(refused, model, seq, name, data)
             raise
-        own = {"divided": kind != PROTOBUF} if given.backward else {}
+        own = {"divided": self._named(model)} if given.backward else {}
         value = {"loss": given.loss, "options": given.options, **own}
         return self.accept(Call(model, seq, name, value, documents.arrays()))
 
     def create_model(self, request: Request, data: bytes) -> dict[str, Any]:
-        return self.accept(bodies.create_model(bodies.read_json(data), self.base))
+        call = bodies.create_model(bodies.read_json(data), self.base)
+        session, _, number = call.model.partition(":train:")
+        if number and (self.path(f"{SESSION}{session}") or {}).get("finished"):
+            raise Refused(410, f"the session {session} is finished")
+        return self.accept(call)
 
     def optim_step(self, request: Request, data: bytes) -> dict[str, Any]:
         def make(given: Any) -> Call:
@@ -290,12 +311,12 @@ class Api:
         if body.save_checkpoint:
             value = bodies.saving(name, overwrite=True)
             call = Call(model.name, None, "save_weights", value)
-            saved = await self.at_once(request, self.accept(call))
+            saved = await self.at_once(request, self.accept(call, ends=True))
             told["checkpoint_path"] = json.loads(bytes(saved.body)).get("path")
             if told["checkpoint_path"] is None:
                 return saved
         call = Call(model.name, None, "unload_model", None)
-        await self.at_once(request, self.accept(call))
+        await self.at_once(request, self.accept(call, ends=True))
         return JSONResponse(told)
 
     async def at_once(self, request: Request, future: dict[str, Any]) -> Response:
@@ -328,7 +349,7 @@ class Api:
         )
 
     def unload_model(self, request: Request, data: bytes) -> dict[str, Any]:
-        return self.accept(bodies.unload_model(bodies.read_json(data)))
+        return self.accept(bodies.unload_model(bodies.read_json(data)), ends=True)
 
     def _step(self, kind: str, data: bytes, make: Callable[[Any], Call]) -> dict[str, Any]:
         """A request in JSON that may have a number of its model's sequence."""
@@ -340,7 +361,7 @@ class Api:
                 (given.get(name) if isinstance(given, dict) else None)
                 for name in ("model_id", "seq_id")
             )
-            if isinstance(model, str) and type(seq) is int and seq >= 1:
+            if isinstance(model, str) and type(seq) is int and 1 <= seq < 1 << 31:
                 self._used(refused, model, seq, kind, data)
             raise
         return self.accept(call)
@@ -456,6 +477,12 @@ class Api:
         name = request.path_params["name"]
         about = {**self._session(name), "finished": time.time()}
         self.requests.remember(SESSION + name, self.owner, about)
+        for path in self.requests.paths(self.owner):
+            if path.path.startswith(bodies.samplers_of(name)):
+                self.requests.drop(path.path)
+                shutil.rmtree(
+                    self.requests.file.parent / "samplers" / path.path, ignore_errors=True
+                )
         return Response(status_code=204)
 
     def sessions(self, request: Request, data: bytes) -> dict[str, Any]:
@@ -486,7 +513,10 @@ class Api:
         else:
             bodies.check_base(body.base_model, self.base)
         name = bodies.sampler_of(body.session_id, body.sampling_session_seq_id)
-        self.requests.remember(name, self.owner, {"weights": weights, "kind": "session"})
+        try:
+            self.requests.claim(name, self.owner, {"weights": weights, "kind": "session"})
+        except Conflict as error:
+            raise Refused(400, str(error)) from error
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def sampler(self, request: Request, data: bytes) -> dict[str, Any]:
@@ -674,7 +704,7 @@ def _part(request: Request, every: list[T], *, limit: int) -> tuple[list[T], dic
 
 def _number(request: Request, name: str, default: int) -> int:
     given = request.query_params.get(name, str(default))
-    if not given.isdecimal() or int(given) > 10**6:
+    if not given.isdecimal() or len(given) > 7 or int(given) > 10**6:
         raise Refused(422, f"{name} is {given!r:.80}; accepted are numbers from 0")
     return int(given)
 
@@ -764,6 +794,27 @@ async def _overview(api: Api, request: Request) -> Response:
     return HTMLResponse(made, headers=PAGE_HEADERS)
 
 
+def _tell_errors(app: FastAPI, api: Api) -> None:
+    """Errors are answered with a sentence."""
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        return JSONResponse({"detail": str(error)}, error.status, headers)
+
+    @app.exception_handler(sqlite3.OperationalError)
+    async def unwritten(request: Request, error: Exception) -> Response:
+        """The disk is full, or another process holds the log."""
+        if not any(word in str(error) for word in UNWRITTEN):
+            raise error
+        said = f"{api.requests.file} cannot be written: {error}"
+        return JSONResponse({"detail": said}, 503, {"Retry-After": "10"})
+
+    @app.exception_handler(404)
+    async def unknown(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": f"there is no {request.url.path}"}, 404)
+
+
 def application(api: Api, rollouts: Rollouts | None = None) -> FastAPI:
     """The routes. All but health need the key.
 
@@ -779,20 +830,7 @@ def application(api: Api, rollouts: Rollouts | None = None) -> FastAPI:
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-        return JSONResponse({"detail": str(error)}, error.status, headers)
-
-    @app.exception_handler(sqlite3.OperationalError)
-    async def unwritten(request: Request, error: Exception) -> Response:
-        """The disk is full, or another process holds the log."""
-        said = f"{api.requests.file} cannot be written: {error}"
-        return JSONResponse({"detail": said}, 503, {"Retry-After": "10"})
-
-    @app.exception_handler(404)
-    async def unknown(request: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": f"there is no {request.url.path}"}, 404)
+    _tell_errors(app, api)
 
     def route(method: str, path: str, handler: Handler) -> None:
         async def call(request: Request) -> Response:

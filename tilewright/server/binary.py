@@ -13,6 +13,7 @@ from tilewright.server import messages_pb2 as wire
 from tilewright.server.datums import (
     DTYPES,
     Datum,
+    Room,
     from_bfloat16,
     from_bytes,
     from_csr,
@@ -32,8 +33,9 @@ EMPTY = -99999.0  # the log-probability of an empty place in TopkLogprobs
 class PassRequest:
     """A request of a forward or backward pass, parsed. Data are read by `data`."""
 
-    def __init__(self, body: bytes):
-        self._message = wire.ForwardBackwardRequest()
+    def __init__(self, body: bytes, *, backward: bool):
+        self._backward = backward
+        self._message, self._room = wire.ForwardBackwardRequest(), Room(len(body))
         try:
             self._message.ParseFromString(body)
         except DecodeError as error:
@@ -49,7 +51,8 @@ class PassRequest:
 
     @property
     def backward(self) -> bool:
-        return not self._message.forward_only
+        """By the route, and not where the message says otherwise."""
+        return self._backward and not self._message.forward_only
 
     @property
     def loss(self) -> str:
@@ -66,8 +69,7 @@ class PassRequest:
     def data(self) -> list[Datum]:
         return [self._datum(i, datum) for i, datum in enumerate(self._message.data)]
 
-    @staticmethod
-    def _datum(i: int, datum: wire.Datum) -> Datum:
+    def _datum(self, i: int, datum: wire.Datum) -> Datum:
         parts = []
         for chunk in datum.model_input:
             kind = chunk.WhichOneof("chunk")
@@ -80,13 +82,13 @@ class PassRequest:
                 from_bytes(chunk.encoded_text.tokens, _INT32, (), f"datum {i}: model_input")
             )
         inputs = {
-            name: _array(tensor, f"datum {i}: {name}")
+            name: _array(tensor, f"datum {i}: {name}", self._room)
             for name, tensor in datum.loss_fn_inputs.items()
         }
         return Datum(np.concatenate(parts) if parts else np.empty(0, np.int64), inputs)
 
 
-def _array(tensor: wire.Tensor, at: str) -> np.ndarray:
+def _array(tensor: wire.Tensor, at: str, room: Room) -> np.ndarray:
     """float32 or int64."""
     shape = [*tensor.shape]
     if tensor.HasField("sparse_csr"):
@@ -94,7 +96,7 @@ def _array(tensor: wire.Tensor, at: str) -> np.ndarray:
         rows, columns = (
             from_bytes(part, _INT64, (), at) for part in (csr.crow_indices, csr.col_indices)
         )
-        return from_csr(_read(csr.values, tensor.dtype, (), at), rows, columns, shape, at)
+        return from_csr(_read(csr.values, tensor.dtype, (), at), rows, columns, shape, at, room)
     return _read(tensor.dense, tensor.dtype, shape, at)
 
 

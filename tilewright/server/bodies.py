@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewright.nn.projections import FUSED
-from tilewright.server.datums import Datum, from_json
+from tilewright.server.datums import Datum, Room, from_json
 from tilewright.server.frames import Arrays
 from tilewright.server.log import GENERATE
 from tilewright.server.names import PARTS, canonical, checked, parsed
@@ -45,13 +46,21 @@ B = TypeVar("B", bound=Body)
 
 
 def read_json(data: bytes) -> Any:
-    """Raises Refused for what is no JSON, or holds NaN or infinity."""
+    """Raises Refused for what is no JSON, or holds NaN or infinity, or half of a character."""
 
     def refuse(name: str) -> float:
-        raise Refused(422, f"the body holds {name}; JSON has finite numbers")
+        raise Refused(422, f"the body holds {name:.80}; JSON has finite numbers")
+
+    def finite(text: str) -> float:
+        return number if math.isfinite(number := float(text)) else refuse(text)
 
     try:
-        return json.loads(data, parse_constant=refuse)
+        given = json.loads(data, parse_constant=refuse, parse_float=finite)
+        if b"\\u" in data:
+            json.dumps(given, ensure_ascii=False).encode()
+        return given
+    except UnicodeEncodeError as error:
+        raise Refused(422, "the body holds a surrogate without its other half") from error
     except RecursionError as error:
         raise Refused(422, "the body is nested too deeply") from error
     except ValueError as error:
@@ -70,6 +79,14 @@ def read(kind: type[B], given: Any) -> B:
         raise Refused(422, f"{at}: {first['msg']}, got {first['input']!r:.80}") from error
 
 
+# The places of requests, models and samplers in their sequences: the wire's int32.
+Place = Annotated[int, Field(ge=0, lt=1 << 31)]
+First = Annotated[int, Field(ge=1, lt=1 << 31)]
+# What float32 holds, with room for what is made of it.
+Rate = Annotated[float, Field(ge=0, le=1e6)]
+Epsilon = Annotated[float, Field(ge=1e-37, le=1e6)]  # 0: what has no gradient would be NaN
+
+
 # ---- models
 
 
@@ -79,15 +96,22 @@ class LoraConfig(Body):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+    alpha: float | None = None
+    dropout: float | None = None
+    target_modules: Any = None
 
 
 class OptimizerConfig(Body):
+    """Other settings than these would be without effect."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
     type: str = "adamw"
 
 
 class CreateModel(Body):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Place
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
@@ -131,7 +155,7 @@ def model_of(session: str, number: int) -> str:
 class NamedLora(Body):
     rank: int = Field(ge=1)
     dropout: float = 0.0
-    alpha: float | None = Field(None, gt=0)
+    alpha: float | None = Field(None, gt=0, le=1e6)
     target_modules: list[str] | None = None
     seed: int | None = None
 
@@ -139,12 +163,12 @@ class NamedLora(Body):
 class Settings(OptimizerConfig):
     """Used by steps that do not say them."""
 
-    learning_rate: float | None = Field(None, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: Rate | None = None
+    weight_decay: Rate = 0.0
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2
     )
-    eps: float = Field(1e-12, ge=0)
+    eps: Epsilon = 1e-12
     optimizer_dtype: str | None = None
 
 
@@ -153,6 +177,7 @@ class NamedModel(Body):
 
     model_id: str = "default"
     base_model: str
+    user_metadata: dict[str, Any] | None = None
     lora_config: NamedLora | None = None
     optimizer_config: Settings | None = None
 
@@ -164,6 +189,13 @@ def create_model(given: Any, base: Base) -> Call:
     check_base(body.base_model, base)
     _check_optimizer(body.optimizer_config)
     lora = body.lora_config or LoraConfig(rank=base.rank or 1)
+    for name in ("alpha", "dropout", "target_modules"):
+        if value := getattr(lora, name):
+            raise Refused(
+                400,
+                f"lora_config.{name} is {value!r:.80}; a model of a session has the server's alpha, "
+                "no dropout, and train_attn, train_mlp and train_unembed",
+            )
     parts = [part for part in PARTS if getattr(lora, f"train_{part}")]
     if not parts:
         raise Refused(400, "lora_config: one of train_attn, train_mlp, train_unembed must be true")
@@ -194,7 +226,7 @@ def _create_named(given: dict[str, Any], base: Base) -> Call:
     # None on the head unless it is named: this protocol's clients load adapters of layers alone.
     parts = ["attn", "mlp"] + ["unembed"] * ("lm_head" in (targets or ()))
     about = _about(lora.rank, lora.alpha or base.alpha, lora.seed, parts, base, targets)
-    known = {"base_model": body.base_model, "user_metadata": None, "named": True}
+    known = {"base_model": body.base_model, "user_metadata": body.user_metadata, "named": True}
     model = checked("model_id", body.model_id)
     return Call(
         model,
@@ -236,9 +268,9 @@ def _check_optimizer(config: OptimizerConfig | None) -> None:
 
 class LoadWeights(Body):
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: First | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Place | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str
@@ -274,7 +306,7 @@ class Info(Body):
 
 class Named(Body):
     model_id: str
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: First | None = None
 
 
 def unload_model(given: Any) -> Call:
@@ -303,19 +335,19 @@ class DeleteCheckpoint(Body):
 
 
 class AdamParams(Body):
-    learning_rate: float = Field(1e-4, ge=0)
+    learning_rate: Rate = 1e-4
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip_norm: float = 0.0
+    eps: Epsilon = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: float = Field(0.0, ge=0)
 
 
 class OptimStep(Named):
     adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfig | None = None
-    learning_rate: float | None = Field(None, ge=0)
-    gradient_clip: float = 0.0
+    learning_rate: Rate | None = None
+    gradient_clip: float = Field(0.0, ge=0)
 
 
 def optim_step(given: Any, known: Mapping[str, Any]) -> Call:
@@ -323,14 +355,19 @@ def optim_step(given: Any, known: Mapping[str, Any]) -> Call:
     body = read(OptimStep, given)
     _check_optimizer(body.optimizer_params)
     own, settings = body.adam_params, known.get("settings")
+    if own is not None:
+        for name, given, other in (
+            ("learning_rate", body.learning_rate, own.learning_rate),
+            ("gradient_clip", body.gradient_clip or None, own.grad_clip_norm),
+        ):
+            if given is not None and given != other:
+                raise Refused(422, f"{name} is {given}, and that of adam_params {other}; give one")
     if own is None and settings is not None:
         rate = settings["learning_rate"] if body.learning_rate is None else body.learning_rate
         beta1, beta2 = settings["betas"]
-        given = {n: settings[n] for n in ("eps", "weight_decay")} | {"learning_rate": rate}
-        own = read(
-            AdamParams,
-            {**given, "beta1": beta1, "beta2": beta2, "grad_clip_norm": body.gradient_clip},
-        )
+        params = {n: settings[n] for n in ("eps", "weight_decay")} | {"learning_rate": rate}
+        params |= {"beta1": beta1, "beta2": beta2, "grad_clip_norm": body.gradient_clip}
+        own = read(AdamParams, params)
     if own is None:
         raise Refused(422, "adam_params: it is missing")
     settings = {
@@ -340,7 +377,7 @@ def optim_step(given: Any, known: Mapping[str, Any]) -> Call:
         "adam_epsilon": own.eps,
         "weight_decay": own.weight_decay,
     }
-    value = {"settings": settings, "max_norm": max(own.grad_clip_norm, 0.0)}
+    value = {"settings": settings, "max_norm": own.grad_clip_norm}
     return Call(checked("model_id", body.model_id), body.seq_id, "optim_step", value)
 
 
@@ -380,13 +417,13 @@ class PassBody(Named):
 class PassRequest:
     """A request of a pass of the JSON dialect, with what `binary.PassRequest` has."""
 
-    def __init__(self, given: Any, *, backward: bool):
-        body = read(PassBody, given)
+    def __init__(self, data: bytes, *, backward: bool):
+        body = read(PassBody, read_json(data))
         own = body.forward_backward_input if backward else body.forward_input
         if own is None:
             raise Refused(422, f"forward{'_backward' * backward}_input: it is missing")
         self.model, self.seq, self.backward = body.model_id, body.seq_id, backward
-        self._input, self.loss = own, own.loss_fn
+        self._input, self.loss, self._room = own, own.loss_fn, Room(len(data))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -401,8 +438,7 @@ class PassRequest:
             raise Refused(501, "routed_experts: recorded routes are not replayed here")
         return [self._datum(i, datum) for i, datum in enumerate(own.data)]
 
-    @staticmethod
-    def _datum(i: int, datum: DatumBody) -> Datum:
+    def _datum(self, i: int, datum: DatumBody) -> Datum:
         given = datum.model_input
         if given.chunks is not None:
             if odd := [chunk.type for chunk in given.chunks if chunk.type != "encoded_text"]:
@@ -415,7 +451,7 @@ class PassRequest:
         if wrong := [token for token in ids if abs(token) >= 2**31]:
             raise Refused(400, f"datum {i}: model_input has the token {wrong[0]}")
         inputs = {
-            name: from_json(value, f"datum {i}: {name}")
+            name: from_json(value, f"datum {i}: {name}", self._room)
             for name, value in datum.loss_fn_inputs.items()
         }
         return shifted(i, np.array(ids, np.int64), inputs)
@@ -440,9 +476,10 @@ def shifted(i: int, tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
     else:
         targets = inputs["target_tokens"]
     ignored = targets == IGNORE
-    if ignored.any() and targets.ndim == 1:
+    if targets.ndim == 1:  # also where none is: all data of a request have the same inputs
         weights = inputs.get("weights", np.ones(len(targets), np.float32))
-        inputs = {**inputs, "weights": np.where(ignored, 0, weights).astype(np.float32)}
+        if weights.shape == targets.shape:  # else it is refused
+            inputs = {**inputs, "weights": np.where(ignored, 0, weights).astype(np.float32)}
         targets = np.where(ignored, 0, targets)
     return Datum(tokens, {**inputs, "target_tokens": targets})
 
@@ -467,7 +504,7 @@ class SaveWeights(Named, Keep):
 
 class SaveForSampler(SaveWeights):
     name: str | None = None  # as the JSON dialect has the path
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Place | None = None
     kind: str = "snapshot"
 
 
@@ -493,7 +530,8 @@ def save_for_sampler(given: Any) -> Call:
         session = model.partition(":train:")[0]
         sampler = sampler_of(session, body.sampling_session_seq_id)
     name = None if sampler else _name(body, body.name)
-    value = {**saving(name, of=body), "sampler": sampler, "dense": None}
+    overwrite = body.overwrite and sampler is None
+    value = {**saving(name, overwrite=overwrite, of=body), "sampler": sampler, "dense": None}
     # Published clients number the sampler anew when they send the request again.
     same = {**value, "sampler": sampler is not None}
     return Call(model, body.seq_id, "save_weights_for_sampler", value, same=same)
@@ -508,7 +546,8 @@ def save_full(given: Any) -> Call:
     """All weights, adapters merged, as transformers reads them; beside them what samplers read."""
     body = read(SaveFull, given)
     name = _name(body, body.name)
-    value = {**saving(name, of=body), "sampler": None, "dense": body.dtype}
+    own = saving(name, overwrite=body.overwrite, of=body)
+    value = {**own, "sampler": None, "dense": body.dtype}
     return Call(checked("model_id", body.model_id), body.seq_id, "save_weights_for_sampler", value)
 
 
@@ -541,14 +580,14 @@ class Prompt(Body):
 
 class CreateSampler(Body):
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Place
     base_model: str | None = None
     model_path: str | None = None
 
 
 class Sample(Body):
     sampling_session_id: str
-    seq_id: int = Field(ge=0)
+    seq_id: Place
     num_samples: int = Field(1, ge=1, le=1024)
     prompt: Prompt
     sampling_params: SamplingParams = Field(

@@ -18,8 +18,24 @@ INPUT = "input."  # before the names of inputs among the arrays
 TOKENS, LENGTHS = "tokens", "lengths"
 # dtype of the wire -> numpy's, and by how many bytes an element is stored.
 DTYPES = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8"), "int32": np.dtype("<i4")}
-# 8 bytes an element: a request may not stand for more memory than it is large by far.
-MOST_ELEMENTS = 1 << 27
+MOST_ELEMENTS = 1 << 26  # of an array of a request, 8 bytes each
+
+
+class Room:
+    """How many numbers the sparse tensors of a request may stand for: a request is not for more
+    memory than it is large, by far.
+    """
+
+    def __init__(self, size: int):
+        self._left = 4 * size + (1 << 22)
+
+    def take(self, count: int, at: str) -> None:
+        """Raises Refused."""
+        self._left -= count
+        if self._left < 0:
+            raise Refused(
+                422, f"{at}: the sparse tensors of the request are too large for its bytes"
+            )
 
 
 class Datum(NamedTuple):
@@ -75,6 +91,14 @@ class Data(NamedTuple):
         return cls(arrays[TOKENS], arrays[LENGTHS], inputs)
 
     @property
+    def trained(self) -> int:
+        """How many tokens are trained on: those whose weight, if they have one, is not 0."""
+        weights = self.inputs.get("weights")
+        if weights is None:
+            return len(self.tokens)
+        return int((weights != 0).reshape(len(weights), -1).any(1).sum())
+
+    @property
     def starts(self) -> np.ndarray:
         """Where each document begins, and the end of the last."""
         return np.concatenate(([0], np.cumsum(self.lengths)))
@@ -85,6 +109,8 @@ def _stacked(name: str, rows: list[np.ndarray]) -> np.ndarray:
     width = max(row.shape[1] if row.ndim == 2 else 0 for row in rows)
     if not width:
         return np.concatenate(rows)
+    if width * sum(map(len, rows)) > MOST_ELEMENTS:
+        raise Refused(422, f"{name}: {width} a token are more than {MOST_ELEMENTS} numbers in all")
     fill = -1 if rows[0].dtype.kind == "i" else 0
     wide = []
     for i, row in enumerate(rows):
@@ -100,7 +126,7 @@ def _stacked(name: str, rows: list[np.ndarray]) -> np.ndarray:
 def elements(shape: Iterable[int], at: str) -> int:
     """The number of elements of a shape. Raises Refused for one that cannot be."""
     sizes = [*shape]
-    if any(n < 0 for n in sizes) or math.prod(sizes) > MOST_ELEMENTS:
+    if any(type(n) is not int or n < 0 for n in sizes) or math.prod(sizes) > MOST_ELEMENTS:
         raise Refused(
             422, f"{at}: its shape is {sizes}; accepted are up to {MOST_ELEMENTS} numbers"
         )
@@ -127,12 +153,17 @@ def from_bfloat16(data: bytes, shape: Sequence[int], at: str) -> np.ndarray:
 
 
 def from_csr(
-    values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int], at: str
+    values: np.ndarray,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    shape: Sequence[int],
+    at: str,
+    room: Room,
 ) -> np.ndarray:
     """A sparse matrix [tokens, k], whose entries that are not listed are 0, or of integers -1."""
     if len(shape) != 2:
         raise Refused(422, f"{at}: a sparse tensor has two dimensions, and this one {len(shape)}")
-    elements(shape, at)
+    room.take(elements(shape, at), at)
     counts = np.diff(rows)
     fits = len(rows) == shape[0] + 1 and len(values) == len(columns)
     if not fits or rows[0] != 0 or rows[-1] != len(values) or (counts < 0).any():
@@ -145,17 +176,19 @@ def from_csr(
     return dense
 
 
-def from_json(given: Any, at: str) -> np.ndarray:
+def from_json(given: Any, at: str, room: Room) -> np.ndarray:
     """A tensor of the JSON dialects: a list of numbers, or {data, dtype, shape}."""
     shape: Any = None
     dtype = None
     if isinstance(given, Mapping):
+        dtype, shape = given.get("dtype"), given.get("shape")
+        if shape is not None and not isinstance(shape, list):
+            raise Refused(422, f"{at}: its shape must be a list of integers, got {shape!r:.80}")
         if given.get("sparse_crow_indices") is not None:
             parts = (given.get(n) for n in ("sparse_crow_indices", "sparse_col_indices"))
-            rows, columns = (from_json({"data": p, "dtype": "int64"}, at) for p in parts)
-            plain = {"data": given.get("data"), "dtype": given.get("dtype")}
-            return from_csr(from_json(plain, at), rows, columns, given.get("shape") or (), at)
-        dtype, shape = given.get("dtype"), given.get("shape")
+            rows, columns = (from_json({"data": p, "dtype": "int64"}, at, room) for p in parts)
+            values = from_json({"data": given.get("data"), "dtype": dtype}, at, room)
+            return from_csr(values, rows, columns, shape or (), at, room)
         if dtype not in (None, *DTYPES):
             raise Refused(422, f"{at}: dtype is {dtype!r}; accepted are {', '.join(DTYPES)}")
         given = given.get("data")
@@ -174,8 +207,6 @@ def from_json(given: Any, at: str) -> np.ndarray:
         raise Refused(422, f"{at}: it holds fractions; accepted are integers")
     array = array.astype(np.float32 if wanted.kind == "f" else np.int64)
     if shape is not None:
-        if not isinstance(shape, list) or not all(type(n) is int for n in shape):
-            raise Refused(422, f"{at}: its shape must be a list of integers, got {shape!r:.80}")
         if elements(shape, at) != array.size:
             raise Refused(422, f"{at}: it has {array.size} numbers, and its shape is {shape}")
         array = array.reshape(shape)

@@ -60,7 +60,7 @@ class Own(Section):
     idle_session_timeout: float = Field(
         7200,
         ge=0,
-        description="Seconds without a request or heartbeat; then saved, unloaded; 0: never.",
+        description="Seconds without a request or heartbeat; then saved, unloaded, samplers dropped; 0: never.",
     )
     skip_initial_checkpoint: bool = Field(
         False, description="Do not save a model as weights/000000 when it is created."
@@ -96,7 +96,7 @@ class Own(Section):
         None, description="A file with the key; null: one that is drawn, in output_dir/api.key."
     )
     max_body_mb: float = Field(256, gt=0, description="The largest request.")
-    max_pending: int = Field(100, ge=1, description="Requests that may wait; then 429.")
+    max_pending: int = Field(100, ge=1, description="Requests of a key that may wait; then 429.")
     gap_timeout: float = Field(
         120, gt=0, description="Seconds that requests wait for a number before theirs."
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import logging
 import math
@@ -23,6 +22,7 @@ import pathlib
 import secrets
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from tilewright.core import platform
-from tilewright.core.files import write_text
+from tilewright.core.files import locked, write_text
 from tilewright.server.fields import Own, load
 from tilewright.server.keys import Keys
 from tilewright.server.log import Log
@@ -48,19 +48,6 @@ MODULES = {
 }
 LEAVING = 30.0  # seconds that a process has to end
 LOOK = 0.05  # seconds between looks at the processes
-
-
-@contextlib.contextmanager
-def locked(root: pathlib.Path) -> Iterator[None]:
-    """Raises ValueError where another server has the folder."""
-    with (root / "server.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"server.output_dir = {root}: another server runs there; give each a folder of its own"
-            ) from error
-        yield
 
 
 def key_of(server: Own, root: pathlib.Path) -> pathlib.Path:
@@ -131,7 +118,8 @@ def serve(server: Own, config: Config, arguments: list[str], *, workers: bool) -
     os.umask(0o077)  # what clients send, and weights, are for the server's user alone
     root.mkdir(parents=True, exist_ok=True)
     family = socket.AF_INET6 if ":" in server.api_host else socket.AF_INET
-    with locked(root), socket.socket(family, socket.SOCK_STREAM) as listening:
+    why = f"server.output_dir = {root}: another server runs there; give each a folder of its own"
+    with locked(root / "server.lock", why), socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((server.api_host, server.api_port))
@@ -212,20 +200,20 @@ def _supervise(
         while True:
             if sampler is not None and requests.fact("sampler") == "wanted":
                 each.append(sampler())
-                requests.tell("sampler", "started")
+                _told(requests, "sampler", "started")
             for one in [*each]:
                 left, ended = one.left, one.looked_at()
                 if one in workers and one.left < left:
-                    requests.tell("workers", "starting")
+                    _told(requests, "workers", "starting")
                 if ended is None:
                     continue
                 log.error("%s has ended with %d", one.name, ended)
                 if one.name == "the sampler":  # what was asked of it ends, and the rest goes on
-                    requests.tell("sampler", f"failed: its exit code is {ended}")
+                    _told(requests, "sampler", f"failed: its exit code is {ended}")
                     each.remove(one)
                     continue
                 if one in workers:
-                    requests.tell("workers", f"failed: their exit code is {ended}")
+                    _told(requests, "workers", f"failed: their exit code is {ended}")
                 return 2 if ended == 2 else 1
             late = time.monotonic() - max((one.since for one in workers), default=math.inf)
             if late > server.worker_connection_timeout and requests.fact("workers") == "starting":
@@ -248,6 +236,12 @@ def _supervise(
             one.wait(until)
         requests.close()
     return code
+
+
+def _told(requests: Log, name: str, state: str) -> None:
+    """Says what processes do. On a full disk it is not said: workers say themselves what follows."""
+    with contextlib.suppress(sqlite3.OperationalError):
+        requests.tell(name, state)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -56,6 +56,7 @@ CREATE TABLE IF NOT EXISTS paths (
 );
 """
 VERSION = "2"
+AHEAD = 1 << 16  # numbers that a client may be ahead in its sequence
 State = Literal["new", "live", "failed", "ended"]
 GENERATE = "generate"  # of a sample that the engine for sampling begins, and the workers score
 
@@ -143,6 +144,10 @@ def _whole(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
 
+def _json(about: Any) -> str:
+    return json.dumps(about, allow_nan=False)
+
+
 class Log:
     """The log in a folder, which is made if need be. Threads may share it.
 
@@ -219,24 +224,37 @@ class Log:
         same: the part of the body that a repetition has, too; None: all of it.
 
         Raises:
-            Conflict: The number was used with another body.
+            Conflict: The number was used with another body, or the sequence is behind it, or it is
+                far ahead.
         """
         digest = _digest(kind, same or body)
         with self._writing() as db:
             replaced = bool(creates and creates.get("named")) and self._has_run(db, model)
             if not replaced and (known := self._known(model, seq, kind, digest)) is not None:
                 return known
+            if creates is None and seq is not None:
+                self._check_place(db, model, seq)
             if creates is not None:
                 self._make_way(db, model)
                 now = time.time()
                 db.execute(
                     "INSERT INTO models (name, owner, about, state, created, used, next) "
                     "VALUES (?, ?, ?, 'new', ?, ?, ?)",
-                    (model, owner, json.dumps(creates), now, now, seq or 0),
+                    (model, owner, _json(creates), now, now, seq or 0),
                 )
             else:
                 db.execute("UPDATE models SET used = ? WHERE name = ?", (time.time(), model))
             return self._added(db, (owner, model, seq, kind, digest, _squeezed(body)), waits=True)
+
+    @staticmethod
+    def _check_place(db: sqlite3.Connection, model: str, seq: int) -> None:
+        """Raises Conflict for a number that would never be next."""
+        row = db.execute("SELECT next FROM models WHERE name = ?", (model,)).fetchone()
+        if row is not None and not row[0] <= seq < row[0] + AHEAD:
+            raise Conflict(
+                f"seq_id is {seq}; the next of {model} is {row[0]}, and accepted are less than "
+                f"{row[0] + AHEAD}"
+            )
 
     @staticmethod
     def _has_run(db: sqlite3.Connection, model: str) -> bool:
@@ -265,6 +283,7 @@ class Log:
         with self._writing() as db:
             if self._known(model, seq, kind, digest) is not None:
                 return
+            self._check_place(db, model, seq)
             self._added(db, (owner, model, seq, kind, digest, None), waits=False)
             number = db.execute("SELECT last_insert_rowid()").fetchone()[0]
             db.execute(
@@ -336,9 +355,10 @@ class Log:
             return f"seq_id {rows[0][0]} has not come yet"
         return None
 
-    def waiting(self) -> int:
-        """The number of requests without a result."""
-        return self._read("SELECT count(*) FROM requests WHERE waits")[0][0]
+    def waiting(self, owner: str | None = None) -> int:
+        """The number of requests without a result: all, or those that came with a key."""
+        query = "SELECT count(*) FROM requests WHERE waits AND (? IS NULL OR owner = ?)"
+        return self._read(query, owner, owner)[0][0]
 
     def full(self) -> bool:
         """Whether the file has its greatest size."""
@@ -375,6 +395,15 @@ class Log:
         rows = self._read("SELECT owner, about FROM paths WHERE path = ?", path)
         return (rows[0][0], json.loads(rows[0][1])) if rows else None
 
+    def claim(self, path: str, owner: str, about: Any) -> None:
+        """Adds a path, if it is not there. Raises Conflict where there is another one."""
+        with self._writing() as db:
+            row = db.execute("SELECT owner, about FROM paths WHERE path = ?", (path,)).fetchone()
+            if row is None:
+                self._remember(db, path, owner, about)
+            elif row[0] != owner or json.loads(row[1]) != about:
+                raise Conflict(f"the name {path} is taken; give another")
+
     def remember(self, path: str, owner: str, about: Any) -> None:
         """Adds a path, or what is known of it now."""
         with self._writing() as db:
@@ -385,7 +414,7 @@ class Log:
         now, seconds = time.time(), about.get("ttl_seconds")
         db.execute(
             "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?)",
-            (path, owner, json.dumps(about), now, None if seconds is None else now + seconds),
+            (path, owner, _json(about), now, None if seconds is None else now + seconds),
         )
 
     def expire(self, path: str, seconds: float | None) -> None:
@@ -397,6 +426,17 @@ class Log:
     def expired(self) -> list[str]:
         """Paths whose time is over."""
         rows = self._read("SELECT path FROM paths WHERE expires < ? ORDER BY path", time.time())
+        return [path for (path,) in rows]
+
+    def idle_samplers(self, seconds: float) -> list[str]:
+        """Samplers that no client has asked in so many seconds."""
+        since = time.time() - seconds
+        rows = self._read(
+            "SELECT path FROM paths WHERE json_extract(about, '$.kind') IN ('sampler', 'session') "
+            "AND created < ? AND NOT EXISTS (SELECT 1 FROM requests r WHERE r.model = path AND "
+            "(r.waits OR r.arrived >= ?)) ORDER BY path",
+            since, since,
+        )  # fmt: skip
         return [path for (path,) in rows]
 
     def drop(self, path: str) -> None:

@@ -157,8 +157,9 @@ class Models:
         self.bank = Bank(engine) if self.adapters else Sole(engine, again)
         self.about: dict[str, About] = {}
         self.steps: dict[str, int] = {}
-        # Whether the gradients of a model since its last step are to be divided by their weights.
-        self._divided: dict[str, bool] = {}
+        # By what the next step of a model divides the sums of its passes: in one of the protocols
+        # the tokens that they train on.
+        self._divisors: dict[str, float] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._saver = checkpoint.Saver(str(root), self.mesh, asynchronous=False)
 
@@ -290,16 +291,13 @@ class Models:
         return self._pass(value, arrays, backward=False)
 
     def forward_backward(self, model: str, value: Any, arrays: Arrays) -> Done:
-        """divided: whether the step is to divide the sums of its passes by their weights."""
-        divided = value.get("divided", False)
-        if self.engine.totals is not None and self._divided.get(model) != divided:
-            raise Refused(
-                422,
-                "the passes since the last step are of the other protocol, whose sums are divided "
-                "otherwise; send optim_step first",
-            )
-        self._divided[model] = divided
-        return self._pass(value, arrays, backward=True)
+        """divided: whether the step is to divide the sums of its passes by their tokens."""
+        if self.engine.totals is None:
+            self._divisors[model] = 0.0
+        done = self._pass(value, arrays, backward=True)
+        if value.get("divided", False):
+            self._divisors[model] += Data.of(arrays).trained
+        return done
 
     def abort(self, model: str, value: Any, arrays: Arrays) -> Done:
         """Drops the gradients since the last step."""
@@ -327,7 +325,7 @@ class Models:
         try:
             self.engine.set_values(value["settings"])
             # The losses are sums, which one protocol does not divide.
-            divisor, most = None if self._divided.get(model) else 1.0, value["max_norm"]
+            divisor, most = self._divisors.get(model) or 1.0, value["max_norm"]
             norms: dict[str, torch.Tensor] = {}
             watch = functools.partial(self._measure, norms) if self.settings.norms else _nothing
             norm = self.engine.optim_step(max_norm=most, denominator=divisor, watch=watch)
@@ -363,7 +361,7 @@ class Models:
 
     def save(self, model: str, value: Any, arrays: Arrays) -> Done:
         path = saved_as("save_weights", model, value)
-        folder = self._of(path)
+        folder = self.folder(path)
         self._check_room(3 * self.trained_bytes)  # with two moments
         self._write(model, folder, states=True)
         about = self._known(model, "training", value, folder)
@@ -375,30 +373,27 @@ class Models:
         Others read adapters as PEFT has them, and all weights, `dense`, as transformers has.
         """
         path = saved_as("save_weights_for_sampler", model, value)
-        folder, trained = self._of(path), self.trained_bytes
+        folder, trained = self.folder(path), self.trained_bytes
         held, given = value["sampler"] is not None, value["dense"]
         dense = given is not None or not self.adapters
         dtype = self.settings.dtype if given is None else getattr(torch, given)
-        dense = dense and (self.settings.sampled or not held)
-        beside = 0 if held and not self.settings.sampled else trained  # what is exported
-        if dense:
-            every = sum(p.numel() for p in self.engine.parts.whole.parameters())
-            beside = every * (dtype or torch.float32).itemsize
-        self._check_room(trained + beside)
+        exports = self.settings.sampled or not held  # else the workers alone read it
+        every = sum(p.numel() for p in self.engine.parts.whole.parameters())
+        beside = every * (dtype or torch.float32).itemsize if dense else trained
+        self._check_room(trained + (beside if exports else 0))
         self._write(model, folder, states=False)
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
         with _written():
-            if held and not self.settings.sampled:
-                pass  # the workers alone read it
-            elif dense:
+            if exports and dense:
                 target = folder / "model"
                 self.engine.export(target, dtype=dtype, tokenizer=self.settings.tokenizer)
-                answer["num_shards"] = len([*target.glob("*.safetensors")])
-            else:
+            elif exports:
                 self.engine.export(folder / "adapter", adapter_of=self.base)
         if held:
-            own = {"weights": path, "kind": "sampler"}
+            own = {"weights": path, "kind": "sampler", "ttl_seconds": value["ttl_seconds"]}
             return Done({"sampling_session_id": path, **answer}, saved={path: own})
+        if dense:
+            answer["num_shards"] = len([*(folder / "model").glob("*.safetensors")])
         about = self._known(model, "sampler", value, folder)
         return Done({"path": path, **answer}, saved={path: about})
 
@@ -452,7 +447,7 @@ class Models:
         }
         with _written():
             self._saver.write(folder, tensors, state)
-        self._snapshots = {n: own for n, own in self._snapshots.items() if self._of(n) != folder}
+        self._snapshots = {n: own for n, own in self._snapshots.items() if self.folder(n) != folder}
 
     def _read(
         self, model: str, folder: pathlib.Path, stored: dict[str, Any], *, states: bool
@@ -495,7 +490,7 @@ class Models:
             raise Refused(400, str(error)) from error
 
     def _folder(self, path: str) -> pathlib.Path:
-        folder = self._of(path)
+        folder = self.folder(path)
         there = self.mesh.control.broadcast((folder / "state.json").is_file())
         if not there:
             raise Refused(404, f"there is no checkpoint {path}")
@@ -551,8 +546,8 @@ class Models:
             tensors = {name: shard(p).clone() for name, p in named.items()}
         return Snapshot(tensors, scale)
 
-    def _of(self, name: str) -> pathlib.Path:
-        """The folder of a path, or of a sampler."""
+    def folder(self, name: str) -> pathlib.Path:
+        """That of a path, or of a sampler."""
         return folder_of(self.root, name) if "/" in name else self.root / "samplers" / name
 
 

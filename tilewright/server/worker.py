@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewright.core.files import folder_size, replace_folder
+from tilewright.core.files import folder_size, locked, replace_folder
 from tilewright.core.follow import follow
 from tilewright.server import bodies
 from tilewright.server.fields import Own, load, size
@@ -56,7 +56,7 @@ from tilewright.trainer.parallel.mesh import Mesh, padding
 log = logging.getLogger("tilewright.server")
 
 INITIAL = "000000"  # the name of a model's weights when it was created
-ATTEMPTS = 3  # of a request that ended the workers
+ATTEMPTS = 2  # of a request that ended the workers: fewer than worker_max_retries
 IDLE = 60.0  # seconds after which the other ranks hear that there is nothing, and old results go
 LOOK = 1.0  # seconds between looks for numbers that do not come
 BRISK, SLOW, PATIENCE = 0.0002, 0.01, 2.0  # seconds between looks, and since the last request
@@ -161,7 +161,8 @@ class Workers:
 
     def lead(self) -> None:
         """Rank 0: recovers the models, and does requests until it is told to stop."""
-        assert self.requests is not None
+        requests = self.requests
+        assert requests is not None
         if not self.exact:
             log.warning(
                 "a kill returns models to their checkpoints: without enable_full_determinism "
@@ -170,7 +171,7 @@ class Workers:
         if self.server.enable_self_test:
             self._all({"do": "test"})
         self.recover()
-        self.requests.tell("workers", "ready")
+        self._committed(lambda: requests.tell("workers", "ready"))
         last = told = swept = looked = time.monotonic()
         while not self.stopped:
             now = time.monotonic()
@@ -181,7 +182,7 @@ class Workers:
                 swept = now
                 with contextlib.suppress(sqlite3.OperationalError):  # of a full disk: later
                     self.sweep()
-            if (request := self.requests.next()) is not None:
+            if (request := requests.next()) is not None:
                 self.answer(request)
                 last = told = time.monotonic()
                 continue
@@ -189,7 +190,7 @@ class Workers:
                 self._all({"do": "wait"})
                 told = now
             time.sleep(BRISK if now - last < PATIENCE else SLOW)
-        self.requests.tell("workers", "stopped")
+        requests.tell("workers", "stopped")
         self._send({"do": "stop"})
 
     def sweep(self) -> None:
@@ -197,11 +198,14 @@ class Workers:
         requests, server = self.requests, self.server
         assert requests is not None
         requests.forget(after_sent=server.future_ttl, after=server.result_max_age)
-        for path in requests.expired():
-            log.info("%s: its ttl_seconds are over", path)
-            shutil.rmtree(folder_of(self.models.root, path), ignore_errors=True)
-            requests.drop(path)
         seconds = server.idle_session_timeout
+        gone = dict.fromkeys(requests.expired(), "its ttl_seconds are over")
+        unused = f"nobody has asked it for {seconds:g} s (idle_session_timeout)"
+        gone |= dict.fromkeys(requests.idle_samplers(seconds or math.inf), unused)
+        for path, why in gone.items():
+            log.info("%s: %s", path, why)
+            shutil.rmtree(self.models.folder(path), ignore_errors=True)
+            requests.drop(path)
         for model in requests.idle(seconds or math.inf):
             why = f"nobody asked for it for {seconds:g} s (idle_session_timeout)"
             if self.models.steps.get(model.name):
@@ -301,6 +305,16 @@ class Workers:
             done = self._all(header, self._named(request))
         except Refused as refused:
             return Result(error=str(refused), category=refused.category), None
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # What it has done to its model is not known. Other ranks may wait for this one: then
+            # the workers end, and begin again.
+            if self.mesh.control.size > 1:
+                raise
+            log.exception("%s %s", request.kind, request.id)
+            why = f"{request.kind} {request.id} has failed: {type(error).__name__}: {error}"
+            if request.kind != "sample":
+                self._fail(request.model, why)
+            return Result(error=why, category="server"), None
         assert done is not None
         return Result(packed(done.value, done.arrays)), done
 
@@ -443,7 +457,10 @@ def main(argv: list[str] | None = None) -> int:
     follow()
 
     def work(mesh: Mesh) -> None:
-        requests = Log(pathlib.Path(config.train.output_dir)) if mesh.main else None
+        root, requests = pathlib.Path(config.train.output_dir), None
+        if mesh.main:
+            held.enter_context(locked(root / "workers.lock", f"other workers are on {root}"))
+            requests = Log(root)
         deterministic = config.train.enable_full_determinism
         exact = mesh.device.type == "cpu" or deterministic
         workers = Workers(models_of(server, config, mesh), server, requests, exact=exact)
@@ -457,7 +474,8 @@ def main(argv: list[str] | None = None) -> int:
         with reproducible(config.train.seed, deterministic):
             workers.lead() if mesh.main else workers.follow()
 
-    return launch.run(config.train, work)
+    with contextlib.ExitStack() as held:
+        return launch.run(config.train, work)
 
 
 if __name__ == "__main__":

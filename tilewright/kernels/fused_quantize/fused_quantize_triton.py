@@ -9,6 +9,8 @@ the bytes are those of the two ops in sequence.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +44,34 @@ from tilewright.kernels.quant.quantize_triton import (
 from tilewright.kernels.spec import KernelSpec
 
 BLOCK, MX_BLOCK = 128, 32  # columns that share a scale in FP8 and in MXFP8
+
+
+class Square(NamedTuple):
+    """A tile of SIDE x SIDE.
+
+    LOW: the neighboring rows that a thread has, see `_places`; columns in `_turned_tile`.
+    HADAMARD: the size of the transform that is applied first, 0 for none.
+    """
+
+    SIDE: int
+    LOW: int
+    HADAMARD: int = 0
+
+
+class Coding(NamedTuple):
+    """How a tile is quantized: its blocks of ROWS x COLUMNS share a scale.
+
+    RANDOM: see `random_bits`.   HARDWARE: see `conversions`.
+    """
+
+    ROWS: int
+    COLUMNS: int
+    RANDOM: int
+    HARDWARE: int
+
+
+def _coding(rows: int, columns: int, random: int, x: torch.Tensor) -> Coding:
+    return Coding(rows, columns, random, conversions(x.device))
 
 
 # ---- a tile and its transpose
@@ -79,7 +109,7 @@ def _warps(random: bool) -> int:
 
 def _square(side: int, warps: int, itemsize: int) -> dict:
     """A tile whose elements lie as in `_places`."""
-    return {"SIDE": side, "LOW": side * side * itemsize // (512 * warps), "num_warps": warps}
+    return {"SQUARE": Square(side, side * side * itemsize // (512 * warps)), "num_warps": warps}
 
 
 @triton.jit
@@ -139,67 +169,42 @@ def _largest_transformed(x_ptr, most_ptr, n, signs, SIZE: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _turned_tile(
-    x_ptr,
-    R,
-    C,
-    stride,
-    pitch,
-    bands,
-    tiles,
-    signs,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOW: tl.constexpr,
-    HADAMARD: tl.constexpr,
-):
-    """A tile of ROWS x COLUMNS of x [B, R, C] whose columns are contiguous, at multiples of `pitch`
-    in a matrix, as float32, transformed if HADAMARD is not 0; its matrix, row and column.
+def _turned_tile(x_ptr, R, C, strides, bands, tiles, signs, SQUARE: tl.constexpr):
+    """A tile of SIDE x SIDE of x [B, R, C] whose columns are contiguous, as float32, transformed if
+    HADAMARD is not 0; its matrix, row and column. strides: from one matrix and column to the next.
 
     A thread has two elements of LOW neighboring columns, and a warp 64 of each: loads are of whole
     sectors, and no transform of up to LOW columns, nor a block's largest magnitude, needs another
     thread. The compiler lays x out like that as a tensor of pairs, ordered by column % LOW,
     column // LOW and row, as in `_fp8_both`.
     """
+    SIDE: tl.constexpr = SQUARE.SIDE
+    LOW: tl.constexpr = SQUARE.LOW
+    HADAMARD: tl.constexpr = SQUARE.HADAMARD
+    stride, pitch = strides
     band = (tl.program_id(0) // tiles).to(tl.int64)
     b = band // bands
-    column0 = (band % bands) * COLUMNS
-    row0 = (tl.program_id(0) % tiles) * ROWS
-    i = tl.arange(0, ROWS * COLUMNS // 2)[:, None]
-    high = i // (ROWS // 2) % (COLUMNS // LOW) * LOW
-    low = i // (ROWS // 2 * (COLUMNS // LOW))
-    r = i % (ROWS // 2) * 2 + tl.arange(0, 2)[None, :]
+    column0 = (band % bands) * SIDE
+    row0 = (tl.program_id(0) % tiles) * SIDE
+    i = tl.arange(0, SIDE * SIDE // 2)[:, None]
+    high = i // (SIDE // 2) % (SIDE // LOW) * LOW
+    low = i // (SIDE // 2 * (SIDE // LOW))
+    r = i % (SIDE // 2) * 2 + tl.arange(0, 2)[None, :]
     inside = (high + low < (C - column0).to(tl.int32)) & (r < R - row0)
     at = b * stride + (column0 + high) * pitch + (row0 + r) + low.to(tl.int64) * pitch
     v = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
-    v = tl.permute(tl.reshape(v, (LOW, COLUMNS // LOW, ROWS)), (2, 1, 0))
-    v = tl.reshape(v, (ROWS * COLUMNS,))
+    v = tl.permute(tl.reshape(v, (LOW, SIDE // LOW, SIDE)), (2, 1, 0))
+    v = tl.reshape(v, (SIDE * SIDE,))
     if HADAMARD:  # without signs the mask is 0
-        v = butterflies(signed(v, tl.arange(0, ROWS * COLUMNS), signs, HADAMARD), HADAMARD)
-    return tl.reshape(v, (ROWS, COLUMNS)), b, row0, column0
+        v = butterflies(signed(v, tl.arange(0, SIDE * SIDE), signs, HADAMARD), HADAMARD)
+    return tl.reshape(v, (SIDE, SIDE)), b, row0, column0
 
 
 @triton.jit(do_not_specialize=["C", "bands", "signs"])
-def _largest_turned(
-    x_ptr,
-    most_ptr,
-    R,
-    C,
-    stride,
-    pitch,
-    bands,
-    tiles,
-    signs,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOW: tl.constexpr,
-    HADAMARD: tl.constexpr,
-):
+def _largest_turned(x_ptr, most_ptr, R, C, strides, bands, tiles, signs, SQUARE: tl.constexpr):
     """`_largest_transformed` of x with contiguous columns."""
-    v, _, _, _ = _turned_tile(
-        x_ptr, R, C, stride, pitch, bands, tiles, signs, ROWS, COLUMNS, LOW, HADAMARD
-    )
-    most = largest_magnitude(tl.reshape(v, (ROWS * COLUMNS,)), 0)
+    v, _, _, _ = _turned_tile(x_ptr, R, C, strides, bands, tiles, signs, SQUARE)
+    most = largest_magnitude(tl.reshape(v, (v.numel,)), 0)
     tl.store(most_ptr + tl.program_id(0), most)
 
 
@@ -211,8 +216,7 @@ def _turned_config(random: bool, hadamard: int) -> dict:
     sm_100.
     """
     low = 16 if random else 32
-    tile = {"ROWS": SIDE, "COLUMNS": SIDE, "LOW": low}
-    return {**tile, "HADAMARD": hadamard, "num_warps": SIDE // low}
+    return {"SQUARE": Square(SIDE, low, hadamard), "num_warps": SIDE // low}
 
 
 def readable(x: torch.Tensor, transpose: bool) -> torch.Tensor:
@@ -228,7 +232,7 @@ def _turned_launch(kernel, x, tensors, more, config, hadamard_seed) -> None:
     B, R, C = x.shape
     bands, tiles = cdiv(C, SIDE), cdiv(R, SIDE)
     strides = x.stride(0) if B > 1 else 0, x.stride(2)
-    numbers = R, C, *strides, bands, tiles, sign_mask(hadamard_seed), *more
+    numbers = R, C, strides, bands, tiles, sign_mask(hadamard_seed), *more
     launch(kernel, (B * bands * tiles,), x, *tensors, *numbers, **config)
 
 
@@ -272,31 +276,22 @@ def nvfp4_scale(x, given, hadamard, hadamard_seed):
 
 
 @triton.jit
-def _nvfp4_put(
-    x,
-    at,
-    data_ptr,
-    scale_ptr,
-    total,
-    first,
-    rows,
-    row0,
-    column0,
-    width,
-    columns,
-    key,
-    TALL: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Quantizes the tile x at (row0, column0) of a matrix whose first row is row
-    `first` overall.
+def _nvfp4_put(x, at, memory, total, place, width, key, CODING: tl.constexpr):
+    """Quantizes a tile x.
+
+    at: its elements' numbers, for random bits.   memory: where codes and scales are.
+    place: the first row of the tile's matrix overall, its numbers of rows and of columns, and the
+        tile's first row and column.   width: bytes of a row's codes.
     """
-    if RANDOM:
-        random = random_bits(at, key, RANDOM)
+    data_ptr, scale_ptr = memory
+    first, rows, columns, row0, column0 = place
+    if CODING.RANDOM:
+        random = random_bits(at, key, CODING.RANDOM)
     else:
         random = 0
-    code, scale = nvfp4_tile(x.to(tl.float32), total, random, TALL, RANDOM, HARDWARE)
+    code, scale = nvfp4_tile(
+        x.to(tl.float32), total, random, CODING.ROWS, CODING.RANDOM, CODING.HARDWARE
+    )
     r = row0 + tl.arange(0, x.shape[0])
     byte = column0 // 2 + tl.arange(0, x.shape[1] // 2)
     g = column0 // 16 + tl.arange(0, x.shape[1] // 16)
@@ -322,45 +317,22 @@ def _nvfp4_turned(
     scale_ptr,
     R,
     C,
-    stride,
-    pitch,
+    strides,
     bands,
     tiles,
     signs,
     width,
     key,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOW: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    TALL: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CODING: tl.constexpr,
 ):
     """Quantizes a tile of x with contiguous columns, or of its transform."""
-    v, b, row0, column0 = _turned_tile(
-        x_ptr, R, C, stride, pitch, bands, tiles, signs, ROWS, COLUMNS, LOW, HADAMARD
-    )
-    r = row0 + tl.arange(0, ROWS)
-    c = column0 + tl.arange(0, COLUMNS)
+    v, b, row0, column0 = _turned_tile(x_ptr, R, C, strides, bands, tiles, signs, SQUARE)
+    r = row0 + tl.arange(0, SQUARE.SIDE)
+    c = column0 + tl.arange(0, SQUARE.SIDE)
     at = (b * R + r)[:, None] * C + c[None, :]
-    _nvfp4_put(
-        v,
-        at,
-        data_ptr,
-        scale_ptr,
-        tl.load(total_ptr),
-        b * R,
-        R,
-        row0,
-        column0,
-        width,
-        C,
-        key,
-        TALL,
-        RANDOM,
-        HARDWARE,
-    )
+    total, place = tl.load(total_ptr), (b * R, R, C, row0, column0)
+    _nvfp4_put(v, at, (data_ptr, scale_ptr), total, place, width, key, CODING)
 
 
 @triton.jit(do_not_specialize=["R", "bands", "key"])
@@ -378,68 +350,34 @@ def _nvfp4_both(
     bands,
     tiles,
     key,
-    TALL: tl.constexpr,
-    SIDE: tl.constexpr,
-    LOW: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CODING: tl.constexpr,
 ):
     """Quantizes a tile of SIDE x SIDE of x and, given `turned`, its transpose."""
+    SIDE: tl.constexpr = SQUARE.SIDE
     WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    b, row0, column0, high, low, c, inside = _places(bands, tiles, R, C, SIDE, LOW, WIDE)
+    b, row0, column0, high, low, c, inside = _places(bands, tiles, R, C, SIDE, SQUARE.LOW, WIDE)
     at = (b * R + row0 + high) * C + column0 + c + low.to(tl.int64) * C
-    x = _by_rows(widened(tl.load(x_ptr + at, mask=inside, other=0.0)), SIDE, LOW)
+    x = _by_rows(widened(tl.load(x_ptr + at, mask=inside, other=0.0)), SIDE, SQUARE.LOW)
     r = row0 + tl.arange(0, SIDE)
     c = column0 + tl.arange(0, SIDE)
     at = (b * R + r)[:, None] * C + c[None, :]
-    total = tl.load(total_ptr)
-    _nvfp4_put(
-        x,
-        at,
-        data_ptr,
-        scale_ptr,
-        total,
-        b * R,
-        R,
-        row0,
-        column0,
-        width,
-        C,
-        key,
-        TALL,
-        RANDOM,
-        HARDWARE,
-    )
+    total, place = tl.load(total_ptr), (b * R, R, C, row0, column0)
+    _nvfp4_put(x, at, (data_ptr, scale_ptr), total, place, width, key, CODING)
     if turned_ptr is not None:
         at = (b * C + c)[:, None] * R + r[None, :]
-        _nvfp4_put(
-            tl.trans(x),
-            at,
-            turned_ptr,
-            turned_scale_ptr,
-            total,
-            b * C,
-            C,
-            column0,
-            row0,
-            turned_width,
-            R,
-            key,
-            TALL,
-            RANDOM,
-            HARDWARE,
-        )
+        memory, place = (turned_ptr, turned_scale_ptr), (b * C, C, R, column0, row0)
+        _nvfp4_put(tl.trans(x), at, memory, total, place, turned_width, key, CODING)
 
 
 def _nvfp4_of_turned(x, global_scale, options):
     square, seed, hadamard, hadamard_seed, _ = options
     codes = quantizing.nvfp4_quantize(x, global_scale, options)
     if x.numel():
+        random = random_kind(seed, x.shape[2])
         config = {
             **_turned_config(seed is not None, hadamard),
-            "TALL": 16 if square else 1,
-            "RANDOM": random_kind(seed, x.shape[2]),
-            "HARDWARE": conversions(x.device),
+            "CODING": _coding(16 if square else 1, 16, random, x),
         }
         more = codes.data.shape[2], seed or 0
         tensors = global_scale, codes.data, codes.scale
@@ -463,22 +401,12 @@ def nvfp4_quantize(x, global_scale, options):
         B, R, C = x.shape
         seed = options.seed
         bands, tiles = cdiv(R, SIDE), cdiv(C, SIDE)
+        numbers = R, C, cdiv(C, 2), cdiv(R, 2), bands, tiles, seed or 0
         launch(
             _nvfp4_both,
             (B * bands * tiles,),
-            x,
-            global_scale,
-            *outputs,
-            R,
-            C,
-            cdiv(C, 2),
-            cdiv(R, 2),
-            bands,
-            tiles,
-            seed or 0,
-            TALL=16 if options.square else 1,
-            RANDOM=random_kind(seed, R, C),
-            HARDWARE=conversions(x.device),
+            *(x, global_scale, *outputs, *numbers),
+            CODING=_coding(16 if options.square else 1, 16, random_kind(seed, R, C), x),
             **_square(SIDE, _warps(seed is not None), x.element_size()),
         )
     return codes
@@ -502,24 +430,22 @@ def _offsets(row, low, c, stride, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _put_scales(
-    inverse,
-    inverse_ptr,
-    b,
-    rows,
-    columns,
-    row0,
-    column0,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _fp8_codes(v, random, MX: tl.constexpr, CODING: tl.constexpr):
+    """`fp8_tile` in blocks of CODING."""
+    return fp8_tile(v, random, CODING.ROWS, CODING.COLUMNS, CODING.RANDOM, CODING.HARDWARE, MX)
+
+
+@triton.jit
+def _put_scales(inverse, to_ptr, b, rows, columns, row0, column0, CODING: tl.constexpr):
     """Stores the inverse scales of the tile at (row0, column0) of matrix b."""
+    ROWS: tl.constexpr = CODING.ROWS
+    COLUMNS: tl.constexpr = CODING.COLUMNS
     r = row0 // ROWS + tl.arange(0, inverse.shape[0])
     g = column0 // COLUMNS + tl.arange(0, inverse.shape[1])
     down = (rows + ROWS - 1) // ROWS
     across = (columns + COLUMNS - 1) // COLUMNS
     tl.store(
-        inverse_ptr + (b * down + r)[:, None] * across + g[None, :],
+        to_ptr + (b * down + r)[:, None] * across + g[None, :],
         inverse,
         mask=(r < down)[:, None] & (g < across)[None, :],
     )
@@ -542,18 +468,18 @@ def _fp8_both(
     key,
     ROW_UNIT: tl.constexpr,
     UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SIDE: tl.constexpr,
-    LOW: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CODING: tl.constexpr,
 ):
     """Quantizes a tile of SIDE x SIDE of x, or of silu(x) * up if up is given, and its transpose.
     columns and strides are in units of UNIT elements, rows (of a matrix) of ROW_UNIT: this makes
     the alignment of stores explicit.
     """
     WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
+    SIDE: tl.constexpr = SQUARE.SIDE
+    LOW: tl.constexpr = SQUARE.LOW
+    RANDOM: tl.constexpr = CODING.RANDOM
     R = rows * ROW_UNIT
     C = columns * UNIT
     b, row0, column0, high, low, c, inside = _places(bands, tiles, R, C, SIDE, LOW, WIDE)
@@ -573,18 +499,17 @@ def _fp8_both(
         random = random_bits(_by_rows(at, SIDE, LOW), key, RANDOM)
     else:
         random = 0
-    MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
-    code, inverse = fp8_tile(y, random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
+    code, inverse = _fp8_codes(y, random, MX, CODING)
     tl.store(data_ptr + at, _by_threads(code, LOW, WIDE), mask=inside)
-    _put_scales(inverse, inverse_ptr, b, R, C, row0, column0, ROWS, COLUMNS)
+    _put_scales(inverse, inverse_ptr, b, R, C, row0, column0, CODING)
     r = row0 + tl.arange(0, SIDE)
     c = column0 + tl.arange(0, SIDE)
     at = (b * C + c)[:, None] * R + r[None, :]
     if RANDOM:
         random = random_bits(at, key, RANDOM)
-    code, inverse = fp8_tile(tl.trans(y), random, ROWS, COLUMNS, RANDOM, HARDWARE, MX)
+    code, inverse = _fp8_codes(tl.trans(y), random, MX, CODING)
     tl.store(turned_ptr + at, code, mask=(c < C)[:, None] & (r < R)[None, :])
-    _put_scales(inverse, turned_inverse_ptr, b, C, R, column0, row0, ROWS, COLUMNS)
+    _put_scales(inverse, turned_inverse_ptr, b, C, R, column0, row0, CODING)
 
 
 def _tile(rows: int, columns: int, mx: bool, random: bool, itemsize: int) -> dict:
@@ -596,7 +521,7 @@ def _tile(rows: int, columns: int, mx: bool, random: bool, itemsize: int) -> dic
     """
     side = 64 if mx else max(rows, columns, 32)
     warps = _warps(random) if mx else max(1, side * side // 2048)
-    return {"ROWS": rows, "COLUMNS": columns, **_square(side, warps, itemsize)}
+    return _square(side, warps, itemsize)
 
 
 def _both(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, fp8: FP8) -> Codes:
@@ -605,26 +530,17 @@ def _both(x: torch.Tensor, up: torch.Tensor | None, codes: Codes, fp8: FP8) -> C
     """
     B, R, C = codes.data.shape
     c = _tile(fp8.rows, fp8.columns, fp8.mx, fp8.seed is not None, x.element_size())
-    bands, tiles = cdiv(R, c["SIDE"]), cdiv(C, c["SIDE"])
+    bands, tiles = cdiv(R, c["SQUARE"].SIDE), cdiv(C, c["SQUARE"].SIDE)
     by = unit(x.element_size(), C, x.stride(0), 0 if up is None else up.stride(0))
     row_unit = 16 if R % 16 == 0 else 1
+    strides = x.stride(0) // by, 0 if up is None else up.stride(0) // by
     launch(
         _fp8_both,
         (B * bands * tiles,),
-        x,
-        up,
-        *codes,
-        R // row_unit,
-        C // by,
-        bands,
-        tiles,
-        x.stride(0) // by,
-        0 if up is None else up.stride(0) // by,
-        fp8.seed or 0,
+        *(x, up, *codes, R // row_unit, C // by, bands, tiles, *strides, fp8.seed or 0),
         ROW_UNIT=row_unit,
         UNIT=by,
-        RANDOM=random_kind(fp8.seed, R, C),
-        HARDWARE=conversions(x.device),
+        CODING=_coding(fp8.rows, fp8.columns, random_kind(fp8.seed, R, C), x),
         **c,
     )
     return codes
@@ -665,14 +581,13 @@ def _silu_mul_quantize(
     up_stride,
     key,
     UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CODING: tl.constexpr,
 ):
     """GROUPS blocks of one row. Strides and columns are in units of UNIT elements: see
     activation_triton.
     """
+    BLOCK: tl.constexpr = CODING.COLUMNS
     row = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     n = columns * UNIT
@@ -682,14 +597,12 @@ def _silu_mul_quantize(
     up = tl.load(up_ptr + row * up_stride * UNIT + c, mask=mask, other=0.0)
     y = rounded_to(activation_triton.activation(widened(gate), 0) * widened(up), gate.dtype)
     at = row * n + c
-    if RANDOM:
-        random = random_bits(at, key, RANDOM)
+    if CODING.RANDOM:
+        random = random_bits(at, key, CODING.RANDOM)
     else:
         random = 0
     MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
-    code, inverse = fp8_tile(
-        tl.reshape(y, (1, GROUPS * BLOCK)), random, 1, BLOCK, RANDOM, HARDWARE, MX
-    )
+    code, inverse = _fp8_codes(tl.reshape(y, (1, GROUPS * BLOCK)), random, MX, CODING)
     tl.store(data_ptr + at, tl.reshape(code, (GROUPS * BLOCK,)), mask=mask)
     g = tile * GROUPS + tl.arange(0, GROUPS)
     across = (n + BLOCK - 1) // BLOCK
@@ -712,23 +625,14 @@ def silu_mul_quantize(gate, up, R, fp8):
     groups = min(SILU_TILE // block, next_power_of_2(across))
     tiles = cdiv(across, groups)
     by = unit(gate.element_size(), columns, gate.stride(0), up.stride(0))
+    numbers = columns // by, tiles, gate.stride(0) // by, up.stride(0) // by, seed or 0
     launch(
         _silu_mul_quantize,
         (rows * tiles,),
-        gate,
-        up,
-        codes.data,
-        codes.scale,
-        columns // by,
-        tiles,
-        gate.stride(0) // by,
-        up.stride(0) // by,
-        seed or 0,
+        *(gate, up, codes.data, codes.scale, *numbers),
         UNIT=by,
-        BLOCK=block,
         GROUPS=groups,
-        RANDOM=random_kind(seed, columns),
-        HARDWARE=conversions(gate.device),
+        CODING=_coding(1, block, random_kind(seed, columns), gate),
         num_warps=max(1, groups * block // 512),
     )
     return codes
@@ -737,29 +641,38 @@ def silu_mul_quantize(gate, up, R, fp8):
 # ---- RMSNorm, or add + RMSNorm, then FP8
 
 
+class Norm(NamedTuple):
+    """What is constant of a norm.
+
+    H, D: heads and columns, see `sizes`.   OFFSET: of weights.   BIAS: whether there is one.
+    ROUND_XHAT: whether the row is rounded before weights.   KEEP: whether y is stored.
+    WALK: whether a row is wider than a block.
+    """
+
+    H: int
+    D: int
+    OFFSET: float
+    BIAS: bool
+    ROUND_XHAT: bool
+    KEEP: bool
+    WALK: bool
+
+
 @triton.jit
-def _quantize_rows(
-    y,
-    at,
-    mask,
-    data_ptr,
-    inverse_ptr,
-    row,
-    in_t,
-    column0,
-    D,
-    key,
-    BLOCK: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """y [rows, columns] float32, from column column0 on; `at`: offsets in all of x."""
-    if RANDOM:  # D is constexpr, so the compiler itself computes the words of four elements once
-        random = random_bits(at, key, RANDOM)
+def _quantize_rows(y, at, mask, memory, rows, column0, D, key, CODING: tl.constexpr):
+    """y [rows, columns] float32, from column column0 on; `at`: offsets in all of x.
+
+    memory: where codes and inverse scales are.   rows: their numbers, and which exist.
+    """
+    data_ptr, inverse_ptr = memory
+    row, in_t = rows
+    BLOCK: tl.constexpr = CODING.COLUMNS
+    if CODING.RANDOM:  # D is constexpr: the compiler itself computes four elements' words once
+        random = random_bits(at, key, CODING.RANDOM)
     else:
         random = 0
     MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
-    code, inverse = fp8_tile(y, random, 1, BLOCK, RANDOM, HARDWARE, MX)
+    code, inverse = _fp8_codes(y, random, MX, CODING)
     tl.store(data_ptr + at, code, mask=mask)
     g = column0 // BLOCK + tl.arange(0, y.shape[1] // BLOCK)
     across = (D + BLOCK - 1) // BLOCK
@@ -784,33 +697,19 @@ def _columns(ptr, c, D, ROWS: tl.constexpr):
 
 @triton.jit
 def _normalized(
-    x,
-    rstd,
-    w_ptr,
-    b_ptr,
-    y_ptr,
-    at,
-    mask,
-    h,
-    c,
-    D,
-    DTYPE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    KEEP: tl.constexpr,
+    x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, DTYPE: tl.constexpr, NORM: tl.constexpr
 ):
-    w = _columns(w_ptr + h * D, c, D, x.shape[0])
-    if OFFSET != 0.0:
-        w += OFFSET
+    w = _columns(w_ptr + h * NORM.D, c, NORM.D, x.shape[0])
+    if NORM.OFFSET != 0.0:
+        w += NORM.OFFSET
     y = x * rstd[:, None]
-    if ROUND_XHAT:
+    if NORM.ROUND_XHAT:
         y = rounded_to(y, DTYPE)
     y = y * w
-    if BIAS:
-        y += _columns(b_ptr, c, D, x.shape[0])
+    if NORM.BIAS:
+        y += _columns(b_ptr, c, NORM.D, x.shape[0])
     y = rounded_to(y, DTYPE)
-    if KEEP:
+    if NORM.KEEP:
         tl.store(y_ptr + at, y.to(DTYPE), mask=mask)
     return y  # past the end of a row it is 0, as x and b are there
 
@@ -844,53 +743,29 @@ def _rmsnorm_quantize(
     T,
     eps,
     key,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
+    NORM: tl.constexpr,
+    CODING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WALK: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANDOM: tl.constexpr,
-    KEEP: tl.constexpr,
-    HARDWARE: tl.constexpr,
 ):
     """rmsnorm_triton._forward, with the same sums and order of operations, and the quantization of
     its rows.
     """
+    D: tl.constexpr = NORM.D
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
-    row = t * H + h
+    row = t * NORM.H + h
     cols = tl.arange(0, BLOCK_D)
     in_t = t < T
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    if not WALK:
+    memory, rows = (data_ptr, inverse_ptr), (row, in_t)
+    if not NORM.WALK:
         mask = in_t[:, None] & (cols < D)[None, :]
         at = row[:, None] * D + cols[None, :]
         x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, True)
         rstd = reciprocal(tl.sqrt(tl.sum(x * x, axis=1) / D + eps))
-        y = _normalized(
-            x,
-            rstd,
-            w_ptr,
-            b_ptr,
-            y_ptr,
-            at,
-            mask,
-            h,
-            cols,
-            D,
-            DTYPE,
-            OFFSET,
-            BIAS,
-            ROUND_XHAT,
-            KEEP,
-        )
-        _quantize_rows(
-            y, at, mask, data_ptr, inverse_ptr, row, in_t, 0, D, key, BLOCK, RANDOM, HARDWARE
-        )
+        y = _normalized(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, cols, DTYPE, NORM)
+        _quantize_rows(y, at, mask, memory, rows, 0, D, key, CODING)
     else:
         ss = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -904,38 +779,8 @@ def _rmsnorm_quantize(
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
             x = _summed(x_ptr, residual_ptr, sum_ptr, at, mask, False)
-            y = _normalized(
-                x,
-                rstd,
-                w_ptr,
-                b_ptr,
-                y_ptr,
-                at,
-                mask,
-                h,
-                c,
-                D,
-                DTYPE,
-                OFFSET,
-                BIAS,
-                ROUND_XHAT,
-                KEEP,
-            )
-            _quantize_rows(
-                y,
-                at,
-                mask,
-                data_ptr,
-                inverse_ptr,
-                row,
-                in_t,
-                start,
-                D,
-                key,
-                BLOCK,
-                RANDOM,
-                HARDWARE,
-            )
+            y = _normalized(x, rstd, w_ptr, b_ptr, y_ptr, at, mask, h, c, DTYPE, NORM)
+            _quantize_rows(y, at, mask, memory, rows, start, D, key, CODING)
 
 
 def _registers(wider: bool) -> dict:
@@ -955,30 +800,14 @@ def rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8):
     normalized = operators.rmsnorm_quantize(x, residual, weight, bias, norm, keep, fp8)
     if T:
         c = rmsnorm_triton.FORWARD.config(x.device, D, x.element_size(), add)
+        columns, walk = min(fp8.columns, c["BLOCK_D"]), c["BLOCK_D"] < D
+        outputs = normalized.y, normalized.total, normalized.data, normalized.scale
         launch(
             _rmsnorm_quantize,
             (cdiv(T, c["BLOCK_T"]), H),
-            x,
-            residual,
-            weight,
-            bias,
-            normalized.y,
-            normalized.total,
-            normalized.data,
-            normalized.scale,
-            T,
-            norm.eps,
-            fp8.seed or 0,
-            H=H,
-            D=D,
-            OFFSET=norm.offset,
-            WALK=c["BLOCK_D"] < D,
-            BIAS=bias is not None,
-            ROUND_XHAT=norm.round_xhat,
-            BLOCK=min(fp8.columns, c["BLOCK_D"]),
-            RANDOM=fp8.seed is not None,
-            KEEP=keep,
-            HARDWARE=conversions(x.device),
+            *(x, residual, weight, bias, *outputs, T, norm.eps, fp8.seed or 0),
+            NORM=Norm(H, D, norm.offset, bias is not None, norm.round_xhat, keep, walk),
+            CODING=_coding(1, columns, fp8.seed is not None, x),
             **_registers(add and residual.dtype != x.dtype),
             **c,
         )
@@ -998,14 +827,13 @@ def nvfp4_gate() -> list[KernelSpec]:
                 config = _square(SIDE, _warps(random), 2 if d == "bf16" else 4)
                 kind = quantize_triton.nvfp4_kind(tall, random, 0)
                 label = f"nvfp4 quantize{' both' if outputs is both else ''} {d}{kind}"
-                constexprs = {"TALL": tall, "RANDOM": 2 * random, **config}
                 for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                     specs.append(
                         spec(
                             _nvfp4_both,
                             f"{label}{name}",
                             {"x": d, **outputs},
-                            {**constexprs, "HARDWARE": hardware},
+                            {**config, "CODING": Coding(tall, 16, 2 * random, hardware)},
                             store=0,
                             divisible=("R", "C", "width", "turned_width"),
                             elements=(2 if outputs is both else 1) * SIDE * SIDE,
@@ -1043,33 +871,36 @@ def nvfp4_gate() -> list[KernelSpec]:
 def _turned_specs() -> list[KernelSpec]:
     """A warp's loads are of whole sectors, 4 or 8 bytes per thread."""
     codes = {"total": "fp32", "data": "u8", "scale": "u8"}
-    numbers = {"divisible": ("R", "stride", "pitch", "width"), "elements": SIDE * SIDE}
+    numbers = {**quantize_triton.NUMBERS, "strides": ("i32", "i32")}
+    needs = {"divisible": ("R", "strides", "width"), "elements": SIDE * SIDE}
     specs = []
     for d, load in (("bf16", 32), ("fp32", 64)):
         for tall, random, size in quantize_triton.NVFP4_KINDS:
-            config = {**_turned_config(random, size), "TALL": tall, "RANDOM": 2 * random}
+            config = _turned_config(random, size)
             label = f"nvfp4 turned {d}{quantize_triton.nvfp4_kind(tall, random, size)}"
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                 specs.append(
-                    spec(
+                    KernelSpec.of(
                         _nvfp4_turned,
                         f"{label}{name}",
                         {"x": d, **codes},
-                        {**config, "HARDWARE": hardware},
+                        {**config, "CODING": Coding(tall, 16, 2 * random, hardware)},
+                        numbers,
                         load=load,
-                        **numbers,
+                        **needs,
                         **archs,
                     )
                 )
         specs += [
-            spec(
+            KernelSpec.of(
                 _largest_turned,
                 f"nvfp4 largest turned {d}{f' hadamard {size}' if size else ''}",
                 {"x": d, "most": "fp32"},
                 _turned_config(False, size),
+                numbers,
                 load=load,
                 store=0,  # a program writes one number
-                **numbers,
+                **needs,
             )
             for size in (0, 16, 32)
         ]
@@ -1098,12 +929,11 @@ def _both_spec(
             **c,
             "ROW_UNIT": row_unit,
             "UNIT": 8 if d == "bf16" else 4,
-            "RANDOM": 2 * random,
-            "HARDWARE": 1,
+            "CODING": Coding(*block[:2], 2 * random, 1),
         },
         store=0 if random or row_unit == 1 else 128,
         per_sm=2 if d == "bf16" else 1,  # one loads while another quantizes
-        elements=2 * c["SIDE"] ** 2,
+        elements=2 * c["SQUARE"].SIDE ** 2,
         **{} if random else E4M3,
     )
 
@@ -1147,10 +977,8 @@ def silu_mul_gate() -> list[KernelSpec]:
                 {"gate": d, "up": d, "data": "u8", "inverse": "u8" if mx else "fp32"},
                 {
                     "UNIT": by,
-                    "BLOCK": block,
                     "GROUPS": SILU_TILE // block,
-                    "RANDOM": 2 * random,
-                    "HARDWARE": 1,
+                    "CODING": Coding(1, block, 2 * random, 1),
                 },
                 SILU_TILE // 512,
                 load=0 if by == 1 else 128,
@@ -1205,7 +1033,7 @@ def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -
         **({"residual": add} if add else {}),
     }
     c = dict(rmsnorm_triton.FORWARD.heuristic(D=D, itemsize=2 if d == "bf16" else 4, add=bool(add)))
-    num_warps = c.pop("num_warps")
+    num_warps, walk = c.pop("num_warps"), c["BLOCK_D"] < D
     label = (
         f"{'add_' if add else ''}rmsnorm quantize {'mxfp8 ' if mx else ''}{d} weight={weight}"
         f"{f' residual={add}' if add else ''}{' bias' if bias else ''}{' random' if random else ''} D={D}"
@@ -1215,16 +1043,8 @@ def _rmsnorm_spec(d, weight, bias, cast, random, keep, D, *, add="", mx=False) -
         label,
         pointers,
         {
-            "H": 8 if D == 128 else 1,
-            "D": D,
-            "OFFSET": 1.0 if bias else 0.0,
-            "WALK": c["BLOCK_D"] < D,
-            "BIAS": bias,
-            "ROUND_XHAT": cast,
-            "BLOCK": MX_BLOCK if mx else BLOCK,
-            "RANDOM": random,
-            "KEEP": keep,
-            "HARDWARE": 1,
+            "NORM": Norm(8 if D == 128 else 1, D, 1.0 if bias else 0.0, bias, cast, keep, walk),
+            "CODING": Coding(1, MX_BLOCK if mx else BLOCK, random, 1),
             **c,
         },
         num_warps,

@@ -274,26 +274,13 @@ def _weight_walk(
 
 def forward(x, residual, weight, bias, eps):
     standardized = standardize(x, residual, weight, bias, eps)
-    if T := standardized.rstd.numel():
+    y, mean, rstd, total = standardized
+    if T := rstd.numel():
         D = x.shape[-1]
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
-        launch(
-            _forward,
-            (cdiv(T, c["BLOCK_T"]),),
-            x,
-            residual,
-            weight,
-            bias,
-            standardized.y,
-            standardized.total,
-            standardized.mean,
-            standardized.rstd,
-            T,
-            eps,
-            D=D,
-            WALK=c["BLOCK_D"] < D,
-            **c,
-        )
+        tensors = x, residual, weight, bias, y, total, mean, rstd
+        grid, walk = (cdiv(T, c["BLOCK_T"]),), c["BLOCK_D"] < D
+        launch(_forward, grid, *tensors, T, eps, D=D, WALK=walk, **c)
     return standardized
 
 
@@ -312,19 +299,8 @@ def backward(dy, dtotal, x, mean, rstd, weight, has_bias):
     c = BACKWARD.config(x.device, D, x.element_size())
     block_t, warps, columns = c["BLOCK_T"], c["num_warps"], 1
     if c["BLOCK_D"] < D:
-        launch(
-            _backward_walk,
-            (T,),
-            dy,
-            dtotal,
-            x,
-            mean,
-            rstd,
-            weight,
-            gradients.dx,
-            D=D,
-            **_walk(c),
-        )
+        tensors = dy, dtotal, x, mean, rstd, weight, gradients.dx
+        launch(_backward_walk, (T,), *tensors, D=D, **_walk(c))
         kernel, block_t, warps, columns = _weight_walk, 1, 4, cdiv(D, WEIGHT_BLOCK)
         constants = {"D": D, "BLOCK_D": WEIGHT_BLOCK, "BIAS": has_bias}
 

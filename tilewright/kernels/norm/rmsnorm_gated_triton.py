@@ -131,20 +131,8 @@ def backward(dy, x, gate, weight, eps):
     constants = _constants(x, weight) | config
     warps = constants.pop("num_warps")
     tensors, sample = (dy, x, gate, weight, dx, dgate), x.new_empty(1, dtype=torch.float32)
-    P = sharing(
-        _backward,
-        T,
-        config["BLOCK_T"],
-        1,
-        warps,
-        x,
-        (dy.dtype, x.dtype, weight.dtype),
-        *tensors,
-        sample,
-        T,
-        eps,
-        **constants,
-    )
+    dtypes, arguments = (dy.dtype, x.dtype, weight.dtype), (*tensors, sample, T, eps)
+    P = sharing(_backward, T, config["BLOCK_T"], 1, warps, x, dtypes, *arguments, **constants)
     dw = x.new_empty((P, D), dtype=torch.float32)
     launch(_backward, (P,), *tensors, dw, T, eps, **constants, num_warps=warps)
     return dx, dgate, summed(dw, torch.empty_like(weight))

@@ -9,6 +9,8 @@ kernel in fixed order: no atomics, the same bits every run on one kind of device
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -46,10 +48,7 @@ def _heuristic(D: int, backward: bool) -> dict:
     walk = (WHOLE_ROW_BACKWARD if backward else WHOLE_ROW) < D
     block_d = WALK_BLOCK if walk else next_power_of_2(D)
     # Narrow rows (QK norm) share a program: a warp's loads stay 512 B.
-    block_t = max(
-        1,
-        1024 // block_d,
-    )
+    block_t = max(1, 1024 // block_d)
     warp = 256 if block_t > 1 and not backward else 512
     return {
         "BLOCK_D": block_d,
@@ -115,6 +114,24 @@ def backward_space(D: int, itemsize: int) -> list[dict]:
     ]
 
 
+class Fixed(NamedTuple):
+    """What is constant in a launch.
+
+    H, D: heads and columns.   BIAS: whether there is one.
+    ROUND_XHAT: whether normalized rows are rounded before they are weighted.
+    WALK, ADD: in forward: whether a row is wider than a block, and whether there is a residual.
+    DSUM: in backward: whether the sum with the residual has a gradient.
+    """
+
+    H: int
+    D: int
+    BIAS: bool = False
+    ROUND_XHAT: bool = False
+    WALK: bool = False
+    ADD: bool = False
+    DSUM: bool = False
+
+
 @triton.jit
 def _weight(w_ptr, h, start, offset, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The multipliers of columns from `start` on, [BLOCK_D]."""
@@ -134,26 +151,22 @@ def _forward(
     T,
     eps,
     offset,
-    H: tl.constexpr,
-    D: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WALK: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
 ):
     """BLOCK_T rows of one head."""
+    D: tl.constexpr = FIXED.D
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1)
-    row = t * H + h
+    row = t * FIXED.H + h
     cols = tl.arange(0, BLOCK_D)
     in_t = t < T
-    if not WALK:
+    if not FIXED.WALK:
         mask = in_t[:, None] & (cols < D)[None, :]
         at = row[:, None] * D + cols[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if ADD:
+        if FIXED.ADD:
             r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
             r = r.to(sum_ptr.dtype.element_ty)
             tl.store(sum_ptr + at, r, mask=mask)
@@ -162,10 +175,10 @@ def _forward(
         tl.store(rstd_ptr + row, rstd, mask=in_t)
         w = _weight(w_ptr, h, 0, offset, D, BLOCK_D)
         y = x * rstd[:, None]
-        if ROUND_XHAT:
+        if FIXED.ROUND_XHAT:
             y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
         y = y * w[None, :]
-        if BIAS:
+        if FIXED.BIAS:
             y += tl.load(b_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
@@ -175,7 +188,7 @@ def _forward(
             mask = in_t[:, None] & (c < D)[None, :]
             at = row[:, None] * D + c[None, :]
             x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            if ADD:
+            if FIXED.ADD:
                 r = x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 r = r.to(sum_ptr.dtype.element_ty)
                 tl.store(sum_ptr + at, r, mask=mask)
@@ -189,7 +202,7 @@ def _forward(
             at = row[:, None] * D + c[None, :]
             # recomputed from the inputs: the sum stored by this program's other threads may not be
             # visible yet
-            if ADD:
+            if FIXED.ADD:
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
                 x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
@@ -197,10 +210,10 @@ def _forward(
                 x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
             w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
             y = x * rstd[:, None]
-            if ROUND_XHAT:
+            if FIXED.ROUND_XHAT:
                 y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
             y = y * w[None, :]
-            if BIAS:
+            if FIXED.BIAS:
                 y += tl.load(b_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -217,18 +230,15 @@ def _backward(
     db_ptr,
     T,
     offset,
-    H: tl.constexpr,
-    D: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DSUM: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx, and this program's partial sums of dw and db over rows p, p + P, p + 2P, ... of one head,
     in registers.
     """
+    D: tl.constexpr = FIXED.D
     p = tl.program_id(0)
     h = tl.program_id(1)
     P = tl.num_programs(0)
@@ -246,7 +256,7 @@ def _backward(
     RAGGED: tl.constexpr = APART and D % 4 != 0 and w_ptr.dtype.element_ty == tl.float32
     for block in tl.range(p, tl.cdiv(T, BLOCK_T), P, num_stages=STAGES):
         t = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-        row = t * H + h
+        row = t * FIXED.H + h
         in_t = t < T
         mask = in_t[:, None] & in_d[None, :]
         at = row[:, None] * D + cols[None, :]
@@ -255,10 +265,10 @@ def _backward(
         rstd = tl.load(rstd_ptr + row, mask=in_t, other=0.0)
         xhat = xhat * rstd[:, None]
         g = dy.to(tl.float32)
-        if BIAS:
+        if FIXED.BIAS:
             db += tl.sum(g, axis=0)
         normed = xhat
-        if ROUND_XHAT:
+        if FIXED.ROUND_XHAT:
             normed = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
         if APART:
             dw += tl.sum(tl.fma(g, normed, 0.0), axis=0)
@@ -270,12 +280,12 @@ def _backward(
         else:
             c = tl.sum(g * xhat, axis=1) / D
         dx = (g - xhat * c[:, None]) * rstd[:, None]
-        if DSUM:
+        if FIXED.DSUM:
             dx += tl.load(dsum_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dw_ptr + (p * H + h).to(tl.int64) * D + cols, dw, mask=in_d)
-    if BIAS:
-        tl.store(db_ptr + (p * H + h).to(tl.int64) * D + cols, db, mask=in_d)
+    tl.store(dw_ptr + (p * FIXED.H + h).to(tl.int64) * D + cols, dw, mask=in_d)
+    if FIXED.BIAS:
+        tl.store(db_ptr + (p * FIXED.H + h).to(tl.int64) * D + cols, db, mask=in_d)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -288,13 +298,12 @@ def _backward_walk(
     dx_ptr,
     T,
     offset,
-    H: tl.constexpr,
-    D: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DSUM: tl.constexpr,
 ):
     """dx of one wide row, in two passes over its columns."""
-    row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+    D: tl.constexpr = FIXED.D
+    row = tl.program_id(0).to(tl.int64) * FIXED.H + tl.program_id(1)
     h = tl.program_id(1)
     cols = tl.arange(0, BLOCK_D)
     rstd = tl.load(rstd_ptr + row)
@@ -312,7 +321,7 @@ def _backward_walk(
         x = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
         w = _weight(w_ptr, h, start, offset, D, BLOCK_D)
         dx = (g * w - x * rstd * dot) * rstd
-        if DSUM:
+        if FIXED.DSUM:
             dx += tl.load(dsum_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * D + c, dx.to(dx_ptr.dtype.element_ty), mask=c < D)
 
@@ -325,32 +334,30 @@ def _weight_walk(
     dw_ptr,
     db_ptr,
     T,
-    H: tl.constexpr,
-    D: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
 ):
     """dw and db of one column block over rows p, p + P, ...: for rows too wide for `_backward`."""
+    D: tl.constexpr = FIXED.D
     p = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     dw = tl.zeros([BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_D], tl.float32)
     for t in range(p, T, tl.num_programs(0)):
-        row = t * H + h
+        row = t * FIXED.H + h
         g = tl.load(dy_ptr + row * D + c, mask=c < D, other=0.0)
         xhat = tl.load(x_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32) * tl.load(
             rstd_ptr + row
         )
-        if ROUND_XHAT:
+        if FIXED.ROUND_XHAT:
             xhat = xhat.to(dy_ptr.dtype.element_ty).to(tl.float32)
         dw += g.to(tl.float32) * xhat
-        if BIAS:
+        if FIXED.BIAS:
             db += g.to(tl.float32)
-    tl.store(dw_ptr + (p * H + h).to(tl.int64) * D + c, dw, mask=c < D)
-    if BIAS:
-        tl.store(db_ptr + (p * H + h).to(tl.int64) * D + c, db, mask=c < D)
+    tl.store(dw_ptr + (p * FIXED.H + h).to(tl.int64) * D + c, dw, mask=c < D)
+    if FIXED.BIAS:
+        tl.store(db_ptr + (p * FIXED.H + h).to(tl.int64) * D + c, db, mask=c < D)
 
 
 @triton.jit
@@ -394,16 +401,8 @@ def summed(
     *out.shape].
     """
     columns = out.numel()
-    launch(
-        _sum_programs,
-        (cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2),
-        partial,
-        out,
-        second,
-        partial.shape[0],
-        columns,
-        **_SUM,
-    )
+    grid = cdiv(columns, _SUM["BLOCK"]), 1 if second is None else 2
+    launch(_sum_programs, grid, partial, out, second, partial.shape[0], columns, **_SUM)
     return out
 
 
@@ -441,31 +440,14 @@ def forward(x, residual, weight, bias, norm):
     normalized = normalize(x, residual, weight, bias, norm)
     if T:
         c = FORWARD.config(x.device, D, x.element_size(), residual is not None)
-        launch(
-            _forward,
-            (cdiv(T, c["BLOCK_T"]), H),
-            x,
-            residual,
-            weight,
-            bias,
-            normalized.y,
-            normalized.total,
-            normalized.rstd,
-            T,
-            norm.eps,
-            norm.offset,
-            H=H,
-            D=D,
-            WALK=c["BLOCK_D"] < D,
-            ADD=residual is not None,
-            BIAS=bias is not None,
-            ROUND_XHAT=norm.round_xhat,
-            **c,
-        )
+        outputs = normalized.y, normalized.total, normalized.rstd
+        arguments = x, residual, weight, bias, *outputs, T, norm.eps, norm.offset
+        walk, add = c["BLOCK_D"] < D, residual is not None
+        fixed = Fixed(H, D, bias is not None, norm.round_xhat, walk, add)
+        launch(_forward, (cdiv(T, c["BLOCK_T"]), H), *arguments, FIXED=fixed, **c)
     return normalized
 
 
-# Long: the arguments of two launches, one a line.
 def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
     T, H, D = sizes(x, weight)
     if T == 0:
@@ -477,48 +459,21 @@ def backward(dy, dtotal, x, rstd, weight, norm, has_bias):
     walk = block_d < D
     # A stand-in for both until the number of programs is known.
     db = torch.empty(0, dtype=torch.float32, device=x.device)
+    fixed, dsum = Fixed(H, D, has_bias, norm.round_xhat), dtotal is not None
     if walk:
-        launch(
-            _backward_walk,
-            (T, H),
-            dy,
-            dtotal,
-            x,
-            rstd,
-            weight,
-            dx,
-            T,
-            norm.offset,
-            H=H,
-            D=D,
-            BLOCK_D=block_d,
-            DSUM=dtotal is not None,
-            num_warps=warps,
-        )
+        tensors = dy, dtotal, x, rstd, weight, dx
+        constants = {"FIXED": Fixed(H, D, DSUM=dsum), "BLOCK_D": block_d, "num_warps": warps}
+        launch(_backward_walk, (T, H), *tensors, T, norm.offset, **constants)
         kernel, warps, block_t = _weight_walk, 4, 1
         columns = cdiv(D, 1024)  # 8 elements per thread: a 128-bit load of 16 bits
-        constants = {
-            "H": H,
-            "D": D,
-            "BLOCK_D": 1024,
-            "BIAS": has_bias,
-            "ROUND_XHAT": norm.round_xhat,
-        }
+        constants = {"FIXED": fixed, "BLOCK_D": 1024}
 
         def arguments(dw, db) -> tuple:
             return dy, x, rstd, dw, db, T
     else:
         kernel, block_t, columns = _backward, c["BLOCK_T"], 1
-        constants = {
-            "H": H,
-            "D": D,
-            "BLOCK_T": block_t,
-            "BLOCK_D": block_d,
-            "DSUM": dtotal is not None,
-            "BIAS": has_bias,
-            "ROUND_XHAT": norm.round_xhat,
-            "STAGES": c["STAGES"],
-        }
+        blocks = {name: c[name] for name in ("BLOCK_T", "BLOCK_D", "STAGES")}
+        constants = {"FIXED": fixed._replace(DSUM=dsum), **blocks}
 
         def arguments(dw, db) -> tuple:
             return dy, dtotal, x, rstd, weight, dx, dw, db, T, norm.offset
@@ -544,56 +499,38 @@ _TYPES = {
 
 
 def _specs(D: int, itemsize: int, launches) -> list[KernelSpec]:
-    shape = {"H": 8 if D == 128 else 1, "D": D}
+    """launches: what is constant in all -> kernels, their labels, constants and configurations."""
     return [
         KernelSpec.of(
             kernel,
             f"{label} {data} weight={weight}{' bias' if bias else ''} D={D}",
             {**dict.fromkeys(("rstd", "dw", "db"), "fp32"), "w": weight, "b": weight, "*": data},
-            {**shape, **constexprs, "num_warps": warps},
+            {"FIXED": fixed, **config},
             {"eps": "fp32", "offset": "fp32"},
-            elements=constexprs.get("BLOCK_T", 1) * constexprs["BLOCK_D"],
+            elements=config.get("BLOCK_T", 1) * config["BLOCK_D"],
         )
         for data, weight, bias, cast in _TYPES[itemsize]
-        for kernel, label, constexprs, warps in launches({"BIAS": bias, "ROUND_XHAT": cast})
+        for kernel, label, fixed, config in launches(Fixed(8 if D == 128 else 1, D, bias, cast))
     ]
 
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T")} | {
-        "WALK": config["BLOCK_D"] < key["D"],
-        "ADD": key["add"],
-    }
-
-    def launches(options):
-        yield (
-            _forward,
-            "add_forward" if key["add"] else "forward",
-            {**blocks, **options},
-            config["num_warps"],
-        )
+    def launches(fixed: Fixed):
+        label = "add_forward" if key["add"] else "forward"
+        walk = config["BLOCK_D"] < key["D"]
+        yield _forward, label, fixed._replace(WALK=walk, ADD=key["add"]), config
 
     return _specs(key["D"], key["itemsize"], launches)
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    def launches(options):
+    def launches(fixed: Fixed):
         if config["BLOCK_D"] < key["D"]:
-            yield (
-                _backward_walk,
-                "backward_walk",
-                {"BLOCK_D": config["BLOCK_D"], "DSUM": True},
-                config["num_warps"],
-            )
-            yield _weight_walk, "weight_walk", {**options, "BLOCK_D": 1024}, 4
+            block = {name: config[name] for name in ("BLOCK_D", "num_warps")}
+            yield _backward_walk, "backward_walk", Fixed(fixed.H, fixed.D, DSUM=True), block
+            yield _weight_walk, "weight_walk", fixed, {"BLOCK_D": 1024, "num_warps": 4}
         else:
-            blocks = {n: config[n] for n in ("BLOCK_D", "BLOCK_T", "STAGES")}
-            yield (
-                _backward,
-                "backward",
-                {**blocks, **options, "DSUM": True},
-                config["num_warps"],
-            )
+            yield _backward, "backward", fixed._replace(DSUM=True), config
 
     return _specs(key["D"], key["itemsize"], launches)
 

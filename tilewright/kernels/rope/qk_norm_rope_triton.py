@@ -10,6 +10,8 @@ they are added in fixed order: no atomics, the same bits every run on one kind o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -32,19 +34,44 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 
-@triton.jit
-def _load_pairs(
-    at,
-    rows,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """The pairs that are rotated into each other, [BLOCK_H, BLOCK_R] twice, in fp32. at: pointers
-    to heads, [BLOCK_H, 1].
+class Fixed(NamedTuple):
+    """What is constant in a launch.
+
+    HQ, HK: heads of q, and of k as of v.   D: a head's features.   HALF: its rotated pairs.
+    BLOCK_R, BLOCK_D: as `_blocks` gives them.
+    INTERLEAVED: pairs are neighbors.   NORM: whether there is one.
+    HAS_POS: whether positions are given.
+    KEEP, INPLACE: in forward: whether 1 / rms is stored, and whether results overwrite the input.
+    BLOCK_V: in backward: v's features at a time, all of a head.
+    DQ, DK, DV: in backward: which gradients are given.
     """
-    if INTERLEAVED:  # one contiguous read, split in registers
+
+    HQ: int
+    HK: int
+    D: int
+    HALF: int
+    BLOCK_R: int
+    BLOCK_D: int
+    INTERLEAVED: bool
+    NORM: bool
+    HAS_POS: bool = True
+    KEEP: bool = False
+    INPLACE: bool = False
+    BLOCK_V: int = 0
+    DQ: bool = True
+    DK: bool = True
+    DV: bool = True
+
+
+@triton.jit
+def _load_pairs(at, rows, FIXED: tl.constexpr):
+    """The pairs that are rotated into each other, [rows, BLOCK_R] twice, in fp32. at: pointers to
+    heads, and rows: which exist, [rows, 1].
+    """
+    BLOCK_H: tl.constexpr = rows.shape[0]
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
+    HALF: tl.constexpr = FIXED.HALF
+    if FIXED.INTERLEAVED:  # one contiguous read, split in registers
         both = tl.arange(0, 2 * BLOCK_R)
         x = tl.load(at + both[None, :], mask=rows & (both < 2 * HALF)[None, :], other=0.0).to(
             tl.float32
@@ -59,17 +86,11 @@ def _load_pairs(
 
 
 @triton.jit
-def _store_pairs(
-    at,
-    rows,
-    a,
-    b,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    if INTERLEAVED:
+def _store_pairs(at, rows, a, b, FIXED: tl.constexpr):
+    BLOCK_H: tl.constexpr = rows.shape[0]
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
+    HALF: tl.constexpr = FIXED.HALF
+    if FIXED.INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_R)
         x = tl.reshape(tl.join(a, b), (BLOCK_H, 2 * BLOCK_R))
         tl.store(
@@ -83,22 +104,14 @@ def _store_pairs(
 
 
 @triton.jit
-def _angles(
-    cos_ptr,
-    sin_ptr,
-    pos_ptr,
-    t,
-    s,
-    P,
-    HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    HAS_POS: tl.constexpr,
-):
+def _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, FIXED: tl.constexpr):
     """cos and sin of token t, [1, BLOCK_R]; NaN, without a read, where its position is outside the
     tables.
     """
+    HALF: tl.constexpr = FIXED.HALF
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
     p = s
-    if HAS_POS:
+    if FIXED.HAS_POS:
         p = tl.load(pos_ptr + t)
     i = tl.arange(0, BLOCK_R)
     row = p + tl.zeros([BLOCK_R], tl.int64)
@@ -110,22 +123,14 @@ def _angles(
 
 
 @triton.jit
-def _weights(
-    w_ptr,
-    offset,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+def _weights(w_ptr, offset, FIXED: tl.constexpr):
     """A norm's weights in the layout of heads: [1, BLOCK_R] twice, and [1, BLOCK_D] for the
     unrotated rest.
     """
     one = tl.zeros([1, 1], tl.int32)
-    a, b = _load_pairs(w_ptr + one, one == 0, HALF, 1, BLOCK_R, INTERLEAVED)
-    d = 2 * HALF + tl.arange(0, BLOCK_D)
-    rest = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    a, b = _load_pairs(w_ptr + one, one == 0, FIXED)
+    d = 2 * FIXED.HALF + tl.arange(0, FIXED.BLOCK_D)
+    rest = tl.load(w_ptr + d, mask=d < FIXED.D, other=0.0).to(tl.float32)
     return a + offset, b + offset, rest[None, :] + offset
 
 
@@ -135,41 +140,37 @@ def _write_heads(
     y_ptr,
     w_ptr,
     rstd_ptr,
-    cos,
-    sin,
+    angle,
     eps,
     offset,
     H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    KEEP: tl.constexpr,
-    INPLACE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
-    if NORM:
-        wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
-    d = 2 * HALF + tl.arange(0, BLOCK_D)
+    """H heads of a token, with the cos and sin of its angle."""
+    cos, sin = angle
+    D: tl.constexpr = FIXED.D
+    HALF: tl.constexpr = FIXED.HALF
+    if FIXED.NORM:
+        wa, wb, w_rest = _weights(w_ptr, offset, FIXED)
+    d = 2 * HALF + tl.arange(0, FIXED.BLOCK_D)
     for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
         rows = (h < H)[:, None]
         x = x_ptr + (h * D)[:, None]
         y = y_ptr + (h * D)[:, None]
-        a, b = _load_pairs(x, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+        a, b = _load_pairs(x, rows, FIXED)
         unturned = rows & (d < D)[None, :]
-        if NORM:
+        if FIXED.NORM:
             total = tl.sum(a * a + b * b, axis=1)
             if 2 * HALF < D:
                 rest = tl.load(x + d[None, :], mask=unturned, other=0.0).to(tl.float32)
                 total += tl.sum(rest * rest, axis=1)
-            if INPLACE:
+            if FIXED.INPLACE:
                 # Threads may hold copies of elements that one of them is about to overwrite.
                 tl.debug_barrier()
             rstd = reciprocal(tl.sqrt(total / D + eps))
-            if KEEP:
+            if FIXED.KEEP:
                 tl.store(rstd_ptr + h, rstd, mask=h < H)
             a = a * rstd[:, None] * wa
             b = b * rstd[:, None] * wb
@@ -180,13 +181,11 @@ def _write_heads(
                     mask=unturned,
                 )
         else:
-            if INPLACE:
+            if FIXED.INPLACE:
                 tl.debug_barrier()
             elif 2 * HALF < D:
                 tl.store(y + d[None, :], tl.load(x + d[None, :], mask=unturned), mask=unturned)
-        _store_pairs(
-            y, rows, a * cos - b * sin, b * cos + a * sin, HALF, BLOCK_H, BLOCK_R, INTERLEAVED
-        )
+        _store_pairs(y, rows, a * cos - b * sin, b * cos + a * sin, FIXED)
 
 
 @triton.jit(do_not_specialize=["S", "P"])
@@ -204,75 +203,28 @@ def _forward(
     P,
     eps,
     offset,
-    x_b,
-    x_s,
-    q_b,
-    q_s,
-    k_b,
-    k_s,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
+    x_strides,
+    q_strides,
+    k_strides,
+    FIXED: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_POS: tl.constexpr,
-    KEEP: tl.constexpr,
-    INPLACE: tl.constexpr,
 ):
+    """Strides are from one batch and token to the next."""
     t = tl.program_id(0).to(tl.int64)
     b = t // S
     s = t % S
-    cos, sin = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF, BLOCK_R, HAS_POS)
-    x = x_ptr + b * x_b + s * x_s
+    angle = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, FIXED)
+    x = x_ptr + b * x_strides[0] + s * x_strides[1]
     rstd = rstd_ptr
-    if KEEP:
-        rstd += t * (HQ + HK)
-    _write_heads(
-        x,
-        q_ptr + b * q_b + s * q_s,
-        qw_ptr,
-        rstd,
-        cos,
-        sin,
-        eps,
-        offset,
-        HQ,
-        D,
-        HALF,
-        BLOCK_H,
-        BLOCK_R,
-        BLOCK_D,
-        INTERLEAVED,
-        NORM,
-        KEEP,
-        INPLACE,
-    )
-    if KEEP:
-        rstd += HQ
-    _write_heads(
-        x + HQ * D,
-        k_ptr + b * k_b + s * k_s,
-        kw_ptr,
-        rstd,
-        cos,
-        sin,
-        eps,
-        offset,
-        HK,
-        D,
-        HALF,
-        BLOCK_H,
-        BLOCK_R,
-        BLOCK_D,
-        INTERLEAVED,
-        NORM,
-        KEEP,
-        INPLACE,
-    )
+    if FIXED.KEEP:
+        rstd += t * (FIXED.HQ + FIXED.HK)
+    q = q_ptr + b * q_strides[0] + s * q_strides[1]
+    _write_heads(x, q, qw_ptr, rstd, angle, eps, offset, FIXED.HQ, BLOCK_H, FIXED)
+    if FIXED.KEEP:
+        rstd += FIXED.HQ
+    x += FIXED.HQ * FIXED.D
+    k = k_ptr + b * k_strides[0] + s * k_strides[1]
+    _write_heads(x, k, kw_ptr, rstd, angle, eps, offset, FIXED.HK, BLOCK_H, FIXED)
 
 
 @triton.jit
@@ -283,25 +235,27 @@ def _heads_gradient(
     dx_ptr,
     w_ptr,
     rstd_ptr,
-    cos,
-    sin,
+    angle,
     offset,
-    dw_a,
-    dw_b,
-    dw_rest,
+    sums,
     H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
     GIVEN: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
-    """dx of one token's heads; the sums for dw, with these heads' contribution."""
-    if NORM and GIVEN:
-        wa, wb, w_rest = _weights(w_ptr, offset, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
+    """dx of one token's heads; the sums for dw, with these heads' contribution.
+
+    dy_head: dy's stride between heads.   angle: its cos and sin.   GIVEN: whether there is a dy.
+    sums: of dw's pairs, twice, and of the unrotated rest, as `_no_sums` returns them.
+    """
+    cos, sin = angle
+    dw_a, dw_b, dw_rest = sums
+    D: tl.constexpr = FIXED.D
+    HALF: tl.constexpr = FIXED.HALF
+    BLOCK_H: tl.constexpr = dw_a.shape[0]
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
+    BLOCK_D: tl.constexpr = FIXED.BLOCK_D
+    if FIXED.NORM and GIVEN:
+        wa, wb, w_rest = _weights(w_ptr, offset, FIXED)
     d = 2 * HALF + tl.arange(0, BLOCK_D)
     for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
@@ -310,12 +264,12 @@ def _heads_gradient(
         dx = dx_ptr + (h * D)[:, None]
         if GIVEN:
             dy = dy_ptr + (h.to(tl.int64) * dy_head)[:, None]
-            ya, yb = _load_pairs(dy, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+            ya, yb = _load_pairs(dy, rows, FIXED)
             a = ya * cos + yb * sin  # rotate back by the same angle
             b = yb * cos - ya * sin
-            if NORM:
+            if FIXED.NORM:
                 x = x_ptr + (h * D)[:, None]
-                xa, xb = _load_pairs(x, rows, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+                xa, xb = _load_pairs(x, rows, FIXED)
                 rstd = tl.load(rstd_ptr + h, mask=h < H, other=0.0)[:, None]
                 xa = xa * rstd
                 xb = xb * rstd
@@ -346,29 +300,31 @@ def _heads_gradient(
                     tl.zeros([BLOCK_H, BLOCK_D], dx_ptr.dtype.element_ty),
                     mask=unturned,
                 )
-        _store_pairs(dx, rows, a, b, HALF, BLOCK_H, BLOCK_R, INTERLEAVED)
+        _store_pairs(dx, rows, a, b, FIXED)
     return dw_a, dw_b, dw_rest
 
 
 @triton.jit
-def _store_weights(
-    at,
-    dw_a,
-    dw_b,
-    dw_rest,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    i = tl.arange(0, BLOCK_R)
-    step: tl.constexpr = 2 if INTERLEAVED else 1
-    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+def _no_sums(BLOCK_H: tl.constexpr, FIXED: tl.constexpr):
+    """Sums for dw in BLOCK_H rows, 0 so far."""
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
+    BLOCK_D: tl.constexpr = FIXED.BLOCK_D
+    a = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
+    return a, a, tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def _store_weights(at, sums, FIXED: tl.constexpr):
+    dw_a, dw_b, dw_rest = sums
+    D: tl.constexpr = FIXED.D
+    HALF: tl.constexpr = FIXED.HALF
+    i = tl.arange(0, FIXED.BLOCK_R)
+    step: tl.constexpr = 2 if FIXED.INTERLEAVED else 1
+    apart: tl.constexpr = 1 if FIXED.INTERLEAVED else HALF
     tl.store(at + i * step, tl.sum(dw_a, axis=0), mask=i < HALF)
     tl.store(at + i * step + apart, tl.sum(dw_b, axis=0), mask=i < HALF)
     if 2 * HALF < D:
-        d = 2 * HALF + tl.arange(0, BLOCK_D)
+        d = 2 * HALF + tl.arange(0, FIXED.BLOCK_D)
         tl.store(at + d, tl.sum(dw_rest, axis=0), mask=d < D)
 
 
@@ -390,52 +346,35 @@ def _backward(
     S,
     P,
     offset,
-    dq_b,
-    dq_h,
-    dq_s,
-    dk_b,
-    dk_h,
-    dk_s,
-    dv_b,
-    dv_h,
-    dv_s,
-    x_b,
-    x_s,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
+    dq_strides,
+    dk_strides,
+    dv_strides,
+    x_strides,
+    FIXED: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_POS: tl.constexpr,
-    DQ: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
 ):
     """The gradient of tokens p, p + programs, ..., and their contribution to the weights'
-    gradients.
+    gradients. BLOCK_H heads of q at a time, and BLOCK_K of k and of v.
+
+    Strides are from one batch, head and token to the next; x_strides from one batch and token.
     """
+    HQ: tl.constexpr = FIXED.HQ
+    HK: tl.constexpr = FIXED.HK
+    D: tl.constexpr = FIXED.D
+    BLOCK_V: tl.constexpr = FIXED.BLOCK_V
     p = tl.program_id(0)
-    qa = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
-    qb = qa
-    ka = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
-    kb = ka
-    q_rest = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    k_rest = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    q_sums = _no_sums(BLOCK_H, FIXED)
+    k_sums = _no_sums(BLOCK_K, FIXED)
     # v is read with q, instead of after k.
-    EARLY: tl.constexpr = DV and HK <= BLOCK_K and not INTERLEAVED
+    EARLY: tl.constexpr = FIXED.DV and HK <= BLOCK_K and not FIXED.INTERLEAVED
     d = tl.arange(0, BLOCK_V)
     few = tl.arange(0, BLOCK_K)
     for token in range(p, tokens, tl.num_programs(0)):
         t = token + tl.full([], 0, tl.int64)  # a Python int in the interpreter
         b = t // S
         s = t % S
-        cos, sin = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, HALF, BLOCK_R, HAS_POS)
+        angle = _angles(cos_ptr, sin_ptr, pos_ptr, t, s, P, FIXED)
         dx = dx_ptr + t * ((HQ + 2 * HK) * D)
         dq = dq_ptr
         dk = dk_ptr
@@ -443,63 +382,25 @@ def _backward(
         k_x = x_ptr
         q_rstd = rstd_ptr
         k_rstd = rstd_ptr
-        if DQ:
-            dq += b * dq_b + s * dq_s
-        if DK:
-            dk += b * dk_b + s * dk_s
-        if NORM:
-            x += b * x_b + s * x_s
+        if FIXED.DQ:
+            dq += b * dq_strides[0] + s * dq_strides[2]
+        if FIXED.DK:
+            dk += b * dk_strides[0] + s * dk_strides[2]
+        if FIXED.NORM:
+            x += b * x_strides[0] + s * x_strides[1]
             k_x = x + HQ * D
             q_rstd += t * (HQ + HK)
             k_rstd = q_rstd + HQ
         if EARLY:
-            dv = dv_ptr + b * dv_b + s * dv_s + (few.to(tl.int64) * dv_h)[:, None] + d[None, :]
+            dv = dv_ptr + b * dv_strides[0] + s * dv_strides[2]
+            dv = dv + (few.to(tl.int64) * dv_strides[1])[:, None] + d[None, :]
             values = tl.load(dv, mask=(few < HK)[:, None] & (d < D)[None, :])
-        qa, qb, q_rest = _heads_gradient(
-            dq,
-            dq_h,
-            x,
-            dx,
-            qw_ptr,
-            q_rstd,
-            cos,
-            sin,
-            offset,
-            qa,
-            qb,
-            q_rest,
-            HQ,
-            D,
-            HALF,
-            BLOCK_H,
-            BLOCK_R,
-            BLOCK_D,
-            INTERLEAVED,
-            NORM,
-            DQ,
+        q_sums = _heads_gradient(
+            dq, dq_strides[1], x, dx, qw_ptr, q_rstd, angle, offset, q_sums, HQ, FIXED.DQ, FIXED
         )
-        ka, kb, k_rest = _heads_gradient(
-            dk,
-            dk_h,
-            k_x,
-            dx + HQ * D,
-            kw_ptr,
-            k_rstd,
-            cos,
-            sin,
-            offset,
-            ka,
-            kb,
-            k_rest,
-            HK,
-            D,
-            HALF,
-            BLOCK_K,
-            BLOCK_R,
-            BLOCK_D,
-            INTERLEAVED,
-            NORM,
-            DK,
+        k_dx = dx + HQ * D
+        k_sums = _heads_gradient(
+            dk, dk_strides[1], k_x, k_dx, kw_ptr, k_rstd, angle, offset, k_sums, HK, FIXED.DK, FIXED
         )
         for first in range(0, HK, BLOCK_K):
             h = first + few
@@ -507,23 +408,25 @@ def _backward(
             to = dx + ((HQ + HK + h) * D)[:, None] + d[None, :]
             if EARLY:
                 tl.store(to, values, mask=mask)
-            elif DV:
-                dv = dv_ptr + b * dv_b + s * dv_s + (h.to(tl.int64) * dv_h)[:, None] + d[None, :]
+            elif FIXED.DV:
+                dv = dv_ptr + b * dv_strides[0] + s * dv_strides[2]
+                dv = dv + (h.to(tl.int64) * dv_strides[1])[:, None] + d[None, :]
                 tl.store(to, tl.load(dv, mask=mask), mask=mask)
             else:
                 tl.store(to, tl.zeros([BLOCK_K, BLOCK_V], dx_ptr.dtype.element_ty), mask=mask)
-    if NORM:
+    if FIXED.NORM:
         at = dw_ptr + p.to(tl.int64) * (2 * D)
-        _store_weights(at, qa, qb, q_rest, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
-        _store_weights(at + D, ka, kb, k_rest, D, HALF, BLOCK_R, BLOCK_D, INTERLEAVED)
+        _store_weights(at, q_sums, FIXED)
+        _store_weights(at + D, k_sums, FIXED)
 
 
 # ---- launch configurations
 
 
-def _blocks(D: int, half: int) -> dict:
+def _blocks(D: int, half: int) -> tuple[int, int]:
+    """BLOCK_R and BLOCK_D: the pairs and the unrotated features of a head that a tile covers."""
     rest = D - 2 * half
-    return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
+    return next_power_of_2(half), next_power_of_2(rest) if rest else 1
 
 
 def _few(block_h: int, heads: int, interleaved: bool) -> int:
@@ -533,8 +436,8 @@ def _few(block_h: int, heads: int, interleaved: bool) -> int:
 
 def _pairs(D: int, half: int) -> int:
     """The pairs of a head that a tile covers, or as many unrotated elements."""
-    blocks = _blocks(D, half)
-    return max(blocks["BLOCK_R"], blocks["BLOCK_D"] // 2)
+    block_r, block_d = _blocks(D, half)
+    return max(block_r, block_d // 2)
 
 
 def _heuristic(D: int, half: int, itemsize: int, HQ: int, HK: int, norm: bool) -> dict:
@@ -601,39 +504,16 @@ def _write(qkv: torch.Tensor, to: Prepared, norm: HeadNorm, rotation: Rotation) 
     HK, half, normalized = k.shape[1], cos.shape[1], norm.q_weight is not None
     if B * S == 0:
         return
-    launch(
-        _forward,
-        (B * S,),
-        qkv,
-        q,
-        k,
-        rstd,
-        norm.q_weight,
-        norm.k_weight,
-        cos,
-        sin,
-        positions,
-        S,
-        cos.shape[0],
-        norm.eps,
-        norm.offset,
-        *qkv.stride()[:2],
-        q.stride(0),
-        q.stride(2),
-        k.stride(0),
-        k.stride(2),
-        HQ=HQ,
-        HK=HK,
-        D=D,
-        HALF=half,
-        **_blocks(D, half),
-        INTERLEAVED=interleaved,
-        NORM=normalized,
-        HAS_POS=positions is not None,
+    fixed = Fixed(
+        *(HQ, HK, D, half, *_blocks(D, half), interleaved, normalized, positions is not None),
         KEEP=rstd is not None,
         INPLACE=q.data_ptr() == qkv.data_ptr(),
-        **FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, normalized),
     )
+    tensors = qkv, q, k, rstd, norm.q_weight, norm.k_weight, cos, sin, positions
+    strides = qkv.stride()[:2], (q.stride(0), q.stride(2)), (k.stride(0), k.stride(2))
+    config = FORWARD.config(q.device, D, half, q.element_size(), HQ, HK, normalized)
+    numbers = S, cos.shape[0], norm.eps, norm.offset
+    launch(_forward, (B * S,), *tensors, *numbers, *strides, FIXED=fixed, **config)
 
 
 def backward(dq, dk, dv, qkv, rstd, heads, norm, rotation):
@@ -660,38 +540,17 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
     each = c.pop("PROGRAMS")
     P = min(programs(dqkv, each), B * S) if normalized else B * S
     dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if normalized else None
-    launch(
-        _backward,
-        (P,),
-        *given,
-        qkv,
-        rstd,
-        norm.q_weight,
-        norm.k_weight,
-        dqkv,
-        dw,
-        cos,
-        sin,
-        positions,
-        B * S,
-        S,
-        cos.shape[0],
-        norm.offset,
-        *(s for d in given for s in ((0, 0, 0) if d is None else d.stride()[:3])),
-        *(qkv.stride()[:2] if normalized else (0, 0)),
-        HQ=heads.q,
-        HK=heads.kv,
-        D=D,
-        HALF=half,
-        **_blocks(D, half),
-        BLOCK_K=_few(c["BLOCK_H"], heads.kv, interleaved),
+    fixed = Fixed(
+        *(*heads, D, half, *_blocks(D, half), interleaved, normalized, positions is not None),
         BLOCK_V=next_power_of_2(D),
-        INTERLEAVED=interleaved,
-        NORM=normalized,
-        HAS_POS=positions is not None,
         **{name: d is not None for name, d in zip(("DQ", "DK", "DV"), given, strict=True)},
-        **c,
     )
+    tensors = *given, qkv, rstd, norm.q_weight, norm.k_weight, dqkv, dw, cos, sin, positions
+    strides = [(0, 0, 0) if d is None else d.stride()[:3] for d in given]
+    strides.append(qkv.stride()[:2] if normalized else (0, 0))
+    numbers = B * S, S, cos.shape[0], norm.offset
+    few = _few(c["BLOCK_H"], heads.kv, interleaved)
+    launch(_backward, (P,), *tensors, *numbers, *strides, FIXED=fixed, BLOCK_K=few, **c)
     return dw
 
 
@@ -699,8 +558,9 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
 
 
 def _specs(
-    kernel, name: str, key: dict, config: dict, strides: tuple[str, ...], more: dict
+    kernel, name: str, key: dict, config: dict, strides: dict[str, tuple], more: dict
 ) -> list[KernelSpec]:
+    """more: fields of `Fixed`."""
     data = "bf16" if key["itemsize"] == 2 else "fp32"
     D, half, norm = key["D"], key["half"], key["norm"]
     part = f" R={2 * half}" if 2 * half < D else ""
@@ -709,28 +569,19 @@ def _specs(
     types = dict.fromkeys(("rstd", "dw", "cos", "sin"), "fp32") | {"pos": "i64", "*": data}
     if not norm:  # None, as the launcher passes it
         types |= dict.fromkeys(absent)
+    sizes = key["HQ"], key["HK"], D, half, *_blocks(D, half)
     return [
         KernelSpec.of(
             kernel,
             f"{name} {'interleaved' if interleaved else 'half-split'} {tail}",
             types,
             {
-                **{n: key[n] for n in ("HQ", "HK", "D")},
-                "HALF": half,
-                **_blocks(D, half),
+                "FIXED": Fixed(*sizes, interleaved, norm, **more),
+                "BLOCK_K": _few(config["BLOCK_H"], key["HK"], interleaved),
                 **config,
-                "INTERLEAVED": interleaved,
-                "NORM": norm,
-                "HAS_POS": True,
-                **more,
-                **(
-                    {"BLOCK_K": _few(config["BLOCK_H"], key["HK"], interleaved)}
-                    if kernel is _backward
-                    else {}
-                ),
             },
-            {"eps": "fp32", "offset": "fp32"},
-            divisible=strides,
+            {"eps": "fp32", "offset": "fp32", **strides},
+            divisible=tuple(strides),
             elements=config["BLOCK_H"] * D,
             per_sm=config.get("PROGRAMS", 1) if norm else 1,
         )
@@ -740,15 +591,14 @@ def _specs(
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
     """Whole heads, by halves and interleaved; and 64 features of 192."""
-    strides = tuple(f"{t}_{d}" for t in "xqk" for d in "bs")
-    return _specs(
-        _forward, "forward", key, config, strides, {"KEEP": key["norm"], "INPLACE": False}
-    )
+    strides = dict.fromkeys(("x_strides", "q_strides", "k_strides"), ("i32",) * 2)
+    return _specs(_forward, "forward", key, config, strides, {"KEEP": key["norm"]})
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    strides = (*(f"{t}_{d}" for t in ("dq", "dk", "dv") for d in "bhs"), "x_b", "x_s")
-    more = {"BLOCK_V": next_power_of_2(key["D"]), "DQ": True, "DK": True, "DV": True}
+    strides = dict.fromkeys(("dq_strides", "dk_strides", "dv_strides"), ("i32",) * 3)
+    strides["x_strides"] = ("i32",) * 2
+    more = {"BLOCK_V": next_power_of_2(key["D"])}
     return _specs(_backward, "backward", key, config, strides, more)
 
 

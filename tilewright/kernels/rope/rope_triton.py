@@ -7,6 +7,8 @@ the input.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,30 +21,53 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 
+class Fixed(NamedTuple):
+    """What is constant in a launch.
+
+    HQ, HK: heads of q and k.   D: a head's features.   HALF: its rotated pairs.
+    BLOCK_R, BLOCK_D: the pairs, and the unrotated features, that a tile covers.
+    INTERLEAVED: pairs are neighbors.   INVERSE: by the opposite angles.
+    HAS_POS: whether positions are given.   COPY: whether unrotated features are copied.
+    """
+
+    HQ: int
+    HK: int
+    D: int
+    HALF: int
+    BLOCK_R: int
+    BLOCK_D: int
+    INTERLEAVED: bool
+    INVERSE: bool
+    HAS_POS: bool
+    COPY: bool
+
+
 @triton.jit
 def _heads(
     x_ptr,
     y_ptr,
-    x_head,
-    y_head,
-    cos,
-    sin,
+    x_strides,
+    y_strides,
+    batch,
+    token,
+    angle,
     H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    COPY: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
+    """Rotates all H heads of a token of a batch by the angle with this cos and sin."""
+    cos, sin = angle
+    HALF: tl.constexpr = FIXED.HALF
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
+    x_ptr += batch * x_strides[0] + token * x_strides[2]
+    y_ptr += batch * y_strides[0] + token * y_strides[2]
     i = tl.arange(0, BLOCK_R)
     for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        x = x_ptr + (h.to(tl.int64) * x_head)[:, None]
-        y = y_ptr + (h.to(tl.int64) * y_head)[:, None]
+        x = x_ptr + (h.to(tl.int64) * x_strides[1])[:, None]
+        y = y_ptr + (h.to(tl.int64) * y_strides[1])[:, None]
         mask = (h < H)[:, None] & (i < HALF)[None, :]
-        if INTERLEAVED:  # one contiguous read, split in registers
+        if FIXED.INTERLEAVED:  # one contiguous read, split in registers
             both = tl.arange(0, 2 * BLOCK_R)
             wide = (h < H)[:, None] & (both < 2 * HALF)[None, :]
             pair = tl.load(x + both[None, :], mask=wide, other=0.0).to(tl.float32)
@@ -66,9 +91,9 @@ def _heads(
                 (b * cos[None, :] + a * sin[None, :]).to(y_ptr.dtype.element_ty),
                 mask=mask,
             )
-        if COPY:  # the unrotated features
-            d = 2 * HALF + tl.arange(0, BLOCK_D)
-            rest = (h < H)[:, None] & (d < D)[None, :]
+        if FIXED.COPY:  # the unrotated features
+            d = 2 * HALF + tl.arange(0, FIXED.BLOCK_D)
+            rest = (h < H)[:, None] & (d < FIXED.D)[None, :]
             tl.store(y + d[None, :], tl.load(x + d[None, :], mask=rest), mask=rest)
 
 
@@ -83,35 +108,21 @@ def _rotate(
     pos_ptr,
     S,
     P,
-    q_b,
-    q_h,
-    q_s,
-    k_b,
-    k_h,
-    k_s,
-    qo_b,
-    qo_h,
-    qo_s,
-    ko_b,
-    ko_h,
-    ko_s,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
+    q_strides,
+    k_strides,
+    q_out_strides,
+    k_out_strides,
+    FIXED: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    HAS_POS: tl.constexpr,
-    COPY: tl.constexpr,
 ):
+    """Strides are from one batch, head and token to the next."""
+    HALF: tl.constexpr = FIXED.HALF
+    BLOCK_R: tl.constexpr = FIXED.BLOCK_R
     t = tl.program_id(0).to(tl.int64)
     b = t // S
     s = t % S
     p = s
-    if HAS_POS:
+    if FIXED.HAS_POS:
         p = tl.load(pos_ptr + t)
     i = tl.arange(0, BLOCK_R)
     row = p + tl.zeros([BLOCK_R], tl.int64)
@@ -120,41 +131,12 @@ def _rotate(
     at = row * HALF + i
     cos = tl.load(cos_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=inside, other=float("nan")).to(tl.float32)
-    if INVERSE:
+    if FIXED.INVERSE:
         sin = -sin
-    _heads(
-        q_ptr + b * q_b + s * q_s,
-        q_out_ptr + b * qo_b + s * qo_s,
-        q_h,
-        qo_h,
-        cos,
-        sin,
-        HQ,
-        D,
-        HALF,
-        BLOCK_H,
-        BLOCK_R,
-        BLOCK_D,
-        INTERLEAVED,
-        COPY,
-    )
-    if HK > 0:
-        _heads(
-            k_ptr + b * k_b + s * k_s,
-            k_out_ptr + b * ko_b + s * ko_s,
-            k_h,
-            ko_h,
-            cos,
-            sin,
-            HK,
-            D,
-            HALF,
-            BLOCK_H,
-            BLOCK_R,
-            BLOCK_D,
-            INTERLEAVED,
-            COPY,
-        )
+    angle = cos, sin
+    _heads(q_ptr, q_out_ptr, q_strides, q_out_strides, b, s, angle, FIXED.HQ, BLOCK_H, FIXED)
+    if FIXED.HK > 0:
+        _heads(k_ptr, k_out_ptr, k_strides, k_out_strides, b, s, angle, FIXED.HK, BLOCK_H, FIXED)
 
 
 def _heuristic(half: int, itemsize: int, HQ: int, HK: int) -> dict:
@@ -181,9 +163,10 @@ def _space(half: int, itemsize: int, HQ: int, HK: int) -> list[dict]:
     ]
 
 
-def _blocks(half: int, D: int) -> dict:
+def _blocks(half: int, D: int) -> tuple[int, int]:
+    """BLOCK_R and BLOCK_D."""
     rest = D - 2 * half
-    return {"BLOCK_R": next_power_of_2(half), "BLOCK_D": next_power_of_2(rest) if rest else 1}
+    return next_power_of_2(half), next_power_of_2(rest) if rest else 1
 
 
 def _write(
@@ -196,33 +179,14 @@ def _write(
         return
     HK = 0 if k is None else k.shape[1]
     kk, k_out = (q, to.q) if k is None or to.k is None else (k, to.k)
-    launch(
-        _rotate,
-        (B * S,),
-        q,
-        kk,
-        to.q,
-        k_out,
-        cos,
-        sin,
-        positions,
-        S,
-        cos.shape[0],
-        *q.stride()[:3],
-        *kk.stride()[:3],
-        *to.q.stride()[:3],
-        *k_out.stride()[:3],
-        HQ=HQ,
-        HK=HK,
-        D=D,
-        HALF=half,
-        **_blocks(half, D),
-        INTERLEAVED=interleaved,
-        INVERSE=inverse,
-        HAS_POS=positions is not None,
-        COPY=2 * half < D and q.data_ptr() != to.q.data_ptr(),
-        **ROTATE.config(q.device, half, q.element_size(), HQ, HK),
-    )
+    copied = 2 * half < D and q.data_ptr() != to.q.data_ptr()
+    options = interleaved, inverse, positions is not None, copied
+    fixed = Fixed(HQ, HK, D, half, *_blocks(half, D), *options)
+    tensors = q, kk, to.q, k_out
+    strides = [t.stride()[:3] for t in tensors]
+    given = *tensors, cos, sin, positions, S, cos.shape[0], *strides
+    config = ROTATE.config(q.device, half, q.element_size(), HQ, HK)
+    launch(_rotate, (B * S,), *given, FIXED=fixed, **config)
 
 
 def forward(q, k, rotation, inverse):
@@ -239,28 +203,20 @@ def overwrite(q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation) -> No
 def _specs(key: dict, config: dict) -> list[KernelSpec]:
     """Rotation of a whole head, by halves and interleaved; and of 64 features of 192."""
     half, data = key["half"], "bf16" if key["itemsize"] == 2 else "fp32"
-    specs = []
+    tensors, specs = ("q", "k", "q_out", "k_out"), []
+    strides = dict.fromkeys((f"{t}_strides" for t in tensors), ("i32",) * 3)
     for d, interleaved in ((2 * half, False), (2 * half, True)) if half != 32 else ((192, True),):
         rest = d - 2 * half
+        sizes = key["HQ"], key["HK"], d, half, *_blocks(half, d)
         label = f"{'interleaved' if interleaved else 'half-split'} D={d}{f' R={2 * half}' if rest else ''}"
         specs.append(
             KernelSpec.of(
                 _rotate,
                 f"rotate {label} {data}",
                 {"cos": "fp32", "sin": "fp32", "pos": "i64", "*": data},
-                {
-                    "HQ": key["HQ"],
-                    "HK": key["HK"],
-                    "D": d,
-                    "HALF": half,
-                    **_blocks(half, d),
-                    **config,
-                    "INTERLEAVED": interleaved,
-                    "INVERSE": False,
-                    "HAS_POS": True,
-                    "COPY": rest > 0,
-                },
-                divisible=tuple(f"{t}_{d}" for t in ("q", "k", "qo", "ko") for d in "bhs"),
+                {"FIXED": Fixed(*sizes, interleaved, False, True, rest > 0), **config},
+                strides,
+                divisible=tuple(strides),
                 elements=config["BLOCK_H"] * d,
             )
         )
