@@ -53,7 +53,7 @@ def served(path: str, tokenizer: str | None, dtype: str, device: str | None, tok
     )
     ends = model.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    engine = Engine(model, tokens=tokens, text=None if words is None else words.decode)
+    engine = Engine(model, path, tokens=tokens, text=None if words is None else words.decode)
     return Served(engine, words, ends, path)
 
 

@@ -46,7 +46,9 @@ class SamplingParams(_Body):
 class Generate(_Body):
     text: str | None = None
     input_ids: list[int] | None = None
-    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = Field(
+        default_factory=lambda: SamplingParams.model_validate({})
+    )
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=1024)
     lora_path: str | None = None

@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
     ContinuousBatchingLogitsProcessorList,
 )
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from tilewright.nn import ADAPTER_CONFIG, load_adapter, merge_and_unload, reset_adapters
 from tilewright.nn.weights import adapted
 from tilewright.sampler.asked import Asked, drawn, number
 
 BASE = ""  # the name of the weights that the model begins with
+CONFIG = "config.json"  # beside all weights
 PAGE = 16  # tokens of a page of the cache
 LOOK = 0.05  # seconds between looks for what has ended
 
@@ -107,6 +108,7 @@ class Engine:
 
     Args:
         model: A transformers model of text; its weights are BASE's.
+        path: Where these are read from again.
         tokens: How many tokens the cache has room for, of all samples at a time.
         text: Decodes tokens; None: texts cannot end a sample.
     """
@@ -114,6 +116,7 @@ class Engine:
     def __init__(
         self,
         model: Any,
+        path: str,
         *,
         tokens: int = 32768,
         text: Callable[[list[int]], str] | None = None,
@@ -125,6 +128,8 @@ class Engine:
         self.continuous = supported(model)
         self._folders: dict[str, pathlib.Path | None] = {BASE: None}
         self._held: str | None = BASE
+        self.path: str | pathlib.Path = path
+        self._filled: str | pathlib.Path | None = path
         self._manager: ContinuousBatchingManager | None = None
         self._scales: dict[Any, float] = {}  # of adapters that are off
         self._waiting: collections.deque[Drawing] = collections.deque()
@@ -136,14 +141,14 @@ class Engine:
     # ---- what other threads call
 
     def load(self, name: str, folder: pathlib.Path) -> None:
-        """Makes weights known: adapters as PEFT has them. One of this name that was known is
-        replaced, for samples that begin from now on.
+        """Makes weights known: adapters as PEFT has them, or all weights as transformers has. What
+        was known by this name is replaced, for samples that begin from now on.
 
         Raises:
-            FileNotFoundError: There is no adapter_config.json.
+            FileNotFoundError: There is neither an adapter_config.json nor a config.json.
         """
-        if not (folder / ADAPTER_CONFIG).is_file():
-            raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG}")
+        if not any((folder / name).is_file() for name in (ADAPTER_CONFIG, CONFIG)):
+            raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG}, and no {CONFIG}")
         with self.pausing():
             self._folders[name] = folder
             if self._held == name:
@@ -305,19 +310,34 @@ class Engine:
         self._held, folder = None, self._folders[name]
         for module, scale in self._scales.items():
             module.scale = scale
-        if folder is None:
+        self._scales = {}
+        if folder is not None and (folder / ADAPTER_CONFIG).is_file():
+            self._fill(self.path)
+            self._adapt(folder)
+        else:
             self._scales = {module: module.scale for _, module in adapted(self.model)}
             for module in self._scales:
                 module.scale = 0.0
-        else:
-            self._scales = {}
-            try:
-                load_adapter(self.model, folder)
-            except ValueError:  # of another rank, or of other modules
-                self._unload()
-                load_adapter(self.model, folder)
-            self.model.requires_grad_(False)
+            self._fill(self.path if folder is None else folder)
         self._held = name
+
+    def _adapt(self, folder: pathlib.Path) -> None:
+        try:
+            load_adapter(self.model, folder)
+        except ValueError:  # of another rank, or of other modules
+            self._unload()
+            load_adapter(self.model, folder)
+        self.model.requires_grad_(False)
+
+    def _fill(self, path: str | pathlib.Path) -> None:
+        """Reads all weights, if they are not there."""
+        if path == self._filled:
+            return
+        self._filled = None
+        self._unload()
+        other = type(self.model).from_pretrained(path, dtype=self.model.dtype)
+        self.model.load_state_dict(other.state_dict())
+        self._scales, self._filled = {}, path
 
     def _unload(self) -> None:
         """Plain layers again, with the bits that they had."""

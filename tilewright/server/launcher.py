@@ -239,7 +239,7 @@ def _supervise(
 
 
 def _told(requests: Log, name: str, state: str) -> None:
-    """Says what processes do. On a full disk it is not said: workers say themselves what follows."""
+    """Says what processes do. On a full disk it is not said: workers say what follows."""
     with contextlib.suppress(sqlite3.OperationalError):
         requests.tell(name, state)
 
