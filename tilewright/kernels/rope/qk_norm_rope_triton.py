@@ -541,10 +541,17 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
     each = c.pop("PROGRAMS")
     P = min(programs(dqkv, each), B * S) if normalized else B * S
     dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if normalized else None
-    sizes = *heads, D, half, *_blocks(D, half)
-    present = {name: d is not None for name, d in zip(("DQ", "DK", "DV"), given, strict=True)}
-    positioned, width = positions is not None, next_power_of_2(D)
-    fixed = Fixed(*sizes, interleaved, normalized, positioned, BLOCK_V=width, **present)
+    fixed = Fixed(
+        *(heads.q, heads.kv, D, half),
+        *_blocks(D, half),
+        interleaved,
+        normalized,
+        positions is not None,
+        False,
+        False,
+        next_power_of_2(D),
+        *(d is not None for d in given),
+    )
     tensors = *given, qkv, rstd, norm.q_weight, norm.k_weight, dqkv, dw, cos, sin, positions
     strides = [(0, 0, 0) if d is None else d.stride()[:3] for d in given]
     strides.append(qkv.stride()[:2] if normalized else (0, 0))
