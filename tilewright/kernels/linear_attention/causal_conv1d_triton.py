@@ -33,6 +33,15 @@ from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
 
+class _Fixed(NamedTuple):
+    """What is constant in a launch over runs of rows: W taps, and what is there."""
+
+    W: int
+    BIAS: bool
+    SILU: bool
+    PACKED: bool
+
+
 @triton.jit
 def _row(ptr, row, stride, c, mask):
     """Row `row` in channels c, as float32; 0 where masked."""
@@ -98,22 +107,20 @@ def _forward(
     length,
     C,
     x_row,
-    W: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    PACKED: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A run of `length` rows, ROWS at a time."""
+    W: tl.constexpr = FIXED.W
     t = tl.program_id(1)
-    there = t < number_of_tiles(map_ptr, capacity, count, PACKED)
+    there = t < number_of_tiles(map_ptr, capacity, count, FIXED.PACKED)
     if there:
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, length, PACKED)
+        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, there, length, FIXED.PACKED)
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_c = c < C
-        taps, b = _taps(w_ptr, c, in_c, W), _bias(b_ptr, c, in_c, BIAS)
+        taps, b = _taps(w_ptr, c, in_c, W), _bias(b_ptr, c, in_c, FIXED.BIAS)
         x = _earlier(x_ptr, x_row, first, begin, c, C, W)
         end = tl.minimum(end, first + length)
         for start in tl.range(first, end, ROWS, num_stages=STAGES):
@@ -122,7 +129,7 @@ def _forward(
                 mask = _before(row, end, c, C)
                 x += (_row(x_ptr, row, x_row, c, mask),)
                 y = _convolved(x, taps, b)
-                if SILU:
+                if FIXED.SILU:
                     y = y * sigmoid(y)
                 tl.store(y_ptr + row * C + c, y.to(y_ptr.dtype.element_ty), mask=mask)
                 x = x[1:]
@@ -155,10 +162,7 @@ def _backward(
     length,
     C,
     x_row,
-    W: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    PACKED: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -166,16 +170,18 @@ def _backward(
     """dx, and this program's partial sums of dw and db over runs p, p + P, p + 2P, ... of its
     channels.
     """
+    W: tl.constexpr = FIXED.W
     p = tl.program_id(1)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < C
-    taps, b = _taps(w_ptr, c, in_c, W), _bias(b_ptr, c, in_c, BIAS)
+    taps, b = _taps(w_ptr, c, in_c, W), _bias(b_ptr, c, in_c, FIXED.BIAS)
     dw = ()
     for _ in tl.static_range(W):
         dw += (tl.zeros((BLOCK_C,), tl.float32),)
     db = tl.zeros((BLOCK_C,), tl.float32)
-    for t in range(p, number_of_tiles(map_ptr, capacity, count, PACKED), tl.num_programs(1)):
-        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, t >= 0, length, PACKED)
+    tiles = number_of_tiles(map_ptr, capacity, count, FIXED.PACKED)
+    for t in range(p, tiles, tl.num_programs(1)):
+        first, begin, end = place(map_ptr, cu_ptr, capacity, S, t, t >= 0, length, FIXED.PACKED)
         x = _earlier(x_ptr, x_row, first, begin, c, C, W)
         # x's row takes part in its own row and the next W - 1, whose gradients g are.
         g = ()
@@ -183,7 +189,7 @@ def _backward(
             row = first + i
             mask = _before(row, end, c, C)
             x += (_row(x_ptr, row, x_row, c, mask),)
-            g += (_gradient(dy_ptr, row, C, c, mask, x, taps, b, SILU),)
+            g += (_gradient(dy_ptr, row, C, c, mask, x, taps, b, FIXED.SILU),)
             x = x[1:]
         # Past its end, where the last ROWS may reach, a sequence is 0 and so are gradients; another
         # run of the same sequence starts at a multiple of `length`, which is one of ROWS.
@@ -193,7 +199,7 @@ def _backward(
                 row = own + W - 1
                 mask = _before(row, end, c, C)
                 x += (_row(x_ptr, row, x_row, c, mask),)
-                g += (_gradient(dy_ptr, row, C, c, mask, x, taps, b, SILU),)
+                g += (_gradient(dy_ptr, row, C, c, mask, x, taps, b, FIXED.SILU),)
                 dx = taps[W - 1] * g[0]
                 sums = ()
                 for tap in tl.static_range(W):
@@ -201,15 +207,15 @@ def _backward(
                         dx += taps[tap] * g[W - 1 - tap]
                     sums += (dw[tap] + x[0] * g[W - 1 - tap],)
                 dw = sums
-                if BIAS:
+                if FIXED.BIAS:
                     db += g[0]
                 to = dx_ptr + own * C + c
                 tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=_before(own, end, c, C))
                 x, g = x[1:], g[1:]
-    to = partial_ptr + p.to(tl.int64) * (W + BIAS) * C + c
+    to = partial_ptr + p.to(tl.int64) * (W + FIXED.BIAS) * C + c
     for tap in tl.static_range(W):
         tl.store(to + tap * C, dw[tap], mask=in_c)
-    if BIAS:
+    if FIXED.BIAS:
         tl.store(to + W * C, db, mask=in_c)
 
 
@@ -251,12 +257,7 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(weight, bias, cu_seqlens, silu) -> dict:
-    return {
-        "W": weight.shape[1],
-        "BIAS": bias is not None,
-        "SILU": silu,
-        "PACKED": cu_seqlens is not None,
-    }
+    return {"FIXED": _Fixed(weight.shape[1], bias is not None, silu, cu_seqlens is not None)}
 
 
 class _Walk(NamedTuple):
@@ -275,6 +276,8 @@ def _walk(kernel, tensors, x, rows, cu_seqlens, **constants) -> _Walk:
     """tensors: the kernel's, in order, with any float32 tensor for the partial sums."""
     (B, S, C), each = x.shape, constants["ROWS"]
     sample = None if cu_seqlens is None else cu_seqlens.new_empty(1, dtype=torch.int32)
+    types = (None if t is None else t.dtype for t in (*tensors, cu_seqlens))
+    arguments = *tensors, sample, cu_seqlens, 0, 0, 0, 0, C, rows.stride(0)
     P = sharing(
         kernel,
         B * S,
@@ -282,15 +285,8 @@ def _walk(kernel, tensors, x, rows, cu_seqlens, **constants) -> _Walk:
         cdiv(C, constants["BLOCK_C"]),
         constants.pop("num_warps"),
         x,
-        (
-            *(None if t is None else t.dtype for t in (*tensors, cu_seqlens)),
-            C % 16,
-            rows.stride(0) % 16,
-        ),
-        *tensors,
-        sample,
-        cu_seqlens,
-        *(0, 0, 0, 0, C, rows.stride(0)),
+        (*types, C % 16, rows.stride(0) % 16),
+        *arguments,
         **constants,
     )
     length = cdiv(cdiv(S, max(1, P // B)), each) * each
@@ -383,19 +379,16 @@ def _specs_of(kernel, name: str):
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         data, launches = "bf16" if key["itemsize"] == 2 else "fp32", []
         bits = 8 * key["itemsize"] * config["BLOCK_C"] // (32 * config["num_warps"])
-        for label, options in (
-            ("", {"BIAS": False, "PACKED": False}),
-            (" packed bias", {"BIAS": True, "PACKED": True}),
-        ):
-            types = {"map": "i32", "cu": "i64"} if options["PACKED"] else {"map": None, "cu": None}
+        for label, both in (("", False), (" packed bias", True)):
+            types = {"map": "i32", "cu": "i64"} if both else {"map": None, "cu": None}
             types |= {"partial": "fp32", "*": data}
-            types |= {} if options["BIAS"] else {"b": None}
+            types |= {} if both else {"b": None}
             launches.append(
                 KernelSpec.of(
                     kernel,
                     f"{name}{label} C={key['C']} {data}",
                     types,
-                    {"W": 4, "SILU": True, **options, **config},
+                    {"FIXED": _Fixed(4, both, True, both), **config},
                     divisible=("C", "x_row"),
                     # Fewer than 128 bits where a thread has half as many channels, or the row is
                     # narrow; a warp reads 256 bytes at least of a wide one.

@@ -28,6 +28,7 @@ it now, would move T H elements less, 31 us of such a layer's 4.4 ms.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -73,6 +74,21 @@ from tilewright.kernels.warp_specialized import (
 _BEHIND = gl.constexpr(2)
 
 
+class _Fixed(NamedTuple):
+    """What is constant in a launch of `_gemm` beside the gate: as grouped_gemm_triton's."""
+
+    GATHER: bool
+    TRANSPOSED: bool
+    EPILOGUE: int
+    STORE_PRE: bool
+    BIAS: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    STAGES: int
+
+
 @gluon.jit
 def _tile(
     t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K: gl.constexpr, GROUP: gl.constexpr
@@ -100,11 +116,12 @@ def _weight(w, e, n, k, full, b, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr)
 
 
 @gluon.jit
-def _load(x, w, work, ring, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr):
+def _load(x, w, work, ring, FIXED: gl.constexpr, HALVES: gl.constexpr):
     """One warp: both operands by TMA."""
     tiles_ptr, capacity, n_tiles, E, K = work
     a, b, full, empty = ring
     BLOCK_K: gl.constexpr = a.shape[2]
+    GROUP: gl.constexpr = FIXED.GROUP
     m_tiles = gl.load(tiles_ptr + 3 * capacity)
     stage, phase = 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
@@ -113,7 +130,8 @@ def _load(x, w, work, ring, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROU
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), x.block_type.nbytes + w.block_type.nbytes)
             tma_load(x, [row, step * BLOCK_K], full.index(stage), a.index(stage))
-            _weight(w, e, n, step * BLOCK_K, full.index(stage), b.index(stage), TRANSPOSED, HALVES)
+            here = b.index(stage)
+            _weight(w, e, n, step * BLOCK_K, full.index(stage), here, FIXED.TRANSPOSED, HALVES)
             stage, phase = advance(stage, phase, a.shape[0])
 
 
@@ -126,9 +144,7 @@ def _announce(full, issued):
 
 
 @gluon.jit
-def _gather(
-    rows, w, work, ring, TRANSPOSED: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr
-):
+def _gather(rows, w, work, ring, FIXED: gl.constexpr, HALVES: gl.constexpr):
     """A warpgroup: row r of the left operand is row slots[r] // TOP_K of x."""
     x_ptr, slots_ptr, x_stride, TOP_K = rows
     tiles_ptr, capacity, n_tiles, E, K = work
@@ -142,7 +158,7 @@ def _gather(
     stage, phase, issued = 0, 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         e, row, end, n, steps = _tile(
-            t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP
+            t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, FIXED.GROUP
         )
         live = row + i < end
         slot = gl.load(slots_ptr + row + i, mask=live, other=0)
@@ -151,7 +167,7 @@ def _gather(
             k = step * BLOCK_K
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), w.block_type.nbytes)
-            _weight(w, e, n, k, full.index(stage), b.index(stage), TRANSPOSED, HALVES)
+            _weight(w, e, n, k, full.index(stage), b.index(stage), FIXED.TRANSPOSED, HALVES)
             # Rows and columns that do not exist are zeros.
             mask = live[:, None] & (k + ks < K)[None, :]
             thread_load(a.index(stage), at + k, mask=mask)
@@ -167,20 +183,11 @@ def _gather(
 
 
 @gluon.jit
-def _fill(
-    rows,
-    w,
-    work,
-    ring,
-    GATHER: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    HALVES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    if GATHER:
-        _gather(rows, w, work, ring, TRANSPOSED, HALVES, GROUP)
+def _fill(rows, w, work, ring, FIXED: gl.constexpr, HALVES: gl.constexpr):
+    if FIXED.GATHER:
+        _gather(rows, w, work, ring, FIXED, HALVES)
     else:
-        _load(rows[0], w, work, ring, TRANSPOSED, HALVES, GROUP)
+        _load(rows[0], w, work, ring, FIXED, HALVES)
 
 
 @gluon.jit
@@ -210,24 +217,14 @@ def _h_of_pairs(t, GATE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    outputs,
-    tiles,
-    memory,
-    TRANSPOSED: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    STORE_PRE: gl.constexpr,
-    BIAS: gl.constexpr,
-    GATE: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _multiply(outputs, tiles, memory, FIXED: gl.constexpr, GATE: gl.constexpr):
     """Two warpgroups."""
     out, pre, out_ptr, pre_ptr, bias_ptr = outputs
     tiles_ptr, capacity, n_tiles, E, N, K = tiles
     a, b, staging, full, empty = memory
     BLOCK_M: gl.constexpr = a.shape[1]
     BLOCK_K: gl.constexpr = a.shape[2]
-    BLOCK_N: gl.constexpr = b.shape[2] if TRANSPOSED else b.shape[1]
+    BLOCK_N: gl.constexpr = FIXED.BLOCK_N
     HALF: gl.constexpr = BLOCK_N // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     dtype: gl.constexpr = staging.dtype
@@ -235,32 +232,32 @@ def _multiply(
     stage, phase = 0, 0
     for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         e, row, end, n, steps = _tile(
-            t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, GROUP
+            t, tiles_ptr, capacity, m_tiles, n_tiles, E, K, BLOCK_K, FIXED.GROUP
         )
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
         acc, stage, phase = accumulate(
-            acc, steps, a, b, full, empty, stage, phase, False, TRANSPOSED
+            acc, steps, a, b, full, empty, stage, phase, False, FIXED.TRANSPOSED
         )
         left, right = halves(acc)
         # Where the two are in the matrix that has both, and the ends of their columns there.
         at, beside, end_at, columns = n * BLOCK_N, n * BLOCK_N + HALF, N, N
-        if EPILOGUE == 1 and GATE.INTERLEAVED:
+        if FIXED.EPILOGUE == 1 and GATE.INTERLEAVED:
             end_at, columns = 2 * N, 2 * N
-        elif EPILOGUE == 1:
+        elif FIXED.EPILOGUE == 1:
             at, beside, columns = n * HALF, N + n * HALF, 2 * N
-        left = _rounded(left, bias_ptr, e, E, at, end_at, columns, dtype, BIAS)
-        right = _rounded(right, bias_ptr, e, E, beside, columns, columns, dtype, BIAS)
-        if EPILOGUE == 0:
+        left = _rounded(left, bias_ptr, e, E, at, end_at, columns, dtype, FIXED.BIAS)
+        right = _rounded(right, bias_ptr, e, E, beside, columns, columns, dtype, FIXED.BIAS)
+        if FIXED.EPILOGUE == 0:
             store_tile(left, staging, out, out_ptr, row, end, at, N, N)
             store_tile(right, staging, out, out_ptr, row, end, beside, N, N)
         else:
-            if STORE_PRE:
+            if FIXED.STORE_PRE:
                 store_tile(left, staging, pre, pre_ptr, row, end, at, end_at, columns)
             if GATE.INTERLEAVED:
                 # h of one half is computed before the other half is stored: gates and results of
                 # both at a time take more registers than there are.
                 left = _h_of_pairs(left, GATE)
-            if STORE_PRE:
+            if FIXED.STORE_PRE:
                 store_tile(right, staging, pre, pre_ptr, row, end, beside, columns, columns)
             if GATE.INTERLEAVED:
                 right = _h_of_pairs(right, GATE)
@@ -288,17 +285,8 @@ def _gemm(
     K,
     x_stride,
     TOP_K,
-    GATHER: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    STORE_PRE: gl.constexpr,
-    BIAS: gl.constexpr,
+    FIXED: gl.constexpr,
     GATE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """The arguments are those of grouped_gemm_triton's kernel.
 
@@ -306,33 +294,46 @@ def _gemm(
     w: a descriptor of [E, N, K], TRANSPOSED [E, K, N], or of halves [E, 2, N, K].
     out, pre: descriptors of [rows, N] and [rows, 2 N], for boxes of BLOCK_M by BLOCK_N // 2.
     """
-    HALVES: gl.constexpr = EPILOGUE == 1 and not GATE.INTERLEAVED
+    HALVES: gl.constexpr = FIXED.EPILOGUE == 1 and not GATE.INTERLEAVED
     dtype: gl.constexpr = out.dtype
-    ROWS: gl.constexpr = BLOCK_K if TRANSPOSED else BLOCK_N
-    COLUMNS: gl.constexpr = BLOCK_N if TRANSPOSED else BLOCK_K
+    BLOCK_M: gl.constexpr = FIXED.BLOCK_M
+    BLOCK_N: gl.constexpr = FIXED.BLOCK_N
+    BLOCK_K: gl.constexpr = FIXED.BLOCK_K
+    STAGES: gl.constexpr = FIXED.STAGES
+    ROWS: gl.constexpr = BLOCK_K if FIXED.TRANSPOSED else BLOCK_N
+    COLUMNS: gl.constexpr = BLOCK_N if FIXED.TRANSPOSED else BLOCK_K
     a = stages(dtype, STAGES, BLOCK_M, BLOCK_K)
     b = stages(dtype, STAGES, ROWS, COLUMNS)
     staging = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N // 2], out.layout)
     # Gathered rows are announced by a second arrival.
-    full, empty = ring(STAGES, 2 if GATHER else 1)
-    n_tiles = gl.cdiv(N, BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N)
+    full, empty = ring(STAGES, 2 if FIXED.GATHER else 1)
+    n_tiles = gl.cdiv(N, BLOCK_N // 2 if FIXED.EPILOGUE == 1 else BLOCK_N)
     outputs, tiles = (out, pre, out_ptr, pre_ptr, bias_ptr), (tiles_ptr, capacity, n_tiles, E, N, K)
     memory = a, b, staging, full, empty
     rows, work = (x, slots_ptr, x_stride, TOP_K), (tiles_ptr, capacity, n_tiles, E, K)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (outputs, tiles, memory, TRANSPOSED, EPILOGUE, STORE_PRE, BIAS, GATE, GROUP),
-            ),
-            (_fill, (rows, w, work, (a, b, full, empty), GATHER, TRANSPOSED, HALVES, GROUP)),
+            (_multiply, (outputs, tiles, memory, FIXED, GATE)),
+            (_fill, (rows, w, work, (a, b, full, empty), FIXED, HALVES)),
         ],
-        [4 if GATHER else 1],
-        [GATHERING if GATHER else ONE_WARP],
+        [4 if FIXED.GATHER else 1],
+        [GATHERING if FIXED.GATHER else ONE_WARP],
     )
 
 
 # ---- gradients of weights: a sum over an expert's rows
+
+
+class _Weights(NamedTuple):
+    """What is constant in a launch of `_dweight`: as grouped_gemm_triton's."""
+
+    GATHER_DY: bool
+    GATHER_X: bool
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_R: int
+    GROUP: int
+    STAGES: int
 
 
 @gluon.jit
@@ -411,22 +412,20 @@ def _gather_rows(gathered, other, rows, work, ring, DY: gl.constexpr, GROUP: gl.
 
 
 @gluon.jit
-def _fill_rows(
-    operands, work, ring, GATHER_DY: gl.constexpr, GATHER_X: gl.constexpr, GROUP: gl.constexpr
-):
+def _fill_rows(operands, work, ring, FIXED: gl.constexpr):
     dy, x, slots_ptr, dy_stride, x_stride, N, K, TOP_K = operands
     a, b, full, empty = ring
-    if GATHER_DY:
-        _gather_rows(dy, x, (slots_ptr, dy_stride, N, TOP_K), work, ring, True, GROUP)
-    elif GATHER_X:
-        swapped = b, a, full, empty
-        _gather_rows(x, dy, (slots_ptr, x_stride, K, TOP_K), work, swapped, False, GROUP)
+    if FIXED.GATHER_DY:
+        _gather_rows(dy, x, (slots_ptr, dy_stride, N, TOP_K), work, ring, True, FIXED.GROUP)
+    elif FIXED.GATHER_X:
+        swapped, rows = (b, a, full, empty), (slots_ptr, x_stride, K, TOP_K)
+        _gather_rows(x, dy, rows, work, swapped, False, FIXED.GROUP)
     else:
-        _load_rows(dy, x, work, ring, GROUP)
+        _load_rows(dy, x, work, ring, FIXED.GROUP)
 
 
 @gluon.jit
-def _sum_rows(out, work, memory, GROUP: gl.constexpr):
+def _sum_rows(out, work, memory, FIXED: gl.constexpr):
     """Two warpgroups."""
     offsets_ptr, R, tiles, n_tiles, k_tiles = work
     a, b, staging, full, empty = memory
@@ -438,7 +437,7 @@ def _sum_rows(out, work, memory, GROUP: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     stage, phase = 0, 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        e, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, GROUP)
+        e, begin, end, n, k = _weight_tile(t, offsets_ptr, R, n_tiles, k_tiles, FIXED.GROUP)
         acc = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, LAYOUT)
         whole = (end - begin) // BLOCK_R
         acc, stage, phase = accumulate(acc, whole, a, b, full, empty, stage, phase, True, True)
@@ -463,50 +462,35 @@ def _sum_rows(out, work, memory, GROUP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["R"])
 def _dweight(
-    dy,
-    x,
-    out,
-    offsets_ptr,
-    slots_ptr,
-    E,
-    R,
-    N,
-    K,
-    dy_stride,
-    x_stride,
-    TOP_K,
-    GATHER_DY: gl.constexpr,
-    GATHER_X: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    dy, x, out, offsets_ptr, slots_ptr, E, R, N, K, dy_stride, x_stride, TOP_K, FIXED: gl.constexpr
 ):
     """The arguments are those of grouped_gemm_triton's kernel.
 
     dy: [rows, N], x: [rows, K]: descriptors, pointers where gathered.
     out: a descriptor of [E, N, K], for boxes of BLOCK_N by BLOCK_K // 2.
     """
-    a = stages(out.dtype, STAGES, BLOCK_R, BLOCK_N)
-    b = stages(out.dtype, STAGES, BLOCK_R, BLOCK_K)
+    GATHER: gl.constexpr = FIXED.GATHER_DY or FIXED.GATHER_X
+    BLOCK_N: gl.constexpr = FIXED.BLOCK_N
+    BLOCK_K: gl.constexpr = FIXED.BLOCK_K
+    a = stages(out.dtype, FIXED.STAGES, FIXED.BLOCK_R, BLOCK_N)
+    b = stages(out.dtype, FIXED.STAGES, FIXED.BLOCK_R, BLOCK_K)
     staging = gl.allocate_shared_memory(
         out.dtype,
         [BLOCK_N, BLOCK_K // 2],
         gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K // 2], out.dtype),
     )
-    full, empty = ring(STAGES, 2 if GATHER_DY or GATHER_X else 1)
+    full, empty = ring(FIXED.STAGES, 2 if GATHER else 1)
     n_tiles, k_tiles = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     tiles = E * n_tiles * k_tiles
     work, memory = (offsets_ptr, R, tiles, n_tiles, k_tiles), (a, b, staging, full, empty)
     operands = dy, x, slots_ptr, dy_stride, x_stride, N, K, TOP_K
     gl.warp_specialize(
         [
-            (_sum_rows, (out, work, memory, GROUP)),
-            (_fill_rows, (operands, work, (a, b, full, empty), GATHER_DY, GATHER_X, GROUP)),
+            (_sum_rows, (out, work, memory, FIXED)),
+            (_fill_rows, (operands, work, (a, b, full, empty), FIXED)),
         ],
-        [4 if GATHER_DY or GATHER_X else 1],
-        [GATHERING_WIDE if GATHER_DY or GATHER_X else ONE_WARP],
+        [4 if GATHER else 1],
+        [GATHERING_WIDE if GATHER else ONE_WARP],
     )
 
 
@@ -532,35 +516,21 @@ def gemm(
     rows = [k, n] if transposed else [n, k]
     if epilogue and not gate.INTERLEAVED:
         w, rows = w.unflatten(1, (2, out.shape[1])), [2, n // 2, k]
-    launch(
-        _gemm,
-        (grid,),
+    operands = (
         x if slots is not None else descriptor(x, [m, k]),
         descriptor(w, [1, *rows]),
         descriptor(out, [m, n // 2]),
         None if pre is None else descriptor(pre, [m, n // 2]),
-        out,
-        pre,
-        tiles,
-        slots,
-        bias,
-        offsets.shape[0],
-        tiles.shape[0] // 3,
-        out.shape[1],
-        x.shape[1],
-        x.stride(0),
-        top_k,
-        GATHER=slots is not None,
-        TRANSPOSED=transposed,
-        EPILOGUE=epilogue,
-        STORE_PRE=pre is not None,
-        BIAS=bias is not None,
+    )
+    flags = slots is not None, transposed, epilogue, pre is not None, bias is not None
+    launch(
+        _gemm,
+        (grid,),
+        *operands,
+        *(out, pre, tiles, slots, bias),
+        *(offsets.shape[0], tiles.shape[0] // 3, out.shape[1], x.shape[1], x.stride(0), top_k),
+        FIXED=_Fixed(*flags, m, n, k, config["GROUP"], config["num_stages"]),
         GATE=gate,
-        BLOCK_M=m,
-        BLOCK_N=n,
-        BLOCK_K=k,
-        GROUP=config["GROUP"],
-        STAGES=config["num_stages"],
         num_warps=config["num_warps"],
     )
 
@@ -590,30 +560,17 @@ def weight(
     n, k, r = _weight_blocks(next((name for name, has in gathers.items() if has), ""), config)
     E, N, K = out.shape
     tiles = E * cdiv(N, n) * cdiv(K, k)
-    launch(
-        _dweight,
-        (min(multiprocessors(out.device), tiles),),
-        dy if gathers["dy"] else descriptor(dy, [r, n]),
-        x if gathers["x"] else descriptor(x, [r, k]),
+    gathers_dy, gathers_x = gathers["dy"], gathers["x"]
+    fixed = _Weights(gathers_dy, gathers_x, n, k, r, config["GROUP"], config["num_stages"])
+    operands = (
+        dy if gathers_dy else descriptor(dy, [r, n]),
+        x if gathers_x else descriptor(x, [r, k]),
         descriptor(out, [1, n, k // 2]),
-        offsets,
-        slots,
-        E,
-        rows,
-        N,
-        K,
-        dy.stride(0),
-        x.stride(0),
-        top_k,
-        GATHER_DY=gathers["dy"],
-        GATHER_X=gathers["x"],
-        BLOCK_N=n,
-        BLOCK_K=k,
-        BLOCK_R=r,
-        GROUP=config["GROUP"],
-        STAGES=config["num_stages"],
-        num_warps=config["num_warps"],
     )
+    grid = (min(multiprocessors(out.device), tiles),)
+    numbers = E, rows, N, K, dy.stride(0), x.stride(0), top_k
+    constants = {"FIXED": fixed, "num_warps": config["num_warps"]}
+    launch(_dweight, grid, *operands, offsets, slots, *numbers, **constants)
 
 
 # ---- for the compile gate
@@ -630,18 +587,12 @@ def _needs(gather: bool) -> dict:
 
 def weight_spec(about: str, t: str, gathered: str, config: dict) -> KernelSpec:
     n, k, r = _weight_blocks(gathered, config)
+    gathers = gathered == "dy", gathered == "x"
     return KernelSpec.of(
         _dweight,
         f"backward weight{f' gathered {gathered}' if gathered else ''} specialized {about}",
         {"offsets": "i32", **({"slots": "i32"} if gathered else {})},
-        {
-            "GATHER_DY": gathered == "dy",
-            "GATHER_X": gathered == "x",
-            "STAGES": config["num_stages"],
-            **config,
-            "BLOCK_N": n,
-            "BLOCK_K": k,
-        },
+        {"FIXED": _Weights(*gathers, n, k, r, config["GROUP"], config["num_stages"]), **config},
         {
             "dy": f"*{t}" if gathered == "dy" else descriptor_type(t, r, n),
             "x": f"*{t}" if gathered == "x" else descriptor_type(t, r, k),
@@ -670,11 +621,12 @@ def spec(
         described["pre"] = descriptor_type(t, *result)
     else:
         pointers, constants = {**pointers, "pre": None}, {**constants, "pre": None}
+    given = {**constants, "STAGES": constants["num_stages"]}
     return KernelSpec.of(
         _gemm,
         label,
         pointers,
-        {**constants, "STAGES": constants["num_stages"]},
+        {"FIXED": _Fixed(*(given[name] for name in _Fixed._fields)), **constants},
         described,
         **_needs(constants["GATHER"]),
     )

@@ -25,6 +25,8 @@ detects multiples of 16 elements only.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +44,19 @@ COUNTS = 64
 
 
 # ---- sorting
+
+
+class _Sorted(NamedTuple):
+    """What is constant in a launch of `_place`.
+
+    WIDTH: no fewer than experts, a power of 2.   ROWS: runs whose counts are added at a time.
+    BLOCK_M: rows of a tile of the map, MAPPED of which are computed at a time.
+    """
+
+    WIDTH: int
+    ROWS: int
+    BLOCK_M: int = operators.MAP_ROWS
+    MAPPED: int = MAPPED
 
 
 @triton.jit
@@ -64,10 +79,7 @@ def _histogram(
         slot += TILE
         following = tl.load(index_ptr + slot, mask=slot < R, other=-1)
         # Column E is not stored.
-        count = tl.sum(
-            (own[:, None] == expert[None, :]).to(tl.int32),
-            axis=0,
-        )
+        count = tl.sum((own[:, None] == expert[None, :]).to(tl.int32), axis=0)
         tl.store(tile_ptr + tile * E + expert, count, mask=expert < E)
         tile += 1
         total += count
@@ -75,22 +87,13 @@ def _histogram(
 
 
 @triton.jit
-def _map(
-    tiles_ptr,
-    total,
-    ends,
-    run,
-    runs,
-    R,
-    E,
-    capacity,
-    BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MAPPED: tl.constexpr,
-):
+def _map(tiles_ptr, total, ends, run, runs, R, E, capacity, FIXED: tl.constexpr):
     """Writes this run's share of the map: the expert, first row and end of each tile, 0 past the
     last. total, ends: the number of each expert's rows, and their end.
     """
+    BLOCK_M: tl.constexpr = FIXED.BLOCK_M
+    WIDTH: tl.constexpr = FIXED.WIDTH
+    MAPPED: tl.constexpr = FIXED.MAPPED
     expert = tl.arange(0, WIDTH)
     tiles = tl.cdiv(total, BLOCK_M)
     last = tl.cumsum(tiles, axis=0)  # past the last expert, as many as all have
@@ -127,15 +130,14 @@ def _place(
     steps,
     runs,
     capacity,
+    FIXED: tl.constexpr,
     TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MAPPED: tl.constexpr,
 ):
     """map: None, or the map of tiles of BLOCK_M rows, with room for `capacity`.
     tile, run: `_histogram`'s counts, or None for a single tile.
     """
+    WIDTH: tl.constexpr = FIXED.WIDTH
+    ROWS: tl.constexpr = FIXED.ROWS
     run = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
@@ -160,7 +162,7 @@ def _place(
     if run == 0:
         tl.store(offsets_ptr + expert, ends, mask=expert < E)
     if map_ptr is not None:
-        _map(map_ptr, total, ends, run, runs, R, E, capacity, BLOCK_M, WIDTH, MAPPED)
+        _map(map_ptr, total, ends, run, runs, R, E, capacity, FIXED)
     next_row = ends - total + before  # per expert
     # Slots before this run that have no expert come first.
     next_other = tl.sum(total, axis=0) + run * steps * TILE - tl.sum(before, axis=0)
@@ -221,38 +223,13 @@ def _sort(expert_index, num_experts, tiles):
     if slot_tiles > 1:
         by_tile = expert_index.new_empty((runs * steps, num_experts), dtype=torch.int32)
         by_run = expert_index.new_empty((runs, num_experts), dtype=torch.int32)
-        launch(
-            _histogram,
-            (runs, cdiv(num_experts, EXPERTS)),
-            expert_index,
-            by_tile,
-            by_run,
-            R,
-            num_experts,
-            steps,
-            EXPERTS=EXPERTS,
-            **by_tiles,
-        )
+        grid, counted = (runs, cdiv(num_experts, EXPERTS)), (expert_index, by_tile, by_run)
+        launch(_histogram, grid, *counted, R, num_experts, steps, EXPERTS=EXPERTS, **by_tiles)
     width = max(16, next_power_of_2(num_experts))
-    launch(
-        _place,
-        (runs,),
-        expert_index,
-        by_tile,
-        by_run,
-        *order,
-        tiles,
-        R,
-        num_experts,
-        steps,
-        runs,
-        0 if tiles is None else tiles.shape[0] // 3,
-        WIDTH=width,
-        ROWS=max(1, 4096 // width),
-        BLOCK_M=operators.MAP_ROWS,
-        MAPPED=MAPPED,
-        **by_tiles,
-    )
+    tensors = expert_index, by_tile, by_run, *order, tiles
+    numbers = R, num_experts, steps, runs, 0 if tiles is None else tiles.shape[0] // 3
+    fixed = _Sorted(width, max(1, 4096 // width))
+    launch(_place, (runs,), *tensors, *numbers, FIXED=fixed, **by_tiles)
     return order
 
 
@@ -280,6 +257,21 @@ def _sort_space(experts: int) -> list[dict]:
 
 
 # ---- moving rows
+
+
+class _Moved(NamedTuple):
+    """What is constant in a launch that moves rows: K experts per token, UNROLL at a time.
+
+    COUNTS: counts of used rows, if there are any.   WEIGHTED: whether `_collect` weights rows.
+    DOTS: whether weights have gradients.
+    """
+
+    K: int
+    UNIT: int
+    UNROLL: int
+    COUNTS: int = 0
+    WEIGHTED: bool = False
+    DOTS: bool = False
 
 
 def _spread_heuristic(columns: int, itemsize: int) -> dict:
@@ -348,32 +340,25 @@ def _count(position_ptr, used_ptr, R, steps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT: tl.constexpr, COUNTS: tl.constexpr):
+def _clear(out_ptr, used_ptr, t, c, mask, columns, FIXED: tl.constexpr):
     """Writes zeros at columns c of those of token t's K rows that no slot uses."""
-    used = tl.sum(tl.load(used_ptr + tl.arange(0, COUNTS)), axis=0)
-    first = t * K
-    if first + K > used:
+    used = tl.sum(tl.load(used_ptr + tl.arange(0, FIXED.COUNTS)), axis=0)
+    first = t * FIXED.K
+    if first + FIXED.K > used:
         zero = (c * 0).to(out_ptr.dtype.element_ty)
-        for row in range(tl.maximum(first, used.to(tl.int64)), first + K):
-            tl.store(out_ptr + row * columns * UNIT + c, zero, mask=mask)
+        for row in range(tl.maximum(first, used.to(tl.int64)), first + FIXED.K):
+            tl.store(out_ptr + row * columns * FIXED.UNIT + c, zero, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _spread(
-    x_ptr,
-    position_ptr,
-    used_ptr,
-    out_ptr,
-    columns,
-    BLOCKS,
-    x_stride,
-    R,
-    K: tl.constexpr,
-    COUNTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    x_ptr, position_ptr, used_ptr, out_ptr, sizes, R, FIXED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """sizes: columns, blocks of them, and the stride of x."""
+    columns, BLOCKS, x_stride = sizes
+    K: tl.constexpr = FIXED.K
+    UNIT: tl.constexpr = FIXED.UNIT
+    UNROLL: tl.constexpr = FIXED.UNROLL
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns * UNIT
@@ -384,25 +369,18 @@ def _spread(
             p = tl.load(position_ptr + slot, mask=slot < (t + 1) * K, other=-1)
             end = tl.where((p >= 0) & (p < R), columns * UNIT, 0)  # nothing, for a sentinel
             tl.store(out_ptr + p.to(tl.int64) * columns * UNIT + c, x, mask=c < end)
-    _clear(out_ptr, used_ptr, t, c, mask, columns, K, UNIT, COUNTS)
+    _clear(out_ptr, used_ptr, t, c, mask, columns, FIXED)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _collect(
-    rows_ptr,
-    weight_ptr,
-    position_ptr,
-    y_ptr,
-    columns,
-    BLOCKS,
-    rows_stride,
-    R,
-    WEIGHTED: tl.constexpr,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    rows_ptr, weight_ptr, position_ptr, y_ptr, sizes, R, FIXED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """sizes: columns, blocks of them, and the stride of rows."""
+    columns, BLOCKS, rows_stride = sizes
+    K: tl.constexpr = FIXED.K
+    UNIT: tl.constexpr = FIXED.UNIT
+    UNROLL: tl.constexpr = FIXED.UNROLL
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = c < columns * UNIT
@@ -416,7 +394,7 @@ def _collect(
             row = tl.load(
                 rows_ptr + p.to(tl.int64) * rows_stride * UNIT + c, mask=c < end, other=0.0
             )
-            if WEIGHTED:
+            if FIXED.WEIGHTED:
                 w = tl.load(weight_ptr + slot, mask=there, other=0.0)
                 y += w * row.to(tl.float32)
             else:
@@ -433,18 +411,19 @@ def _backward(
     used_ptr,
     drows_ptr,
     dweight_ptr,
-    columns,
-    dy_stride,
-    rows_stride,
+    sizes,
     R,
-    DOTS: tl.constexpr,
-    K: tl.constexpr,
-    COUNTS: tl.constexpr,
-    UNIT: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    """A program loops over one token's dy once for UNROLL of its experts."""
+    """A program loops over one token's dy once for UNROLL of its experts.
+
+    sizes: columns, and the strides of dy and rows.
+    """
+    columns, dy_stride, rows_stride = sizes
+    K: tl.constexpr = FIXED.K
+    UNIT: tl.constexpr = FIXED.UNIT
+    UNROLL: tl.constexpr = FIXED.UNROLL
     t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for first in range(0, K, UNROLL):
@@ -460,7 +439,7 @@ def _backward(
                 tl.float32
             )
             mask = there[:, None] & (c < columns * UNIT)[None, :]
-            if DOTS:
+            if FIXED.DOTS:
                 row = tl.load(
                     rows_ptr + p[:, None] * rows_stride * UNIT + c[None, :], mask=mask, other=0.0
                 )
@@ -470,11 +449,11 @@ def _backward(
                 (w[:, None] * d[None, :]).to(drows_ptr.dtype.element_ty),
                 mask=mask,
             )
-        if DOTS:
+        if FIXED.DOTS:
             tl.store(dweight_ptr + t * K + k, tl.sum(dot, axis=1), mask=k < K)
     for at in range(0, columns * UNIT, BLOCK):
         c = at + lane
-        _clear(drows_ptr, used_ptr, t, c, c < columns * UNIT, columns, K, UNIT, COUNTS)
+        _clear(drows_ptr, used_ptr, t, c, c < columns * UNIT, columns, FIXED)
 
 
 def _unroll(K: int) -> int:
@@ -497,23 +476,10 @@ def spread(x, position, offsets):
         c = SPREAD.config(x.device, columns, x.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = unit(x.element_size(), columns, x.stride(0))
-        launch(
-            _spread,
-            (x.shape[0] * blocks,),
-            x,
-            position,
-            used,
-            rows,
-            columns // by,
-            blocks,
-            x.stride(0) // by,
-            rows.shape[0],
-            K=K,
-            COUNTS=used.shape[0],
-            UNIT=by,
-            UNROLL=_unroll(K),
-            **c,
-        )
+        fixed = _Moved(K, by, _unroll(K), used.shape[0])
+        grid, tensors = (x.shape[0] * blocks,), (x, position, used, rows)
+        sizes = columns // by, blocks, x.stride(0) // by
+        launch(_spread, grid, *tensors, sizes, rows.shape[0], FIXED=fixed, **c)
     return rows
 
 
@@ -524,23 +490,10 @@ def collect(rows, weight, position):
         c = COLLECT.config(rows.device, columns, rows.element_size())
         blocks = cdiv(columns, c["BLOCK"])
         by = unit(rows.element_size(), columns, rows.stride(0))
-        launch(
-            _collect,
-            (T * blocks,),
-            rows,
-            weight,
-            position,
-            y,
-            columns // by,
-            blocks,
-            rows.stride(0) // by,
-            rows.shape[0],
-            WEIGHTED=weight is not None,
-            K=K,
-            UNIT=by,
-            UNROLL=_unroll(K),
-            **c,
-        )
+        fixed = _Moved(K, by, _unroll(K), WEIGHTED=weight is not None)
+        grid, tensors = (T * blocks,), (rows, weight, position, y)
+        sizes = columns // by, blocks, rows.stride(0) // by
+        launch(_collect, grid, *tensors, sizes, rows.shape[0], FIXED=fixed, **c)
     return y
 
 
@@ -550,29 +503,12 @@ def backward(dy, rows, weight, position):
     if drows.numel():
         c = BACKWARD.config(dy.device, columns, dy.element_size())
         c = {name: value for name, value in c.items() if value is not None}
-        by = unit(dy.element_size(), columns, dy.stride(0), 0 if rows is None else rows.stride(0))
-        used = _used(position)
-        launch(
-            _backward,
-            (T,),
-            dy,
-            rows,
-            weight,
-            position,
-            used,
-            drows,
-            dweight,
-            columns // by,
-            dy.stride(0) // by,
-            0 if rows is None else rows.stride(0) // by,
-            T * K,
-            DOTS=rows is not None,
-            K=K,
-            COUNTS=COUNTS,
-            UNIT=by,
-            UNROLL=_unroll(K),
-            **c,
-        )
+        strides = dy.stride(0), 0 if rows is None else rows.stride(0)
+        by = unit(dy.element_size(), columns, *strides)
+        fixed = _Moved(K, by, _unroll(K), COUNTS, DOTS=rows is not None)
+        tensors = dy, rows, weight, position, _used(position), drows, dweight
+        sizes = tuple(n // by for n in (columns, *strides))
+        launch(_backward, (T,), *tensors, sizes, T * K, FIXED=fixed, **c)
     elif dweight is not None:
         dweight.zero_()
     return gradients
@@ -587,19 +523,16 @@ def _specs(kernel):
 
     def specs(key: dict, config: dict) -> list[KernelSpec]:
         aligned, data = 16 // key["itemsize"], "bf16" if key["itemsize"] == 2 else "fp32"
+        wide = "i32", "i64" if kernel is _backward else "i32", "i64"  # strides
+        flags = kernel is _collect, kernel is _backward
+        counts = 0 if kernel is _collect else COUNTS
         return [
             KernelSpec.of(
                 kernel,
                 f"{kernel.fn.__name__[1:]} {data}{tail} H={key['columns']}",
                 {**_TYPES, "*": data},
-                {
-                    **dict.fromkeys(("K", "UNROLL"), 8),
-                    **dict.fromkeys(("WEIGHTED", "DOTS"), True),
-                    "COUNTS": COUNTS,
-                    "UNIT": by,
-                    **config,
-                },
-                dict.fromkeys(("x_stride", "rows_stride", "dy_stride"), "i64" if tail else "i32"),
+                {"FIXED": _Moved(8, by, 8, counts, *flags), **config},
+                {"sizes": wide if tail else ("i32",) * 3},
                 load=need,
                 store=need,
                 elements=config["BLOCK"],
@@ -631,10 +564,7 @@ def _sort_specs(key: dict, config: dict) -> list[KernelSpec]:
                 _place,
                 f"place{how} E={E}",
                 none,
-                WIDTH=E,
-                ROWS=4096 // E,
-                BLOCK_M=operators.MAP_ROWS,
-                MAPPED=MAPPED,
+                FIXED=_Sorted(E, 4096 // E),
                 **by_tiles,
             )
             for how, none in (

@@ -14,6 +14,8 @@ and counts alone.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,7 @@ import triton.language as tl
 from tilewright.kernels.launch import launch
 from tilewright.kernels.launchers import cdiv, next_power_of_2
 from tilewright.kernels.math_triton import exp_or_zero, reciprocal, sigmoid, sigmoid_pair
-from tilewright.kernels.moe.operators import choose, choose_backward
+from tilewright.kernels.moe.operators import Router, choose, choose_backward
 from tilewright.kernels.spec import KernelSpec
 from tilewright.kernels.tuning import Tunable
 
@@ -32,6 +34,26 @@ PER_SM = 2  # programs of forward that run at once on an SM
 # At most this many programs in forward, as many as 128 SMs hold: rows of partial sums that one
 # program adds in a few microseconds.
 PROGRAMS = 128 * PER_SM
+
+
+class _Fixed(NamedTuple):
+    """What is constant in a launch: E experts, K of which are chosen, and how.
+
+    GROUPS: of SIZE experts, of which the TOP best are eligible; in GP x SP columns.
+    BIASED: whether choices have a bias.   REPLAYED: whether they are recorded ones.
+    """
+
+    E: int
+    K: int
+    SIZE: int
+    GROUPS: int
+    TOP: int
+    BIASED: bool
+    SIGMOID: bool
+    RENORMALIZE: bool
+    REPLAYED: bool
+    GP: int
+    SP: int
 
 
 LIMIT = 128  # registers per thread with which an SM holds two programs of eight warps
@@ -82,40 +104,34 @@ def _keys(x):
 
 
 @triton.jit
-def _columns(SIZE: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr):
+def _columns(FIXED: tl.constexpr):
     """The expert of each column, and whether it exists."""
-    column = tl.arange(0, GP * SP)
-    if GROUPS == 1:
+    column = tl.arange(0, FIXED.GP * FIXED.SP)
+    if FIXED.GROUPS == 1:
         expert = column
-        valid = column < SIZE
+        valid = column < FIXED.SIZE
     else:
-        expert = column // SP * SIZE + column % SP
-        valid = (column // SP < GROUPS) & (column % SP < SIZE)
+        expert = column // FIXED.SP * FIXED.SIZE + column % FIXED.SP
+        valid = (column // FIXED.SP < FIXED.GROUPS) & (column % FIXED.SP < FIXED.SIZE)
     return column, expert, valid
 
 
 @triton.jit
-def _allowed(
-    value,
-    valid,
-    BEST_TWO: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP: tl.constexpr,
-    ROWS: tl.constexpr,
-    GP: tl.constexpr,
-    SP: tl.constexpr,
-):
+def _allowed(value, valid, FIXED: tl.constexpr):
     """Whether a column is in one of the row's TOP best groups."""
+    ROWS: tl.constexpr = value.shape[0]
+    GP: tl.constexpr = FIXED.GP
+    SP: tl.constexpr = FIXED.SP
     value = tl.reshape(tl.where(valid[None, :], value, float("-inf")), [ROWS, GP, SP])
     score = tl.max(value, axis=2)
-    if BEST_TWO:
+    if (FIXED.SIGMOID or FIXED.BIASED) and FIXED.SIZE > 1:  # of its best two
         first = tl.argmax(value, axis=2, tie_break_left=True)
         rest = tl.where(tl.arange(0, SP)[None, None, :] == first[:, :, None], float("-inf"), value)
         score += tl.max(rest, axis=2)
     group = tl.arange(0, GP)
-    keys = tl.where((group < GROUPS)[None, :], _keys(score), LOWEST)
+    keys = tl.where((group < FIXED.GROUPS)[None, :], _keys(score), LOWEST)
     allowed = tl.zeros([ROWS, GP], tl.int32)
-    for _ in range(TOP):
+    for _ in range(FIXED.TOP):
         hit = group[None, :] == tl.argmax(keys, axis=1, tie_break_left=True)[:, None]
         allowed = tl.where(hit, 1, allowed)
         keys = tl.where(hit, LOWEST, keys)
@@ -137,22 +153,14 @@ def _forward(
     stride,
     steps,
     scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP: tl.constexpr,
-    BIASED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    REPLAYED: tl.constexpr,
-    GP: tl.constexpr,
-    SP: tl.constexpr,
+    FIXED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    column, expert, valid = _columns(SIZE, GROUPS, GP, SP)
-    WIDTH: tl.constexpr = GP * SP
-    if BIASED:
+    column, expert, valid = _columns(FIXED)
+    E: tl.constexpr = FIXED.E
+    K: tl.constexpr = FIXED.K
+    WIDTH: tl.constexpr = FIXED.GP * FIXED.SP
+    if FIXED.BIASED:
         bias = tl.load(bias_ptr + expert, mask=valid, other=0.0)
     probability = tl.zeros([ROWS, WIDTH], tl.float32)
     count = tl.zeros([ROWS, WIDTH], tl.int32)
@@ -170,27 +178,24 @@ def _forward(
         e = exp_or_zero(x - top[:, None])
         total = tl.sum(e, axis=1)
         lse = top + tl.log(total)
-        if SIGMOID:
+        if FIXED.SIGMOID:
             s = sigmoid(x)
             q = s * reciprocal(tl.sum(s, axis=1) + TINY)[:, None]
         else:
             s = e * reciprocal(total)[:, None]
             q = s
         choice = x
-        if BIASED:
+        if FIXED.BIASED:
             choice = s + bias[None, :]
         keys = tl.where(valid[None, :], _keys(choice), LOWEST)
-        if TOP < GROUPS:
+        if FIXED.TOP < FIXED.GROUPS:
             value = choice
-            if SIGMOID and not BIASED:
+            if FIXED.SIGMOID and not FIXED.BIASED:
                 value = s
-            allowed = _allowed(
-                value, valid, (SIGMOID or BIASED) and SIZE > 1, GROUPS, TOP, ROWS, GP, SP
-            )
-            keys = tl.where(allowed, keys, LOWEST)
+            keys = tl.where(_allowed(value, valid, FIXED), keys, LOWEST)
         rank = tl.full([ROWS, WIDTH], K, tl.int32)
         for k in range(K):
-            if REPLAYED:
+            if FIXED.REPLAYED:
                 own = tl.load(recorded_ptr + t * K + k, mask=inside, other=-1)
                 own = tl.where((own >= 0) & (own < E), own, -1).to(tl.int32)
                 hit = column[None, :] == own[:, None]
@@ -199,7 +204,7 @@ def _forward(
             rank = tl.where(hit, k, rank)
             keys = tl.where(hit, LOWEST, keys)
         w = s
-        if RENORMALIZE:
+        if FIXED.RENORMALIZE:
             w = s * reciprocal(tl.sum(tl.where(rank < K, s, 0.0), axis=1) + TINY)[:, None]
         # Each of the K chosen columns stores to its own position: no data moves between threads.
         chosen = (rank < K) & inside[:, None]
@@ -266,13 +271,12 @@ def _backward(
     T,
     stride,
     scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    FIXED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    E: tl.constexpr = FIXED.E
+    K: tl.constexpr = FIXED.K
     c = tl.arange(0, WIDTH)
     valid = c < E
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -294,16 +298,16 @@ def _backward(
         chosen = tl.where(hit, 1, chosen)
     s = p
     rest = p
-    if SIGMOID:
+    if FIXED.SIGMOID:
         s, rest = sigmoid_pair(x)  # 1 - s would cancel
-    if RENORMALIZE:
+    if FIXED.RENORMALIZE:
         inverse = reciprocal(tl.sum(tl.where(chosen != 0, s, 0.0), axis=1) + TINY)
         mean = tl.sum(g_score * s, axis=1) * inverse
         g_score = tl.where(chosen != 0, (g_score - mean[:, None]) * inverse[:, None], 0.0)
     tokens = tl.full([], 0.0, tl.float32) + T
     share = tl.load(count_ptr + c, mask=valid, other=0).to(tl.float32) / tokens
     balance = tl.load(g_balance_ptr) * E / tokens * share
-    if SIGMOID:
+    if FIXED.SIGMOID:
         inverse = reciprocal(tl.sum(s, axis=1) + TINY)
         mean = tl.sum(s * balance[None, :], axis=1) * inverse
         g_score += (balance[None, :] - mean[:, None]) * inverse[:, None]
@@ -321,21 +325,26 @@ def _rows(constants: dict, T: int) -> int:
     return min(constants["ROWS"], next_power_of_2(max(1, T)))
 
 
+def _fixed(router: Router, E: int, biased: bool = False, replayed: bool = False) -> _Fixed:
+    size = E // router.groups
+    chosen = E, router.k, size, router.groups, router.topk_groups
+    flags = biased, router.sigmoid, router.renormalize, replayed
+    return _Fixed(*chosen, *flags, next_power_of_2(router.groups), next_power_of_2(size))
+
+
 def _options(config: dict) -> dict:
     """The limit of registers, if there is one."""
     return {"maxnreg": limit} if (limit := config.get("maxnreg")) else {}
 
 
-# Long: two launches, whose arguments are most of it.
 def forward(logits, bias, recorded, router):
     T, E = logits.shape
     weight, index, counts, balance, z = chosen = choose(logits, bias, recorded, router)
     if recorded is not None:
         weight.fill_(float("nan"))
         index.zero_()
-    size = E // router.groups
-    GP, SP = next_power_of_2(router.groups), next_power_of_2(size)
-    c = FORWARD.config(logits.device, GP * SP)
+    fixed = _fixed(router, E, bias is not None, recorded is not None)
+    c = FORWARD.config(logits.device, fixed.GP * fixed.SP)
     rows = _rows(c, T)
     blocks = cdiv(T, rows)
     steps = max(1, cdiv(blocks, PROGRAMS))
@@ -344,53 +353,14 @@ def forward(logits, bias, recorded, router):
     count = logits.new_empty((programs, E), dtype=torch.int32)
     square = logits.new_empty(programs, dtype=torch.float32)
     if T:
-        launch(
-            _forward,
-            (programs,),
-            logits,
-            bias,
-            recorded,
-            index,
-            weight,
-            probability,
-            count,
-            square,
-            T,
-            logits.stride(0),
-            steps,
-            router.scale,
-            E=E,
-            K=router.k,
-            SIZE=size,
-            GROUPS=router.groups,
-            TOP=router.topk_groups,
-            BIASED=bias is not None,
-            SIGMOID=router.sigmoid,
-            RENORMALIZE=router.renormalize,
-            REPLAYED=recorded is not None,
-            GP=GP,
-            SP=SP,
-            ROWS=rows,
-            num_warps=c["num_warps"],
-            **_options(c),
-        )
+        tensors = logits, bias, recorded, index, weight, probability, count, square
+        numbers = T, logits.stride(0), steps, router.scale
+        options = {"ROWS": rows, "num_warps": c["num_warps"], **_options(c)}
+        launch(_forward, (programs,), *tensors, *numbers, FIXED=fixed, **options)
     width = next_power_of_2(E)
-    launch(
-        _finish,
-        (1,),
-        probability,
-        count,
-        square,
-        counts,
-        balance,
-        z,
-        T,
-        programs,
-        E=E,
-        WIDTH=width,
-        ROWS=max(1, 4096 // width),
-        num_warps=8,
-    )
+    tensors = probability, count, square, counts, balance, z
+    constants = {"E": E, "WIDTH": width, "ROWS": max(1, 4096 // width), "num_warps": 8}
+    launch(_finish, (1,), *tensors, T, programs, **constants)
     return chosen
 
 
@@ -401,46 +371,18 @@ def backward(g_weight, g_balance, g_z, logits, index, counts, router):
         width = next_power_of_2(E)
         c = BACKWARD.config(logits.device, width)
         rows = _rows(c, T)
-        launch(
-            _backward,
-            (cdiv(T, rows),),
-            g_weight,
-            g_balance,
-            g_z,
-            logits,
-            index,
-            counts,
-            out,
-            T,
-            logits.stride(0),
-            router.scale,
-            E=E,
-            K=router.k,
-            SIGMOID=router.sigmoid,
-            RENORMALIZE=router.renormalize,
-            WIDTH=width,
-            ROWS=rows,
-            num_warps=c["num_warps"],
-        )
+        tensors = g_weight, g_balance, g_z, logits, index, counts, out
+        numbers = T, logits.stride(0), router.scale
+        constants = {"FIXED": _fixed(router, E), "WIDTH": width, "ROWS": rows}
+        grid, warps = (cdiv(T, rows),), c["num_warps"]
+        launch(_backward, grid, *tensors, *numbers, **constants, num_warps=warps)
     return out
 
 
 def _router(E: int, groups: int, top: int, biased: bool) -> dict:
     """The constants of a router; biased: sigmoid scores and a bias."""
-    return {
-        "E": E,
-        "K": 8,
-        "SIZE": E // groups,
-        "GROUPS": groups,
-        "TOP": top,
-        "BIASED": biased,
-        "SIGMOID": biased,
-        "RENORMALIZE": True,
-        "REPLAYED": False,
-        "GP": groups,
-        "SP": E // groups,
-        "WIDTH": E,
-    }
+    router = Router(8, biased, True, groups, top, 1.0)
+    return {"FIXED": _fixed(router, E, biased), "WIDTH": E}
 
 
 # Qwen3-30B-A3B's, and DeepSeek-V3's with groups and a bias.
@@ -468,8 +410,14 @@ def _spec(kernel, label: str, constexprs: dict, data: str = "bf16") -> KernelSpe
 
 
 def _specs(kernel):
+    def constants(router: dict, config: dict) -> dict:
+        # A launch of the backward knows of no bias.
+        fixed = router["FIXED"]
+        fixed = fixed._replace(BIASED=fixed.BIASED and kernel is _forward)
+        return {**router, "FIXED": fixed, **config}
+
     return lambda key, config: [
-        _spec(kernel, f"{kernel.fn.__name__[1:]} {model} {data}", {**router, **config}, data)
+        _spec(kernel, f"{kernel.fn.__name__[1:]} {model} {data}", constants(router, config), data)
         for model, router in _ROUTERS.items()
         if router["WIDTH"] == key["width"]
         for data in ("bf16", "fp32")
@@ -478,7 +426,8 @@ def _specs(kernel):
 
 def gate() -> list[KernelSpec]:
     """The kernels without tuned configurations, and the replay of a recorded choice."""
-    replay = {**_ROUTERS["qwen"], "REPLAYED": True, **FORWARD.heuristic(128)}
+    replayed = _ROUTERS["qwen"]["FIXED"]._replace(REPLAYED=True)
+    replay = {"FIXED": replayed, **FORWARD.heuristic(128)}
     finish = {E: {"E": E, "WIDTH": E, "ROWS": 4096 // E, "num_warps": 8} for E in (128, 256)}
     return [
         *(_spec(_finish, f"finish E={E}", constants) for E, constants in finish.items()),

@@ -9,6 +9,8 @@ warpgroup's while it adds both.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,9 +45,24 @@ from tilewright.kernels.warp_specialized import (
 _STEP = 128  # summed columns of a tile: those of one scale
 
 
+class _Fixed(NamedTuple):
+    """What is constant in a launch: tiles of M x COLUMNS, in steps of K, and their STAGES."""
+
+    BIAS: bool
+    M: int
+    COLUMNS: int
+    GROUP: int
+    STAGES: int
+    K: int = _STEP
+
+
 @gluon.jit
-def _tile(t, expert_ptr, E, m_tiles, n_tiles, steps, GROUP: gl.constexpr):
-    """Tile t's expert, tile of rows, tile of columns, and steps, which are 0 in the tail."""
+def _tile(t, expert_ptr, work, GROUP: gl.constexpr):
+    """Tile t's expert, tile of rows, tile of columns, and steps, which are 0 in the tail.
+
+    work: experts, tiles of rows and of columns, and steps.
+    """
+    E, m_tiles, n_tiles, steps = work
     m, n = grouped(t, m_tiles, n_tiles, GROUP)
     if expert_ptr is None:
         e = 0
@@ -56,11 +73,12 @@ def _tile(t, expert_ptr, E, m_tiles, n_tiles, steps, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load(x, w, expert_ptr, E, m_tiles, n_tiles, steps, a, b, full, empty, GROUP: gl.constexpr):
+def _load(x, w, expert_ptr, work, ring, FIXED: gl.constexpr):
     """One warp. Steps past the last column read zeros."""
+    a, b, full, empty = ring
     stage, phase = 0, 0
-    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        e, m, n, count = _tile(t, expert_ptr, E, m_tiles, n_tiles, steps, GROUP)
+    for t in range(gl.program_id(0), work[1] * work[2], gl.num_programs(0)):
+        e, m, n, count = _tile(t, expert_ptr, work, FIXED.GROUP)
         for step in range(count):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), x.block_type.nbytes + w.block_type.nbytes)
@@ -102,30 +120,11 @@ def store_rows(tile, staging, to, to_ptr, row_ptr, column, N):
 
 
 @gluon.jit
-def _multiply(
-    out,
-    out_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    expert_ptr,
-    row_ptr,
-    E,
-    T,
-    N,
-    across,
-    steps,
-    m_tiles,
-    n_tiles,
-    a,
-    b,
-    staging,
-    full,
-    empty,
-    BIAS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _multiply(given, ring, staging, sizes, work, FIXED: gl.constexpr):
     """Two warpgroups."""
+    out, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, expert_ptr, row_ptr = given
+    a, b, full, empty = ring
+    _, T, N, across = sizes
     STAGES: gl.constexpr = a.shape[0]
     M: gl.constexpr = a.shape[1]
     COLUMNS: gl.constexpr = b.shape[1]
@@ -133,8 +132,8 @@ def _multiply(
     i = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     stage, phase = 0, 0
-    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        e, m, n, count = _tile(t, expert_ptr, E, m_tiles, n_tiles, steps, GROUP)
+    for t in range(gl.program_id(0), work[1] * work[2], gl.num_programs(0)):
+        e, m, n, count = _tile(t, expert_ptr, work, FIXED.GROUP)
         row = m * M + i
         x_scale_at = x_scale_ptr + row.to(gl.int64) * across
         # One scale for the tile: COLUMNS <= 128.
@@ -162,7 +161,7 @@ def _multiply(
             mbarrier.arrive(empty.index(stage))
             acc += odd * odd_scale[:, None]
             stage, phase = advance(stage, phase, STAGES)
-        if BIAS:
+        if FIXED.BIAS:
             bias = gl.load(bias_ptr + n * COLUMNS + j, mask=n * COLUMNS + j < N, other=0.0)
             acc += bias.to(gl.float32)[None, :]
         tile = acc.to(staging.dtype)
@@ -184,16 +183,8 @@ def _fp8(
     bias_ptr,
     expert_ptr,
     row_ptr,
-    E,
-    T,
-    N,
-    across,
-    BIAS: gl.constexpr,
-    M: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    sizes,
+    FIXED: gl.constexpr,
 ):
     """Two warpgroups together, of tiles of 128 columns.
 
@@ -201,44 +192,20 @@ def _fp8(
     [E, ceil(N / 128), across]: descriptors.   expert [T / M], row [T]: as
     low_precision_grouped_triton's; None: one expert, whose row t is t.
     """
-    a = stages(x.dtype, STAGES, M, K)
-    b = stages(w.dtype, STAGES, COLUMNS, K)
+    E, T, N, across = sizes
+    M: gl.constexpr = FIXED.M
+    COLUMNS: gl.constexpr = FIXED.COLUMNS
+    a = stages(x.dtype, FIXED.STAGES, M, FIXED.K)
+    b = stages(w.dtype, FIXED.STAGES, COLUMNS, FIXED.K)
     staging = gl.allocate_shared_memory(out.dtype, [M, COLUMNS], out.layout)
-    full, empty = ring(STAGES, 1)
+    full, empty = ring(FIXED.STAGES, 1)
     m_tiles, n_tiles = gl.cdiv(T, M), gl.cdiv(N, COLUMNS)
-    steps = gl.cdiv(across, 2) * 2
+    given = (out, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, expert_ptr, row_ptr)
+    memory, work = (a, b, full, empty), (E, m_tiles, n_tiles, gl.cdiv(across, 2) * 2)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    out,
-                    out_ptr,
-                    x_scale_ptr,
-                    w_scale_ptr,
-                    bias_ptr,
-                    expert_ptr,
-                    row_ptr,
-                    E,
-                    T,
-                    N,
-                    across,
-                    steps,
-                    m_tiles,
-                    n_tiles,
-                    a,
-                    b,
-                    staging,
-                    full,
-                    empty,
-                    BIAS,
-                    GROUP,
-                ),
-            ),
-            (
-                _load,
-                (x, w, expert_ptr, E, m_tiles, n_tiles, steps, a, b, full, empty, GROUP),
-            ),
+            (_multiply, (given, memory, staging, sizes, work, FIXED)),
+            (_load, (x, w, expert_ptr, work, memory, FIXED)),
         ],
         [1],
         [ONE_WARP],
@@ -270,21 +237,19 @@ def _multiply_half(part, left, b, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_wide(
-    given, ring, staging, sizes, W: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr
-):
+def _multiply_wide(given, ring, staging, sizes, work, W: gl.constexpr, FIXED: gl.constexpr):
     """Warpgroup W of two."""
     out, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, expert_ptr, row_ptr = given
     a, b, full, empty = ring
-    E, T, N, across, m_tiles, n_tiles = sizes
+    _, T, N, across = sizes
     STAGES: gl.constexpr = a.shape[0]
     ROWS: gl.constexpr = a.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     i = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     here, bands = staging.index(W), gl.cdiv(N, 128)
     stage, phase = 0, 0
-    for t in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        e, m, n, count = _tile(t, expert_ptr, E, m_tiles, n_tiles, across, GROUP)
+    for t in range(gl.program_id(0), work[1] * work[2], gl.num_programs(0)):
+        e, m, n, count = _tile(t, expert_ptr, work, FIXED.GROUP)
         row, band = m * 2 * ROWS + i, 2 * n
         x_scale_at = x_scale_ptr + row.to(gl.int64) * across
         w_scale_at = w_scale_ptr + (e * bands + band).to(gl.int64) * across
@@ -308,9 +273,11 @@ def _multiply_wide(
         at, column = m * 2 * ROWS + W * ROWS, band * 128
         # Without these conditions ptxas allocates both products at once, and spills.
         if at < T:
-            _store_half(first, bias_ptr, out, out_ptr, row_ptr, here, at, column, N, BIAS)
+            _store_half(first, bias_ptr, out, out_ptr, row_ptr, here, at, column, N, FIXED.BIAS)
         if (at < T) & (band + 1 < bands):
-            _store_half(second, bias_ptr, out, out_ptr, row_ptr, here, at, column + 128, N, BIAS)
+            _store_half(
+                second, bias_ptr, out, out_ptr, row_ptr, here, at, column + 128, N, FIXED.BIAS
+            )
     tma.store_wait(0)
 
 
@@ -325,32 +292,27 @@ def _fp8_wide(
     bias_ptr,
     expert_ptr,
     row_ptr,
-    E,
-    T,
-    N,
-    across,
-    BIAS: gl.constexpr,
-    M: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    sizes,
+    FIXED: gl.constexpr,
 ):
     """As `_fp8`, of tiles of 256 columns, which read a quarter less from L2. Each warpgroup has
     half of the rows and goes at its own pace: one multiplies while the other scales and adds.
     """
-    a = stages(x.dtype, STAGES, M, K)
-    b = stages(w.dtype, STAGES, COLUMNS, K)
+    E, T, N, across = sizes
+    M: gl.constexpr = FIXED.M
+    COLUMNS: gl.constexpr = FIXED.COLUMNS
+    STAGES: gl.constexpr = FIXED.STAGES
+    a = stages(x.dtype, STAGES, M, FIXED.K)
+    b = stages(w.dtype, STAGES, COLUMNS, FIXED.K)
     staging = stages(out.dtype, 2, M // 2, COLUMNS // 2)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    m_tiles, n_tiles = gl.cdiv(T, M), gl.cdiv(N, COLUMNS)
     given = (out, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, expert_ptr, row_ptr)
-    memory, sizes = (a, b, full, empty), (E, T, N, across, m_tiles, n_tiles)
+    memory, work = (a, b, full, empty), (E, gl.cdiv(T, M), gl.cdiv(N, COLUMNS), across)
     gl.warp_specialize(
         [
-            (_multiply_wide, (given, memory, staging, sizes, 0, BIAS, GROUP)),
-            (_multiply_wide, (given, memory, staging, sizes, 1, BIAS, GROUP)),
-            (_load, (x, w, expert_ptr, E, m_tiles, n_tiles, across, a, b, full, empty, GROUP)),
+            (_multiply_wide, (given, memory, staging, sizes, work, 0, FIXED)),
+            (_multiply_wide, (given, memory, staging, sizes, work, 1, FIXED)),
+            (_load, (x, w, expert_ptr, work, memory, FIXED)),
         ],
         [4, 1],
         [MULTIPLYING, ONE_WARP],
@@ -364,6 +326,11 @@ def _kernel(config: dict) -> tuple:
     """The kernel, and the box of its result."""
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     return (_fp8_wide, (m // 2, n // 2)) if n == 256 else (_fp8, (m, n))
+
+
+def _fixed(bias: bool, config: dict) -> _Fixed:
+    names = "BLOCK_M", "BLOCK_N", "GROUP", "num_stages"
+    return _Fixed(bias, *(config[name] for name in names))
 
 
 def fits(columns: int, out: torch.Tensor) -> bool:
@@ -391,30 +358,11 @@ def fp8(
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     expert, row = maps or (None, None)
     kernel, box = _kernel(config)
-    launch(
-        kernel,
-        (min(multiprocessors(x.device), cdiv(T, m) * cdiv(N, n)),),
-        descriptor(x, [m, _STEP]),
-        descriptor(w, [1, n, _STEP]),
-        descriptor(out, [*box]),
-        out,
-        x_scale,
-        w_scale,
-        bias,
-        expert,
-        row,
-        E,
-        T,
-        N,
-        x_scale.shape[1],
-        BIAS=bias is not None,
-        M=m,
-        COLUMNS=n,
-        K=_STEP,
-        GROUP=config["GROUP"],
-        STAGES=config["num_stages"],
-        num_warps=config["num_warps"],
-    )
+    descriptors = descriptor(x, [m, _STEP]), descriptor(w, [1, n, _STEP]), descriptor(out, [*box])
+    tensors = out, x_scale, w_scale, bias, expert, row
+    grid = (min(multiprocessors(x.device), cdiv(T, m) * cdiv(N, n)),)
+    constants = {"FIXED": _fixed(bias is not None, config), "num_warps": config["num_warps"]}
+    launch(kernel, grid, *descriptors, *tensors, (E, T, N, x_scale.shape[1]), **constants)
 
 
 def spec(label: str, experts: bool, config: dict) -> KernelSpec:
@@ -426,20 +374,14 @@ def spec(label: str, experts: bool, config: dict) -> KernelSpec:
         kernel,
         label,
         {"x_scale": "fp32", "w_scale": "fp32", **maps},
-        {
-            "BIAS": not experts,
-            "M": m,
-            "COLUMNS": n,
-            "K": _STEP,
-            "STAGES": config["num_stages"],
-            **config,
-        },
+        {"FIXED": _fixed(not experts, config), **config},
         {
             "x": descriptor_type("fp8e4nv", m, _STEP),
             "w": descriptor_type("fp8e4nv", 1, n, _STEP),
             "out": descriptor_type("bf16", *box),
+            "sizes": ("i32",) * 4,
         },
-        divisible=("N",),
+        divisible=("sizes[2]",),  # N
         # Scales, one per row and 128 columns; TMA reads and stores the rest.
         load=32,
         store=0,

@@ -45,44 +45,45 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
+class _Copied(NamedTuple):
+    """What is constant in a launch of `_place`: units of 16 bytes if possible, more EXPERTS than
+    there are, and the PLACES of a program, COLUMNS at a time.
+    """
+
+    UNIT: int
+    EXPERTS: int
+    PLACES: int
+    COLUMNS: int
+
+
 @triton.jit(do_not_specialize=["R"])
 def _place(
-    x_ptr,
-    offsets_ptr,
-    placed_ptr,
-    end_ptr,
-    expert_ptr,
-    row_ptr,
-    R,
-    E,
-    columns,
-    stride,
-    UNIT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x_ptr, offsets_ptr, placed_ptr, end_ptr, expert_ptr, row_ptr, R, E, sizes, FIXED: tl.constexpr
 ):
-    """Fills ROWS places, of one block of 128.
+    """Fills PLACES places, of one block of 128.
 
     placed [P, C]: rows of x [R, C] at their places, zeros at others and in the tail.   end [E],
     expert [P / 128], row [P]: as `Placed` of low_precision_grouped_gemm.py has them, for any
-    offsets.   columns, stride: C and x's, in units of UNIT elements.   EXPERTS: more than E.
+    offsets.   sizes: C and x's stride, in units of UNIT elements.
     """
+    columns, stride = sizes
+    UNIT: tl.constexpr = FIXED.UNIT
+    PLACES: tl.constexpr = FIXED.PLACES
     # Rows of e are first to last - 1, of E the tail's; past E there are none.
-    e = tl.arange(0, EXPERTS)
+    e = tl.arange(0, FIXED.EXPERTS)
     last = tl.load(offsets_ptr + e, mask=e < E, other=R)
     last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), R), 0, _larger)
     first = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e <= E), other=R)
     first = tl.where(e > 0, tl.minimum(tl.maximum(first, 0), R), 0)
     first = tl.associative_scan(first, 0, _larger)
     end = tl.cumsum((last - first + 127) // 128 * 128, 0)
-    place = tl.program_id(0) * ROWS
+    place = tl.program_id(0) * PLACES
     passed = end <= place
     own = tl.sum((passed & (e <= E)).to(tl.int32), 0)
     # Experts whose places come before have begun where this one's rows and places begin.
     base = tl.max(tl.where(passed, last, 0), 0) - tl.max(tl.where(passed, end, 0), 0)
     stop = tl.min(tl.where(passed, R, last), 0)
-    p = place + tl.arange(0, ROWS)
+    p = place + tl.arange(0, PLACES)
     r = p + base  # past the tail's places, R and more
     tl.store(row_ptr + p, tl.where(r < stop, r, -1))
     if place % 128 == 0:
@@ -92,8 +93,8 @@ def _place(
     from_ptr = x_ptr + r.to(tl.int64)[:, None] * stride * UNIT
     to_ptr = placed_ptr + p.to(tl.int64)[:, None] * columns * UNIT
     copied = (r < tl.where(own < E, stop, 0))[:, None]
-    for begin in range(0, columns * UNIT, COLUMNS):
-        c = begin + tl.arange(0, COLUMNS)[None, :]
+    for begin in range(0, columns * UNIT, FIXED.COLUMNS):
+        c = begin + tl.arange(0, FIXED.COLUMNS)[None, :]
         inside = c < columns * UNIT
         x = tl.load(from_ptr + c, mask=copied & inside, other=0.0)
         tl.store(to_ptr + c, x, mask=inside)
@@ -134,10 +135,7 @@ def _rows(
     expert_ptr,
     row_ptr,
     out_ptr,
-    E,
-    N,
-    K,
-    across,
+    sizes,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -146,6 +144,7 @@ def _rows(
     [E, ceil(N / 128), across].   expert [P / 128]: the expert of each block of rows; E for the
     tail, which is 0, and more for none.   row [P]: the row of the result; -1 for none.
     """
+    E, N, K, across = sizes
     n_tiles = tl.cdiv(N, BLOCK_N)
     first, n_tile = tl.program_id(0) // n_tiles * BLOCK_M, tl.program_id(0) % n_tiles
     e = tl.load(expert_ptr + first // 128)
@@ -216,10 +215,7 @@ def _scaled_rows(
     row_ptr,
     out_ptr,
     E,
-    P,
-    N,
-    width,
-    across,
+    sizes,
     E2M1: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -230,6 +226,7 @@ def _scaled_rows(
     """out: rows of N.   x [P, K], w [E, N, K]: rows of `width` bytes and `across` scale bytes, and
     totals, as `_scaled` of low_precision_triton.py has them.   expert, row: as in `_rows`.
     """
+    P, N, width, across = sizes
     WIDE: tl.constexpr = 16 if E2M1 else 32
     BYTES: tl.constexpr = BLOCK_K // 2 if E2M1 else BLOCK_K
     SCALES: tl.constexpr = BLOCK_K // WIDE
@@ -318,12 +315,13 @@ class Places(NamedTuple):
     row: torch.Tensor
 
 
-def _tile(columns: int, itemsize: int, unit: int) -> dict:
-    """Each thread has eight 128-bit loads in flight, of rows of up to 1 KiB. Single elements take
-    more registers: with 64 or 32 per thread ptxas spills, so these are at most 16.
+def _copied(columns: int, itemsize: int, unit: int, experts: int) -> _Copied:
+    """Each thread of four warps has eight 128-bit loads in flight, of rows of up to 1 KiB. Single
+    elements take more registers: with 64 or 32 per thread ptxas spills, so these are at most 16.
     """
     widest = 1024 // itemsize if unit > 1 else 128
-    return {"ROWS": 16, "COLUMNS": min(widest, next_power_of_2(columns)), "num_warps": 4}
+    wide = min(widest, next_power_of_2(columns))
+    return _Copied(unit, next_power_of_2(experts + 1), PLACES=16, COLUMNS=wide)
 
 
 def place(x: torch.Tensor, offsets: torch.Tensor, places: int) -> tuple[torch.Tensor, Places]:
@@ -334,22 +332,10 @@ def place(x: torch.Tensor, offsets: torch.Tensor, places: int) -> tuple[torch.Te
     if placed.numel():
         x = last_contiguous(x)
         by = unit(x.element_size(), C, x.stride(0))
-        tile = _tile(C, x.element_size(), by)
-        launch(
-            _place,
-            (places // tile["ROWS"],),
-            x,
-            offsets,
-            placed,
-            *row_places[1:],
-            R,
-            E,
-            C // by,
-            x.stride(0) // by,
-            UNIT=by,
-            EXPERTS=next_power_of_2(E + 1),
-            **tile,
-        )
+        fixed = _copied(C, x.element_size(), by, E)
+        grid, sizes = (places // fixed.PLACES,), (C // by, x.stride(0) // by)
+        tensors = x, offsets, placed, *row_places[1:]
+        launch(_place, grid, *tensors, R, E, sizes, FIXED=fixed, num_warps=4)
     return placed, row_places
 
 
@@ -370,23 +356,9 @@ def rows(
     if run is not None:
         run(x, x_scale, w, w_scale, None, (expert, row), out, {**c, "GROUP": GROUP})
         return
-    launch(
-        _rows,
-        (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
-        x,
-        x_scale,
-        w,
-        w_scale,
-        expert,
-        row,
-        out,
-        E,
-        N,
-        K,
-        x_scale.shape[1],
-        HARDWARE=conversions(x.device) > 0,
-        **c,
-    )
+    grid = (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),)
+    tensors, sizes = (x, x_scale, w, w_scale, expert, row, out), (E, N, K, x_scale.shape[1])
+    launch(_rows, grid, *tensors, sizes, HARDWARE=conversions(x.device) > 0, **c)
 
 
 def weights(
@@ -406,21 +378,8 @@ def weights(
     if run is not None:
         run(dy, dy_scale, x, x_scale, ends, out, {**c, "GROUP": GROUP})
         return out
-    launch(
-        _weights,
-        (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
-        dy,
-        dy_scale,
-        x,
-        x_scale,
-        ends,
-        out,
-        N,
-        K,
-        P,
-        HARDWARE=conversions(dy.device) > 0,
-        **c,
-    )
+    grid, tensors = _tiles(E, N, K, c), (dy, dy_scale, x, x_scale, ends, out)
+    launch(_weights, grid, *tensors, N, K, P, HARDWARE=conversions(dy.device) > 0, **c)
     return out
 
 
@@ -446,27 +405,11 @@ def scaled_rows(
     if run is not None:
         run((x, x_scale, x_total), (w, w_scale, w_total), out, c, expert=expert, row=row)
         return
-    launch(
-        _scaled_rows,
-        (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),),
-        x,
-        x_scale,
-        x_total,
-        w,
-        w_scale,
-        w_total,
-        expert,
-        row,
-        out,
-        E,
-        P,
-        N,
-        width,
-        x_scale.shape[1],
-        E2M1=x_total is not None,
-        HARDWARE=conversions(x.device) > 1,
-        **c,
-    )
+    grid = (P // c["BLOCK_M"] * cdiv(N, c["BLOCK_N"]),)
+    tensors = x, x_scale, x_total, w, w_scale, w_total, expert, row, out
+    sizes = P, N, width, x_scale.shape[1]
+    flags = {"E2M1": x_total is not None, "HARDWARE": conversions(x.device) > 1}
+    launch(_scaled_rows, grid, *tensors, E, sizes, **flags, **c)
 
 
 def scaled_weights(
@@ -490,25 +433,15 @@ def scaled_weights(
         run((dy, dy_scale, dy_total), (x, x_scale, x_total), out, c, ends=ends)
         return out
     c = without(c, "GROUP")
-    launch(
-        _scaled_weights,
-        (E * cdiv(N, c["BLOCK_M"]) * cdiv(K, c["BLOCK_N"]),),
-        dy,
-        dy_scale,
-        dy_total,
-        x,
-        x_scale,
-        x_total,
-        ends,
-        out,
-        N,
-        K,
-        P,
-        E2M1=dy_total is not None,
-        HARDWARE=conversions(dy.device) > 1,
-        **c,
-    )
+    tensors = dy, dy_scale, dy_total, x, x_scale, x_total, ends, out
+    flags = {"E2M1": dy_total is not None, "HARDWARE": conversions(dy.device) > 1}
+    launch(_scaled_weights, _tiles(E, N, K, c), *tensors, N, K, P, **flags, **c)
     return out
+
+
+def _tiles(E: int, N: int, K: int, config: dict) -> tuple[int]:
+    """The grid of a weight's gradient."""
+    return (E * cdiv(N, config["BLOCK_M"]) * cdiv(K, config["BLOCK_N"]),)
 
 
 # ---- launch configurations
@@ -552,18 +485,12 @@ def _needs(key: dict) -> dict:
 
 
 def _rows_specs(key: dict, config: dict) -> list[KernelSpec]:
-    pointers = {
-        "x": "u8",
-        "w": "u8",
-        "x_scale": "fp32",
-        "w_scale": "fp32",
-        "expert": "i32",
-        "row": "i32",
-        "out": "bf16",
-    }
+    pointers = {"x": "u8", "w": "u8", "x_scale": "fp32", "w_scale": "fp32"}
+    pointers |= {"expert": "i32", "row": "i32", "out": "bf16"}
     label = f"fp8 rows{' large' if key['large'] else ''}"
     given = {**config, "HARDWARE": True}
-    return [spec(_rows, label, pointers, given, divisible=("N", "K"), **_needs(key))]
+    divisible = "sizes[1]", "sizes[2]"  # N, K
+    return [spec(_rows, label, pointers, given, divisible=divisible, **_needs(key))]
 
 
 def _weights_specs(key: dict, config: dict) -> list[KernelSpec]:
@@ -630,7 +557,7 @@ def _scaled_spec(kind: str, out: str, key: dict, config: dict) -> KernelSpec:
         label + (" large" if large else ""),
         {**pointers, **dict.fromkeys(("expert", "row", "end"), "i32"), "out": out},
         {**config, "E2M1": e2m1, "HARDWARE": True},
-        divisible=("P", "N", "width", "across") if of_rows else ("N", "K"),
+        divisible=("sizes",) if of_rows else ("N", "K"),
         min_arch=100 if large else 120,
         max_arch=119 if large else 999,
         uses={100: ("tcgen05", "block_scale"), 120: ("mma", "block_scale")},
@@ -678,16 +605,16 @@ TUNABLES = ROWS, WEIGHTS, SCALED_ROWS, SCALED_WEIGHTS
 def _place_spec(data: str, tail: str) -> KernelSpec:
     """Rows aligned to 16 bytes, or with a tail of odd strides."""
     itemsize = {"bf16": 2, "fp32": 4}[data]
-    by = 1 if tail else 16 // itemsize
-    tile = _tile(2048, itemsize, by)
-    return spec(
+    fixed = _copied(2048, itemsize, 1 if tail else 16 // itemsize, 128)
+    return KernelSpec.of(
         _place,
         f"place {data}{tail}",
         {"x": data, "placed": data, "*": "i32"},
-        {**tile, "UNIT": by, "EXPERTS": 256},
+        {"FIXED": fixed},
+        {"sizes": ("i32", "i32")},
         load=0 if tail else 128,
         store=0 if tail else 128,
-        elements=tile["ROWS"] * tile["COLUMNS"],
+        elements=fixed.PLACES * fixed.COLUMNS,
     )
 
 

@@ -53,10 +53,7 @@ def _by_rows(
     b_ptr,
     b_scale_ptr,
     out_ptr,
-    M,
-    N,
-    K,
-    across,
+    sizes,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,6 +62,7 @@ def _by_rows(
     """out [M, N].   a [M, K] with scales [M, across], b [N, K] with scales [N, across]; one scale
     per 128 columns, within which the tensor cores sum.
     """
+    M, N, K, across = sizes
     m_tile, n_tile = tile_of_program(M, N, BLOCK_M, BLOCK_N, GROUP)
     m, n = m_tile * BLOCK_M + tl.arange(0, BLOCK_M), n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, 128)
@@ -128,10 +126,7 @@ def _scaled(
     b_total_ptr,
     bias_ptr,
     out_ptr,
-    M,
-    N,
-    width,
-    across,
+    sizes,
     E2M1: tl.constexpr,
     BIAS: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -144,6 +139,7 @@ def _scaled(
     codes per byte with a scale for 16, and a total that multiplies each tensor; else e4m3 with a
     scale for 32.
     """
+    M, N, width, across = sizes
     WIDE: tl.constexpr = 16 if E2M1 else 32
     BYTES: tl.constexpr = BLOCK_K // 2 if E2M1 else BLOCK_K
     SCALES: tl.constexpr = BLOCK_K // WIDE
@@ -190,21 +186,9 @@ def by_rows(
     if run is not None:
         run(a, a_scale, b, b_scale, None, out[None], c)
         return out
-    launch(
-        _by_rows,
-        (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
-        a,
-        a_scale,
-        b,
-        b_scale,
-        out,
-        M,
-        N,
-        K,
-        a_scale.shape[1],
-        HARDWARE=conversions(a.device) > 0,
-        **c,
-    )
+    grid, tensors = (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),), (a, a_scale, b, b_scale, out)
+    sizes = M, N, K, a_scale.shape[1]
+    launch(_by_rows, grid, *tensors, sizes, HARDWARE=conversions(a.device) > 0, **c)
     return out
 
 
@@ -229,26 +213,11 @@ def scaled(
     if run is not None:
         run((a, a_scale, a_total), (b, b_scale, b_total), out, c, bias=bias)
         return out
-    launch(
-        _scaled,
-        (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),),
-        a,
-        a_scale,
-        a_total,
-        b,
-        b_scale,
-        b_total,
-        bias,
-        out,
-        M,
-        N,
-        width,
-        a_scale.shape[1],
-        E2M1=a_total is not None,
-        BIAS=bias is not None,
-        HARDWARE=conversions(a.device) > 1,
-        **c,
-    )
+    grid = (cdiv(M, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),)
+    tensors = a, a_scale, a_total, b, b_scale, b_total, bias, out
+    sizes = M, N, width, a_scale.shape[1]
+    flags = {"E2M1": a_total is not None, "BIAS": bias is not None}
+    launch(_scaled, grid, *tensors, sizes, **flags, HARDWARE=conversions(a.device) > 1, **c)
     return out
 
 
@@ -286,7 +255,7 @@ def _by_rows_specs(key: dict, config: dict) -> list[KernelSpec]:
             f"fp8 by rows {out}{' large' if key['large'] else ''}",
             {"a": "u8", "b": "u8", "a_scale": "fp32", "b_scale": "fp32", "out": out},
             {**config, "HARDWARE": True},
-            divisible=("M", "N", "K"),
+            divisible=tuple(f"sizes[{i}]" for i in range(3)),  # not `across`
             min_arch=90,
             max_arch=119 if key["large"] else 999,
             uses={90: ("wgmma",), 100: ("tcgen05",)},
@@ -337,7 +306,7 @@ def _scaled_specs(key: dict, config: dict) -> list[KernelSpec]:
             f"{recipe} {out}{' large' if large else ''}",
             {**codes, **totals, "out": out, **({"bias": out} if out == "bf16" else {})},
             {**config, "E2M1": e2m1, "BIAS": out == "bf16", "HARDWARE": True},
-            divisible=("M", "N", "width", "across"),
+            divisible=("sizes",),
             min_arch=100 if large else 120,
             max_arch=119 if large else 999,
             uses={100: ("tcgen05", "block_scale"), 120: ("mma", "block_scale")},

@@ -20,6 +20,7 @@ magnitudes (a NaN is the largest), rounds and packs.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -38,6 +39,42 @@ TILE = 2048  # elements per program that quantizes: in four warps, 16 per thread
 OUT = 512  # elements that a dequantizing program stores at a time: eight per thread of two warps
 # Number of such stores. Their loads, of four bytes per thread, are all issued first.
 PARTS = 4
+
+
+class _Tile(NamedTuple):
+    """What is constant in a launch that quantizes to NVFP4 or FP8.
+
+    GROUPS: blocks across a tile.   RANDOM: see `random_bits`.   TALL: a tile's rows.
+    HADAMARD: the size of the transform that is applied first (NVFP4).
+    ROWS, COLUMNS: of a block, in a tile of TALL x WIDE (FP8).
+    """
+
+    GROUPS: int
+    RANDOM: int
+    HARDWARE: int
+    TALL: int = 1
+    HADAMARD: int = 0
+    ROWS: int = 1
+    COLUMNS: int = 16
+    WIDE: int = 16
+
+
+class _Stores(NamedTuple):
+    """What is constant in a launch that dequantizes: OUT elements at a time, PARTS times.
+
+    NOISE: see `_with_noise`.   NESTED: whether scales are (NF4).
+    ROWS, COLUMNS: of a block.
+    SPAN: columns that share a scale from any multiple of SPAN on: at most OUT, and a power of two.
+    """
+
+    OUT: int
+    PARTS: int
+    NOISE: int
+    HARDWARE: int = 0
+    NESTED: bool = False
+    ROWS: int = 1
+    COLUMNS: int = 16
+    SPAN: int = 16
 
 
 # ---- rounding
@@ -252,10 +289,11 @@ def _scaled(v, scale, N: tl.constexpr):
 
 
 @triton.jit
-def _with_noise(v, size, first, seed, step, layer, N: tl.constexpr, NOISE: tl.constexpr):
-    """v [N] of elements from `first` on, with noise of magnitude size [N]. NOISE: 2 if `first` is a
-    multiple of four, else 1.
+def _with_noise(v, size, first, draw, N: tl.constexpr, NOISE: tl.constexpr):
+    """v [N] of elements from `first` on, with noise of magnitude size [N].   draw: seed, step,
+    layer.   NOISE: 2 if `first` is a multiple of four, else 1.
     """
+    seed, step, layer = draw
     return tl.fma(aqn_triton.normals(first, seed, step, layer, N, NOISE == 2), size, v)
 
 
@@ -351,16 +389,15 @@ def _nf4_dequantize(
     seed: tl.int64,
     step: tl.int64,
     layer: tl.int64,
-    BLOCK: tl.constexpr,
-    NESTED: tl.constexpr,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    NOISE: tl.constexpr,
+    FIXED: tl.constexpr,
     GATHER: tl.constexpr,
 ):
     """pair: for each byte the two values, as one 64-bit word. GATHER: they come from the 16 values
     in shared memory, one at a time, and not from this table in global memory.
     """
+    OUT: tl.constexpr = FIXED.OUT
+    PARTS: tl.constexpr = FIXED.PARTS
+    BLOCK: tl.constexpr = FIXED.COLUMNS
     start = tl.program_id(0).to(tl.int64) * (OUT * PARTS)
     left = n - start
     i = tl.arange(0, OUT)
@@ -378,7 +415,7 @@ def _nf4_dequantize(
         at = start // BLOCK + part * (OUT // BLOCK) + group
         known = group * BLOCK < left - part * OUT
         scale = tl.load(absmax_ptr + at, mask=known, other=0)
-        if NESTED:
+        if FIXED.NESTED:
             scale = tl.load(map_ptr + scale.to(tl.int32)) * tl.load(
                 nested_ptr + at // 256, mask=known, other=0.0
             )
@@ -399,9 +436,9 @@ def _nf4_dequantize(
                 (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True),
             )
         v = _scaled(v, scales[part], OUT)
-        if NOISE:  # half the narrowest gap between codes
+        if FIXED.NOISE:  # half the narrowest gap between codes
             size = _spread(0.03979014977812767 * alpha * scales[part], OUT)
-            v = _with_noise(v, size, start + part * OUT, seed, step, layer, OUT, NOISE)
+            v = _with_noise(v, size, start + part * OUT, (seed, step, layer), OUT, FIXED.NOISE)
         tl.store(
             out_ptr + start + part * OUT + i,
             v.to(out_ptr.dtype.element_ty),
@@ -414,46 +451,27 @@ def nf4_quantize(x, block):
     data, absmax = operators.nf4_quantize(x, block)
     if n:
         groups = max(1, TILE // block)
-        launch(
-            _nf4_quantize,
-            (cdiv(n, groups * block),),
-            x,
-            data,
-            absmax,
-            n,
-            data.numel(),
-            BLOCK=block,
-            GROUPS=groups,
-            num_warps=4,
-        )
+        constants = {"BLOCK": block, "GROUPS": groups, "num_warps": 4}
+        grid = (cdiv(n, groups * block),)
+        launch(_nf4_quantize, grid, x, data, absmax, n, data.numel(), **constants)
     return data, absmax
 
 
 def nf4_dequantize(data, absmax, nested_absmax, table, offset, n, block, dtype, noise):
     out = data.new_empty(n, dtype=dtype)
     if n:
-        # A block of scales lies within one store.
-        launch(
-            _nf4_dequantize,
-            (cdiv(n, max(OUT, block) * PARTS),),
-            data,
-            nf4_tables.on(data.device).pairs,
-            absmax,
-            nested_absmax,
-            table,
-            offset,
-            out,
-            n,
-            *noise,
-            BLOCK=block,
-            NESTED=offset is not None,
-            OUT=max(OUT, block),
-            PARTS=PARTS,
-            NOISE=2 if noise.alpha else 0,
-            num_warps=max(OUT, block) // 256,
-            **NF4_DEQUANTIZE.config(data.device, block),
-        )
+        fixed = _nf4_stores(block, offset is not None, 2 if noise.alpha else 0)
+        pairs = nf4_tables.on(data.device).pairs
+        tensors = data, pairs, absmax, nested_absmax, table, offset, out
+        constants = NF4_DEQUANTIZE.config(data.device, block) | {"num_warps": fixed.OUT // 256}
+        grid = (cdiv(n, fixed.OUT * PARTS),)
+        launch(_nf4_dequantize, grid, *tensors, n, *noise, FIXED=fixed, **constants)
     return out
+
+
+def _nf4_stores(block: int, nested: bool, noise: int) -> _Stores:
+    """A block of scales lies within one store."""
+    return _Stores(max(OUT, block), PARTS, noise, NESTED=nested, COLUMNS=block)
 
 
 # ---- NVFP4
@@ -499,22 +517,12 @@ def nvfp4_tile(v, total, random, TALL: tl.constexpr, RANDOM: tl.constexpr, HARDW
 
 
 @triton.jit(do_not_specialize=["key"])
-def _nvfp4_rows(
-    x_ptr,
-    total_ptr,
-    data_ptr,
-    scale_ptr,
-    C,
-    width,
-    tiles,
-    key,
-    GROUPS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
+def _nvfp4_rows(x_ptr, total_ptr, data_ptr, scale_ptr, C, width, tiles, key, FIXED: tl.constexpr):
     """GROUPS groups of one row, each in one thread, in loads of 16 bytes: the largest magnitude
     needs no exchange, and no other thread computes the scale.
     """
+    GROUPS: tl.constexpr = FIXED.GROUPS
+    RANDOM: tl.constexpr = FIXED.RANDOM
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     PARTS: tl.constexpr = 16 // VEC
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -525,13 +533,13 @@ def _nvfp4_rows(
     first = row * C + g0 * 16
     v = widened(tl.load(x_ptr + first + at, mask=at < C - g0 * 16, other=0.0))
     most = largest_magnitude(largest_magnitude(v, 2), 0)
-    scale, inverse = _nvfp4_scales(most, tl.load(total_ptr), HARDWARE)
+    scale, inverse = _nvfp4_scales(most, tl.load(total_ptr), FIXED.HARDWARE)
     v = tl.reshape(v * inverse[None, :, None], (PARTS, GROUPS, VEC // 2, 2))
     if RANDOM:
         random = tl.reshape(random_bits(first + at, key, RANDOM), (PARTS, GROUPS, VEC // 2, 2))
     else:
         random = 0
-    code = _to_e2m1(v, random, RANDOM, HARDWARE == 2 and not RANDOM)
+    code = _to_e2m1(v, random, RANDOM, FIXED.HARDWARE == 2 and not RANDOM)
     code = tl.reshape(tl.permute(code, (1, 0, 2)), (GROUPS, 8))
     byte = g[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(data_ptr + row * width + g0 * 8 + byte, code, mask=byte < width - g0 * 8)
@@ -552,16 +560,15 @@ def _nvfp4_quantize(
     tiles,
     key,
     signs,
-    TALL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    HADAMARD: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """TALL rows, of one block each way, and GROUPS blocks across. width: bytes per row, an argument
-    so that Triton specializes on its divisibility.   HADAMARD: the size of the transform that is
-    applied first.
+    so that Triton specializes on its divisibility.
     """
+    TALL: tl.constexpr = FIXED.TALL
+    GROUPS: tl.constexpr = FIXED.GROUPS
+    RANDOM: tl.constexpr = FIXED.RANDOM
+    HADAMARD: tl.constexpr = FIXED.HADAMARD
     band = (tl.program_id(0) // tiles).to(tl.int64)
     r = (band % bands) * TALL + tl.arange(0, TALL)
     row = (band // bands) * R + r
@@ -577,7 +584,7 @@ def _nvfp4_quantize(
         random = random_bits(at, key, RANDOM)
     else:
         random = 0
-    code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM, HARDWARE)
+    code, scale = nvfp4_tile(v, tl.load(total_ptr), random, TALL, RANDOM, FIXED.HARDWARE)
     byte = tile * (GROUPS * 8) + tl.arange(0, GROUPS * 8)
     tl.store(
         data_ptr + row[:, None] * width + byte[None, :],
@@ -606,11 +613,10 @@ def _nvfp4_dequantize(
     seed: tl.int64,
     step: tl.int64,
     layer: tl.int64,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    NOISE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
+    OUT: tl.constexpr = FIXED.OUT
+    PARTS: tl.constexpr = FIXED.PARTS
     row = (tl.program_id(0) // tiles).to(tl.int64)
     start = (tl.program_id(0) % tiles) * (OUT * PARTS)
     data_ptr += row * width + start // 2
@@ -633,14 +639,13 @@ def _nvfp4_dequantize(
             tl.load(scale_ptr + part * (OUT // 16) + group, mask=group * 16 < left, other=0),
         )
     for part in tl.static_range(PARTS):
-        factor = from_e4m3(scales[part], HARDWARE) * total
-        low, high = from_e2m1(held[part], HARDWARE)
+        factor = from_e4m3(scales[part], FIXED.HARDWARE) * total
+        low, high = from_e2m1(held[part], FIXED.HARDWARE)
         v = _scaled(tl.interleave(low, high), factor, OUT)
         first = row * C + start + part * OUT
-        if NOISE:
-            v = _with_noise(
-                v, _spread(0.5 * alpha * factor, OUT), first, seed, step, layer, OUT, NOISE
-            )
+        if FIXED.NOISE:
+            size = _spread(0.5 * alpha * factor, OUT)
+            v = _with_noise(v, size, first, (seed, step, layer), OUT, FIXED.NOISE)
         tl.store(
             out_ptr + first + i, v.to(out_ptr.dtype.element_ty), mask=i < C - start - part * OUT
         )
@@ -668,21 +673,14 @@ def nvfp4_quantize(x, global_scale, options):
     across = min(TILE // (16 * tall), next_power_of_2(groups))
     bands, tiles = cdiv(R, tall), cdiv(groups, across)
     grid, tensors = (B * bands * tiles,), (x, global_scale, codes.data, codes.scale)
-    constants = {
-        "GROUPS": across,
-        "RANDOM": random_kind(seed, C),
-        "HARDWARE": conversions(x.device),
-    }
+    key = seed or 0
+    fixed = _Tile(across, random_kind(seed, C), conversions(x.device), tall, hadamard)
     if hadamard:
-        signs = sign_mask(hadamard_seed)
-        numbers = R, C, width, bands, tiles, seed or 0, signs
-        constants |= {"TALL": tall, "HADAMARD": hadamard, "num_warps": 4}
-        launch(_nvfp4_quantize, grid, *tensors, *numbers, **constants)
+        numbers = R, C, width, bands, tiles, key, sign_mask(hadamard_seed)
+        launch(_nvfp4_quantize, grid, *tensors, *numbers, FIXED=fixed, num_warps=4)
     else:
         warps = _nvfp4_warps(across, seed is not None)
-        launch(
-            _nvfp4_rows, grid, *tensors, C, width, tiles, seed or 0, num_warps=warps, **constants
-        )
+        launch(_nvfp4_rows, grid, *tensors, C, width, tiles, key, FIXED=fixed, num_warps=warps)
     return codes
 
 
@@ -696,23 +694,10 @@ def nvfp4_dequantize(data, scale, global_scale, C, dtype, noise):
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
-        launch(
-            _nvfp4_dequantize,
-            (data.shape[0] * tiles,),
-            data,
-            scale,
-            global_scale,
-            out,
-            C,
-            data.shape[1],
-            tiles,
-            *noise,
-            OUT=OUT,
-            PARTS=parts,
-            NOISE=_noise_kind(noise.alpha, C),
-            HARDWARE=conversions(data.device),
-            num_warps=OUT // 256,
-        )
+        grid, tensors = (data.shape[0] * tiles,), (data, scale, global_scale, out)
+        fixed = _Stores(OUT, parts, _noise_kind(noise.alpha, C), conversions(data.device))
+        options = {"FIXED": fixed, "num_warps": OUT // 256}
+        launch(_nvfp4_dequantize, grid, *tensors, C, data.shape[1], tiles, *noise, **options)
     return out
 
 
@@ -793,48 +778,35 @@ def fp8_tile(
 
 
 @triton.jit(do_not_specialize=["R", "bands", "key"])
-def _block_fp8_quantize(
-    x_ptr,
-    data_ptr,
-    inverse_ptr,
-    R,
-    C,
-    bands,
-    tiles,
-    key,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """GROUPS blocks across, of ROWS x COLUMNS elements in a tile of TALL x WIDE."""
+def _block_fp8_quantize(x_ptr, data_ptr, inverse_ptr, R, C, bands, tiles, key, FIXED: tl.constexpr):
+    """GROUPS blocks across."""
+    ROWS: tl.constexpr = FIXED.ROWS
+    COLUMNS: tl.constexpr = FIXED.COLUMNS
+    GROUPS: tl.constexpr = FIXED.GROUPS
     band = tl.program_id(0) // tiles
     g0 = (tl.program_id(0) % tiles) * GROUPS
     row = (band // bands).to(tl.int64) * R + (band % bands) * ROWS
     first = row * C + g0 * COLUMNS
-    i = tl.arange(0, TALL)
+    i = tl.arange(0, FIXED.TALL)
     g = tl.arange(0, GROUPS)
-    j = tl.arange(0, WIDE)
+    j = tl.arange(0, FIXED.WIDE)
     column = g[:, None] * COLUMNS + j[None, :]
     at = first + (i.to(tl.int64)[:, None, None] * C + column[None, :, :])
     inside = (column < C - g0 * COLUMNS)[None, :, :]
-    if WIDE != COLUMNS:
+    if FIXED.WIDE != COLUMNS:
         inside &= (j < COLUMNS)[None, None, :]
-    if TALL > 1:
+    if FIXED.TALL > 1:
         inside &= ((i < ROWS) & (i < R - (band % bands) * ROWS))[:, None, None]
     v = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
     MX: tl.constexpr = inverse_ptr.dtype.element_ty == tl.uint8
     scale, inverse = _fp8_scales(largest_magnitude(largest_magnitude(v, 2), 0), MX)
     across = (C + COLUMNS - 1) // COLUMNS
     tl.store(inverse_ptr + band.to(tl.int64) * across + g0 + g, inverse, mask=g < across - g0)
-    if RANDOM:
-        random = random_bits(at, key, RANDOM)
+    if FIXED.RANDOM:
+        random = random_bits(at, key, FIXED.RANDOM)
     else:
         random = 0
-    code = _to_e4m3(v * scale[None, :, None], random, RANDOM, HARDWARE)
+    code = _to_e4m3(v * scale[None, :, None], random, FIXED.RANDOM, FIXED.HARDWARE)
     tl.store(data_ptr + at, code, mask=inside)
 
 
@@ -850,17 +822,12 @@ def _block_fp8_dequantize(
     seed: tl.int64,
     step: tl.int64,
     layer: tl.int64,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPAN: tl.constexpr,
-    OUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    NOISE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
-    """SPAN: columns that share a scale from any multiple of SPAN on: at most OUT, and a power of
-    two.
-    """
+    ROWS: tl.constexpr = FIXED.ROWS
+    COLUMNS: tl.constexpr = FIXED.COLUMNS
+    OUT: tl.constexpr = FIXED.OUT
+    PARTS: tl.constexpr = FIXED.PARTS
     row = tl.program_id(0) // tiles
     start = (tl.program_id(0) % tiles) * (OUT * PARTS)
     inverse_ptr += ((row // R) * ((R + ROWS - 1) // ROWS) + (row % R) // ROWS).to(tl.int64) * (
@@ -868,7 +835,7 @@ def _block_fp8_dequantize(
     )
     first = row.to(tl.int64) * C + start
     i = tl.arange(0, OUT)
-    span = tl.arange(0, OUT // SPAN) * SPAN
+    span = tl.arange(0, OUT // FIXED.SPAN) * FIXED.SPAN
     held, scales = (), ()
     for part in tl.static_range(PARTS):
         left = C - start - part * OUT
@@ -880,18 +847,10 @@ def _block_fp8_dequantize(
             scale = _from_e8m0(scale)
         scales += (scale,)
     for part in tl.static_range(PARTS):
-        v = _scaled(from_e4m3(held[part], HARDWARE), scales[part], OUT)
-        if NOISE:
-            v = _with_noise(
-                v,
-                _spread(0.125 * alpha * scales[part], OUT),
-                first + part * OUT,
-                seed,
-                step,
-                layer,
-                OUT,
-                NOISE,
-            )
+        v = _scaled(from_e4m3(held[part], FIXED.HARDWARE), scales[part], OUT)
+        if FIXED.NOISE:
+            size = _spread(0.125 * alpha * scales[part], OUT)
+            v = _with_noise(v, size, first + part * OUT, (seed, step, layer), OUT, FIXED.NOISE)
         tl.store(
             out_ptr + first + part * OUT + i,
             v.to(out_ptr.dtype.element_ty),
@@ -909,27 +868,19 @@ def fp8_quantize(x, fp8):
         tall, wide = next_power_of_2(rows), next_power_of_2(columns)
         groups = max(1, min(TILE // (tall * wide), next_power_of_2(across)))
         tiles = cdiv(across, groups)
-        launch(
-            _block_fp8_quantize,
-            (B * bands * tiles,),
-            x,
-            codes.data,
-            codes.scale,
-            R,
-            C,
-            bands,
-            tiles,
-            seed or 0,
-            ROWS=rows,
-            COLUMNS=columns,
-            TALL=tall,
-            WIDE=wide,
-            GROUPS=groups,
-            RANDOM=random_kind(seed, C, columns),
-            HARDWARE=conversions(x.device),
-            num_warps=_warps(tall * wide * groups, seed is not None),
-        )
+        random, hardware = random_kind(seed, C, columns), conversions(x.device)
+        fixed = _tile(groups, random, hardware, rows, columns)
+        warps = _warps(tall * wide * groups, seed is not None)
+        grid, numbers = (B * bands * tiles,), (R, C, bands, tiles, seed or 0)
+        tensors = x, codes.data, codes.scale
+        launch(_block_fp8_quantize, grid, *tensors, *numbers, FIXED=fixed, num_warps=warps)
     return codes
+
+
+def _tile(groups: int, random: int, hardware: int, rows: int, columns: int) -> _Tile:
+    """A tile of FP8 blocks of rows x columns."""
+    tall, wide = next_power_of_2(rows), next_power_of_2(columns)
+    return _Tile(groups, random, hardware, tall, ROWS=rows, COLUMNS=columns, WIDE=wide)
 
 
 def _warps(elements: int, random: bool) -> int:
@@ -943,25 +894,12 @@ def fp8_dequantize(data, scale, rows, columns, dtype, noise):
     if out.numel():
         parts = _parts(C)
         tiles = cdiv(C, OUT * parts)
-        launch(
-            _block_fp8_dequantize,
-            (B * R * tiles,),
-            data,
-            scale,
-            out,
-            R,
-            C,
-            tiles,
-            *noise,
-            ROWS=rows,
-            COLUMNS=columns,
-            SPAN=min(OUT, columns & -columns),
-            OUT=OUT,
-            PARTS=parts,
-            NOISE=_noise_kind(noise.alpha, C),
-            HARDWARE=conversions(data.device),
-            num_warps=OUT // 256,
-        )
+        fixed = _Stores(OUT, parts, _noise_kind(noise.alpha, C), conversions(data.device))
+        span = min(OUT, columns & -columns)
+        fixed = fixed._replace(ROWS=rows, COLUMNS=columns, SPAN=span)
+        grid, tensors = (B * R * tiles,), (data, scale, out)
+        options = {"FIXED": fixed, "num_warps": OUT // 256}
+        launch(_block_fp8_dequantize, grid, *tensors, R, C, tiles, *noise, **options)
     return out
 
 
@@ -977,7 +915,9 @@ E2M1 = {
 }
 
 
-NUMBERS = {**aqn_triton.TYPES, "key": "i64", "eps": "fp32"}
+# Tuples: of products of quantized matrices.
+_TUPLES = {"sizes": ("i32",) * 4, "strides": ("i32",) * 3}
+NUMBERS = {**aqn_triton.TYPES, **_TUPLES, "key": "i64", "eps": "fp32"}
 
 
 def spec(
@@ -1006,7 +946,6 @@ def nf4_quantize_gate() -> list[KernelSpec]:
 def _nf4_dequantize_specs(key: dict, config: dict) -> list[KernelSpec]:
     nested_scales = {"nested": "fp32", "map": "fp32", "offset": "fp32"}
     out = max(OUT, key["block"])
-    constexprs = {"BLOCK": key["block"], "OUT": out, "PARTS": PARTS, **config}
     return [
         spec(
             _nf4_dequantize,
@@ -1019,7 +958,7 @@ def _nf4_dequantize_specs(key: dict, config: dict) -> list[KernelSpec]:
                 "out": d,
                 **nested_scales,
             },
-            {**constexprs, "NESTED": nested, "NOISE": noise},
+            {"FIXED": _nf4_stores(key["block"], nested, noise), **config},
             out // 256,
             load=0,
             divisible=("n",),
@@ -1086,16 +1025,16 @@ def nvfp4_quantize_gate() -> list[KernelSpec]:
                 continue
             label = f"nvfp4 quantize {d}{nvfp4_kind(tall, random, size)}"
             groups = TILE // 16 // tall
-            kernel, warps, options = _nvfp4_rows, _nvfp4_warps(groups, random), {}
+            kernel, warps = _nvfp4_rows, _nvfp4_warps(groups, random)
             if size:
-                kernel, warps, options = _nvfp4_quantize, 4, {"TALL": tall, "HADAMARD": size}
+                kernel, warps = _nvfp4_quantize, 4
             for hardware, (name, archs) in ((1, ("", E4M3)),) if random else E2M1.items():
                 specs.append(
                     spec(
                         kernel,
                         f"{label}{name}",
                         {"x": d, **pointers},
-                        {"GROUPS": groups, "RANDOM": 2 * random, "HARDWARE": hardware, **options},
+                        {"FIXED": _Tile(groups, 2 * random, hardware, tall, size)},
                         warps,
                         divisible=("C", "width"),
                         store=0,
@@ -1112,7 +1051,7 @@ def nvfp4_dequantize_gate() -> list[KernelSpec]:
             _nvfp4_dequantize,
             f"nvfp4 dequantize {d}{kind}{name}",
             {"data": "u8", "scale": "u8", "total": "fp32", "out": d},
-            {"OUT": OUT, "PARTS": PARTS, "NOISE": noise, "HARDWARE": hardware},
+            {"FIXED": _Stores(OUT, PARTS, noise, hardware)},
             OUT // 256,
             load=0,
             divisible=("C", "width"),
@@ -1132,15 +1071,7 @@ def _fp8_quantize_specs(name: str, scales: str, blocks) -> list[KernelSpec]:
             _block_fp8_quantize,
             f"{name} quantize {d}{label}{' random' if random else ''}",
             {"x": d, "data": "u8", "inverse": scales},
-            {
-                "ROWS": rows,
-                "COLUMNS": columns,
-                "TALL": rows,
-                "WIDE": columns,
-                "GROUPS": groups,
-                "RANDOM": 2 * random,
-                "HARDWARE": 1,
-            },
+            {"FIXED": _tile(groups, 2 * random, 1, rows, columns)},
             _warps(rows * columns * groups, random),
             divisible=("C",),
             elements=rows * columns * groups,
@@ -1163,13 +1094,12 @@ def mxfp8_quantize_gate() -> list[KernelSpec]:
 
 
 def _fp8_dequantize_specs(name: str, scales: str, rows: int, columns: int) -> list[KernelSpec]:
-    constexprs = {"ROWS": rows, "COLUMNS": columns, "SPAN": columns, "OUT": OUT, "PARTS": PARTS}
     return [
         spec(
             _block_fp8_dequantize,
             f"{name} dequantize {d}{kind}",
             {"data": "u8", "inverse": scales, "out": d},
-            {**constexprs, "NOISE": noise, "HARDWARE": 1},
+            {"FIXED": _Stores(OUT, PARTS, noise, 1, ROWS=rows, COLUMNS=columns, SPAN=columns)},
             OUT // 256,
             load=0,
             divisible=("C",),

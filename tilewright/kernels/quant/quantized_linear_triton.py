@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -42,38 +43,41 @@ NF4, NVFP4, BLOCK_FP8 = 0, 1, 2
 MOST_ROWS = 64
 
 
+class _Fixed(NamedTuple):
+    """What is constant in a launch of `_few_rows`.
+
+    FORMAT: of the weight.   NESTED: whether scales are (NF4).   HARDWARE: see quantize_triton.
+    ROWS: rows that share a scale (block FP8).
+    GROUP: columns of a tile that share a scale, of the SPAN columns per scale.
+    SPLIT: programs whose sums a tile's last one adds.   BLOCK_T: rows of x in a tile.
+    """
+
+    FORMAT: int
+    NESTED: bool
+    HARDWARE: int
+    BIAS: bool
+    ROWS: int
+    GROUP: int
+    SPAN: int
+    PRECISION: str | None
+    SPLIT: int
+    BLOCK_T: int
+
+
 @triton.jit
-def _tile(
-    data_ptr,
-    scale_ptr,
-    nested_ptr,
-    map_ptr,
-    extra_ptr,
-    value,
-    n,
-    live,
-    k,
-    K,
-    width,
-    across,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def _tile(weight, value, n, live, k, K, strides, FIXED: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows n (int64) and columns k to k + BLOCK_K - 1 of the weight in float32; 0 past its edges.
 
-    width: bytes per row.   across: scales per row.
-    GROUP: columns of the tile that share a scale, of the SPAN columns per scale.
-    ROWS: rows that share a scale (block FP8).
-    extra: the offset of nested scales, or the global scale.
-    value: the values of the 16 codes (NF4).
-    HARDWARE: see quantize_triton.
+    weight: pointers to its codes, its scales, the scales and the table of nested ones, and their
+        offset or the global scale.
+    value: the values of the 16 codes (NF4).   strides: as in `_few_rows`.
     """
+    data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr = weight
+    _, width, across = strides
+    FORMAT: tl.constexpr = FIXED.FORMAT
+    SPAN: tl.constexpr = FIXED.SPAN
+    GROUP: tl.constexpr = FIXED.GROUP
+    BLOCK_N: tl.constexpr = n.shape[0]
     if FORMAT == 2:
         ks = k + tl.arange(0, BLOCK_K)
         code = tl.load(
@@ -81,8 +85,8 @@ def _tile(
             mask=live[:, None] & (ks < K)[None, :],
             other=0,
         )
-        scale = tl.load(scale_ptr + n // ROWS * across + k // SPAN, mask=live, other=0.0)
-        w = from_e4m3(code, HARDWARE) * scale[:, None]
+        scale = tl.load(scale_ptr + n // FIXED.ROWS * across + k // SPAN, mask=live, other=0.0)
+        w = from_e4m3(code, FIXED.HARDWARE) * scale[:, None]
     else:
         byte = k // 2 + tl.arange(0, BLOCK_K // 2)
         inside = live[:, None] & (byte < width)[None, :]
@@ -93,12 +97,11 @@ def _tile(
         known = live[:, None] & (first < K)[None, :]
         at = n[:, None] * across + (first // SPAN)[None, :]
         if FORMAT == 1:
-            scale = from_e4m3(tl.load(scale_ptr + at, mask=known, other=0), HARDWARE) * tl.load(
-                extra_ptr
-            )
-            even, odd = from_e2m1(both, HARDWARE)
+            code = tl.load(scale_ptr + at, mask=known, other=0)
+            scale = from_e4m3(code, FIXED.HARDWARE) * tl.load(extra_ptr)
+            even, odd = from_e2m1(both, FIXED.HARDWARE)
         else:
-            if NESTED:
+            if FIXED.NESTED:
                 scale = tl.load(map_ptr + tl.load(scale_ptr + at, mask=known, other=0).to(tl.int32))
                 scale = scale * tl.load(nested_ptr + at // 256, mask=known, other=0.0) + tl.load(
                     extra_ptr
@@ -131,20 +134,9 @@ def _few_rows(
     T,
     N,
     K,
-    x_stride,
-    width,
-    across,
+    strides,
     piece,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -152,42 +144,25 @@ def _few_rows(
 
     count: a counter of each tile, zero at the start. With it, both are written: a tile's last of
     SPLIT programs adds what is in sums.
+    strides: of rows: of x, of the weight's bytes, and of its scales.
     """
+    BLOCK_T: tl.constexpr = FIXED.BLOCK_T
+    SPLIT: tl.constexpr = FIXED.SPLIT
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = n < N
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     ks = tl.arange(0, BLOCK_K)
     begin = tl.program_id(2) * piece
     value = None if value_ptr is None else tl.load(value_ptr + tl.arange(0, 16))
-    x_at = x_ptr + t.to(tl.int64)[:, None] * x_stride + ks[None, :]
+    x_at = x_ptr + t.to(tl.int64)[:, None] * strides[0] + ks[None, :]
+    weight = data_ptr, scale_ptr, nested_ptr, map_ptr, extra_ptr
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for k in range(begin, tl.minimum(K, begin + piece), BLOCK_K):
         x = tl.load(x_at + k, mask=(t < T)[:, None] & (k + ks < K)[None, :], other=0.0)
-        w = _tile(
-            data_ptr,
-            scale_ptr,
-            nested_ptr,
-            map_ptr,
-            extra_ptr,
-            value,
-            n,
-            live,
-            k,
-            K,
-            width,
-            across,
-            FORMAT,
-            NESTED,
-            HARDWARE,
-            ROWS,
-            GROUP,
-            SPAN,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
+        w = _tile(weight, value, n, live, k, K, strides, FIXED, BLOCK_K)
+        acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=FIXED.PRECISION)
     if count_ptr is None:
-        if BIAS:
+        if FIXED.BIAS:
             acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
         to = out_ptr + (tl.program_id(2) * T + t).to(tl.int64)[:, None] * N + n[None, :]
         mask = (t < T)[:, None] & live[None, :]
@@ -204,7 +179,7 @@ def _few_rows(
             for i in tl.range(0, SPLIT, loop_unroll_factor=128 // BLOCK_T):
                 part = sums_ptr + (i * T + t).to(tl.int64)[:, None] * N + n[None, :]
                 y += tl.load(part, mask=mask, other=0.0)
-            if BIAS:
+            if FIXED.BIAS:
                 y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[None, :]
             to = out_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
             tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -258,7 +233,7 @@ def few_rows(
     data, scale, nested, table, extra, kind, N, rows, span = weight
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    c = {n: v for n, v in config.items() if n not in ("fused", "SPLIT", "LAST")}
+    c = without(config, "fused", "SPLIT", "LAST")
     split, tall = config["SPLIT"], _block_t(T)
     piece = cdiv(cdiv(K, c["BLOCK_K"]), split) * c["BLOCK_K"]
     out = operators.few_rows(x, bias, weight)
@@ -266,27 +241,11 @@ def few_rows(
     tiles = cdiv(N, c["BLOCK_N"]), cdiv(T, tall)
     count = counters(x, math.prod(tiles)) if split > 1 and config["LAST"] else None
     whole = split == 1 or count is not None
-    launch(
-        _few_rows,
-        (*tiles, split),
-        x,
-        data,
-        scale,
-        nested,
-        table,
-        extra,
-        nf4_tables.on(x.device).codes if kind == NF4 else None,
-        bias,
-        None if count is None else sums,
-        count,
-        out if whole else sums,
-        T,
-        N,
-        K,
-        x.stride(0),
-        K if kind == BLOCK_FP8 else K // 2,
-        cdiv(K, span),
-        piece,
+    values = nf4_tables.on(x.device).codes if kind == NF4 else None
+    results = None if count is None else sums, count, out if whole else sums
+    tensors = x, data, scale, nested, table, extra, values, bias, *results
+    strides = x.stride(0), K if kind == BLOCK_FP8 else K // 2, cdiv(K, span)
+    fixed = _Fixed(
         FORMAT=kind,
         NESTED=table is not None,
         HARDWARE=0 if kind == NF4 else conversions(x.device),
@@ -297,8 +256,8 @@ def few_rows(
         PRECISION=dot_precision(x),
         SPLIT=1 if count is None else split,
         BLOCK_T=tall,
-        **c,
     )
+    launch(_few_rows, (*tiles, split), *tensors, T, N, K, strides, piece, FIXED=fixed, **c)
     if not whole:
         constants = {"BIAS": bias is not None, "SPLIT": split, "BLOCK": _SUM_BLOCK, "num_warps": 4}
         grid = (cdiv(T * N, _SUM_BLOCK),)
@@ -375,8 +334,7 @@ def _few_rows_spec(key: dict, config: dict, last: bool, nested: bool, hardware: 
     t = {2: "bf16", 4: "fp32"}[key["itemsize"]]
     kind = key["format"]
     name = next(n for n, k in FORMATS.items() if k == kind)
-    c = {n: v for n, v in config.items() if n not in ("fused", "LAST", "num_warps", "num_stages")}
-    c["SPLIT"] = c["SPLIT"] if last else 1
+    c = without(config, "fused", "SPLIT", "LAST", "num_warps", "num_stages")
     span = {NF4: 64, NVFP4: 16, BLOCK_FP8: 128}[kind]
     tall, split = min(MOST_ROWS, max(16, key["rows"])), config["SPLIT"] > 1
     how = f"{' split' if split else ''}{' last' if last else ''}"
@@ -397,25 +355,26 @@ def _few_rows_spec(key: dict, config: dict, last: bool, nested: bool, hardware: 
         arch: (*matrix.get(arch, ()), *archs.get("uses", {}).get(arch, ()))
         for arch in (90, 100, 120)
     }
+    fixed = _Fixed(
+        FORMAT=kind,
+        NESTED=nested,
+        HARDWARE=hardware,
+        BIAS=last or not split,
+        ROWS=128,
+        GROUP=min(span, c["BLOCK_K"]),
+        SPAN=span,
+        PRECISION="ieee" if t == "fp32" else None,
+        SPLIT=config["SPLIT"] if last else 1,
+        BLOCK_T=tall,
+    )
     return spec(
         _few_rows,
         f"{name}{' nested' if nested else ''} {t} {tall} rows{how}{suffix}",
         pointers,
-        {
-            **c,
-            "FORMAT": kind,
-            "NESTED": nested,
-            "HARDWARE": hardware,
-            "BIAS": last or not split,
-            "ROWS": 128,
-            "GROUP": min(span, c["BLOCK_K"]),
-            "SPAN": span,
-            "PRECISION": "ieee" if t == "fp32" else None,
-            "BLOCK_T": tall,
-        },
+        {"FIXED": fixed, **c},
         config["num_warps"],
         num_stages=config["num_stages"],
-        divisible=("N", "K", "x_stride", "width", "piece"),
+        divisible=("N", "K", "strides[0]", "strides[1]", "piece"),
         store=64 if t == "bf16" else 128,
         per_sm=_PER_SM if split else 1,
         # Triton 3.6 makes such code of most of them, whose products are short beside the
@@ -457,10 +416,7 @@ def _fp8(
     w_scale_ptr,
     bias_ptr,
     out_ptr,
-    T,
-    N,
-    K,
-    across,
+    sizes,
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -470,6 +426,7 @@ def _fp8(
     one scale per 128 columns. The tensor cores sum only within these, since FP8 sums there keep few
     bits; the rest is accumulated in float32.
     """
+    T, N, K, across = sizes
     t_tile, n_tile = tile_of_program(T, N, BLOCK_M, BLOCK_N, GROUP)
     t = t_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -516,23 +473,9 @@ def fp8(
     if run is not None:
         run(x, x_scale, w[None], w_scale, bias, None, out, c)
         return out
-    grid = cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"])
-    launch(
-        _fp8,
-        (grid,),
-        x,
-        x_scale,
-        w,
-        w_scale,
-        bias,
-        out,
-        T,
-        N,
-        K,
-        x_scale.shape[1],
-        BIAS=bias is not None,
-        **c,
-    )
+    grid = (cdiv(T, c["BLOCK_M"]) * cdiv(N, c["BLOCK_N"]),)
+    tensors, sizes = (x, x_scale, w, w_scale, bias, out), (T, N, K, x_scale.shape[1])
+    launch(_fp8, grid, *tensors, sizes, BIAS=bias is not None, **c)
     return out
 
 
@@ -577,7 +520,7 @@ def _fp8_specs(key: dict, config: dict) -> list[KernelSpec]:
             {**c, "BIAS": True},
             config["num_warps"],
             num_stages=config["num_stages"],
-            divisible=("N", "K"),
+            divisible=("sizes[1]", "sizes[2]"),  # N, K
             min_arch=90,
             max_arch=119 if key["large"] else 999,
             uses={90: ("wgmma",), 100: ("tcgen05",)},

@@ -10,6 +10,7 @@ they are added in fixed order: no atomics, the same bits every run on one kind o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -541,9 +542,15 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
     P = min(programs(dqkv, each), B * S) if normalized else B * S
     dw = torch.empty((P, 2, D), dtype=torch.float32, device=dqkv.device) if normalized else None
     fixed = Fixed(
-        *(*heads, D, half, *_blocks(D, half), interleaved, normalized, positions is not None),
-        BLOCK_V=next_power_of_2(D),
-        **{name: d is not None for name, d in zip(("DQ", "DK", "DV"), given, strict=True)},
+        *(heads.q, heads.kv, D, half),
+        *_blocks(D, half),
+        interleaved,
+        normalized,
+        positions is not None,
+        False,
+        False,
+        next_power_of_2(D),
+        *(d is not None for d in given),
     )
     tensors = *given, qkv, rstd, norm.q_weight, norm.k_weight, dqkv, dw, cos, sin, positions
     strides = [(0, 0, 0) if d is None else d.stride()[:3] for d in given]
@@ -558,7 +565,7 @@ def _write_gradients(given, qkv, rstd, dqkv, heads, norm, rotation) -> torch.Ten
 
 
 def _specs(
-    kernel, name: str, key: dict, config: dict, strides: dict[str, tuple], more: dict
+    kernel, name: str, key: dict, config: dict, strides: Mapping[str, tuple], more: dict
 ) -> list[KernelSpec]:
     """more: fields of `Fixed`."""
     data = "bf16" if key["itemsize"] == 2 else "fp32"
@@ -591,13 +598,12 @@ def _specs(
 
 def _forward_specs(key: dict, config: dict) -> list[KernelSpec]:
     """Whole heads, by halves and interleaved; and 64 features of 192."""
-    strides = dict.fromkeys(("x_strides", "q_strides", "k_strides"), ("i32",) * 2)
+    strides = {f"{name}_strides": ("i32",) * 2 for name in "xqk"}
     return _specs(_forward, "forward", key, config, strides, {"KEEP": key["norm"]})
 
 
 def _backward_specs(key: dict, config: dict) -> list[KernelSpec]:
-    strides = dict.fromkeys(("dq_strides", "dk_strides", "dv_strides"), ("i32",) * 3)
-    strides["x_strides"] = ("i32",) * 2
+    strides = {f"d{name}_strides": ("i32",) * 3 for name in "qkv"} | {"x_strides": ("i32",) * 2}
     more = {"BLOCK_V": next_power_of_2(key["D"])}
     return _specs(_backward, "backward", key, config, strides, more)
 
