@@ -131,6 +131,7 @@ class Engine:
         self.path: str | pathlib.Path = path
         self._filled: str | pathlib.Path | None = path
         self._manager: ContinuousBatchingManager | None = None
+        self._broken = False  # whether something was not sampled: a thread may be at its end
         self._scales: dict[Any, float] = {}  # of adapters that are off
         self._waiting: collections.deque[Drawing] = collections.deque()
         self._changed = threading.Condition()
@@ -244,8 +245,10 @@ class Engine:
                     for drawing in self._taken(weights):
                         self._begin(active, drawing)
                 if not active:
-                    return
+                    break
                 self._look(active)
+            if self._broken:
+                self._drop()
         except Exception as error:
             for drawing in active.values():
                 drawing.fail(error)
@@ -280,11 +283,13 @@ class Engine:
             drawing = active.pop(output.request_id, None)
             if drawing is not None and not drawing.done.done():
                 drawing.fail(RuntimeError(output.error or "it was not sampled"))
+                self._broken = True
         for name in [name for name, drawing in active.items() if drawing.stopped]:
             self._manager.cancel_request(name)
             del active[name]
         if output is None and not self._manager.is_running():
-            raise RuntimeError("continuous batching has ended")
+            error = self._manager.background_thread_status.fatal_error
+            raise error or RuntimeError("continuous batching has ended")
 
     @torch.no_grad()
     def _generate(self, drawing: Drawing) -> None:
@@ -349,7 +354,7 @@ class Engine:
         """Ends continuous batching, with its cache."""
         if self._manager is not None:
             self._manager.stop(block=True, hard_stop=True)
-            self._manager = None
+            self._manager, self._broken = None, False
 
 
 # ---- transformers

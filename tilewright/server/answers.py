@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tilewright.server import binary
 from tilewright.server.frames import unpacked
+from tilewright.server.log import GENERATE
 
 PROTOBUF = "application/x-protobuf"
 
@@ -25,7 +26,7 @@ def answer(kind: str, body: bytes, *, named: bool, protobuf: bool) -> Response:
         if protobuf:
             return Response(binary.pass_output(value, arrays), media_type=PROTOBUF)
         return JSONResponse(_listed(value, arrays))
-    if kind == "sample":
+    if kind in ("sample", GENERATE):  # the engine's answer may be all
         if protobuf:
             return Response(binary.sample_output(value, arrays), media_type=PROTOBUF)
         return JSONResponse(_sampled(value, arrays))

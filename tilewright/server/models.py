@@ -447,7 +447,11 @@ class Models:
         }
         with _written():
             self._saver.write(folder, tensors, state)
-        self._snapshots = {n: own for n, own in self._snapshots.items() if self.folder(n) != folder}
+        self._snapshots = {
+            name: own
+            for name, own in self._snapshots.items()
+            if name == BASE or self.folder(name) != folder
+        }
 
     def _read(
         self, model: str, folder: pathlib.Path, stored: dict[str, Any], *, states: bool

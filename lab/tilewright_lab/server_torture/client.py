@@ -172,7 +172,7 @@ class Server:
 
 
 def processes(launcher: int) -> dict[str, list[int]]:
-    """Those that a launcher has started, by the last part of their module: api, worker."""
+    """Those that a launcher has started, by the last part of their module: api, worker, sampler."""
     own = f"{platform.SERVER}={launcher}".encode()
     pids: dict[str, list[int]] = {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
@@ -183,7 +183,7 @@ def processes(launcher: int) -> dict[str, list[int]]:
         except OSError:  # it has ended
             continue
         for word in words if own in environment else ():
-            if word.startswith(b"tilewright.server."):
+            if word.startswith((b"tilewright.server.", b"tilewright.sampler")):
                 name = word.decode().rpartition(".")[2]
                 pids.setdefault(name, []).append(int(folder.name))
     return pids

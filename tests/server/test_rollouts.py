@@ -1,0 +1,317 @@
+"""Samples of more than a token: begun by the embedded sampler, and scored by the workers."""
+
+import asyncio
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+
+import httpx
+from serving import (
+    PROTOBUF,
+    Served,
+    documents,
+    pass_body,
+    passed,
+    trained,
+    write_model,
+    write_server,
+)
+
+from tilewright.nn import load_adapter
+from tilewright.sampler.__main__ import served as sampled_model
+from tilewright.sampler.app import application
+from tilewright.server import messages_pb2 as wire
+from tilewright.server.rollouts import Rollouts
+from tilewright_lab.server_torture.client import Server, processes
+
+pytestmark = pytest.mark.packages
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def sampler(model_folder):
+    made = sampled_model(str(model_folder), None, "float32", "cpu", 4096)
+    yield application(made)
+    made.engine.close()
+
+
+@pytest.fixture
+def file(model_folder, tmp_path):
+    return write_server(tmp_path, model_folder)
+
+
+def generate(served, app, logprobs="trainer"):
+    """Does what waits for the engine, an application or a transport."""
+    transport = app if isinstance(app, httpx.AsyncBaseTransport) else httpx.ASGITransport(app)
+
+    async def all_of_it():
+        async with httpx.AsyncClient(transport=transport, base_url="http://sampler") as client:
+            await Rollouts(served.log, served.root, client, logprobs).all()
+
+    asyncio.run(all_of_it())
+
+
+def ask(served, name, seq=0, prompt=PROMPT, params=None, **more):
+    params = {"max_tokens": 8, **(params or {})}
+    chunks = [{"type": "encoded_text", "tokens": prompt}]
+    body = {"sampling_session_id": name, "seq_id": seq, "prompt": {"chunks": chunks}}
+    return served.post("asample", {**body, "sampling_params": params, **more})
+
+
+def saved(served, model, number=0):
+    """The name of a sampler with a model's weights."""
+    save = {"model_id": model, "sampling_session_seq_id": number}
+    answer = served.result(served.post("save_weights_for_sampler", save))
+    assert "sampling_session_id" in answer, answer
+    return answer["sampling_session_id"]
+
+
+def base(served, session, number=9):
+    body = {"session_id": session, "sampling_session_seq_id": number, "base_model": served.base}
+    return served.post("create_sampling_session", body)[1]["sampling_session_id"]
+
+
+def forward(served, model, seq, tokens):
+    """Log-probabilities of tokens by a forward pass of training."""
+    data = [(np.array(tokens[:-1]), {"target_tokens": np.array(tokens[1:])})]
+    future = served.post("forward", raw=pass_body(model, seq, data, forward=True))
+    return passed(served.result(future, accept=PROTOBUF))[1]["logprobs"][0]
+
+
+def test_samples_have_the_weights_and_the_log_probabilities_of_training(file, sampler):
+    """Two models and the base at once: the first ratio is 1, bit for bit."""
+    with Served(file) as served:
+        models = [served.model(i) for i in range(2)]
+        for i, model in enumerate(models):
+            trained(served, model, 2, seed=9 * i)
+        session = models[0].partition(":")[0]
+        names = [*(saved(served, model) for model in models), base(served, session)]
+        greedy = {"temperature": 0.0}
+        futures = [ask(served, name, params=greedy, num_samples=2) for name in names]
+        assert all(len(answer["sample_sequence_ids"]) == 2 for _, answer in futures)
+        # The workers go on with training, and nothing is scored before it is there.
+        trained(served, models[0], 1, first=7)
+        assert served.log.waiting() == 3
+        generate(served, sampler)
+        found = [served.result(future)["sequences"] for future in futures]
+        tokens = [sequence[0]["tokens"] for sequence in found]
+        assert len({tuple(sequence[0]["logprobs"]) for sequence in found}) == 3
+        for sequences in found:
+            assert sequences[0] == sequences[1] and sequences[0]["stop_reason"] == "length"
+        # By the model of the second, which has not been trained since.
+        own = forward(served, models[1], 7, PROMPT + tokens[1])
+        assert found[1][0]["logprobs"] == own[len(PROMPT) - 1 :].tolist()
+
+
+def test_the_sampler_has_the_adapter_that_was_saved(file, sampler, model_folder):
+    """Greedy tokens are those of transformers with the exported adapter; also of a path."""
+    from transformers import AutoModelForCausalLM
+
+    with Served(file) as served:
+        model = served.model()
+        trained(served, model, 3)
+        path = served.result(served.post("save_weights_for_sampler", {"model_id": model}))["path"]
+        session = model.partition(":")[0]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        name = served.post("create_sampling_session", body)[1]["sampling_session_id"]
+        future = ask(served, name, params={"temperature": 0.0})
+        generate(served, sampler)
+        [sequence] = served.result(future)["sequences"]
+        other = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        other.adaptable = ("lm_head",)
+        folder = served.root / "models" / model / "sampler_weights"
+        load_adapter(other, next(folder.iterdir()) / "adapter")
+        prompt = torch.tensor([PROMPT])
+        whole = other.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
+        )
+        assert sequence["tokens"] == whole[0, len(PROMPT) :].tolist()
+        # What is saved again under its name is read again.
+        trained(served, model, 2, first=10)
+        save = {"model_id": model, "path": path.rpartition("/")[2], "overwrite": True}
+        assert "path" in served.result(served.post("save_weights_for_sampler", save))
+        again = ask(served, name, 1, params={"temperature": 0.0})
+        generate(served, sampler)
+        [other] = served.result(again)["sequences"]
+        assert other["tokens"] != sequence["tokens"] or other["logprobs"] != sequence["logprobs"]
+
+
+def test_what_a_sample_asks_for(file, sampler):
+    """Samples differ from each other, not from themselves; ends, the most probable tokens, those of
+    the prompt; in both encodings.
+    """
+    with Served(file) as served:
+        session = served.model().partition(":")[0]
+        name = base(served, session)
+        seeded = {"seed": 5, "max_tokens": 12}
+        more = {"num_samples": 3, "topk_sample_logprobs": 2, "prompt_logprobs": True}
+        more |= {"topk_prompt_logprobs": 2}
+        future = ask(served, name, params=seeded, **more)
+        assert ask(served, name, params=seeded, **more) == future
+        alone = ask(served, name, 1, params=seeded)
+        cut = ask(served, name, 2, params={**seeded, "temperature": 0.7, "top_k": 5, "top_p": 0.9})
+        generate(served, sampler)
+        answer = served.result(future)
+        [one] = served.result(alone)["sequences"]
+        each = answer["sequences"]
+        assert one["tokens"] == each[0]["tokens"]
+        assert len({tuple(sequence["tokens"]) for sequence in each}) == 3
+        for sequence in each:
+            assert len(sequence["tokens"]) == len(sequence["topk_logprobs"]) == 12
+            for own, best in zip(sequence["logprobs"], sequence["topk_logprobs"], strict=True):
+                assert len(best) == 2 and best[0][1] >= best[1][1] and best[0][1] >= own - 1e-4
+        assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"]) == 5
+        assert answer["topk_prompt_logprobs"][0] is None
+        output = wire.SampleResponse()
+        output.ParseFromString(served.result(future, accept=PROTOBUF))
+        for sequence, own in zip(output.sequences, each, strict=True):
+            assert np.frombuffer(sequence.tokens, "<i4").tolist() == own["tokens"]
+            assert np.frombuffer(sequence.logprobs, "<f4").tolist() == own["logprobs"]
+            assert sequence.topk_sampled_logprobs.k == 2
+            assert sequence.topk_sampled_logprobs.length == 12
+        assert len(served.result(cut)["sequences"][0]["tokens"]) == 12
+        end = one["tokens"][3]
+        stopped = ask(served, name, 3, params={**seeded, "stop": [end]})
+        generate(served, sampler)
+        [sequence] = served.result(stopped)["sequences"]
+        assert sequence["stop_reason"] == "stop"
+        assert sequence["tokens"] == one["tokens"][: one["tokens"].index(end) + 1]
+
+
+def test_log_probabilities_may_be_the_engines(file, sampler):
+    """They are training's but for rounding, and no worker is needed but for those of prompts."""
+    with Served(file) as served:
+        session = served.model().partition(":")[0]
+        name = base(served, session)
+        futures = [ask(served, name, 0), ask(served, name, 1, prompt_logprobs=True)]
+        generate(served, sampler, "engine")
+        assert served.log.waiting() == 1
+        found = [served.result(future) for future in futures]
+        other = ask(served, name, 2, params={"seed": 1})
+        again = ask(served, name, 3, params={"seed": 1})
+        generate(served, sampler, "engine")
+        assert served.result(other)["sequences"] == served.result(again)["sequences"]
+        own = found[1]["sequences"][0]
+        trainer = ask(served, name, 1, prompt_logprobs=True)
+        assert trainer[1]["request_id"] == futures[1][1]["request_id"]
+        assert len(own["tokens"]) == 8 and found[1]["prompt_logprobs"][0] is None
+        scored = ask(served, name, 4, prompt=PROMPT + own["tokens"], params={"max_tokens": 1},
+                     prompt_logprobs=True)  # fmt: skip
+        want = served.result(scored)["prompt_logprobs"][len(PROMPT) :]
+        assert own["logprobs"] == pytest.approx(want, abs=1e-5)
+
+
+class Gone(httpx.AsyncBaseTransport):
+    """An engine that does not answer."""
+
+    async def handle_async_request(self, request):
+        raise httpx.ConnectError("no")
+
+
+def test_an_engine_that_has_ended_ends_its_futures_and_no_others(file, sampler, monkeypatch):
+    with Served(file) as served:
+        model = served.model()
+        name = base(served, model.partition(":")[0])
+        future = ask(served, name)
+        served.log.tell("sampler", "failed: its exit code is 1")
+        generate(served, Gone())
+        answer = served.result(future)
+        assert (
+            answer["category"] == "server" and "has failed: its exit code is 1" in answer["error"]
+        )
+        assert len(trained(served, model, 1)) == 3
+        # One that comes again is asked again.
+        future, calls = ask(served, name, 1), []
+        served.log.tell("sampler", "started")
+        monkeypatch.setattr("tilewright.server.rollouts.AGAIN", 0.0)
+
+        class Again(httpx.ASGITransport):
+            async def handle_async_request(self, request):
+                calls.append(request.url.path)
+                if len(calls) == 1:
+                    raise httpx.ReadError("it was killed")
+                return await super().handle_async_request(request)
+
+        generate(served, Again(sampler))
+        assert len(served.result(future)["sequences"][0]["tokens"]) == 8 and len(calls) == 2
+
+
+def test_what_is_not_sampled_is_refused_before(file, model_folder, tmp_path, sampler):
+    with Served(file) as served:
+        model = served.model()
+        session = model.partition(":")[0]
+        path = served.result(served.post("save_weights", {"model_id": model, "path": "x"}))["path"]
+        body = {"session_id": session, "sampling_session_seq_id": 1, "model_path": path}
+        whole = served.post("create_sampling_session", body)[1]["sampling_session_id"]
+        name = base(served, session)
+        for status, said, future in (
+            (400, "holds no weights for sampling", ask(served, whole)),
+            (400, "none can follow", ask(served, name, prompt=[1] * 64)),
+            (400, "has the token 97", ask(served, name, prompt=[97])),
+            (422, "max_tokens", ask(served, name, params={"max_tokens": 0})),
+            (404, "there is no sampler none", ask(served, "none")),
+        ):
+            assert (future[0], said in future[1]["detail"]) == (status, True), future
+        text = ask(served, name, params={"stop": ["x"]})
+        generate(served, sampler)
+        answer = served.result(text)
+        assert answer["category"] == "user" and "texts need a tokenizer" in answer["error"]
+    with Served(write_server(tmp_path / "none", model_folder, sampler="none")) as served:
+        name = base(served, served.model().partition(":")[0])
+        status, answer = ask(served, name)
+        assert status == 501 and "(sampler: none)" in answer["detail"]
+
+
+def test_all_weights_are_sampled(model_folder, tmp_path, sampler):
+    file = write_server(tmp_path, model_folder, enable_lora=False)
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("lora_rank")]
+    file.write_text("\n".join(lines) + "\n")
+    with Served(file) as served:
+        model = served.model()
+        name = base(served, model.partition(":")[0])
+        before = ask(served, name, params={"temperature": 0.0})
+        generate(served, sampler)
+        served.answer()
+        served.result(served.passes(model, 1, documents()))
+        served.result(served.step(model, 2, learning_rate=0.1))
+        own = saved(served, model)
+        future = ask(served, own, params={"temperature": 0.0})
+        generate(served, sampler)
+        [sequence] = served.result(future)["sequences"]
+        want = forward(served, model, 3, PROMPT + sequence["tokens"])[len(PROMPT) - 1 :]
+        assert sequence["logprobs"] == want.tolist()
+        assert served.result(before)["sequences"][0]["tokens"] != sequence["tokens"]
+
+
+def test_a_sampler_of_the_launcher_is_started_and_comes_again(model_folder, tmp_path):
+    """By the command: it starts with the first request, is killed, and is asked again."""
+    file = write_server(tmp_path, model_folder, worker_connection_timeout=900)
+    with Server(file) as server, server.client() as client:
+        pids = processes(server.process.pid)
+        assert "sampler" not in pids
+        session = client.post("create_session", {}).value["session_id"]
+        made = {"session_id": session, "sampling_session_seq_id": 0}
+        made = client.post("create_sampling_session", {**made, "base_model": str(model_folder)})
+        chunks = [{"type": "encoded_text", "tokens": PROMPT}]
+        body = {"sampling_session_id": made.value["sampling_session_id"], "seq_id": 0}
+        body |= {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 8, "seed": 1}}
+        first = client.result(client.post("asample", body)).value
+        assert len(first["sequences"][0]["tokens"]) == 8
+        [pid] = processes(server.process.pid)["sampler"]
+        os.kill(pid, signal.SIGKILL)
+        again = client.result(client.post("asample", {**body, "seq_id": 1})).value
+        assert json.dumps(again["sequences"]) == json.dumps(first["sequences"])
+        assert processes(server.process.pid)["sampler"] != [pid]
+    assert not processes(server.process.pid)
