@@ -134,8 +134,16 @@ class Served(NamedTuple):
 
 def application(served: Served) -> FastAPI:
     """The routes."""
-    app, engine = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), served.engine
-    pauses = contextlib.ExitStack()
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    _tell_errors(app)
+    _tell_state(app, served)
+    _sample(app, served)
+    _change_weights(app, served)
+    return app
+
+
+def _tell_errors(app: FastAPI) -> None:
+    """Errors are answered with a sentence."""
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
@@ -145,6 +153,11 @@ def application(served: Served) -> FastAPI:
     async def wrong(request: Request, error: RequestValidationError) -> JSONResponse:
         said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
         return JSONResponse({"error": {"message": said}}, 422)
+
+
+def _tell_state(app: FastAPI, served: Served) -> None:
+    """Whether it runs, and what it has."""
+    engine = served.engine
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -166,6 +179,10 @@ def application(served: Served) -> FastAPI:
             "is_generation": True,
             "continuous_batching": engine.continuous,
         }
+
+
+def _sample(app: FastAPI, served: Served) -> None:
+    """The routes that sample."""
 
     @app.post("/generate")
     async def generate(body: Generate) -> Any:
@@ -196,6 +213,11 @@ def application(served: Served) -> FastAPI:
             "usage": {**usage, "total_tokens": len(prompt) + count},
         }
 
+
+def _change_weights(app: FastAPI, served: Served) -> None:
+    """The routes that load weights, and hold samples up meanwhile."""
+    engine, pauses = served.engine, contextlib.ExitStack()
+
     @app.post("/load_lora_adapter")
     async def load(body: Adapter) -> dict[str, Any]:
         if body.lora_path is None or body.lora_name == served.name:
@@ -224,8 +246,6 @@ def application(served: Served) -> FastAPI:
     async def resume() -> dict[str, bool]:
         pauses.close()
         return {"success": True}
-
-    return app
 
 
 def _generated(served: Served, sample: Sample, logprobs: bool) -> dict[str, Any]:

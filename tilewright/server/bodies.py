@@ -638,13 +638,7 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
             f"sampling_params.max_tokens is {params.max_tokens}; without an engine (sampler: none) "
             "this server samples one token after a prompt, and scores prompts",
         )
-    tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-    if odd := [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]:
-        raise Refused(400, f"prompt has a chunk of {odd[0]!r}; accepted is 'encoded_text'")
-    if not 0 < len(tokens) <= longest:
-        raise Refused(400, f"prompt has {len(tokens)} tokens; accepted are 1 to {longest}")
-    if wrong := [t for t in tokens if not 0 <= t < vocabulary]:
-        raise Refused(400, f"prompt has the token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
+    tokens = _tokens_of(body.prompt, vocabulary, longest)
     last = body.prompt_logprobs_last_n
     if last is not None and (not body.prompt_logprobs or last >= len(tokens)):
         raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
@@ -682,6 +676,17 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
     name = checked("sampling_session_id", body.sampling_session_id)
     kind = "sample" if alone else GENERATE
     return Call(name, body.seq_id, kind, value, {"tokens": np.array(tokens, np.int64)})
+
+
+def _tokens_of(prompt: Prompt, vocabulary: int, longest: int) -> list[int]:
+    tokens = [token for chunk in prompt.chunks for token in chunk.tokens]
+    if odd := [chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"]:
+        raise Refused(400, f"prompt has a chunk of {odd[0]!r}; accepted is 'encoded_text'")
+    if not 0 < len(tokens) <= longest:
+        raise Refused(400, f"prompt has {len(tokens)} tokens; accepted are 1 to {longest}")
+    if wrong := [t for t in tokens if not 0 <= t < vocabulary]:
+        raise Refused(400, f"prompt has the token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
+    return tokens
 
 
 def _seed(seed: int | None, given: Any) -> int:
