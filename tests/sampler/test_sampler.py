@@ -228,6 +228,23 @@ def test_texts_end_samples_and_others_go_on():
         engine.close()
 
 
+def test_what_is_aborted_ends_and_others_go_on(made):
+    engine = made.engine
+    asked = Asked(PROMPTS[0], 100)
+    [running] = engine.submit(BASE, [asked], "one")
+    with engine.pausing():
+        [waiting] = engine.submit(BASE, [asked], "one")
+        [other] = engine.submit(BASE, [asked._replace(max_tokens=3)], "other")
+        engine.abort("one")
+    for future in (running, waiting):
+        try:
+            assert len(future.result(60).tokens) == 100  # it had ended before
+        except Unsampled as error:
+            assert "aborted" in str(error)
+    assert waiting.exception() is not None
+    assert len(other.result(60).tokens) == 3
+
+
 def test_an_error_ends_what_was_asked_and_nothing_else(made, monkeypatch):
     engine = made.engine
     asked = Asked(PROMPTS[0], 4)

@@ -8,7 +8,7 @@ import itertools
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +56,19 @@ class Unknown(Unsampled):
 class Drawing:
     """A sample that grows.   text: of its tokens, where texts end it."""
 
-    def __init__(self, weights: str, asked: Asked, text: Callable[[list[int]], str] | None):
-        self.weights, self.asked, self.text = weights, asked, text
+    def __init__(
+        self,
+        weights: str,
+        asked: Asked,
+        text: Callable[[list[int]], str] | None,
+        name: str | None = None,
+    ):
+        self.weights, self.asked, self.text, self.name = weights, asked, text, name
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.topk: list[list[tuple[int, float]]] = []
         self.done: Future[Sample] = Future()
-        self.stopped = False  # by a text: continuous batching does not know it
+        self.stopped = False  # by a text, or aborted: continuous batching does not know it
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next token of logits [V]."""
@@ -92,10 +98,14 @@ class Drawing:
         return any(stop in text for stop in self.asked.stops)
 
     def _end(self, reason: str) -> None:
-        self.done.set_result(Sample(self.tokens, self.logprobs, self.topk, reason, self.weights))
+        # It may be aborted by another thread at this time.
+        with contextlib.suppress(InvalidStateError):
+            self.done.set_result(
+                Sample(self.tokens, self.logprobs, self.topk, reason, self.weights)
+            )
 
     def fail(self, error: Exception) -> None:
-        if not self.done.done():
+        with contextlib.suppress(InvalidStateError):
             self.done.set_exception(Unsampled(f"{type(error).__name__}: {error}"))
 
 
@@ -134,6 +144,7 @@ class Engine:
         self._broken = False  # whether something was not sampled: a thread may be at its end
         self._scales: dict[Any, float] = {}  # of adapters that are off
         self._waiting: collections.deque[Drawing] = collections.deque()
+        self._every: list[Drawing] = []  # that have not ended
         self._changed = threading.Condition()
         self._paused, self._closed, self._busy = 0, False, False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -164,8 +175,10 @@ class Engine:
     def names(self) -> list[str]:
         return [name for name in self._folders if name != BASE]
 
-    def submit(self, weights: str, each: Sequence[Asked]) -> list[Future[Sample]]:
-        """Raises Unknown, or Unsampled."""
+    def submit(
+        self, weights: str, each: Sequence[Asked], name: str | None = None
+    ) -> list[Future[Sample]]:
+        """name: by which they are aborted. Raises Unknown, or Unsampled."""
         for asked in each:
             total = len(asked.tokens) + asked.max_tokens
             if not asked.tokens or total > self.longest:
@@ -175,13 +188,24 @@ class Engine:
                 )
             if asked.stops and self.text is None:
                 raise Unsampled("stop: texts need a tokenizer, which this model has not")
-        drawings = [Drawing(weights, asked, self.text) for asked in each]
+        drawings = [Drawing(weights, asked, self.text, name) for asked in each]
         with self._changed:
             if weights not in self._folders:
                 raise Unknown(f"there are no weights {weights!r}; known are {self.names}")
             self._waiting.extend(drawings)
+            self._every = [d for d in self._every if not d.done.done()] + drawings
             self._changed.notify_all()
         return [drawing.done for drawing in drawings]
+
+    def abort(self, name: str) -> None:
+        """Ends what was submitted by this name, and has not ended, with Unsampled."""
+        with self._changed:
+            own = [d for d in self._every if d.name == name and not d.done.done()]
+            kept = (d for d in self._waiting if d not in own)
+            self._waiting = collections.deque(kept)
+        for drawing in own:
+            drawing.stopped = True
+            drawing.fail(RuntimeError("it was aborted"))
 
     @contextlib.contextmanager
     def pausing(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pathlib
 from typing import Any
@@ -54,6 +55,13 @@ class Rollouts:
         self.begin()
         await asyncio.gather(*self._begun.values())
 
+    async def cancel(self, request: Request) -> None:
+        """A request that the log has ended: the engine need not go on."""
+        if (task := self._begun.get(request.number)) is not None:
+            task.cancel()
+            with contextlib.suppress(httpx.TransportError):
+                await self.client.post("/abort_request", json={"rid": request.id})
+
     async def _ended(self, request: Request) -> None:
         try:
             await self._do(request)
@@ -79,6 +87,7 @@ class Rollouts:
         }
         body = {
             "input_ids": arrays["tokens"].tolist(),
+            "rid": request.id,
             "sampling_params": params,
             "return_logprob": True,
             "top_logprobs_num": more["topk"],
@@ -109,7 +118,7 @@ class Rollouts:
             )
         if self.logprobs == "engine":
             arrays["sampled_logprobs"] = np.array(scored, np.float32)
-            if not value["prompt_logprobs"] and not asked["topk"]:
+            if not value["prompt_logprobs"] and not asked["topk"] and "targets" not in arrays:
                 del arrays["tokens"]
                 self.requests.finish(request, Result(packed(about, arrays)), ran=False)
                 return
