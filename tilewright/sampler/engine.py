@@ -145,6 +145,7 @@ class Engine:
         self._scales: dict[Any, float] = {}  # of adapters that are off
         self._waiting: collections.deque[Drawing] = collections.deque()
         self._every: list[Drawing] = []  # that have not ended
+        self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._paused, self._closed, self._busy = 0, False, False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -161,6 +162,10 @@ class Engine:
         """
         if not any((folder / name).is_file() for name in (ADAPTER_CONFIG, CONFIG)):
             raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG}, and no {CONFIG}")
+        with self._changed:
+            if name not in self._folders:
+                self._folders[name] = folder
+                return
         with self.pausing():
             self._folders[name] = folder
             if self._held == name:
@@ -284,16 +289,18 @@ class Engine:
             return not (others or self._paused or self._closed)
 
     def _begin(self, active: dict[str, Drawing], drawing: Drawing) -> None:
-        asked = drawing.asked
+        asked, name = drawing.asked, f"{next(self._numbers)}"
+        if drawing.done.done():  # it was aborted
+            return
         if not self.continuous:
             self._generate(drawing)
             return
         if self._manager is None:
             self._manager = manager_of(self.model, self.tokens)
-        active[f"{id(drawing)}"] = drawing
+        active[name] = drawing
         self._manager.add_request(
             asked.tokens,
-            request_id=f"{id(drawing)}",
+            request_id=name,
             max_new_tokens=asked.max_tokens,
             eos_token_id=[*asked.ends] or -1,
             drawing=drawing,
