@@ -342,7 +342,14 @@ class Engine:
         """Puts weights into the model."""
         if name == self._held:
             return
-        self._drop()  # keys and values of other weights
+        with contextlib.ExitStack() as paused:
+            if (manager := self._manager) is not None:
+                paused.enter_context(manager.pause())
+                assert manager.batch_processor is not None  # it has sampled
+                manager.batch_processor.cache.reset()  # keys and values of other weights
+            self._change(name)
+
+    def _change(self, name: str) -> None:
         self._held, folder = None, self._folders[name]
         for module, scale in self._scales.items():
             module.scale = scale
