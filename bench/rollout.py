@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import pathlib
 import statistics
@@ -73,6 +74,19 @@ def row(name: str, rates: dict[str, list[float]], **more: Any) -> dict[str, Any]
     return {"measure": name, **more, **medians, **ratios, "samples_tokens_per_s": rates}
 
 
+def generated(model: Any, prompts: Any, new: Sequence[int], *, together: bool) -> int:
+    """The tokens that were asked for, by transformers' generate: of one prompt after the other, or
+    of all in one batch, which goes on until the longest has ended.
+    """
+    import torch
+
+    each = [(prompts, max(new))] if together else [*zip(prompts.split(1), new, strict=True)]
+    for rows, most in each:
+        given = {"attention_mask": torch.ones_like(rows), "do_sample": True, "pad_token_id": 0}
+        model.generate(rows, **given, max_new_tokens=most, eos_token_id=None)
+    return sum(new)
+
+
 def sampled(size: Size, base: pathlib.Path, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
     """sample and switch, in this process."""
     import torch
@@ -82,57 +96,45 @@ def sampled(size: Size, base: pathlib.Path, folder: pathlib.Path) -> Iterator[di
     from tilewright.sampler.asked import Asked
     from tilewright.sampler.engine import BASE, Engine
 
-    draw = torch.Generator().manual_seed(0)
+    new, draw = size.new, torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    prompts = torch.randint(
-        1, model.config.vocab_size, (len(size.new), size.prompt), generator=draw
-    )
-
-    def generated(each: Sequence[tuple[torch.Tensor, int]]) -> int:
-        count = 0
-        for rows, most in each:
-            given = {"attention_mask": torch.ones_like(rows), "do_sample": True, "pad_token_id": 0}
-            made = model.generate(rows, **given, max_new_tokens=most, eos_token_id=None)
-            count += (made.shape[1] - rows.shape[1]) * len(rows)
-        return count
-
-    def one_by_one() -> int:
-        return generated([(prompts[i : i + 1], n) for i, n in enumerate(size.new)])
-
-    def one_batch() -> int:
-        """Which goes on until the longest has ended: what is asked for counts."""
-        generated([(prompts, max(size.new))])
-        return sum(size.new)
-
-    engine = Engine(model, str(base), tokens=4 * sum(size.new) + 16 * size.prompt)
+    prompts = torch.randint(1, model.config.vocab_size, (len(new), size.prompt), generator=draw)
+    engine = Engine(model, str(base), tokens=4 * sum(new) + 16 * size.prompt)
     each = [
-        Asked(p.tolist(), n, sample=i)
-        for i, (p, n) in enumerate(zip(prompts, size.new, strict=True))
+        Asked(p, n, sample=i) for i, (p, n) in enumerate(zip(prompts.tolist(), new, strict=True))
     ]
 
-    def embedded(names: Sequence[str]) -> int:
+    def embedded(*names: str) -> int:
         futures = []
         for i, asked in enumerate(each):
             futures += engine.submit(names[i % len(names)], [asked])
         return sum(len(future.result().tokens) for future in futures)
 
+    about = {"requests": len(new), "new_tokens": sum(new)}
+    by_generate = functools.partial(generated, model, prompts, new)
     try:
-        measures: dict[str, Callable[[], int]] = {"embedded": lambda: embedded([BASE])}
-        # They would generate through the attention that the engine has chosen.
-        alone = in_turns(
-            {**measures, "one_by_one": one_by_one, "one_batch": one_batch}, size.rounds
+        rates = in_turns(
+            {
+                "embedded": functools.partial(embedded, BASE),
+                "one_by_one": functools.partial(by_generate, together=False),
+                "one_batch": functools.partial(by_generate, together=True),
+            },
+            size.rounds,
         )
-        yield row("sample", alone, requests=len(size.new), new_tokens=sum(size.new))
+        yield row("sample", rates, **about)
         for name in ("a", "b"):
             other = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
             add_lora(other, rank=8)
             save_adapter(other, folder / name)
             engine.load(name, folder / name)
-        turns = in_turns(
-            {"two_adapters": lambda: embedded(["a", "b"]), "one_adapter": lambda: embedded(["a"])},
+        rates = in_turns(
+            {
+                "two_adapters": functools.partial(embedded, "a", "b"),
+                "one_adapter": functools.partial(embedded, "a"),
+            },
             size.rounds,
         )
-        yield row("switch", turns, requests=len(size.new), new_tokens=sum(size.new))
+        yield row("switch", rates, **about)
     finally:
         engine.close()
 

@@ -257,7 +257,7 @@ def test_further_tokens_at_the_places_of_a_prompt_are_scored(file, sampler):
 
 
 def test_samplers_in_flight_have_the_newest_weights(file, sampler):
-    """Of their model; a snapshot keeps its own."""
+    """Those of their own model; a snapshot keeps its own."""
     with Served(file) as served:
         model = served.model()
         names = []
@@ -310,11 +310,10 @@ def test_samples_are_canceled(file, sampler):
                 rollouts = Rollouts(served.log, served.root, client, "trainer")
                 [request] = served.log.to_generate()
                 rollouts.begin()
-                await asyncio.sleep(0)
                 await rollouts.cancel(served.log.cancel(request.id))
                 assert aborted == [request.id]
-                await asyncio.sleep(0)
-                assert not rollouts._begun
+                await asyncio.gather(*rollouts._begun.values(), return_exceptions=True)
+                assert not served.log.to_generate()
 
         ask(served, name, 4)
         asyncio.run(begun())

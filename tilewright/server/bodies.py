@@ -624,12 +624,6 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
     """
     body = read(Sample, given)
     params, vocabulary, longest = body.sampling_params, limits.vocabulary, limits.longest
-    for name, value in (
-        ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
-        ("record_stability_info", body.record_stability_info),
-    ):
-        if value:
-            raise Refused(501, f"{name}: it is not offered here")
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = [one for one in stop or () if isinstance(one, str)]
     alone = params.max_tokens == 1 and not texts and not body.topk_sample_logprobs
@@ -640,11 +634,7 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
             "this server samples one token after a prompt, and scores prompts",
         )
     tokens = _tokens_of(body.prompt, vocabulary, longest)
-    last = body.prompt_logprobs_last_n
-    if last is not None and (not body.prompt_logprobs or last >= len(tokens)):
-        raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
-    if params.top_k == 0:
-        raise Refused(400, "sampling_params.top_k is 0; accepted are -1, for all, and 1 or more")
+    _check_sample(body, len(tokens))
     most = min(params.max_tokens or longest, longest - len(tokens))
     if not alone and not most:
         raise Refused(
@@ -665,7 +655,7 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
         "weights": weights,
         "asked": asked,
         "prompt_logprobs": bool(body.prompt_logprobs),
-        "last": last,
+        "last": body.prompt_logprobs_last_n,
         "ends": limits.ends if stop is None else [one for one in stop if isinstance(one, int)],
     }
     if (targets := body.target_prompt_logprobs) is not None:
@@ -683,6 +673,21 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
     name = checked("sampling_session_id", body.sampling_session_id)
     kind = "sample" if alone else GENERATE
     return Call(name, body.seq_id, kind, value, arrays)
+
+
+def _check_sample(body: Sample, size: int) -> None:
+    """Raises Refused for options that are not offered, or do not fit a prompt of so many tokens."""
+    for name, value in (
+        ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
+        ("record_stability_info", body.record_stability_info),
+    ):
+        if value:
+            raise Refused(501, f"{name}: it is not offered here")
+    last = body.prompt_logprobs_last_n
+    if last is not None and (not body.prompt_logprobs or last >= size):
+        raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
+    if body.sampling_params.top_k == 0:
+        raise Refused(400, "sampling_params.top_k is 0; accepted are -1, for all, and 1 or more")
 
 
 def _targets_of(given: Any, rows: int, vocabulary: int) -> np.ndarray:

@@ -206,21 +206,21 @@ def scored(engine: Engine, given: Arrays, lengths: list[int], asked: Asked, how:
     names = ["logprobs", *(("sampled", "sampled_logprobs") if asked.draws else ())]
     names += ["topk_ids", "topk_logprobs"] if asked.topk else []
     names += [] if targets is None else ["target_logprobs"]
-    found: dict[str, list[np.ndarray]] = {}
+    by_name: dict[str, list[np.ndarray]] = {}
     for i, name in enumerate(names):
         each = in_order(engine, spreads, [o.more[i] if o.more else None for o in outcomes])
         if each is None:  # this rank is not the main one: of no name
             continue
-        found[name] = each
-    return {**_of_prompt(found, len(tokens), bool(lengths)), **known} if found else {}
+        by_name[name] = each
+    return {**_of_prompt(by_name, len(tokens), bool(lengths)), **known} if by_name else {}
 
 
-def _of_prompt(found: dict[str, list[np.ndarray]], size: int, followed: bool) -> Arrays:
-    """found: by name, what each document has at each of its tokens.   size: tokens of the prompt.
+def _of_prompt(by_name: dict[str, list[np.ndarray]], size: int, followed: bool) -> Arrays:
+    """by_name: what each document has at each of its tokens.   size: tokens of the prompt.
     followed: whether samples follow it.
     """
     arrays: Arrays = {}
-    for name, each in found.items():
+    for name, each in by_name.items():
         first = each[0][: size - 1]
         if name.startswith("sampled"):
             arrays[name] = each[0][-1]
@@ -232,7 +232,7 @@ def _of_prompt(found: dict[str, list[np.ndarray]], size: int, followed: bool) ->
             name = "prompt_logprobs" if name == "logprobs" else name
             arrays[name] = np.concatenate((begin, first))
     if followed:
-        own = [one[size - 1 : -1] for one in found["logprobs"]]
+        own = [one[size - 1 : -1] for one in by_name["logprobs"]]
         arrays["sampled_logprobs"] = np.concatenate(own)
     return arrays
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import pathlib
 from typing import Any
@@ -48,7 +49,12 @@ class Rollouts:
         """Begins what waits and was not begun."""
         for request in self.requests.to_generate():
             if request.number not in self._begun:
-                self._begun[request.number] = asyncio.create_task(self._ended(request))
+                task = asyncio.create_task(self._ended(request))
+                self._begun[request.number] = task
+                task.add_done_callback(functools.partial(self._over, request.number))
+
+    def _over(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._begun[number]
 
     async def all(self) -> None:
         """Does what waits."""
@@ -68,8 +74,6 @@ class Rollouts:
         except Exception as error:
             log.exception("%s", request.id)
             self._refuse(request, f"{type(error).__name__}: {error}", "server")
-        finally:
-            del self._begun[request.number]
 
     async def _do(self, request: Request) -> None:
         value, arrays = unpacked(request.body)
