@@ -80,6 +80,10 @@ COMMANDS = {
         "bench.server",
         "measure a training server beside its engine in process, on a CPU",
     ),
+    "rollout": (
+        "bench.rollout",
+        "time samples beside transformers' generate, and how soon new weights are sampled",
+    ),
     "ops": ("bench.page.ops", "write the table of docs/ops.md from the ops' docstrings"),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }

@@ -172,7 +172,7 @@ def test_tokens_have_their_probabilities():
 
 def test_weights_come_and_go(made, folder):
     """Adapters of another rank and other modules, all weights, and the base again, in turns."""
-    engine, prompt = made.engine, PROMPTS[1]
+    engine, prompt = made.engine, PROMPTS[1] * 6  # of several pages, which prompts share
     wanted = {BASE: greedy(model_of("qwen3"), prompt, 8)}
     for name in ("a", "b", "other"):
         engine.load(name, folder / name)
@@ -226,6 +226,23 @@ def test_texts_end_samples_and_others_go_on():
         assert [s.tokens for s in found[1:]] == [s.tokens for s in free[1:]]
     finally:
         engine.close()
+
+
+def test_what_is_aborted_ends_and_others_go_on(made):
+    engine = made.engine
+    asked = Asked(PROMPTS[0], 100)
+    [running] = engine.submit(BASE, [asked], "one")
+    with engine.pausing():
+        [waiting] = engine.submit(BASE, [asked], "one")
+        [other] = engine.submit(BASE, [asked._replace(max_tokens=3)], "other")
+        engine.abort("one")
+    for future in (running, waiting):
+        try:
+            assert len(future.result(60).tokens) == 100  # it had ended before
+        except Unsampled as error:
+            assert "aborted" in str(error)
+    assert waiting.exception() is not None
+    assert len(other.result(60).tokens) == 3
 
 
 def test_an_error_ends_what_was_asked_and_nothing_else(made, monkeypatch):

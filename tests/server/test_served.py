@@ -303,10 +303,6 @@ def test_a_sampler_scores_prompts_with_its_own_weights(file):
         assert found["sequences"][0]["tokens"] == [base[-1].argmax().item()]
         last = scores(served, f"{session}:sample:1", 2, prompt_logprobs_last_n=2)
         assert [p is None for p in last["prompt_logprobs"]] == [True] * 31 + [False] * 2
-        many = {"sampling_params": {"max_tokens": 2}, "sampling_session_id": f"{session}:sample:1"}
-        many |= {"seq_id": 3, "prompt": {"chunks": [{"tokens": tokens}]}}
-        status, answer = served.post("asample", many)
-        assert status == 501 and "max_tokens is 2" in answer["detail"]
 
 
 def test_a_name_that_is_saved_again_has_the_weights_of_that_time(file, monkeypatch):

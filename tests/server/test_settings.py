@@ -192,7 +192,7 @@ def test_routes_tell_what_there_is(model_folder, tmp_path):
         assert every["cursor"]["total_count"] == 2 and len(every["checkpoints"]) == 1
         assert served.get(f"get_info?model_id={model}")[1]["model_id"] == model
         assert served.post("get_info", [])[0] == 422 and served.get("get_info")[0] == 404
-        assert served.post("client/dynamic_config", {})[1] == {"sample_cancel_enabled": False}
+        assert served.post("client/dynamic_config", {})[1] == {"sample_cancel_enabled": True}
         assert served.post(f"sessions/{session}/finish", {})[0] == 204
         assert served.post("session_heartbeat", {"session_id": session})[0] == 410
         assert served.get(f"sessions/{session}")[0] == 200 and served.get("sessions/none")[0] == 404

@@ -52,6 +52,11 @@ class Generate(_Body):
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=1024)
     lora_path: str | None = None
+    rid: str | None = None  # a name by which it is aborted
+
+
+class Abort(_Body):
+    rid: str
 
 
 class Completions(_Body):
@@ -106,7 +111,13 @@ class Served(NamedTuple):
         return self.tokenizer.decode(tokens)
 
     async def sampled(
-        self, prompt: str | list[int], most: int, topk: int, weights: str, given: Any
+        self,
+        prompt: str | list[int],
+        most: int,
+        topk: int,
+        weights: str,
+        given: Any,
+        name: str | None = None,
     ) -> list[Sample]:
         """The samples of a prompt, by the parameters that both protocols have. Raises Refused."""
         stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
@@ -126,7 +137,8 @@ class Served(NamedTuple):
             topk,
         )
         try:
-            each = self.engine.submit(weights, [asked._replace(sample=i) for i in range(given.n)])
+            every = [asked._replace(sample=i) for i in range(given.n)]
+            each = self.engine.submit(weights, every, name)
             return [await asyncio.wrap_future(sample) for sample in each]
         except Unsampled as error:
             raise Refused(404 if isinstance(error, Unknown) else 400, str(error)) from error
@@ -191,11 +203,17 @@ def _sample(app: FastAPI, served: Served) -> None:
         prompt = body.text if body.input_ids is None else body.input_ids
         assert prompt is not None
         given, weights = body.sampling_params, body.lora_path or BASE
+        topk = body.top_logprobs_num
         each = await served.sampled(
-            prompt, given.max_new_tokens, body.top_logprobs_num, weights, given
+            prompt, given.max_new_tokens, topk, weights, given, name=body.rid
         )
         answers = [_generated(served, sample, body.return_logprob) for sample in each]
         return answers if given.n > 1 else answers[0]
+
+    @app.post("/abort_request")
+    async def abort(body: Abort) -> dict[str, bool]:
+        served.engine.abort(body.rid)
+        return {"success": True}
 
     @app.post("/v1/completions")
     async def completions(body: Completions) -> dict[str, Any]:

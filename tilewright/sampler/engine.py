@@ -8,7 +8,7 @@ import itertools
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +56,19 @@ class Unknown(Unsampled):
 class Drawing:
     """A sample that grows.   text: of its tokens, where texts end it."""
 
-    def __init__(self, weights: str, asked: Asked, text: Callable[[list[int]], str] | None):
-        self.weights, self.asked, self.text = weights, asked, text
+    def __init__(
+        self,
+        weights: str,
+        asked: Asked,
+        text: Callable[[list[int]], str] | None,
+        name: str | None = None,
+    ):
+        self.weights, self.asked, self.text, self.name = weights, asked, text, name
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.topk: list[list[tuple[int, float]]] = []
         self.done: Future[Sample] = Future()
-        self.stopped = False  # by a text: continuous batching does not know it
+        self.stopped = False  # by a text, or aborted: continuous batching does not know it
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next token of logits [V]."""
@@ -92,10 +98,14 @@ class Drawing:
         return any(stop in text for stop in self.asked.stops)
 
     def _end(self, reason: str) -> None:
-        self.done.set_result(Sample(self.tokens, self.logprobs, self.topk, reason, self.weights))
+        # It may be aborted by another thread at this time.
+        with contextlib.suppress(InvalidStateError):
+            self.done.set_result(
+                Sample(self.tokens, self.logprobs, self.topk, reason, self.weights)
+            )
 
     def fail(self, error: Exception) -> None:
-        if not self.done.done():
+        with contextlib.suppress(InvalidStateError):
             self.done.set_exception(Unsampled(f"{type(error).__name__}: {error}"))
 
 
@@ -134,6 +144,8 @@ class Engine:
         self._broken = False  # whether something was not sampled: a thread may be at its end
         self._scales: dict[Any, float] = {}  # of adapters that are off
         self._waiting: collections.deque[Drawing] = collections.deque()
+        self._every: list[Drawing] = []  # that have not ended
+        self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._paused, self._closed, self._busy = 0, False, False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -150,6 +162,10 @@ class Engine:
         """
         if not any((folder / name).is_file() for name in (ADAPTER_CONFIG, CONFIG)):
             raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG}, and no {CONFIG}")
+        with self._changed:
+            if name not in self._folders:
+                self._folders[name] = folder
+                return
         with self.pausing():
             self._folders[name] = folder
             if self._held == name:
@@ -164,8 +180,10 @@ class Engine:
     def names(self) -> list[str]:
         return [name for name in self._folders if name != BASE]
 
-    def submit(self, weights: str, each: Sequence[Asked]) -> list[Future[Sample]]:
-        """Raises Unknown, or Unsampled."""
+    def submit(
+        self, weights: str, each: Sequence[Asked], name: str | None = None
+    ) -> list[Future[Sample]]:
+        """name: by which they are aborted. Raises Unknown, or Unsampled."""
         for asked in each:
             total = len(asked.tokens) + asked.max_tokens
             if not asked.tokens or total > self.longest:
@@ -175,13 +193,24 @@ class Engine:
                 )
             if asked.stops and self.text is None:
                 raise Unsampled("stop: texts need a tokenizer, which this model has not")
-        drawings = [Drawing(weights, asked, self.text) for asked in each]
+        drawings = [Drawing(weights, asked, self.text, name) for asked in each]
         with self._changed:
             if weights not in self._folders:
                 raise Unknown(f"there are no weights {weights!r}; known are {self.names}")
             self._waiting.extend(drawings)
+            self._every = [d for d in self._every if not d.done.done()] + drawings
             self._changed.notify_all()
         return [drawing.done for drawing in drawings]
+
+    def abort(self, name: str) -> None:
+        """Ends what was submitted by this name, and has not ended, with Unsampled."""
+        with self._changed:
+            own = [d for d in self._every if d.name == name and not d.done.done()]
+            kept = (d for d in self._waiting if d not in own)
+            self._waiting = collections.deque(kept)
+        for drawing in own:
+            drawing.stopped = True
+            drawing.fail(RuntimeError("it was aborted"))
 
     @contextlib.contextmanager
     def pausing(self) -> Any:
@@ -260,16 +289,18 @@ class Engine:
             return not (others or self._paused or self._closed)
 
     def _begin(self, active: dict[str, Drawing], drawing: Drawing) -> None:
-        asked = drawing.asked
+        asked, name = drawing.asked, f"{next(self._numbers)}"
+        if drawing.done.done():  # it was aborted
+            return
         if not self.continuous:
             self._generate(drawing)
             return
         if self._manager is None:
             self._manager = manager_of(self.model, self.tokens)
-        active[f"{id(drawing)}"] = drawing
+        active[name] = drawing
         self._manager.add_request(
             asked.tokens,
-            request_id=f"{id(drawing)}",
+            request_id=name,
             max_new_tokens=asked.max_tokens,
             eos_token_id=[*asked.ends] or -1,
             drawing=drawing,
@@ -311,7 +342,14 @@ class Engine:
         """Puts weights into the model."""
         if name == self._held:
             return
-        self._drop()  # keys and values of other weights
+        with contextlib.ExitStack() as paused:
+            if (manager := self._manager) is not None:
+                paused.enter_context(manager.pause())
+                assert manager.batch_processor is not None  # it has sampled
+                manager.batch_processor.cache.reset()  # keys and values of other weights
+            self._change(name)
+
+    def _change(self, name: str) -> None:
         self._held, folder = None, self._folders[name]
         for module, scale in self._scales.items():
             module.scale = scale

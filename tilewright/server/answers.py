@@ -71,12 +71,25 @@ def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
             ]
     if "prompt_logprobs" in arrays:
         answer["prompt_logprobs"] = _without_nan(arrays["prompt_logprobs"])
+    if "target_logprobs" in arrays:
+        answer["target_prompt_logprobs"] = _of_targets(value, arrays)
     if "topk_ids" in arrays:
         rows = zip(arrays["topk_ids"].tolist(), arrays["topk_logprobs"].tolist(), strict=True)
         answer["topk_prompt_logprobs"] = [
             [[t, p] for t, p in zip(ids, own, strict=True) if t >= 0] or None for ids, own in rows
         ]
     return answer
+
+
+def _of_targets(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """In the layout in which they were asked for."""
+    array, (rows, columns) = arrays["target_logprobs"], value["targets"]
+    tensor: dict[str, Any] = {"dtype": "float32", "shape": [*array.shape]}
+    if rows is None:
+        return {"data": array.reshape(-1).tolist(), **tensor}
+    own = array[np.repeat(np.arange(len(array)), np.diff(rows)), columns]
+    sparse = {"sparse_crow_indices": rows, "sparse_col_indices": columns}
+    return {"data": own.tolist(), **tensor, **sparse}
 
 
 def _cut(value: Any, array: np.ndarray) -> list[np.ndarray]:

@@ -74,7 +74,6 @@ NOT_OFFERED = {
     "save_weights_external": "weights are saved as PEFT has them, by save_weights_for_sampler",
     PUBLISH: "checkpoints are for who has their key alone",
     "join_sampling_session": "a sampler is not shared by several clients yet",
-    "cancel_future": "requests are not cancelled yet",
     "retrieve_futures": "results are asked for one by one, by retrieve_future",
     **dict.fromkeys(("set_sync_quantization", "sync_inference_weights"), ENGINES),
 }
@@ -138,6 +137,7 @@ class Api:
     ):
         self.requests, self.keys, self.base, self.limits = requests, keys, base, limits
         self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
+        self.rollouts: Rollouts | None = None
 
     @property
     def owner(self) -> str:
@@ -382,6 +382,8 @@ class Api:
         if known is None:
             raise Refused(404, f"there is no sampler {name}")
         limits, weights = self.limits, known["weights"]
+        if (model := known.get("inflight")) is not None:
+            weights = self.requests.inflight(model, self.owner) or weights
         sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, limits.sampled)
         call = bodies.sample(given, weights, sampling)
         if call.kind == GENERATE:
@@ -395,6 +397,17 @@ class Api:
             **answer,
             "sample_sequence_ids": [f"{answer['request_id']}:{i}" for i in range(count)],
         }
+
+    async def cancel(self, request: Request, data: bytes) -> Response:
+        """Ends a sample that is not there yet. What is there stays."""
+        given = bodies.read_json(data)
+        name = given.get("request_id") if isinstance(given, dict) else None
+        if not isinstance(name, str) or self.requests.owner_of(name) != self.owner:
+            raise Refused(404, f"there is no request {name!r:.80}")
+        canceled = self.requests.cancel(name)
+        if canceled is not None and self.rollouts is not None:
+            await self.rollouts.cancel(canceled)
+        return Response(status_code=204)
 
     # ---- results
 
@@ -740,7 +753,8 @@ def _posts(api: Api) -> dict[str, Handler]:
         "get_info": api.info,
         "save_full_weights_safetensors": api.save_full,
         "client/config": lambda request, data: {"use_pyqwest_transport": False},
-        "client/dynamic_config": lambda request, data: {"sample_cancel_enabled": False},
+        "client/dynamic_config": lambda request, data: {"sample_cancel_enabled": True},
+        "cancel_future": api.cancel,
         "telemetry": lambda request, data: {"status": "accepted"},
         **{name: _not_offered(name, why) for name, why in NOT_OFFERED.items()},
     }
@@ -815,15 +829,12 @@ def _tell_errors(app: FastAPI, api: Api) -> None:
         return JSONResponse({"detail": f"there is no {request.url.path}"}, 404)
 
 
-def application(api: Api, rollouts: Rollouts | None = None) -> FastAPI:
-    """The routes. All but health need the key.
-
-    rollouts: asks the engine for sampling while the application runs.
-    """
+def application(api: Api) -> FastAPI:
+    """The routes. All but health need the key. `api.rollouts` runs as long as the application."""
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        task = None if rollouts is None else asyncio.create_task(rollouts.run())
+        task = None if api.rollouts is None else asyncio.create_task(api.rollouts.run())
         yield
         if task is not None:
             task.cancel()
@@ -913,18 +924,15 @@ def main(argv: list[str] | None = None) -> int:
     root = pathlib.Path(config.train.output_dir)
     keys = Keys.read(pathlib.Path(server.api_token_file or root / "api.key"))
     api = api_of(server, config, Log(root, server.log_max_gb), keys)
-    rollouts = None
     if server.sampler != "none":
         url = (root / "sampler_url").read_text().strip()
         client = httpx.AsyncClient(base_url=url, timeout=None)
-        rollouts = Rollouts(api.requests, root, client, server.sampling_logprobs)
+        api.rollouts = Rollouts(api.requests, root, client, server.sampling_logprobs)
     # uvicorn takes what it gets by number for a socket of a file, on which no TCP_NODELAY is set:
     # each answer would wait for the client's delayed acknowledgment, 40 ms.
     listening = socket.socket(fileno=int(argv[-1]))
     uvicorn.Server(
-        uvicorn.Config(
-            application(api, rollouts), log_level="warning", timeout_graceful_shutdown=10
-        )
+        uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=10)
     ).run(sockets=[listening])
     return 0
 

@@ -144,6 +144,8 @@ def sample_output(value: Mapping[str, Any], arrays: Arrays) -> bytes:
         response.prompt_logprobs = arrays["prompt_logprobs"].astype("<f4").tobytes()
     if "topk_ids" in arrays:
         response.topk_prompt_logprobs.CopyFrom(_topk(arrays["topk_ids"], arrays["topk_logprobs"]))
+    if "target_logprobs" in arrays:
+        _set_targets(response.target_prompt_logprobs, value["targets"], arrays["target_logprobs"])
     stops = {"stop": wire.STOP_REASON_STOP, "length": wire.STOP_REASON_LENGTH}
     ends = np.cumsum([0, *value["lengths"]])
     for reason, a, b in zip(value["stop_reasons"], ends[:-1], ends[1:], strict=True):
@@ -156,6 +158,20 @@ def sample_output(value: Mapping[str, Any], arrays: Arrays) -> bytes:
             own, best = (arrays[f"topk_sampled_{n}"][a:b] for n in ("ids", "logprobs"))
             sequence.topk_sampled_logprobs.CopyFrom(_topk(own, best))
     return response.SerializeToString(deterministic=True)
+
+
+def _set_targets(tensor: wire.Tensor, layout: Any, array: np.ndarray) -> None:
+    """layout: row pointers and columns of a sparse one, or None."""
+    rows, columns = layout
+    tensor.dtype = wire.DTYPE_FLOAT32
+    tensor.shape.extend(array.shape)
+    if rows is None:
+        tensor.dense = array.astype("<f4").tobytes()
+        return
+    own = array[np.repeat(np.arange(len(array)), np.diff(rows)), columns]
+    tensor.sparse_csr.values = own.astype("<f4").tobytes()
+    tensor.sparse_csr.crow_indices = np.asarray(rows, "<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.asarray(columns, "<i8").tobytes()
 
 
 def _topk(ids: np.ndarray, logprobs: np.ndarray) -> wire.TopkLogprobs:

@@ -505,7 +505,7 @@ class SaveWeights(Named, Keep):
 class SaveForSampler(SaveWeights):
     name: str | None = None  # as the JSON dialect has the path
     sampling_session_seq_id: Place | None = None
-    kind: str = "snapshot"
+    kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 def saving(name: str | None, *, overwrite: bool = False, of: SaveWeights | None = None) -> Any:
@@ -524,14 +524,16 @@ def save_weights(given: Any) -> Call:
 def save_for_sampler(given: Any) -> Call:
     body = read(SaveForSampler, given)
     model, sampler = checked("model_id", body.model_id), None
-    if body.kind != "snapshot":
-        raise Refused(501, f"kind is {body.kind!r}; accepted is 'snapshot'")
+    inflight = body.kind == "inflight"
+    if inflight and body.sampling_session_seq_id is None:
+        raise Refused(400, "kind is 'inflight', of what has a path; accepted is 'snapshot'")
     if body.sampling_session_seq_id is not None:
         session = model.partition(":train:")[0]
         sampler = sampler_of(session, body.sampling_session_seq_id)
     name = None if sampler else _name(body, body.name)
     overwrite = body.overwrite and sampler is None
     value = {**saving(name, overwrite=overwrite, of=body), "sampler": sampler, "dense": None}
+    value["inflight"] = inflight
     # Published clients number the sampler anew when they send the request again.
     same = {**value, "sampler": sampler is not None}
     return Call(model, body.seq_id, "save_weights_for_sampler", value, same=same)
@@ -547,7 +549,7 @@ def save_full(given: Any) -> Call:
     body = read(SaveFull, given)
     name = _name(body, body.name)
     own = saving(name, overwrite=body.overwrite, of=body)
-    value = {**own, "sampler": None, "dense": body.dtype}
+    value = {**own, "sampler": None, "dense": body.dtype, "inflight": False}
     return Call(checked("model_id", body.model_id), body.seq_id, "save_weights_for_sampler", value)
 
 
@@ -596,7 +598,7 @@ class Sample(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=1024)
     topk_sample_logprobs: int = Field(0, ge=0, le=1024)
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     record_stability_info: bool | None = None
@@ -622,13 +624,6 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
     """
     body = read(Sample, given)
     params, vocabulary, longest = body.sampling_params, limits.vocabulary, limits.longest
-    for name, value in (
-        ("target_prompt_logprobs", body.target_prompt_logprobs),
-        ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
-        ("record_stability_info", body.record_stability_info),
-    ):
-        if value:
-            raise Refused(501, f"{name}: it is not offered here")
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = [one for one in stop or () if isinstance(one, str)]
     alone = params.max_tokens == 1 and not texts and not body.topk_sample_logprobs
@@ -639,18 +634,16 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
             "this server samples one token after a prompt, and scores prompts",
         )
     tokens = _tokens_of(body.prompt, vocabulary, longest)
-    last = body.prompt_logprobs_last_n
-    if last is not None and (not body.prompt_logprobs or last >= len(tokens)):
-        raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
-    if params.top_k == 0:
-        raise Refused(400, "sampling_params.top_k is 0; accepted are -1, for all, and 1 or more")
+    _check_sample(body, len(tokens))
     most = min(params.max_tokens or longest, longest - len(tokens))
     if not alone and not most:
         raise Refused(
             400, f"prompt has {len(tokens)} tokens, and the context {longest}: none can follow"
         )
+    arrays = {"tokens": np.array(tokens, np.int64)}
     asked = {
         "topk": min(body.topk_prompt_logprobs, vocabulary),
+        "draws": [],
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
@@ -662,9 +655,13 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
         "weights": weights,
         "asked": asked,
         "prompt_logprobs": bool(body.prompt_logprobs),
-        "last": last,
+        "last": body.prompt_logprobs_last_n,
         "ends": limits.ends if stop is None else [one for one in stop if isinstance(one, int)],
     }
+    if (targets := body.target_prompt_logprobs) is not None:
+        arrays["targets"] = _targets_of(targets, len(tokens) - 1, vocabulary)
+        names = ("sparse_crow_indices", "sparse_col_indices")
+        value["targets"] = [targets.get(name) for name in names]
     if not alone:
         value["generate"] = {
             "max_tokens": most,
@@ -675,7 +672,38 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
         }
     name = checked("sampling_session_id", body.sampling_session_id)
     kind = "sample" if alone else GENERATE
-    return Call(name, body.seq_id, kind, value, {"tokens": np.array(tokens, np.int64)})
+    return Call(name, body.seq_id, kind, value, arrays)
+
+
+def _check_sample(body: Sample, size: int) -> None:
+    """Raises Refused for options that are not offered, or do not fit a prompt of so many tokens."""
+    for name, value in (
+        ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
+        ("record_stability_info", body.record_stability_info),
+    ):
+        if value:
+            raise Refused(501, f"{name}: it is not offered here")
+    last = body.prompt_logprobs_last_n
+    if last is not None and (not body.prompt_logprobs or last >= size):
+        raise Refused(400, "prompt_logprobs_last_n: it needs prompt_logprobs and a longer prompt")
+    if body.sampling_params.top_k == 0:
+        raise Refused(400, "sampling_params.top_k is 0; accepted are -1, for all, and 1 or more")
+
+
+def _targets_of(given: Any, rows: int, vocabulary: int) -> np.ndarray:
+    """Tokens at each place of a prompt but the first, -1 for none."""
+    at = "target_prompt_logprobs"
+    data = given.get("data")
+    ids = from_json(given, at, Room(8 * len(data) if isinstance(data, list) else 0))
+    if ids.ndim != 2 or ids.dtype.kind != "i" or len(ids) != rows or not ids.size:
+        raise Refused(422, f"{at} has the shape {[*ids.shape]}; accepted are {rows} rows of tokens")
+    wrong = (ids < -1) | (ids >= vocabulary)
+    if wrong.any():
+        raise Refused(400, f"{at} has {ids[wrong][0]}; accepted are -1 to {vocabulary - 1}")
+    ordered = np.sort(ids, -1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+        raise Refused(400, f"{at} has a token twice at one place")
+    return ids
 
 
 def _tokens_of(prompt: Prompt, vocabulary: int, longest: int) -> list[int]:

@@ -439,6 +439,29 @@ class Log:
         )  # fmt: skip
         return [path for (path,) in rows]
 
+    def inflight(self, model: str, owner: str) -> str | None:
+        """The newest sampler that has a model's weights as they go."""
+        rows = self._read(
+            "SELECT path FROM paths WHERE json_extract(about, '$.inflight') = ? AND owner = ? "
+            "ORDER BY created DESC, rowid DESC LIMIT 1",
+            model, owner,
+        )  # fmt: skip
+        return rows[0][0] if rows else None
+
+    def cancel(self, request: str) -> Request | None:
+        """Ends a request that waits, unless its model's sequence needs it; which it was."""
+        with self._writing() as db:
+            row = db.execute(
+                f"SELECT {REQUEST} FROM requests r WHERE id = ? AND waits AND kind IN (?, 'sample')",
+                (request, GENERATE),
+            ).fetchone()
+            if row is None:
+                return None
+            own = (row[0], "the request was canceled", "user", time.time())
+            db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, NULL, ?, NULL)", own)
+            db.execute("UPDATE requests SET waits = 0 WHERE number = ?", (row[0],))
+        return self._request(row)
+
     def drop(self, path: str) -> None:
         """Forgets a path."""
         with self._writing() as db:

@@ -391,6 +391,7 @@ class Models:
                 self.engine.export(folder / "adapter", adapter_of=self.base)
         if held:
             own = {"weights": path, "kind": "sampler", "ttl_seconds": value["ttl_seconds"]}
+            own |= {"inflight": model} if value["inflight"] else {}
             return Done({"sampling_session_id": path, **answer}, saved={path: own})
         if dense:
             answer["num_shards"] = len([*(folder / "model").glob("*.safetensors")])
@@ -509,17 +510,15 @@ class Models:
         """
         source, generated = value["weights"], value.get("generated")
         base = source is None and self.adapters
+        asked, lengths = Asked(**value["asked"]), (generated or {}).get("lengths", [])
         with adapters_off(self.engine.model) if base else self._weights(source):
-            if generated is None:
-                asked = Asked(**value["asked"])
-                given = passes.prompt(self.engine, arrays["tokens"], asked, self.how)
-            else:
-                lengths, topk = generated["lengths"], value["asked"]["topk"]
-                given = passes.scored(self.engine, arrays, lengths, topk, self.how)
+            given = passes.scored(self.engine, arrays, lengths, asked, self.how)
         if generated is None:
             ends, drawn = {*value["ends"]}, given.get("sampled", np.empty(0, np.int64)).tolist()
             reasons = ["stop" if token in ends else "length" for token in drawn]
             generated = {"lengths": [1] * len(drawn), "stop_reasons": reasons}
+        if "targets" in value:
+            generated["targets"] = value["targets"]
         if not value["prompt_logprobs"]:
             given.pop("prompt_logprobs", None)
         elif value["last"] is not None and given:

@@ -163,9 +163,9 @@ class Asked(NamedTuple):
     """What a sampling request asks for.
 
     topk: the most probable tokens at each token of the prompt, so many.   draws: numbers from 0 to
-    1, one for each token that is to follow the prompt.   temperature: 0 takes the most probable
-    token.   top_k: draws among so many; -1 for all.   top_p: and among those that together have
-    this probability.
+    1, one for each token that is to follow the prompt, if there are no samples.   temperature: 0
+    takes the most probable token.   top_k: draws among so many; -1 for all.   top_p: and among
+    those that together have this probability.
     """
 
     topk: int
@@ -175,95 +175,90 @@ class Asked(NamedTuple):
     top_p: float
 
 
-LAST = {"last": Column("token", "int64")}
+def scored(engine: Engine, given: Arrays, lengths: list[int], asked: Asked, how: Packing) -> Arrays:
+    """A prompt under the engine's weights, and samples that follow it; {} but on the main rank.
 
+    given: tokens [P], the prompt's; sampled, those of all samples, whose lengths are given; targets
+    [P - 1, k], further tokens at each place but the first, -1 for none; and what is known already.
 
-def prompt(engine: Engine, tokens: np.ndarray, asked: Asked, how: Packing) -> Arrays:
-    """What follows a prompt under the engine's weights; {} but on the main rank.
-
-    Returns prompt_logprobs [tokens], NaN at the first, which follows nothing; with topk also
-    topk_ids and topk_logprobs [tokens, topk], -1 and NaN there; and sampled and sampled_logprobs
-    [draws], whose log-probabilities are those at temperature 1.
+    Returns what was known, and prompt_logprobs [P], NaN at the first, which follows nothing; with
+    topk also topk_ids and topk_logprobs [P, topk], -1 and NaN there; target_logprobs [P - 1, k], 0
+    for none; sampled_logprobs at temperature 1; and with draws these, as `sampled`.
     """
-    last = np.zeros(len(tokens), np.int64)
-    last[-1] = 1
-    labels = np.append(tokens[1:], IGNORE)
-    given = spread(engine, [(tokens, labels, {"last": last})], LAST, how)
+    known = {name: array for name, array in given.items() if name not in ("tokens", "targets")}
+    tokens, targets = given["tokens"], given.get("targets")
+    cuts = np.cumsum(lengths)[:-1]
+    samples = np.split(given["sampled"], cuts) if lengths else [np.empty(0, np.int64)]
+    columns, documents = {"last": Column("token", "int64")}, []
+    if targets is not None:
+        columns["targets"] = Column("token", "int64", fill=-1, width=targets.shape[1])
+    for sample in samples:
+        whole = np.concatenate((tokens, sample))
+        own = {"last": np.zeros(len(whole), np.int64)}
+        own["last"][-1] = 1
+        if targets is not None:
+            after = np.full((len(sample) + 1, targets.shape[1]), -1)
+            own["targets"] = np.concatenate((targets, after))
+        documents.append((whole, np.append(whole[1:], IGNORE), own))
+    spreads = spread(engine, documents, columns, how)
     with engine.evaluating():
-        outcomes = engine.parts.forward(given.own, functools.partial(_following, asked=asked))
-    names = ["prompt_logprobs", "sampled", "sampled_logprobs"]
+        outcomes = engine.parts.forward(spreads.own, functools.partial(_scores, asked=asked))
+    names = ["logprobs", *(("sampled", "sampled_logprobs") if asked.draws else ())]
     names += ["topk_ids", "topk_logprobs"] if asked.topk else []
-    arrays: Arrays = {}
+    names += [] if targets is None else ["target_logprobs"]
+    by_name: dict[str, list[np.ndarray]] = {}
     for i, name in enumerate(names):
-        each = in_order(engine, given, [o.more[i] if o.more else None for o in outcomes])
-        if each is None:
+        each = in_order(engine, spreads, [o.more[i] if o.more else None for o in outcomes])
+        if each is None:  # this rank is not the main one: of no name
             continue
-        array = each[0]
+        by_name[name] = each
+    return {**_of_prompt(by_name, len(tokens), bool(lengths)), **known} if by_name else {}
+
+
+def _of_prompt(by_name: dict[str, list[np.ndarray]], size: int, followed: bool) -> Arrays:
+    """by_name: what each document has at each of its tokens.   size: tokens of the prompt.
+    followed: whether samples follow it.
+    """
+    arrays: Arrays = {}
+    for name, each in by_name.items():
+        first = each[0][: size - 1]
         if name.startswith("sampled"):
-            arrays[name] = array[-1]
+            arrays[name] = each[0][-1]
+        elif name == "target_logprobs":
+            arrays[name] = first
         else:
-            fill = -1 if array.dtype.kind == "i" else np.nan
-            first = np.full((1, *array.shape[1:]), fill, array.dtype)
-            arrays[name] = np.concatenate((first, array[:-1]))
+            fill = -1 if first.dtype.kind == "i" else np.nan
+            begin = np.full((1, *first.shape[1:]), fill, first.dtype)
+            name = "prompt_logprobs" if name == "logprobs" else name
+            arrays[name] = np.concatenate((begin, first))
+    if followed:
+        own = [one[size - 1 : -1] for one in by_name["logprobs"]]
+        arrays["sampled_logprobs"] = np.concatenate(own)
     return arrays
 
 
-def scored(engine: Engine, given: Arrays, lengths: list[int], topk: int, how: Packing) -> Arrays:
-    """Samples under the engine's weights; {} but on the main rank.
-
-    given: tokens [P], the prompt's; sampled, those of all samples, whose lengths are given; and
-    what is known of them already, which stays.
-
-    Returns `given` without the prompt, with prompt_logprobs and topk as `prompt` has them, and
-    sampled_logprobs, if it is not there.
-    """
-    tokens = given["tokens"]
-    samples = np.split(given["sampled"], np.cumsum(lengths)[:-1])
-    documents = []
-    for sample in samples:
-        whole = np.concatenate((tokens, sample))
-        documents.append((whole, np.append(whole[1:], IGNORE), {}))
-    spreads = spread(engine, documents, {}, how)
-    with engine.evaluating():
-        outcomes = engine.parts.forward(spreads.own, functools.partial(_likely, topk=topk))
-    names = ["logprobs", *(("topk_ids", "topk_logprobs") if topk else ())]
-    arrays: Arrays = {}
-    for i, name in enumerate(names):
-        each = in_order(engine, spreads, [o.more[i] if o.more else None for o in outcomes])
-        if each is None:
-            return {}
-        first = each[0][: len(tokens) - 1]
-        fill = np.full(
-            (1, *first.shape[1:]), -1 if first.dtype.kind == "i" else np.nan, first.dtype
-        )
-        arrays["prompt_logprobs" if name == "logprobs" else name] = np.concatenate((fill, first))
-        if name == "logprobs":
-            own = [one[len(tokens) - 1 : -1] for one in each]
-            arrays["sampled_logprobs"] = np.concatenate(own)
-    return {**arrays, **{name: array for name, array in given.items() if name != "tokens"}}
-
-
-def _likely(per_token: TokenLosses, batch: Batch, *, topk: int) -> tuple[torch.Tensor, ...]:
-    """As a loss: log-probabilities of labels [1, T], and with topk the most probable tokens."""
-    values = per_token.values()
-    more = per_token.most_probable(topk) if topk else ()
-    return values.sum(), values.new_ones(()), -values, *more
-
-
-def _following(per_token: TokenLosses, batch: Batch, *, asked: Asked) -> tuple[torch.Tensor, ...]:
-    """As a loss: log-probabilities of labels [1, T], drawn tokens and theirs [1, T, draws], which
-    are 0 but at the last token, and with topk these [1, T, topk].
+def _scores(per_token: TokenLosses, batch: Batch, *, asked: Asked) -> tuple[torch.Tensor, ...]:
+    """As a loss: log-probabilities of labels [1, T]; with draws the drawn tokens and theirs
+    [1, T, draws], which are 0 but at the last token; with topk these [1, T, topk]; and those of
+    targets [1, T, k].
     """
     values, last = per_token.values(), batch["last"] == 1
-    logits = per_token.logits_of(last).double()
-    ids = values.new_zeros(*values.shape, len(asked.draws), dtype=torch.int64)
-    logprobs = values.new_zeros(ids.shape)
-    for row in logits:  # at most one: a batch has one prompt, and a rank a part of it
-        own = torch.tensor([drawn(row, asked, draw) for draw in asked.draws], device=ids.device)
-        ids[last] = own.long()
-        logprobs[last] = row.log_softmax(-1)[own.long()].float()
-    more = per_token.most_probable(asked.topk) if asked.topk else ()
-    return values.sum(), last.sum(), -values, ids, logprobs, *more
+    more = [-values]
+    if asked.draws:
+        logits = per_token.logits_of(last).double()
+        ids = values.new_zeros(*values.shape, len(asked.draws), dtype=torch.int64)
+        logprobs = values.new_zeros(ids.shape)
+        for row in logits:  # at most one: a batch has one prompt, and a rank a part of it
+            own = torch.tensor([drawn(row, asked, draw) for draw in asked.draws])
+            own = own.to(ids.device)
+            ids[last] = own
+            logprobs[last] = row.log_softmax(-1)[own].float()
+        more += [ids, logprobs]
+    more += per_token.most_probable(asked.topk) if asked.topk else ()
+    if (targets := batch.get("targets")) is not None:
+        own = per_token.listed(targets).logprobs
+        more.append(own.where(targets >= 0, 0.0).float())
+    return values.sum(), last.sum(), *more
 
 
 def drawn(logits: torch.Tensor, asked: Asked, draw: float) -> int:

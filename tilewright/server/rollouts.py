@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import pathlib
 from typing import Any
@@ -47,12 +49,24 @@ class Rollouts:
         """Begins what waits and was not begun."""
         for request in self.requests.to_generate():
             if request.number not in self._begun:
-                self._begun[request.number] = asyncio.create_task(self._ended(request))
+                task = asyncio.create_task(self._ended(request))
+                self._begun[request.number] = task
+                task.add_done_callback(functools.partial(self._over, request.number))
+
+    def _over(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._begun[number]
 
     async def all(self) -> None:
         """Does what waits."""
         self.begin()
         await asyncio.gather(*self._begun.values())
+
+    async def cancel(self, request: Request) -> None:
+        """A request that the log has ended: the engine need not go on."""
+        if (task := self._begun.get(request.number)) is not None:
+            task.cancel()
+            with contextlib.suppress(httpx.TransportError):
+                await self.client.post("/abort_request", json={"rid": request.id})
 
     async def _ended(self, request: Request) -> None:
         try:
@@ -60,8 +74,6 @@ class Rollouts:
         except Exception as error:
             log.exception("%s", request.id)
             self._refuse(request, f"{type(error).__name__}: {error}", "server")
-        finally:
-            del self._begun[request.number]
 
     async def _do(self, request: Request) -> None:
         value, arrays = unpacked(request.body)
@@ -79,6 +91,7 @@ class Rollouts:
         }
         body = {
             "input_ids": arrays["tokens"].tolist(),
+            "rid": request.id,
             "sampling_params": params,
             "return_logprob": True,
             "top_logprobs_num": more["topk"],
@@ -109,7 +122,7 @@ class Rollouts:
             )
         if self.logprobs == "engine":
             arrays["sampled_logprobs"] = np.array(scored, np.float32)
-            if not value["prompt_logprobs"] and not asked["topk"]:
+            if not value["prompt_logprobs"] and not asked["topk"] and "targets" not in arrays:
                 del arrays["tokens"]
                 self.requests.finish(request, Result(packed(about, arrays)), ran=False)
                 return
