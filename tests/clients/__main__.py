@@ -96,7 +96,9 @@ def main(python, results):
         found = of_script("cookbook.py", python, file, model)
         small = write_model(folder / "words/model")
         write_words(small)
-        rollouts = of_script("rollouts.py", python, write_server(folder / "words", small), small)
+        rollouts = of_script(
+            "rollouts.py", python, write_server(folder / "words", small, {}), small
+        )
         if found is None or rollouts is None:
             return 1
         found["problems"] += rollouts.pop("problems")
