@@ -53,7 +53,7 @@ PLAIN = {
 
 
 def write_server(folder, model, plain=PLAIN, **changes):
-    """plain: {} for the defaults of the server."""
+    """plain: {} for the defaults of the server.   changes: None for what is not to be there."""
     given = {
         "model_path": str(model),
         "output_dir": str(folder / "out"),
@@ -65,6 +65,7 @@ def write_server(folder, model, plain=PLAIN, **changes):
         **changes,
     }
     folder.mkdir(parents=True, exist_ok=True)
+    given = {name: value for name, value in given.items() if value is not None}
     (folder / "server.yaml").write_text(yaml.safe_dump(given))
     return folder / "server.yaml"
 
@@ -196,6 +197,17 @@ def documents(seed=0, lengths=(5, 20, 9, 33)):
             },
         )
         for n in lengths
+    ]
+
+
+def listed(each, **more):
+    """Documents as JSON has them."""
+    return [
+        {
+            "model_input": {"input_ids": tokens.tolist()},
+            "loss_fn_inputs": {name: array.tolist() for name, array in inputs.items()} | more,
+        }
+        for tokens, inputs in each
     ]
 
 

@@ -20,7 +20,6 @@ from serving import (
     pass_body,
     passed,
     trained,
-    write_model,
     write_server,
 )
 
@@ -36,20 +35,10 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture(scope="module")
 def sampler(model_folder):
     made = sampled_model(str(model_folder), None, "float32", "cpu", 4096)
     yield application(made)
     made.engine.close()
-
-
-@pytest.fixture
-def file(model_folder, tmp_path):
-    return write_server(tmp_path, model_folder)
 
 
 def generate(served, app, logprobs="trainer"):
@@ -382,9 +371,8 @@ def test_what_is_not_sampled_is_refused_before(file, model_folder, tmp_path, sam
 
 def test_all_weights_are_sampled(model_folder, tmp_path, sampler):
     """With batch_invariant the first ratio is 1 bit for bit."""
-    file = write_server(tmp_path, model_folder, enable_lora=False, batch_invariant=True)
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("lora_rank")]
-    file.write_text("\n".join(lines) + "\n")
+    whole = {"lora_rank": None, "enable_lora": False, "batch_invariant": True}
+    file = write_server(tmp_path, model_folder, **whole)
     with Served(file) as served:
         model = served.model()
         name = base(served, model.partition(":")[0])
@@ -403,8 +391,11 @@ def test_all_weights_are_sampled(model_folder, tmp_path, sampler):
 
 
 def test_a_sampler_of_the_launcher_is_started_and_comes_again(model_folder, tmp_path):
-    """By the command: it starts with the first request, is killed, and is asked again."""
-    file = write_server(tmp_path, model_folder, worker_connection_timeout=900)
+    """By the command: it starts with the first request, is killed, and is asked again. Killed once
+    more it stays away: its futures end, and training goes on.
+    """
+    limits = {"worker_connection_timeout": 900, "worker_max_retries": 1}
+    file = write_server(tmp_path, model_folder, **limits)
     with Server(file) as server, server.client() as client:
         pids = processes(server.process.pid)
         assert "sampler" not in pids
@@ -420,5 +411,36 @@ def test_a_sampler_of_the_launcher_is_started_and_comes_again(model_folder, tmp_
         os.kill(pid, signal.SIGKILL)
         again = client.result(client.post("asample", {**body, "seq_id": 1})).value
         assert json.dumps(again["sequences"]) == json.dumps(first["sequences"])
-        assert processes(server.process.pid)["sampler"] != [pid]
+        [other] = processes(server.process.pid)["sampler"]
+        assert other != pid
+        os.kill(other, signal.SIGKILL)
+        ended = client.result(client.post("asample", {**body, "seq_id": 2})).value
+        assert ended["category"] == "server" and "failed: its exit code" in ended["error"]
+        new = {"session_id": session, "model_seq_id": 0, "base_model": str(model_folder)}
+        assert "model_id" in client.result(client.post("create_model", new)).value
     assert not processes(server.process.pid)
+
+
+def test_a_sample_without_a_limit_fills_the_context(model_folder, tmp_path, sampler):
+    """That of the model or of the sampler's cache, where these are less than a document's."""
+    file = write_server(tmp_path, model_folder, sampler_cache_tokens=24)
+    with Served(file) as served:
+        name = base(served, served.model().partition(":")[0])
+        futures = [
+            ask(served, name, i, params={"max_tokens": most}) for i, most in enumerate((None, 30))
+        ]
+        generate(served, sampler)
+        for future in futures:
+            [sequence] = served.result(future)["sequences"]
+            assert len(sequence["tokens"]) == 24 - len(PROMPT)
+            assert sequence["stop_reason"] == "length"
+
+
+def test_what_waits_when_a_launcher_begins_starts_the_sampler(file, sampler):
+    """As after a kill of the launcher, which forgets what it had started."""
+    with Served(file) as served:
+        future = ask(served, base(served, served.model().partition(":")[0]))
+        served.log.tell("sampler", "")
+        generate(served, sampler)
+        assert served.log.fact("sampler") == "wanted"
+        assert len(served.result(future)["sequences"]) == 1

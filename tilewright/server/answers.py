@@ -8,8 +8,9 @@ import numpy as np
 from fastapi.responses import JSONResponse, Response
 
 from tilewright.server import binary
+from tilewright.server.datums import cells
 from tilewright.server.frames import unpacked
-from tilewright.server.log import GENERATE
+from tilewright.server.log import SAMPLES
 
 PROTOBUF = "application/x-protobuf"
 
@@ -26,7 +27,7 @@ def answer(kind: str, body: bytes, *, named: bool, protobuf: bool) -> Response:
         if protobuf:
             return Response(binary.pass_output(value, arrays), media_type=PROTOBUF)
         return JSONResponse(_listed(value, arrays))
-    if kind in ("sample", GENERATE):  # the engine's answer may be all
+    if kind in SAMPLES:
         if protobuf:
             return Response(binary.sample_output(value, arrays), media_type=PROTOBUF)
         return JSONResponse(_sampled(value, arrays))
@@ -87,7 +88,7 @@ def _of_targets(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     tensor: dict[str, Any] = {"dtype": "float32", "shape": [*array.shape]}
     if rows is None:
         return {"data": array.reshape(-1).tolist(), **tensor}
-    own = array[np.repeat(np.arange(len(array)), np.diff(rows)), columns]
+    own = array[cells(rows, columns)]
     sparse = {"sparse_crow_indices": rows, "sparse_col_indices": columns}
     return {"data": own.tolist(), **tensor, **sparse}
 

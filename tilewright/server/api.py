@@ -39,7 +39,7 @@ from tilewright.server.datums import Data, check
 from tilewright.server.fields import Own, load
 from tilewright.server.frames import packed
 from tilewright.server.keys import Keys
-from tilewright.server.log import GENERATE, Conflict, Log, Model, Path, Result
+from tilewright.server.log import GENERATE, SAMPLES, Conflict, Log, Model, Path, Result
 from tilewright.server.losses import checked as checked_loss
 from tilewright.server.names import (
     PARTS,
@@ -106,7 +106,8 @@ _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
 class Limits(NamedTuple):
     """What clients may ask for.   vocabulary, longest: tokens that there are, and of one document.
     bytes: of a request.   waiting: requests at a time.   idle: seconds after which a model that
-    nobody asks for is unloaded; 0: never.   sampled: whether there is an engine for sampling.
+    nobody asks for is unloaded; 0: never.   sampled: tokens of a prompt with what the engine for
+    sampling adds; 0: there is none.
     """
 
     vocabulary: int
@@ -114,7 +115,7 @@ class Limits(NamedTuple):
     bytes: float
     waiting: int
     idle: float
-    sampled: bool
+    sampled: int
 
 
 class Api:
@@ -204,7 +205,7 @@ class Api:
         ends: whether it is for the end of its model, for which there is always room.
         """
         requests = self.requests
-        if call.creates is None and call.kind not in ("sample", GENERATE):
+        if call.creates is None and call.kind not in SAMPLES:
             # A client that saw no answer ends its model again.
             self.model(call.model, ended=call.kind == "unload_model")
         elif (other := requests.model(call.model)) is not None and other.owner != self.owner:
@@ -229,8 +230,7 @@ class Api:
         except Conflict as error:
             raise Refused(422, str(error), used=False) from error
         answer = {"request_id": name}
-        sampled = call.kind in ("sample", GENERATE)
-        return answer if sampled else {**answer, "model_id": call.model}
+        return answer if call.kind in SAMPLES else {**answer, "model_id": call.model}
 
     def model(self, name: str, *, ended: bool = False) -> Model:
         """A model that may be used, or also one that has ended. Raises Refused."""
@@ -386,11 +386,10 @@ class Api:
             weights = self.requests.inflight(model, self.owner) or weights
         sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, limits.sampled)
         call = bodies.sample(given, weights, sampling)
-        if call.kind == GENERATE:
-            if weights is not None and not exported(self.requests.file.parent, weights).is_dir():
+        if call.kind == GENERATE and weights is not None:
+            folder = exported(self.requests.file.parent, weights)
+            if not folder.is_dir():
                 raise Refused(400, f"{weights} holds no weights for sampling")
-            if not self.requests.fact("sampler"):
-                self.requests.tell("sampler", "wanted")
         answer = self.accept(call)
         count = call.value.get("generate", {}).get("samples") or len(call.value["asked"]["draws"])
         return {
@@ -893,7 +892,10 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
     model, lora = config.model, config.lora
     assert model.model_path is not None and model.config_path is not None
     folder = hf.local_folder(model.config_path, model.revision)
-    ends = json.loads((pathlib.Path(folder) / "config.json").read_text()).get("eos_token_id")
+    stored = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    ends, longest = stored.get("eos_token_id"), config.data.sample_packing_sequence_len
+    positions = stored.get("max_position_embeddings", longest)
+    sampled = min(longest, positions, server.sampler_cache_tokens)
     shape = hf.shape_of(model)
     names = dict.fromkeys((server.model_name or model.model_path, model.model_path))
     rank = lora.lora_rank if lora.enable_lora else None
@@ -903,11 +905,11 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
         Base((*names,), rank, lora.lora_alpha, config.train.seed),
         Limits(
             shape.vocab_size,
-            config.data.sample_packing_sequence_len,
+            longest,
             server.max_body_mb * 1e6,
             server.max_pending,
             server.idle_session_timeout,
-            server.sampler != "none",
+            0 if server.sampler == "none" else sampled,
         ),
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,

@@ -14,6 +14,7 @@ from tilewright.server.datums import (
     DTYPES,
     Datum,
     Room,
+    cells,
     from_bfloat16,
     from_bytes,
     from_csr,
@@ -168,7 +169,7 @@ def _set_targets(tensor: wire.Tensor, layout: Any, array: np.ndarray) -> None:
     if rows is None:
         tensor.dense = array.astype("<f4").tobytes()
         return
-    own = array[np.repeat(np.arange(len(array)), np.diff(rows)), columns]
+    own = array[cells(rows, columns)]
     tensor.sparse_csr.values = own.astype("<f4").tobytes()
     tensor.sparse_csr.crow_indices = np.asarray(rows, "<i8").tobytes()
     tensor.sparse_csr.col_indices = np.asarray(columns, "<i8").tobytes()

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewright.nn.projections import FUSED
-from tilewright.server.datums import Datum, Room, from_json
+from tilewright.server.datums import Datum, Room, from_json, twice
 from tilewright.server.frames import Arrays
 from tilewright.server.log import GENERATE
 from tilewright.server.names import PARTS, canonical, checked, parsed
@@ -606,14 +606,14 @@ class Sample(Body):
 
 class Sampling(NamedTuple):
     """What may be sampled.   ends: tokens that end a text.   vocabulary, longest: tokens that there
-    are, and of a prompt with what follows it.   engine: whether there is one that follows a prompt
-    by more than one token.
+    are, and of a prompt.   engine: of a prompt with what the engine for sampling adds, more than
+    one; 0: there is none.
     """
 
     ends: list[int]
     vocabulary: int
     longest: int
-    engine: bool
+    engine: int
 
 
 def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
@@ -635,10 +635,11 @@ def sample(given: Any, weights: str | None, limits: Sampling) -> Call:
         )
     tokens = _tokens_of(body.prompt, vocabulary, longest)
     _check_sample(body, len(tokens))
-    most = min(params.max_tokens or longest, longest - len(tokens))
-    if not alone and not most:
+    most = min(params.max_tokens or limits.engine, limits.engine - len(tokens))
+    if not alone and most < 1:
         raise Refused(
-            400, f"prompt has {len(tokens)} tokens, and the context {longest}: none can follow"
+            400,
+            f"prompt has {len(tokens)} tokens, and the context {limits.engine}: none can follow",
         )
     arrays = {"tokens": np.array(tokens, np.int64)}
     asked = {
@@ -700,8 +701,7 @@ def _targets_of(given: Any, rows: int, vocabulary: int) -> np.ndarray:
     wrong = (ids < -1) | (ids >= vocabulary)
     if wrong.any():
         raise Refused(400, f"{at} has {ids[wrong][0]}; accepted are -1 to {vocabulary - 1}")
-    ordered = np.sort(ids, -1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+    if twice(ids).any():
         raise Refused(400, f"{at} has a token twice at one place")
     return ids
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from tilewright.server.frames import Arrays
 from tilewright.server.refused import Refused
@@ -172,8 +173,20 @@ def from_csr(
         raise Refused(422, f"{at}: a column is outside of its shape {[*shape]}")
     fill = -1 if values.dtype.kind == "i" else 0
     dense = np.full(shape, fill, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    dense[cells(rows, columns)] = values
     return dense
+
+
+def cells(rows: ArrayLike, columns: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """The index of the entries of a sparse matrix, by its row pointers and columns."""
+    counts = np.diff(rows)
+    return np.repeat(np.arange(len(counts)), counts), np.asarray(columns)
+
+
+def twice(ids: np.ndarray) -> np.ndarray:
+    """Which rows of tokens [n, k] have one twice; -1 is none."""
+    ordered = np.sort(ids, -1)
+    return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
 
 
 def from_json(given: Any, at: str, room: Room) -> np.ndarray:

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -161,11 +161,17 @@ def _launch(server: Own) -> list[str]:
     return ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
 
 
+class Sampler(NamedTuple):
+    """The embedded sampler, once it is started.   listening: from before; what is asked of it waits
+    for it there, also while it is started again.
+    """
+
+    start: Callable[[], Supervised]
+    listening: socket.socket
+
+
 @contextlib.contextmanager
-def _sampler(
-    server: Own, config: Config, root: pathlib.Path
-) -> Iterator[Callable[[], Supervised] | None]:
-    """What starts the embedded sampler. It listens before: what is asked of it waits."""
+def _sampler(server: Own, config: Config, root: pathlib.Path) -> Iterator[Sampler | None]:
     if server.sampler == "none":
         yield None
         return
@@ -178,18 +184,14 @@ def _sampler(
         given |= {"--dtype": dtype, "--cache-tokens": str(server.sampler_cache_tokens)}
         options = [part for pair in given.items() if pair[1] is not None for part in pair]
         command = [sys.executable, "-m", MODULES["sampler"], *options]
-        yield functools.partial(
+        start = functools.partial(
             Supervised, "the sampler", command, server.worker_max_retries, pass_fds=(fd,)
         )
+        yield Sampler(start, listening)
 
 
-def _supervise(
-    each: list[Supervised],
-    requests: Log,
-    server: Own,
-    sampler: Callable[[], Supervised] | None,
-) -> int:
-    """sampler: starts it, once a client asks for samples."""
+def _supervise(each: list[Supervised], requests: Log, server: Own, sampler: Sampler | None) -> int:
+    """sampler: is started once a client asks for samples."""
 
     def stop(signum: int, frame: Any) -> None:
         raise Ended
@@ -199,7 +201,7 @@ def _supervise(
     try:
         while True:
             if sampler is not None and requests.fact("sampler") == "wanted":
-                each.append(sampler())
+                each.append(sampler.start())
                 _told(requests, "sampler", "started")
             for one in [*each]:
                 left, ended = one.left, one.looked_at()
@@ -208,8 +210,9 @@ def _supervise(
                 if ended is None:
                     continue
                 log.error("%s has ended with %d", one.name, ended)
-                if one.name == "the sampler":  # what was asked of it ends, and the rest goes on
+                if sampler is not None and one.name == "the sampler":  # the others go on
                     _told(requests, "sampler", f"failed: its exit code is {ended}")
+                    sampler.listening.close()  # so that what waits for it there ends
                     each.remove(one)
                     continue
                 if one in workers:

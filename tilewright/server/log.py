@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,8 @@ CREATE TABLE IF NOT EXISTS paths (
 VERSION = "2"
 AHEAD = 1 << 16  # numbers that a client may be ahead in its sequence
 State = Literal["new", "live", "failed", "ended"]
-GENERATE = "generate"  # of a sample that the engine for sampling begins, and the workers score
+# Kinds of requests for samples: which the workers score; and which the engine for sampling begins.
+SAMPLES = SAMPLE, GENERATE = "sample", "generate"
 
 
 class Request(NamedTuple):
@@ -232,8 +233,6 @@ class Log:
             replaced = bool(creates and creates.get("named")) and self._has_run(db, model)
             if not replaced and (known := self._known(model, seq, kind, digest)) is not None:
                 return known
-            if creates is None and seq is not None:
-                self._check_place(db, model, seq)
             if creates is not None:
                 self._make_way(db, model)
                 now = time.time()
@@ -243,6 +242,8 @@ class Log:
                     (model, owner, _json(creates), now, now, seq or 0),
                 )
             else:
+                if seq is not None:
+                    self._check_place(db, model, seq)
                 db.execute("UPDATE models SET used = ? WHERE name = ?", (time.time(), model))
             return self._added(db, (owner, model, seq, kind, digest, _squeezed(body)), waits=True)
 
@@ -449,11 +450,11 @@ class Log:
         return rows[0][0] if rows else None
 
     def cancel(self, request: str) -> Request | None:
-        """Ends a request that waits, unless its model's sequence needs it; which it was."""
+        """Ends a request for samples that waits, and returns it; None: there is no such request."""
         with self._writing() as db:
             row = db.execute(
-                f"SELECT {REQUEST} FROM requests r WHERE id = ? AND waits AND kind IN (?, 'sample')",
-                (request, GENERATE),
+                f"SELECT {REQUEST} FROM requests r WHERE id = ? AND waits AND kind IN (?, ?)",
+                (request, *SAMPLES),
             ).fetchone()
             if row is None:
                 return None
@@ -546,17 +547,24 @@ class Log:
         )
         return self._request(rows[0]) if rows else None
 
-    def to_generate(self) -> list[Request]:
-        """What waits for the engine for sampling."""
-        query = f"SELECT {REQUEST} FROM requests r WHERE r.waits AND r.kind = '{GENERATE}'"
-        return [self._request(row) for row in self._read(f"{query} ORDER BY r.number")]
+    def to_generate(self, begun: Container[int] = ()) -> list[Request]:
+        """What waits for the engine for sampling, but for these numbers."""
+        numbers = self._read(
+            f"SELECT number FROM requests WHERE waits AND kind = '{GENERATE}' ORDER BY number"
+        )
+        query = f"SELECT {REQUEST} FROM requests r WHERE number = ?"
+        return [
+            self._request(self._read(query, number)[0])
+            for (number,) in numbers
+            if number not in begun
+        ]
 
     def generated(self, request: Request, body: bytes) -> None:
         """The engine has done its part: the workers score it."""
         with self._writing() as db:
             db.execute(
-                "UPDATE requests SET kind = 'sample', body = ? WHERE number = ? AND waits",
-                (_squeezed(body), request.number),
+                "UPDATE requests SET kind = ?, body = ? WHERE number = ? AND waits",
+                (SAMPLE, _squeezed(body), request.number),
             )
 
     @staticmethod

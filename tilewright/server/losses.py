@@ -11,7 +11,7 @@ import torch
 
 from tilewright.ops.loss import policy
 from tilewright.ops.loss.documents import Documents as OfTokens
-from tilewright.server.datums import Data, check_targets
+from tilewright.server.datums import Data, check_targets, twice
 from tilewright.server.refused import Refused
 from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data.columns.column import COLUMNS, Column
@@ -220,10 +220,9 @@ def checked(name: str, options: Mapping[str, Any], data: Data, vocabulary: int) 
         raise Refused(422, f"{TARGET} has several a token; {name} takes one")
     check_targets(TARGET, targets, vocabulary, data.starts)
     if targets.ndim == 2:
-        ordered = np.sort(targets, -1)
-        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
-        if twice.any():
-            at = int(twice.argmax())
+        wrong = twice(targets)
+        if wrong.any():
+            at = int(wrong.argmax())
             raise Refused(400, f"{TARGET} of token {at} of the request has one twice")
     whole = data._replace(inputs=inputs)
     make(name, options, whole)  # options that do not go together

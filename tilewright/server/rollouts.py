@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import pathlib
+import sqlite3
 from typing import Any
 
 import httpx
@@ -39,19 +40,21 @@ class Rollouts:
         """Until it is canceled."""
         try:
             while True:
-                self.begin()
+                with contextlib.suppress(sqlite3.OperationalError):  # of a full disk: later
+                    self.begin()
                 await asyncio.sleep(LOOK)
         finally:
             for task in self._begun.values():
                 task.cancel()
 
     def begin(self) -> None:
-        """Begins what waits and was not begun."""
-        for request in self.requests.to_generate():
-            if request.number not in self._begun:
-                task = asyncio.create_task(self._ended(request))
-                self._begun[request.number] = task
-                task.add_done_callback(functools.partial(self._over, request.number))
+        """Begins what waits and was not begun. The launcher starts the engine for the first."""
+        for request in self.requests.to_generate(self._begun):
+            if not self.requests.fact("sampler"):
+                self.requests.tell("sampler", "wanted")
+            task = asyncio.create_task(self._ended(request))
+            self._begun[request.number] = task
+            task.add_done_callback(functools.partial(self._over, request.number))
 
     def _over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._begun[number]
