@@ -13,23 +13,19 @@ Each is measured in turns with what it is compared with; the raw file has every 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import os
 import pathlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench import commands
 from bench.server import FULL as SERVED
-from bench.server import shown
-from tilewright.core import platform
+from bench.server import NEEDED as BY_SERVER
+from bench.server import in_rows
 
-NEEDED = (*platform.EXTRAS["trainer"], "fastapi", "uvicorn", "zstandard", "google", "httpx")
+NEEDED = (*BY_SERVER, "httpx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,19 +175,4 @@ def measured(size: Size, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = commands.parser("rollout", __doc__)
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write rollout.json")
-    parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    commands.need(parser, NEEDED)
-    size, rows = QUICK if args.quick else FULL, []
-    meta = commands.metadata("rollout", argv, dataclasses.asdict(size))
-    load = {"processors": os.cpu_count(), "at_start": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        for one in measured(size, pathlib.Path(folder)):
-            print(shown(one), flush=True)
-            rows.append(one)
-            if args.out:
-                load["at_end"] = os.getloadavg()[0]
-                commands.write(args.out / "rollout.json", meta, rows, load=load)
-    return 0
+    return in_rows("rollout", __doc__, argv, NEEDED, (FULL, QUICK), measured)

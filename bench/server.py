@@ -434,14 +434,25 @@ def shown(row: dict[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = commands.parser("server", __doc__)
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write server.json")
+def in_rows(
+    name: str,
+    about: str | None,
+    argv: Sequence[str],
+    needed: Sequence[str],
+    sizes: tuple[Any, Any],
+    measured: Callable[[Any, pathlib.Path], Iterator[dict[str, Any]]],
+) -> int:
+    """A command that prints each row of a measurement, and writes NAME.json after each.
+
+    sizes: in full, and of --quick.   measured: the rows, by the size and an empty folder.
+    """
+    parser = commands.parser(name, about)
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help=f"write {name}.json")
     parser.add_argument("--quick", action="store_true", help="small measures, for a test")
     args = parser.parse_args(argv)
-    commands.need(parser, NEEDED)
-    size, rows = QUICK if args.quick else FULL, []
-    meta = commands.metadata("server", argv, dataclasses.asdict(size))
+    commands.need(parser, needed)
+    size, rows = sizes[args.quick], []
+    meta = commands.metadata(name, argv, dataclasses.asdict(size))
     load = {"processors": os.cpu_count(), "at_start": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         for row in measured(size, pathlib.Path(folder)):
@@ -450,5 +461,9 @@ def main(argv: Sequence[str]) -> int:
             if args.out:
                 # How many processes wanted these processors, over a minute.
                 load["at_end"] = os.getloadavg()[0]
-                commands.write(args.out / "server.json", meta, rows, load=load)
+                commands.write(args.out / f"{name}.json", meta, rows, load=load)
     return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    return in_rows("server", __doc__, argv, NEEDED, (FULL, QUICK), measured)

@@ -12,37 +12,16 @@ from serving import (
     PROTOBUF,
     Served,
     documents,
+    listed,
     pass_body,
     passed,
     trained,
-    write_model,
     write_server,
 )
 
 from tilewright.server.keys import digest
 
 pytestmark = pytest.mark.packages
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture
-def file(model_folder, tmp_path):
-    return write_server(tmp_path, model_folder)
-
-
-def listed(each):
-    """Documents as JSON has them."""
-    return [
-        {
-            "model_input": {"input_ids": tokens.tolist()},
-            "loss_fn_inputs": {name: array.tolist() for name, array in inputs.items()},
-        }
-        for tokens, inputs in each
-    ]
 
 
 def in_json(served, model, seq, data, loss="cross_entropy"):

@@ -9,24 +9,15 @@ import torch
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
-from serving import PLAIN, Served, documents, passed, trained, write_model, write_server
+from serving import PLAIN, Served, documents, passed, trained, write_server
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.packages
 IDS = torch.arange(24)[None] % 97
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
-
-
 def write(folder, model_folder, **changes):
-    given = {"lora_rank": None, "enable_lora": False, **changes}
-    file = write_server(folder, model_folder, **given)
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("lora_rank")]
-    file.write_text("\n".join(lines) + "\n")
-    return file
+    return write_server(folder, model_folder, lora_rank=None, enable_lora=False, **changes)
 
 
 def logits(served):

@@ -9,17 +9,12 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
-from serving import PROTOBUF, Served, documents, trained, write_model, write_server
+from serving import PROTOBUF, Served, documents, trained, write_server
 
 from tilewright.core.files import folder_size
 
 pytestmark = pytest.mark.packages
 HOUR = 3600.0
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
 
 
 @pytest.fixture

@@ -11,15 +11,10 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 from helpers import until
-from serving import PROTOBUF, Served, documents, pass_body, passed, write_model, write_server
+from serving import PROTOBUF, Served, documents, pass_body, passed, write_server
 
 from tilewright.server.log import Log
 from tilewright_lab.server_torture.client import Server, processes
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
 
 
 def calls(model, step):

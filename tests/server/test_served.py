@@ -17,10 +17,10 @@ from serving import (
     PROTOBUF,
     Served,
     documents,
+    listed,
     pass_body,
     passed,
     trained,
-    write_model,
     write_server,
 )
 
@@ -28,16 +28,6 @@ from tilewright.nn.weights import adapted
 from tilewright.server.frames import packed, unpacked
 
 pytestmark = pytest.mark.packages
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture
-def file(model_folder, tmp_path):
-    return write_server(tmp_path, model_folder)
 
 
 # ---- what is computed
@@ -470,17 +460,6 @@ def test_what_waits_when_a_model_is_unloaded_ends(file):
 
 
 # ---- the JSON dialect
-
-
-def listed(each, **more):
-    """Documents as JSON has them."""
-    return [
-        {
-            "model_input": {"input_ids": tokens.tolist()},
-            "loss_fn_inputs": {name: array.tolist() for name, array in inputs.items()} | more,
-        }
-        for tokens, inputs in each
-    ]
 
 
 def test_the_json_dialect_trains_saves_and_goes_on(file):

@@ -24,11 +24,6 @@ EXPERTS = {**MOE, "vocab_size": 97}
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture(scope="module")
 def experts_folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("experts") / "model", EXPERTS)
 

@@ -48,9 +48,8 @@ def served(path: str, tokenizer: str | None, dtype: str, device: str | None, tok
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES.get(dtype, dtype))
     model.to(chosen)
-    words = (
-        AutoTokenizer.from_pretrained(tokenizer or path) if has_words(tokenizer or path) else None
-    )
+    where = tokenizer or path
+    words = AutoTokenizer.from_pretrained(where) if has_words(where) else None
     ends = model.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
     engine = Engine(model, path, tokens=tokens, text=None if words is None else words.decode)

@@ -31,8 +31,9 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SamplingParams(_Body):
-    max_new_tokens: int = Field(128, ge=1)
+class _Sampling(_Body):
+    """What both protocols have."""
+
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1)
@@ -41,6 +42,10 @@ class SamplingParams(_Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     seed: int = Field(0, ge=0)
+
+
+class SamplingParams(_Sampling):
+    max_new_tokens: int = Field(128, ge=1)
 
 
 class Generate(_Body):
@@ -59,18 +64,10 @@ class Abort(_Body):
     rid: str
 
 
-class Completions(_Body):
+class Completions(_Sampling):
     model: str
     prompt: str | list[int]
     max_tokens: int = Field(16, ge=1)
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
-    n: int = Field(1, ge=1, le=1024)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: int = Field(0, ge=0)
     logprobs: int | None = Field(None, ge=0, le=1024)
 
 
@@ -116,7 +113,7 @@ class Served(NamedTuple):
         most: int,
         topk: int,
         weights: str,
-        given: Any,
+        given: _Sampling,
         name: str | None = None,
     ) -> list[Sample]:
         """The samples of a prompt, by the parameters that both protocols have. Raises Refused."""

@@ -48,10 +48,15 @@ def drawn(logits: torch.Tensor, asked: Asked, place: float) -> int:
     if asked.top_k < 0 and asked.top_p >= 1:
         return min(int(torch.searchsorted(p.cumsum(-1), place, right=True)), len(p) - 1)
     ordered, ids = p.sort(descending=True, stable=True)
-    if asked.top_k > 0:
-        ordered[asked.top_k :] = 0
-    total = ordered.sum()
-    before = ordered.cumsum(-1) - ordered
-    ordered[before >= asked.top_p * total] = 0
-    reached = ordered.cumsum(-1) > place * ordered.sum()
-    return int(ids[int(reached.int().argmax())])
+    return int(ids[reached(ordered, asked.top_k, asked.top_p, place)])
+
+
+def reached(p: torch.Tensor, top_k: int, top_p: float, place: float) -> int:
+    """Which of these probabilities, the largest first, is at a place of what top_k and top_p leave
+    of their cumulated distribution. They are overwritten.
+    """
+    if top_k > 0:
+        p[top_k:] = 0
+    before = p.cumsum(-1) - p
+    p[before >= top_p * p.sum()] = 0
+    return int((p.cumsum(-1) > place * p.sum()).int().argmax())

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tilewright.sampler.asked import reached
 from tilewright.server.datums import Data
 from tilewright.server.frames import Arrays
 from tilewright.server.losses import Documents, make
@@ -156,7 +157,7 @@ def _not_finite(total: float, values: np.ndarray, data: Data) -> str | None:
     )
 
 
-# ---- log-probabilities of prompts
+# ---- log-probabilities of prompts and samples
 
 
 class Asked(NamedTuple):
@@ -209,9 +210,8 @@ def scored(engine: Engine, given: Arrays, lengths: list[int], asked: Asked, how:
     by_name: dict[str, list[np.ndarray]] = {}
     for i, name in enumerate(names):
         each = in_order(engine, spreads, [o.more[i] if o.more else None for o in outcomes])
-        if each is None:  # this rank is not the main one: of no name
-            continue
-        by_name[name] = each
+        if each is not None:  # as on the main rank alone, while all take part
+            by_name[name] = each
     return {**_of_prompt(by_name, len(tokens), bool(lengths)), **known} if by_name else {}
 
 
@@ -267,9 +267,4 @@ def drawn(logits: torch.Tensor, asked: Asked, draw: float) -> int:
     if not asked.temperature:
         return int(ids[0])
     p = (ordered / asked.temperature).softmax(-1)
-    if asked.top_k > 0:
-        p[asked.top_k :] = 0
-    before = p.cumsum(-1) - p
-    p[before >= asked.top_p * p.sum()] = 0
-    reached = p.cumsum(-1) > draw * p.sum()
-    return int(ids[int(reached.int().argmax())])
+    return int(ids[reached(p, asked.top_k, asked.top_p, draw)])

@@ -335,7 +335,7 @@ class Workers:
                     return packed(value)
         path = saved_as(request.kind, request.model, value)
         _, known = requests.path(path) or (None, None)
-        # Published loops call their first checkpoint as the server calls its own.
+        # Published loops name their first checkpoint as the server names its own.
         free = known is None or value["overwrite"] or known.get("initial")
         if not free:
             raise Refused(400, f"path {path} is there already; give another name, or overwrite")
