@@ -12,6 +12,7 @@ import pathlib
 import socket
 import threading
 
+import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from training import QWEN3
 
 from tilewright.server import messages_pb2 as wire
 from tilewright.server.api import api_of, application
+from tilewright.server.engines import Embedded
 from tilewright.server.fields import load
 from tilewright.server.keys import Keys
 from tilewright.server.log import Log
@@ -97,6 +99,9 @@ class Served:
         keys = Keys.of(self.key) if file is None else Keys.read(pathlib.Path(file))
         self.api = api_of(self.server, self.config, self.log, keys)
         self.base = self.api.base.names[0]
+        if self.server.sampler == "embedded":
+            engine = Embedded(httpx.AsyncClient(base_url="http://sampler"))
+            self.api.rollouts.managed = self.api.endpoint(engine)
         self.client = TestClient(application(self.api), raise_server_exceptions=True)
         return self
 

@@ -259,6 +259,22 @@ def test_an_error_ends_what_was_asked_and_nothing_else(made, monkeypatch):
     assert len(results(engine, [asked])[0].tokens) == 4
 
 
+def test_prompts_that_a_batch_cannot_hold_whole_are_sampled():
+    """They go on in the next one, beside others that have their next token."""
+    model = model_of("qwen3")
+    prompts = [[1 + i] * (20 + 7 * i) for i in range(6)]
+    wanted = [greedy(model, prompt, 4) for prompt in prompts]
+    engine = Engine(model, "none", tokens=64)
+    try:
+        given = results(engine, [Asked(p, 4, temperature=0.0, scored=(5, 6)) for p in prompts])
+        assert [sample.tokens for sample in given] == wanted
+        for prompt, sample in zip(prompts, given, strict=True):
+            logprobs = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[[5, 6]]
+            assert sample.scored[0] == pytest.approx(logprobs.tolist(), abs=1e-5)
+    finally:
+        engine.close()
+
+
 def test_what_has_begun_ends_before_a_pause_and_what_comes_waits(made):
     engine = made.engine
     begun = engine.submit(BASE, [Asked(PROMPTS[0], 40)])[0]
@@ -271,7 +287,7 @@ def test_what_has_begun_ends_before_a_pause_and_what_comes_waits(made):
 
 def test_it_answers_as_sglang_and_openai_have_it(client, made, folder):
     asked = {"input_ids": PROMPTS[0], "return_logprob": True, "top_logprobs_num": 2}
-    params = {"max_new_tokens": 5, "n": 2, "seed": 4}
+    params = {"max_new_tokens": 5, "n": 2, "sampling_seed": 4}
     two = client.post("/generate", json={**asked, "sampling_params": params}).json()
     assert len(two) == 2 and two[0]["output_ids"] != two[1]["output_ids"]
     for answer in two:
@@ -293,8 +309,8 @@ def test_it_answers_as_sglang_and_openai_have_it(client, made, folder):
     assert own.json()[0]["meta_info"]["weight_version"] == "x"
     assert own.json()[0]["output_ids"] != two[0]["output_ids"]
     assert client.post("/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
-    info = client.get("/model_info").json()
-    assert info["vocab_size"] == 97 and info["continuous_batching"]
+    info, server = (client.get(f"/get_{name}_info").json() for name in ("model", "server"))
+    assert info["vocab_size"] == 97 and server["continuous_batching"]
 
 
 REFUSALS = {

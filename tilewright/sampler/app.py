@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from tilewright._version import __version__
 from tilewright.sampler.asked import Asked
 from tilewright.sampler.engine import BASE, Engine, Sample, Unknown, Unsampled
 
@@ -46,22 +47,34 @@ class _Sampling(_Body):
 
 class SamplingParams(_Sampling):
     max_new_tokens: int = Field(128, ge=1)
+    seed: int = Field(0, ge=0, alias="sampling_seed")
 
 
 class Generate(_Body):
+    """input_ids: of one prompt, or of several; then of each the others have one, too, or none."""
+
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
     sampling_params: SamplingParams = Field(
         default_factory=lambda: SamplingParams.model_validate({})
     )
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=1024)
-    lora_path: str | None = None
+    token_ids_logprob: list[int] | list[list[int]] | None = None
+    lora_path: str | list[str] | None = None
     rid: str | None = None  # a name by which it is aborted
 
 
 class Abort(_Body):
     rid: str
+
+
+class Pause(_Body):
+    mode: str = "retract"
+
+
+class Version(_Body):
+    new_version: str
 
 
 class Completions(_Sampling):
@@ -115,6 +128,7 @@ class Served(NamedTuple):
         weights: str,
         given: _Sampling,
         name: str | None = None,
+        scored: Sequence[int] = (),
     ) -> list[Sample]:
         """The samples of a prompt, by the parameters that both protocols have. Raises Refused."""
         stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
@@ -132,6 +146,7 @@ class Served(NamedTuple):
             ends,
             tuple(stops),
             topk,
+            tuple(scored),
         )
         try:
             every = [asked._replace(sample=i) for i in range(given.n)]
@@ -166,7 +181,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 def _tell_state(app: FastAPI, served: Served) -> None:
     """Whether it runs, and what it has."""
-    engine = served.engine
+    engine, version = served.engine, {"weight_version": "default"}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -177,17 +192,27 @@ def _tell_state(app: FastAPI, served: Served) -> None:
         names = [served.name, *engine.names]
         return {"object": "list", "data": [{"id": name, "object": "model"} for name in names]}
 
-    @app.get("/model_info")
+    @app.get("/get_model_info")
     async def info() -> dict[str, Any]:
         config = engine.model.config.get_text_config()
+        about = {"model_path": served.name, "vocab_size": config.vocab_size}
+        return {**about, "is_generation": True, **version}
+
+    @app.get("/get_server_info")
+    async def server() -> dict[str, Any]:
         return {
-            "model_path": served.name,
-            "vocab_size": config.vocab_size,
-            "max_context_length": engine.longest,
+            "context_length": engine.longest,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "is_generation": True,
             "continuous_batching": engine.continuous,
+            "enable_lora": True,
+            "max_lora_rank": None,
+            "version": __version__,
         }
+
+    @app.post("/update_weight_version")
+    async def name_weights(body: Version) -> dict[str, Any]:
+        version["weight_version"] = body.new_version
+        return {"success": True, **body.model_dump()}
 
 
 def _sample(app: FastAPI, served: Served) -> None:
@@ -195,21 +220,17 @@ def _sample(app: FastAPI, served: Served) -> None:
 
     @app.post("/generate")
     async def generate(body: Generate) -> Any:
-        if (body.text is None) == (body.input_ids is None):
-            raise Refused(400, "one of text and input_ids must be given")
-        prompt = body.text if body.input_ids is None else body.input_ids
-        assert prompt is not None
-        given, weights = body.sampling_params, body.lora_path or BASE
-        topk = body.top_logprobs_num
-        each = await served.sampled(
-            prompt, given.max_new_tokens, topk, weights, given, name=body.rid
-        )
-        answers = [_generated(served, sample, body.return_logprob) for sample in each]
-        return answers if given.n > 1 else answers[0]
+        each = await asyncio.gather(*(_generate(served, one) for one in _prompts(served, body)))
+        return each if len(each) > 1 or _many(body.input_ids) else each[0]
 
     @app.post("/abort_request")
     async def abort(body: Abort) -> dict[str, bool]:
         served.engine.abort(body.rid)
+        return {"success": True}
+
+    @app.post("/flush_cache")
+    async def flush() -> dict[str, bool]:
+        await asyncio.to_thread(served.engine.reset_cache)
         return {"success": True}
 
     @app.post("/v1/completions")
@@ -252,8 +273,8 @@ def _change_weights(app: FastAPI, served: Served) -> None:
         return {"success": True, "loaded_adapters": engine.names}
 
     @app.post("/pause_generation")
-    async def pause() -> dict[str, bool]:
-        """What has begun ends first."""
+    async def pause(body: Pause | None = None) -> dict[str, bool]:
+        """What has begun ends first, in any mode."""
         await asyncio.to_thread(pauses.enter_context, engine.pausing())
         return {"success": True}
 
@@ -261,6 +282,47 @@ def _change_weights(app: FastAPI, served: Served) -> None:
     async def resume() -> dict[str, bool]:
         pauses.close()
         return {"success": True}
+
+
+def _many(given: list[Any] | None) -> bool:
+    return bool(given) and isinstance(given[0], list)
+
+
+def _prompts(served: Served, body: Generate) -> list[Generate]:
+    """A request for each prompt. Raises Refused."""
+    if (body.text is None) == (body.input_ids is None):
+        raise Refused(400, "one of text and input_ids must be given")
+    if not _many(body.input_ids):
+        if _many(body.token_ids_logprob) or isinstance(body.lora_path, list):
+            raise Refused(400, "input_ids has one prompt, and another argument a list of several")
+        return [body]
+    assert body.input_ids is not None
+    count, scored, weights = len(body.input_ids), body.token_ids_logprob, body.lora_path
+    if not _many(scored):
+        scored = [scored] * count
+    if not isinstance(weights, list):
+        weights = [weights] * count
+    assert scored is not None
+    for name, given in (("token_ids_logprob", scored), ("lora_path", weights)):
+        if len(given) != count:
+            raise Refused(400, f"{name} has {len(given)} items, and input_ids {count} prompts")
+    each = zip(body.input_ids, scored, weights, strict=True)
+    return [
+        body.model_copy(update={"input_ids": ids, "token_ids_logprob": own, "lora_path": name})
+        for ids, own, name in each
+    ]
+
+
+async def _generate(served: Served, body: Generate) -> Any:
+    """The answer to a request with one prompt."""
+    given, prompt = body.sampling_params, body.text if body.input_ids is None else body.input_ids
+    scored, weights = body.token_ids_logprob or [], body.lora_path or BASE
+    served.tokens(scored)
+    more = {"name": body.rid, "scored": scored}
+    most, topk = given.max_new_tokens, body.top_logprobs_num
+    each = await served.sampled(prompt, most, topk, weights, given, **more)
+    answers = [_generated(served, sample, body.return_logprob) for sample in each]
+    return answers if given.n > 1 else answers[0]
 
 
 def _generated(served: Served, sample: Sample, logprobs: bool) -> dict[str, Any]:
@@ -272,6 +334,10 @@ def _generated(served: Served, sample: Sample, logprobs: bool) -> dict[str, Any]
     if logprobs:
         pairs = zip(sample.logprobs, sample.tokens, strict=True)
         about["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs]
+    if sample.scored:
+        about["output_token_ids_logprobs"] = [
+            [[lp, None, None] for lp in each] for each in sample.scored
+        ]
     if sample.topk:
         about["output_top_logprobs"] = [
             [[lp, token, None] for token, lp in each] for each in sample.topk

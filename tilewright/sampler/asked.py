@@ -16,7 +16,8 @@ class Asked(NamedTuple):
     depends on.   max_tokens: at most so many follow.   temperature: 0 takes the most probable
     token.   top_k: draws among so many; -1 for all.   top_p: and among those that together have
     this probability.   ends: tokens that end a sample, and are its last.   stops: texts that do.
-    topk: the most probable tokens at each of its tokens, so many.
+    topk: the most probable tokens at each of its tokens, so many.   scored: tokens whose
+    log-probabilities are told at each, too.
     """
 
     tokens: list[int]
@@ -29,6 +30,7 @@ class Asked(NamedTuple):
     ends: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
     topk: int = 0
+    scored: tuple[int, ...] = ()
 
 
 def number(seed: int, sample: int, position: int) -> float:

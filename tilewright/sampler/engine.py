@@ -35,7 +35,8 @@ class Sample(NamedTuple):
     """What followed a prompt.
 
     tokens, logprobs: of each token, at temperature 1.   topk: of each token, the most probable ones
-    with theirs.   reason: "stop" or "length".   weights: the name of the weights.
+    with theirs.   reason: "stop" or "length".   weights: the name of the weights.   scored: of each
+    token, the log-probabilities of those that were asked for.
     """
 
     tokens: list[int]
@@ -43,6 +44,7 @@ class Sample(NamedTuple):
     topk: list[list[tuple[int, float]]]
     reason: str
     weights: str
+    scored: list[list[float]]
 
 
 class Unsampled(RuntimeError):
@@ -67,8 +69,13 @@ class Drawing:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.topk: list[list[tuple[int, float]]] = []
+        self.scored: list[list[float]] = []
         self.done: Future[Sample] = Future()
         self.stopped = False  # by a text, or aborted: continuous batching does not know it
+
+    def __deepcopy__(self, memo: Any) -> Drawing:
+        """Itself: continuous batching copies a request that has to make room, to go on with it."""
+        return self
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next token of logits [V]."""
@@ -83,6 +90,8 @@ class Drawing:
         if asked.topk:
             best = logprobs.topk(min(asked.topk, len(logprobs)))
             self.topk.append([*zip(best.indices.tolist(), best.values.tolist(), strict=True)])
+        if asked.scored:
+            self.scored.append(logprobs[list(asked.scored)].tolist())
         if token in asked.ends:
             self._end("stop")
         elif asked.stops and self._has_stop():
@@ -100,9 +109,8 @@ class Drawing:
     def _end(self, reason: str) -> None:
         # It may be aborted by another thread at this time.
         with contextlib.suppress(InvalidStateError):
-            self.done.set_result(
-                Sample(self.tokens, self.logprobs, self.topk, reason, self.weights)
-            )
+            given = self.tokens, self.logprobs, self.topk, reason, self.weights, self.scored
+            self.done.set_result(Sample(*given))
 
     def fail(self, error: Exception) -> None:
         with contextlib.suppress(InvalidStateError):
@@ -225,6 +233,11 @@ class Engine:
                 self._paused -= 1
                 self._changed.notify_all()
 
+    def reset_cache(self) -> None:
+        """Drops keys and values that are kept for other prompts."""
+        with self.pausing():
+            self._forget_prefixes()
+
     def close(self) -> None:
         """Ends the thread. What waits ends with Unsampled."""
         with self._changed:
@@ -345,9 +358,13 @@ class Engine:
         with contextlib.ExitStack() as paused:
             if (manager := self._manager) is not None:
                 paused.enter_context(manager.pause())
-                assert manager.batch_processor is not None  # it has sampled
-                manager.batch_processor.cache.reset()  # keys and values of other weights
+                self._forget_prefixes()  # they are of other weights
             self._change(name)
+
+    def _forget_prefixes(self) -> None:
+        manager = self._manager
+        if manager is not None and manager.batch_processor is not None:  # it has sampled
+            manager.batch_processor.cache.reset()
 
     def _change(self, name: str) -> None:
         self._held, folder = None, self._folders[name]
@@ -414,8 +431,9 @@ class _Drawn(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        tokens = [drawing.draw(row) for drawing, row in zip(self._rows, scores, strict=True)]
-        return _only(scores, tokens)
+        # The rows of requests whose prompt goes on in the next batch are the last, and are not read.
+        tokens = [drawing.draw(row) for drawing, row in zip(self._rows, scores, strict=False)]
+        return _only(scores, tokens + [0] * (len(scores) - len(tokens)))
 
 
 class _Alone(LogitsProcessor):

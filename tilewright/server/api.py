@@ -24,7 +24,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, TypeVar
 
-import httpx
 import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
@@ -36,8 +35,12 @@ from tilewright.server import answers, binary, bodies
 from tilewright.server.answers import PROTOBUF
 from tilewright.server.bodies import Base, Call
 from tilewright.server.datums import Data, check
+from tilewright.server.endpoints import Endpoint, Scored, exported
+from tilewright.server.endpoints import Own as Serves
+from tilewright.server.engines import ENGINES, Engine
 from tilewright.server.fields import Own, load
 from tilewright.server.frames import packed
+from tilewright.server.inference import Inference, client_of
 from tilewright.server.keys import Keys
 from tilewright.server.log import GENERATE, SAMPLES, Conflict, Log, Model, Path, Result
 from tilewright.server.losses import checked as checked_loss
@@ -52,7 +55,7 @@ from tilewright.server.names import (
 )
 from tilewright.server.page import page
 from tilewright.server.refused import Refused
-from tilewright.server.rollouts import Rollouts, exported
+from tilewright.server.rollouts import Rollouts
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config
 
@@ -66,7 +69,7 @@ ZSTD = 256  # bytes that are decompressed at a time
 WAITED = 0.02  # of what a result was waited for, until the next look: it comes so much later
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
-ENGINES = "weights are not sent to inference engines yet"
+NOT_SENT = "all weights are not sent to engines yet, and adapters go as files"
 # What a client may ask for that is not built, with the sentence of the refusal.
 NOT_OFFERED = {
     "create_custom_loss": "losses of clients are code, which does not run on this server",
@@ -75,18 +78,11 @@ NOT_OFFERED = {
     PUBLISH: "checkpoints are for who has their key alone",
     "join_sampling_session": "a sampler is not shared by several clients yet",
     "retrieve_futures": "results are asked for one by one, by retrieve_future",
-    **dict.fromkeys(("set_sync_quantization", "sync_inference_weights"), ENGINES),
+    "set_sync_quantization": NOT_SENT,
 }
 # The same of paths without the prefix.
 BARE = {
-    **dict.fromkeys(
-        (
-            *("add_inference_endpoint", "remove_inference_endpoint", "list_inference_endpoints"),
-            *("connect_inference_endpoint", "disconnect_inference_endpoint"),
-            "sync_inference_weights",
-        ),
-        ENGINES,
-    ),
+    **dict.fromkeys(("connect_inference_endpoint", "disconnect_inference_endpoint"), NOT_SENT),
     **dict.fromkeys(("sleep", "wake_up"), "memory is not shared with an inference engine yet"),
     **dict.fromkeys(
         ("update_dedicated_endpoint", "update_serverless_weights"),
@@ -106,8 +102,8 @@ _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
 class Limits(NamedTuple):
     """What clients may ask for.   vocabulary, longest: tokens that there are, and of one document.
     bytes: of a request.   waiting: requests at a time.   idle: seconds after which a model that
-    nobody asks for is unloaded; 0: never.   sampled: tokens of a prompt with what the engine for
-    sampling adds; 0: there is none.
+    nobody asks for is unloaded; 0: never.   sampled: tokens of a prompt with what an engine for
+    sampling adds.
     """
 
     vocabulary: int
@@ -122,7 +118,8 @@ class Api:
     """What the routes share.
 
     keys: one of which requests must come with.   base: what models are made from, of the kind
-    `arch`.   ends: tokens that end a text.
+    `arch`.   ends: tokens that end a text.   logprobs: as `Rollouts` has it.   hosts: at which
+    engines may be.   exact: whether training computes in float32.
     """
 
     def __init__(
@@ -135,10 +132,21 @@ class Api:
         ends: list[int],
         arch: str,
         tokenizer: str,
+        logprobs: str,
+        hosts: list[str],
+        exact: bool,
     ):
         self.requests, self.keys, self.base, self.limits = requests, keys, base, limits
         self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
-        self.rollouts: Rollouts | None = None
+        self.exact, self.root = exact, requests.file.parent
+        self.rollouts = Rollouts(requests, logprobs)
+        self.inference = Inference(self, hosts)
+
+    def endpoint(self, engine: Engine, pool: str | None = None) -> Endpoint:
+        """An engine at its address."""
+        base, limits = self.base, self.limits
+        own = Serves(base.names, limits.vocabulary, limits.sampled, base.rank, self.exact)
+        return Endpoint(engine, self.root, own, Scored(self.requests), pool)
 
     @property
     def owner(self) -> str:
@@ -384,7 +392,8 @@ class Api:
         limits, weights = self.limits, known["weights"]
         if (model := known.get("inflight")) is not None:
             weights = self.requests.inflight(model, self.owner) or weights
-        sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, limits.sampled)
+        engine = min(limits.sampled, self.rollouts.longest)
+        sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, engine)
         call = bodies.sample(given, weights, sampling)
         if call.kind == GENERATE and weights is not None:
             folder = exported(self.requests.file.parent, weights)
@@ -404,7 +413,7 @@ class Api:
         if not isinstance(name, str) or self.requests.owner_of(name) != self.owner:
             raise Refused(404, f"there is no request {name!r:.80}")
         canceled = self.requests.cancel(name)
-        if canceled is not None and self.rollouts is not None:
+        if canceled is not None:
             await self.rollouts.cancel(canceled)
         return Response(status_code=204)
 
@@ -514,8 +523,13 @@ class Api:
         more = {"user_metadata": known.get("user_metadata")}
         return {"training_run_ids": models, "sampler_ids": samplers, **more}
 
-    def create_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
+    async def create_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
         given = bodies.read_json(data)
+        if isinstance(given, dict) and "model_path" in given and "session_id" not in given:
+            return await self.inference.offer(request, data)  # in the JSON dialect
+        return await asyncio.to_thread(self._create_sampler, given)
+
+    def _create_sampler(self, given: Any) -> dict[str, Any]:
         body = bodies.read(bodies.CreateSampler, given)
         weights = None
         if body.model_path is not None:
@@ -833,10 +847,9 @@ def application(api: Api) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        task = None if api.rollouts is None else asyncio.create_task(api.rollouts.run())
+        task = asyncio.create_task(api.rollouts.run())
         yield
-        if task is not None:
-            task.cancel()
+        task.cancel()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
 
@@ -867,7 +880,13 @@ def application(api: Api) -> FastAPI:
         for path, handler in routes.items():
             route(method, f"{PREFIX}/{path}", handler)
     for name, why in BARE.items():
-        route("GET" if name.startswith("list") else "POST", f"/{name}", _not_offered(name, why))
+        route("POST", f"/{name}", _not_offered(name, why))
+    own = api.inference
+    route("GET", "/list_inference_endpoints", own.list)
+    route("POST", "/add_inference_endpoint", own.add)
+    route("POST", "/remove_inference_endpoint", own.remove)
+    for prefix in ("", PREFIX):
+        route("POST", f"{prefix}/sync_inference_weights", own.sync)
 
     @app.get(f"{PREFIX}/healthz")
     async def alive() -> dict[str, str]:
@@ -895,7 +914,8 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
     stored = json.loads((pathlib.Path(folder) / "config.json").read_text())
     ends, longest = stored.get("eos_token_id"), config.data.sample_packing_sequence_len
     positions = stored.get("max_position_embeddings", longest)
-    sampled = min(longest, positions, server.sampler_cache_tokens)
+    cached = server.sampler_cache_tokens if server.sampler == "embedded" else longest
+    sampled = min(longest, positions, cached)
     shape = hf.shape_of(model)
     names = dict.fromkeys((server.model_name or model.model_path, model.model_path))
     rank = lora.lora_rank if lora.enable_lora else None
@@ -909,12 +929,30 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
             server.max_body_mb * 1e6,
             server.max_pending,
             server.idle_session_timeout,
-            0 if server.sampler == "none" else sampled,
+            sampled,
         ),
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,
         tokenizer=model.tokenizer_path or model.model_path,
+        logprobs=server.sampling_logprobs,
+        hosts=server.inference_allowlist,
+        exact=not config.train.enable_mixed_precision,
     )
+
+
+def add_engines(server: Own, api: Api) -> None:
+    """That of the configuration, and what clients have added."""
+    api.inference.restore()
+    if server.sampler == "none":
+        return
+    managed = server.sampler == "embedded"
+    url = (api.root / "sampler_url").read_text().strip() if managed else server.sampler_url
+    assert url is not None  # the configuration was checked
+    endpoint = api.endpoint(ENGINES[server.sampler](client_of(url)))
+    if managed:
+        api.rollouts.managed = endpoint
+    else:
+        api.inference.keep(endpoint)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -926,10 +964,7 @@ def main(argv: list[str] | None = None) -> int:
     root = pathlib.Path(config.train.output_dir)
     keys = Keys.read(pathlib.Path(server.api_token_file or root / "api.key"))
     api = api_of(server, config, Log(root, server.log_max_gb), keys)
-    if server.sampler != "none":
-        url = (root / "sampler_url").read_text().strip()
-        client = httpx.AsyncClient(base_url=url, timeout=None)
-        api.rollouts = Rollouts(api.requests, root, client, server.sampling_logprobs)
+    add_engines(server, api)
     # uvicorn takes what it gets by number for a socket of a file, on which no TCP_NODELAY is set:
     # each answer would wait for the client's delayed acknowledgment, 40 ms.
     listening = socket.socket(fileno=int(argv[-1]))

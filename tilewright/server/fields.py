@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model
 
+from tilewright.server.hosts import allowed
 from tilewright.trainer.config import Config
 from tilewright.trainer.config.overrides import read_yaml, validated
 from tilewright.trainer.field_tree import ConfigError, leaves
 from tilewright.trainer.section import Section
 
+URL = re.compile(r"https?://[^/\s]+/?")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)B")
 UNITS = {unit: 1000**i for i, unit in enumerate(["", "K", "M", "G", "T", "P"])}
 
@@ -74,10 +76,17 @@ class Own(Section):
     log_router_stats: bool = Field(
         True, description="The routers' statistics in the metrics of passes, with experts."
     )
-    sampler: Literal["embedded", "none"] = Field(
+    sampler: Literal["embedded", "vllm", "sglang", "none"] = Field(
         "embedded",
         description="What follows prompts by more than a token: a process of its own, from the first "
-        "request of one on, or nothing.",
+        "request of one on; an engine at sampler_url; or nothing, and what clients add.",
+    )
+    sampler_url: str | None = Field(
+        None, description="Of vllm or sglang: http://HOST:PORT, within inference_allowlist."
+    )
+    inference_allowlist: list[str] = Field(
+        ["127.0.0.0/8", "::1", "localhost"],
+        description="Names of hosts, and networks, at which weights and prompts may be sent.",
     )
     sampler_cache_tokens: int = Field(
         32768, ge=16, description="Tokens that the embedded sampler keeps keys and values of."
@@ -241,6 +250,19 @@ def _problems(server: Any) -> list[str]:
         ]
     elif not server.freeze_router:
         problems.append("server.freeze_router = false: with enable_lora adapters alone train")
+    remote = server.sampler in ("vllm", "sglang")
+    if remote != (server.sampler_url is not None):
+        problems.append(
+            f"server.sampler_url = {server.sampler_url}: sampler is {server.sampler!r}; "
+            + ("it needs the URL of one" if remote else "only vllm and sglang have a URL")
+        )
+    elif remote and not URL.fullmatch(server.sampler_url):
+        problems.append(f"server.sampler_url = {server.sampler_url}: accepted is http://HOST:PORT")
+    elif remote and not allowed(server.sampler_url, server.inference_allowlist):
+        problems.append(
+            f"server.sampler_url = {server.sampler_url}: its host is not in inference_allowlist, "
+            f"{server.inference_allowlist}"
+        )
     if server.api_host not in ("127.0.0.1", "localhost", "::1"):
         problems.append(
             f"server.api_host = {server.api_host}: the API has no TLS; accepted are loopback "

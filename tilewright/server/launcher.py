@@ -172,7 +172,7 @@ class Sampler(NamedTuple):
 
 @contextlib.contextmanager
 def _sampler(server: Own, config: Config, root: pathlib.Path) -> Iterator[Sampler | None]:
-    if server.sampler == "none":
+    if server.sampler != "embedded":
         yield None
         return
     model = config.model

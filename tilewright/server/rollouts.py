@@ -1,4 +1,4 @@
-"""What follows prompts: asked of the engine for sampling, before the workers score it."""
+"""What follows prompts: asked of the engines for sampling, before the workers score it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,58 @@ import asyncio
 import contextlib
 import functools
 import logging
-import pathlib
 import sqlite3
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import httpx
 import numpy as np
 
+from tilewright.server.endpoints import Endpoint
+from tilewright.server.engines import Failed, Sampled, Wanted
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Request, Result
-from tilewright.server.names import folder_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tilewright.server")
 LOOK = 0.02  # seconds between looks for requests
 AGAIN = 0.5  # seconds before an engine that does not answer is asked again
 FAILED = "failed"  # what the fact "sampler" begins with where the launcher has given up
 
 
+class Unanswered(Failed):
+    """An engine does not answer."""
+
+
 class Rollouts:
-    """Sends what waits to the engine, all at once, and its answers to the log.
+    """Sends what waits to an engine, all at once, and its answers to the log.
 
     What was begun when the API ends is asked for again, with the same random numbers.
 
-    client: of the engine.   logprobs: "trainer", where the workers score what was sampled, or
-    "engine".
+    logprobs: "trainer", where the workers score what was sampled, or "engine".   endpoints: the
+    engines, of which the least busy one is asked, and where it does not answer the next.   managed:
+    the one that the launcher starts, and starts again, where there is no other.
     """
 
-    def __init__(self, requests: Log, root: pathlib.Path, client: httpx.AsyncClient, logprobs: str):
-        self.requests, self.root, self.client, self.logprobs = requests, root, client, logprobs
+    def __init__(
+        self,
+        requests: Log,
+        logprobs: str,
+        endpoints: Iterable[Endpoint] = (),
+        managed: Endpoint | None = None,
+    ):
+        self.requests, self.logprobs = requests, logprobs
+        self.endpoints, self.managed = [*endpoints], managed
         self._begun: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def asked(self) -> list[Endpoint]:
+        """The engines that are asked."""
+        own = [] if self.managed is None else [self.managed]
+        return self.endpoints or own
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt with what follows, that all of them take; 0: there is none."""
+        return min((endpoint.longest for endpoint in self.asked), default=0)
 
     async def run(self) -> None:
         """Until it is canceled."""
@@ -48,9 +71,9 @@ class Rollouts:
                 task.cancel()
 
     def begin(self) -> None:
-        """Begins what waits and was not begun. The launcher starts the engine for the first."""
+        """Begins what waits and was not begun. The launcher starts its engine for the first."""
         for request in self.requests.to_generate(self._begun):
-            if not self.requests.fact("sampler"):
+            if not self.endpoints and self.managed and not self.requests.fact("sampler"):
                 self.requests.tell("sampler", "wanted")
             task = asyncio.create_task(self._ended(request))
             self._begun[request.number] = task
@@ -68,8 +91,9 @@ class Rollouts:
         """A request that the log has ended: the engine need not go on."""
         if (task := self._begun.get(request.number)) is not None:
             task.cancel()
-            with contextlib.suppress(httpx.TransportError):
-                await self.client.post("/abort_request", json={"rid": request.id})
+            for endpoint in self.asked:
+                with contextlib.suppress(httpx.TransportError, Failed):
+                    await endpoint.engine.abort(request.id)
 
     async def _ended(self, request: Request) -> None:
         try:
@@ -81,96 +105,70 @@ class Rollouts:
     async def _do(self, request: Request) -> None:
         value, arrays = unpacked(request.body)
         asked, more = value["asked"], value["generate"]
-        params = {
-            "max_new_tokens": more["max_tokens"],
-            "temperature": asked["temperature"],
-            "top_k": asked["top_k"],
-            "top_p": asked["top_p"],
-            "n": more["samples"],
-            "seed": more["seed"],
-            "stop": more["stops"],
-            "stop_token_ids": value["ends"],
-            "ignore_eos": True,
-        }
-        body = {
-            "input_ids": arrays["tokens"].tolist(),
-            "rid": request.id,
-            "sampling_params": params,
-            "return_logprob": True,
-            "top_logprobs_num": more["topk"],
-        }
+        wanted = Wanted(
+            request.id,
+            arrays["tokens"].tolist(),
+            more["samples"],
+            more["max_tokens"],
+            asked["temperature"],
+            asked["top_k"],
+            asked["top_p"],
+            more["seed"],
+            value["ends"],
+            more["stops"],
+            more["topk"],
+        )
         try:
-            answer = await self._asked("/generate", body, value["weights"])
-        except _Unanswered as error:
-            self._refuse(request, str(error), "server")
+            each = await self._sampled(wanted, value["weights"])
+        except Failed as failed:
+            category = "user" if failed.status < 500 or failed.status == 501 else "server"
+            self._refuse(request, f"the engine for sampling: {failed}", category)
             return
-        if answer.status_code != 200:
-            category = "user" if answer.status_code < 500 else "server"
-            self._refuse(request, f"the engine for sampling: {_why(answer)}", category)
-            return
-        given = answer.json()
-        each = given if isinstance(given, list) else [given]
-        lengths = [len(one["output_ids"]) for one in each]
-        arrays["sampled"] = np.concatenate([np.array(one["output_ids"]) for one in each])
-        scored = [pair[0] for one in each for pair in one["meta_info"]["output_token_logprobs"]]
+        arrays["sampled"] = np.concatenate([np.array(one.tokens) for one in each])
         about = {
-            "lengths": lengths,
-            "stop_reasons": [one["meta_info"]["finish_reason"]["type"] for one in each],
+            "lengths": [len(one.tokens) for one in each],
+            "stop_reasons": [one.reason for one in each],
         }
         if more["topk"]:
-            best = [row for one in each for row in one["meta_info"]["output_top_logprobs"]]
-            arrays["topk_sampled_ids"] = np.array([[e[1] for e in row] for row in best])
-            arrays["topk_sampled_logprobs"] = np.array(
-                [[e[0] for e in row] for row in best], np.float32
-            )
+            best = np.array([row for one in each for row in one.topk])
+            arrays["topk_sampled_ids"] = best[..., 0].astype(np.int64)
+            arrays["topk_sampled_logprobs"] = best[..., 1].astype(np.float32)
         if self.logprobs == "engine":
-            arrays["sampled_logprobs"] = np.array(scored, np.float32)
+            scored = np.concatenate([np.array(one.logprobs) for one in each])
+            arrays["sampled_logprobs"] = scored.astype(np.float32)
             if not value["prompt_logprobs"] and not asked["topk"] and "targets" not in arrays:
                 del arrays["tokens"]
                 self.requests.finish(request, Result(packed(about, arrays)), ran=False)
                 return
         self.requests.generated(request, packed({**value, "generated": about}, arrays))
 
-    async def _asked(self, path: str, body: Any, weights: str | None) -> httpx.Response:
-        """The answer of the engine, which has read the weights. Raises _Unanswered."""
-        name = None if weights is None else self._known_as(weights)
-        if name is not None:
-            body = {**body, "lora_path": name}
+    async def _sampled(self, wanted: Wanted, weights: str | None) -> Sequence[Sampled]:
+        """By the first engine that can. Raises Failed."""
         while True:
-            try:
-                answer = await self.client.post(path, json=body)
-                if answer.status_code != 404 or name is None or weights is None:
-                    return answer
-                adapter = {"lora_name": name, "lora_path": str(exported(self.root, weights))}
-                loaded = await self.client.post("/load_lora_adapter", json=adapter)
-                if loaded.status_code != 200:
-                    return loaded
-            except httpx.TransportError as error:
-                state = self.requests.fact("sampler") or ""
-                if state.startswith(FAILED):
-                    raise _Unanswered(f"the engine for sampling has {state}") from error
-                await asyncio.sleep(AGAIN)
-
-    def _known_as(self, weights: str) -> str:
-        """The engine's name for weights: another one for what was saved again under a path."""
-        return f"{weights}@{exported(self.root, weights).stat().st_mtime_ns}"
+            why: list[Failed] = []
+            for endpoint in sorted(self.asked, key=_busy):
+                try:
+                    return await endpoint.generate(wanted, weights)
+                except httpx.TransportError as error:
+                    endpoint.forget()
+                    said = f"{type(error).__name__} {error}".strip()
+                    why.append(Unanswered(503, f"{endpoint.url} does not answer: {said}"))
+                except Failed as failed:
+                    if failed.status < 500:  # of the request: another engine says the same
+                        raise
+                    why.append(failed)
+            if not why:
+                raise Failed(503, "there is none: add_inference_endpoint")
+            if self.asked != [self.managed] or not isinstance(why[-1], Unanswered):
+                raise Failed(why[-1].status, "; ".join(map(str, why)))
+            state = self.requests.fact("sampler") or ""
+            if state.startswith(FAILED):
+                raise Failed(503, f"it has {state}")
+            await asyncio.sleep(AGAIN)
 
     def _refuse(self, request: Request, why: str, category: str) -> None:
         self.requests.finish(request, Result(error=why, category=category), ran=False)
 
 
-def exported(root: pathlib.Path, weights: str) -> pathlib.Path:
-    """Where the engine finds what a path has, or a sampler: adapters, or all weights."""
-    own = folder_of(root, weights) if "/" in weights else root / "samplers" / weights
-    return own / "adapter" if (own / "adapter").is_dir() else own / "model"
-
-
-class _Unanswered(Exception):
-    """The engine is not there."""
-
-
-def _why(answer: httpx.Response) -> str:
-    try:
-        return answer.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status_code} {answer.text:.200}"
+def _busy(endpoint: Endpoint) -> tuple[bool, int]:
+    return endpoint.stale is not None, endpoint.running
