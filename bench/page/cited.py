@@ -159,11 +159,6 @@ def _documents(r: Results) -> list[str]:
     return [_three(of[name][way]["median"] / 1e3) for way in ("now", "other") for name in PASSES]
 
 
-def _documents_in_table(r: Results) -> list[str]:
-    of = r.answers(ROWS_OF_64)
-    return [f"{of[name][way]['median'] / 1e3:.2f}" for way in ("other", "now") for name in PASSES]
-
-
 def _both(*ops: str, **cases: str) -> Callable[[Results], list[str]]:
     """Shares of the roof in forward and backward."""
     return lambda r: [x for name in PASSES for x in r.shares(name, *ops, **cases)]
@@ -175,17 +170,6 @@ def _forward(*ops: str, **cases: str) -> Callable[[Results], list[str]]:
 
 def _one_after_another(*parts: Callable[[Results], list[str]]) -> Callable[[Results], list[str]]:
     return lambda r: [x for part in parts for x in part(r)]
-
-
-def _adamw_ratio(r: Results) -> list[str]:
-    rows = r.rounds("adamw_", ADAMW_CASE, "torch-fused", "triton").rows
-    theirs, ours = (rows[p]["forward"]["median_ms"] for p in ("torch-fused", "triton"))
-    return [f"{theirs / ours:.2f}"]
-
-
-def _rows_of_64(r: Results) -> list[str]:
-    of = r.answers("attention-rows-of-64-triton-for-native")
-    return [f"{of[name][way]['median'] / 1e3:.2f}" for way in ("other", "now") for name in PASSES]
 
 
 def _documents_ratio(r: Results) -> list[str]:
@@ -256,12 +240,6 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
         "it was {} times (rows of 128) and {} times (rows of 64) as fast": _documents_ratio
     },
     "docs/predicted_measured.md": {
-        "| `linear_cross_entropy` | 35.3 to 37 ms | - | {} ms |": lambda r: r.time(
-            "linear_cross_entropy", "llama-3-8b", "triton"
-        ),
-        "| 56 to 59 ms | 54.9 ms | {} ms |": lambda r: r.time(
-            "linear_logprob", "qwen3-8b", "triton"
-        ),
         "649, by specialized warps {} TFLOP/s": lambda r: r.rate(*UP, "forward"),
         "597, 450, later {}, {} TFLOP/s": lambda r: r.rate(*EXPERTS, *PASSES),
         "450, by specialized warps {} TFLOP/s": lambda r: r.rate(*HEADS, "forward"),
@@ -271,34 +249,17 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
             "attention", "qwen3-30b-a3b_32k", "gluon", "native"
         ),
         "| 86 to 93 % | 81 to 100 % | {} to {} % |": _forward("rmsnorm", "silu_mul", "gelu_mul"),
-        "| 74 to 84 % | 88 to 95 % | {} to {} % |": lambda r: r.shares("backward", "rmsnorm"),
-        "| 84 to 91 % | 97 % | {} to {} %, {} to {} % |": _both("rope"),
         "| {} to {} %; 79 to 85 %, after a change {} to {} % |": _both("qk_norm_rope"),
-        "| 87 to 91 % | 100 % | {} to {} % |": _forward("cross_entropy", but="gemma"),
         "| 75 %, after a change {} to {} % |": _forward("logprob_entropy"),
         "| 69 to 85 %, after a change {} to {} % |": _forward("permute"),
         "| 79 %, 5.8 %; after a change {} %, {} % |": _both("causal_conv1d"),
         "| 54 %, after a change {} % |": lambda r: r.shares("backward", "rmsnorm_gated"),
-        "| forward {} ms, backward {} ms (cuDNN {}, {});": _rows_of_64,
-        "; {} and {} ms (PyTorch's varlen {} and {}) |": _documents_in_table,
         "| 55 %, after a change {} % |": _forward("cross_entropy", only="gemma"),
-        "| {} to {} %; {} % | right: tiles": _one_after_another(
-            _forward("newton_schulz", but="experts"), _forward("newton_schulz", only="experts")
-        ),
-        "| 60 to 88 % | 90 % | {} to {} %, values": _forward("dequantize_nf4"),
-        "| 82 to 90 % | 100 % | {} to {} % |": _forward(
-            "quantize_block_fp8", "quantize_mxfp8", but=TURNED
-        ),
         "after a change {} %, {} %; {} % | all were": _one_after_another(
             _forward("quantize_block_fp8", only=TURNED),
             _forward("quantize_mxfp8", only=TURNED),
             _forward("silu_mul_quantize", only=TURNED),
         ),
-        "70 to 80 % | 100 % | {} to {} %, {} to {} % |": _one_after_another(
-            _forward("silu_mul_quantize", but=TURNED), _forward("rmsnorm_quantize")
-        ),
-        "PyTorch's fused | 99 % | {} to {} %, ": _forward("adamw_"),
-        "%, {} times with parameters and states in bfloat16": _adamw_ratio,
     },
 }
 

@@ -3,9 +3,9 @@
     python -m tests.engines PYTHON_OF_VLLM PYTHON_OF_THE_CLIENTS
 
 It starts vLLM on a small model in float32, compares its log-probabilities under two adapters with
-training's, and runs the clients' loop of reinforcement learning (`tests/clients/rollouts.py`) through
-it. What vLLM answers goes to vllm.json, which `tests/server/test_engines.py` answers again, and what
-was seen to results.json, with the commit and the date. Fails where that is not as it should be.
+training's, and runs the clients' loop of reinforcement learning (`tests/clients/rollouts.py`)
+through it. What vLLM answers goes to vllm.json, which `tests/server/test_engines.py` answers again,
+and what was seen to results.json, with commit and date. Fails where that is not as it should be.
 """
 
 import contextlib
@@ -69,6 +69,8 @@ def vllm(python, model, rank, folder):
                     raise RuntimeError((folder / "vllm.log").read_text()[-3000:])
                 time.sleep(1)
             yield url
+            if process.poll() is not None:
+                raise RuntimeError((folder / "vllm.log").read_text()[-3000:])
         finally:
             process.terminate()
             process.wait()
@@ -80,12 +82,15 @@ def main(python, clients):
         model = write_model(folder / "model", {**QWEN3, "head_dim": 32})
         write_words(model)
         problems = []
+        log = folder / "learned/server.log"
         with vllm(python, model, 8, folder) as url:
             recorder = Recorder(str(model))
             with Served(write_server(folder / "compared", model)) as served:
                 told = of_engine(served, recorder, Vllm, url)
             file = write_server(folder / "learned", model, sampler="vllm", sampler_url=url)
             learned = of_script("rollouts.py", clients, file, model)
+            if learned is None:
+                print(*(f.read_text()[-9000:] for f in (log, folder / "vllm.log")), file=sys.stderr)
         if max(told["away"]) > 1e-5:
             problems.append(f"log-probabilities differ by {told['away']}")
         problems += ["the loop has ended otherwise"] if learned is None else learned.pop("problems")

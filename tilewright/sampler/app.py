@@ -220,8 +220,8 @@ def _sample(app: FastAPI, served: Served) -> None:
 
     @app.post("/generate")
     async def generate(body: Generate) -> Any:
-        each = await asyncio.gather(*(_generate(served, one) for one in _prompts(served, body)))
-        return each if len(each) > 1 or _many(body.input_ids) else each[0]
+        each = await asyncio.gather(*(_generate(served, body, one) for one in _prompts(body)))
+        return each if _many(body.input_ids) else each[0]
 
     @app.post("/abort_request")
     async def abort(body: Abort) -> dict[str, bool]:
@@ -284,43 +284,50 @@ def _change_weights(app: FastAPI, served: Served) -> None:
         return {"success": True}
 
 
-def _many(given: list[Any] | None) -> bool:
-    return bool(given) and isinstance(given[0], list)
+class _One(NamedTuple):
+    """A prompt, tokens whose log-probabilities are told, too, and the name of weights."""
+
+    prompt: str | list[int]
+    scored: list[int]
+    weights: str
 
 
-def _prompts(served: Served, body: Generate) -> list[Generate]:
-    """A request for each prompt. Raises Refused."""
-    if (body.text is None) == (body.input_ids is None):
+def _many(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and isinstance(given[0], list)
+
+
+def _prompts(body: Generate) -> list[_One]:
+    """Those of a request. Raises Refused."""
+    given: Any = body.text if body.input_ids is None else body.input_ids
+    scored: Any = body.token_ids_logprob or []
+    weights = body.lora_path or BASE
+    if given is None or None not in (body.text, body.input_ids):
         raise Refused(400, "one of text and input_ids must be given")
-    if not _many(body.input_ids):
-        if _many(body.token_ids_logprob) or isinstance(body.lora_path, list):
+    if not _many(given):
+        if _many(scored) or isinstance(weights, list):
             raise Refused(400, "input_ids has one prompt, and another argument a list of several")
-        return [body]
-    assert body.input_ids is not None
-    count, scored, weights = len(body.input_ids), body.token_ids_logprob, body.lora_path
-    if not _many(scored):
-        scored = [scored] * count
-    if not isinstance(weights, list):
-        weights = [weights] * count
-    assert scored is not None
-    for name, given in (("token_ids_logprob", scored), ("lora_path", weights)):
-        if len(given) != count:
-            raise Refused(400, f"{name} has {len(given)} items, and input_ids {count} prompts")
-    each = zip(body.input_ids, scored, weights, strict=True)
-    return [
-        body.model_copy(update={"input_ids": ids, "token_ids_logprob": own, "lora_path": name})
-        for ids, own, name in each
-    ]
+        return [_One(given, scored, weights)]
+    every_scored = scored if _many(scored) else [scored] * len(given)
+    every_weights = weights if isinstance(weights, list) else [weights] * len(given)
+    for name, each in (("token_ids_logprob", every_scored), ("lora_path", every_weights)):
+        if len(each) != len(given):
+            raise Refused(400, f"{name} has {len(each)} items, and input_ids {len(given)} prompts")
+    return [*map(_One, given, every_scored, every_weights)]
 
 
-async def _generate(served: Served, body: Generate) -> Any:
-    """The answer to a request with one prompt."""
-    given, prompt = body.sampling_params, body.text if body.input_ids is None else body.input_ids
-    scored, weights = body.token_ids_logprob or [], body.lora_path or BASE
-    served.tokens(scored)
-    more = {"name": body.rid, "scored": scored}
-    most, topk = given.max_new_tokens, body.top_logprobs_num
-    each = await served.sampled(prompt, most, topk, weights, given, **more)
+async def _generate(served: Served, body: Generate, one: _One) -> Any:
+    """What follows one prompt of a request."""
+    served.tokens(one.scored)
+    given, topk = body.sampling_params, body.top_logprobs_num
+    each = await served.sampled(
+        one.prompt,
+        given.max_new_tokens,
+        topk,
+        one.weights,
+        given,
+        name=body.rid,
+        scored=one.scored,
+    )
     answers = [_generated(served, sample, body.return_logprob) for sample in each]
     return answers if given.n > 1 else answers[0]
 

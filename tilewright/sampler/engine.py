@@ -431,7 +431,7 @@ class _Drawn(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        # The rows of requests whose prompt goes on in the next batch are the last, and are not read.
+        # Rows of requests whose prompt goes on in the next batch are the last, and are not read.
         tokens = [drawing.draw(row) for drawing, row in zip(self._rows, scores, strict=False)]
         return _only(scores, tokens + [0] * (len(scores) - len(tokens)))
 

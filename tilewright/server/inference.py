@@ -260,5 +260,8 @@ def _count(folder: Any) -> int:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Without a limit of time: samples may take long, and are not asked for twice."""
-    return httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits())
+    """Without a limit of time: samples may take long. Connections are kept for less than the 5
+    seconds after which uvicorn closes them.
+    """
+    limits = httpx.Limits(max_keepalive_connections=100, keepalive_expiry=2.0)
+    return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)

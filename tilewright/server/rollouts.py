@@ -148,7 +148,7 @@ class Rollouts:
             why: list[Failed] = []
             for endpoint in sorted(self.asked, key=_busy):
                 try:
-                    return await endpoint.generate(wanted, weights)
+                    return await self._once_more(endpoint, wanted, weights)
                 except httpx.TransportError as error:
                     endpoint.forget()
                     said = f"{type(error).__name__} {error}".strip()
@@ -165,6 +165,14 @@ class Rollouts:
             if state.startswith(FAILED):
                 raise Failed(503, f"it has {state}")
             await asyncio.sleep(AGAIN)
+
+    @staticmethod
+    async def _once_more(endpoint: Endpoint, wanted: Wanted, weights: str | None) -> list[Sampled]:
+        """Also where a connection had ended that was kept: the same samples come again."""
+        try:
+            return await endpoint.generate(wanted, weights)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            return await endpoint.generate(wanted, weights)
 
     def _refuse(self, request: Request, why: str, category: str) -> None:
         self.requests.finish(request, Result(error=why, category=category), ran=False)
