@@ -228,6 +228,7 @@ whole: test
 	$(BIN)/python -m tests.mutations tests/mutations/results.jsonl --old --jobs 2
 	$(BIN)/python -m tests.families accelerated --jobs 2
 	$(BIN)/python -m tests.families quantized --jobs 2
+	$(BIN)/python -m tests.families sampled --jobs 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench truth --out bench/results/truth
 	$(BIN)/python -m tilewright server-torture --table tests/server/torture.jsonl
 	$(BIN)/python -m tilewright server-torture --ranks 2 --table tests/server/torture.jsonl

@@ -2,6 +2,7 @@
 
     python -m tests.families accelerated [--only llama,bert] [--jobs 2]
     python -m tests.families quantized
+    python -m tests.families sampled
 
 Families whose rows are of today's sources are not tried again.
 """

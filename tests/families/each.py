@@ -15,7 +15,9 @@ FOLDER = ROOT / "bench/results/families"
 # What adapts, loads and saves models. What ops compute, their own tests hold.
 SOURCES = ("integrations/**/*.py", "nn/**/*.py")
 LIBRARY = ("small_models", "isolated")
+HEADS = {"sampled": ("causal",)}  # default: every
 PACKAGES = {  # whose versions count
+    "sampled": ("torch", "transformers"),
     "accelerated": ("torch", "transformers"),
     "quantized": ("torch", "transformers", "bitsandbytes", "compressed-tensors"),
 }
@@ -37,9 +39,11 @@ def sweep(name: str, what: str, *patterns: str) -> Sweep:
     def digests() -> dict[str, str]:
         here = pathlib.Path(__file__).parent
         own = [here / f"{name}.py", *(ROOT / "tests/lib" / f"{n}.py" for n in LIBRARY)]
-        own += [p for of in (*SOURCES, *patterns) for p in (ROOT / "tilewright").glob(of)]
+        of_library = () if name == "sampled" else SOURCES
+        own += [p for of in (*of_library, *patterns) for p in (ROOT / "tilewright").glob(of)]
         digest = sources.of_files(own, str(versions(name)))
-        return {f"{head} {kind}": digest for head in EVERY for kind in kinds(head)}
+        heads = HEADS.get(name, EVERY)
+        return {f"{head} {kind}": digest for head in heads for kind in kinds(head)}
 
     command = f"python -m tests.families {name}"
     what = f"{what} of families of transformers"
@@ -53,4 +57,5 @@ def table_of(name: str) -> Table:
 SWEEPS = {
     "accelerated": sweep("accelerated", "accelerate"),
     "quantized": sweep("quantized", "quantized loading", "ops/quant/*.py"),
+    "sampled": sweep("sampled", "samples", "sampler/*.py"),
 }

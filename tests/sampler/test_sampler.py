@@ -101,7 +101,10 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "glm4": {},
 }
-BY_GENERATE = {"gemma2": {"sliding_window": 8}, "mamba": {}}
+# Those that it does not take, and one that it fails for.
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+JAMBA |= {"num_experts": 2, "num_experts_per_tok": 1}
+BY_GENERATE = {"gemma2": {"sliding_window": 8}, "mamba": {}, "jamba": JAMBA}
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *BY_GENERATE])
@@ -271,6 +274,30 @@ def test_prompts_that_a_batch_cannot_hold_whole_are_sampled():
         for prompt, sample in zip(prompts, given, strict=True):
             logprobs = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[[5, 6]]
             assert sample.scored[0] == pytest.approx(logprobs.tolist(), abs=1e-5)
+    finally:
+        engine.close()
+
+
+def test_what_generate_cannot_sample_ends_alone(monkeypatch):
+    """And the model's own tokens of an end do not end a sample before it is whole."""
+    model = model_of("gemma2", sliding_window=8)
+    asked = Asked(PROMPTS[0], 12, temperature=0.0)
+    model.generation_config.eos_token_id = None
+    wanted = greedy(model, PROMPTS[0], 12)
+    model.generation_config.eos_token_id = wanted[2]
+    engine = Engine(model, "none", tokens=256)
+    try:
+        made = model.generate
+
+        def fails_once(*args, **options):
+            monkeypatch.setattr(model, "generate", made, raising=False)
+            raise ValueError("not this one")
+
+        monkeypatch.setattr(model, "generate", fails_once, raising=False)
+        first, second = engine.submit(BASE, [asked, asked])
+        with pytest.raises(Unsampled, match="not this one"):
+            first.result(60)
+        assert second.result(60).tokens == wanted
     finally:
         engine.close()
 

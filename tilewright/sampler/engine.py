@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import logging
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +30,10 @@ BASE = ""  # the name of the weights that the model begins with
 CONFIG = "config.json"  # beside all weights
 PAGE = 16  # tokens of a page of the cache
 LOOK = 0.05  # seconds between looks for what has ended
+TRIED = 6  # tokens by which continuous batching is tried on a model, of a prompt and after it
+# What log-probabilities may differ by then from those of generate.
+APART = collections.defaultdict(lambda: 0.25, {torch.float32: 1e-3, torch.float64: 1e-3})
+log = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -143,7 +148,10 @@ class Engine:
         # Losses do not compute the head here, so that it may have an adapter as it is.
         model.adaptable = ("lm_head",)
         self.longest = min(tokens, getattr(model.config, "max_position_embeddings", tokens))
-        self.continuous = supported(model)
+        why = unsupported(model)
+        self.continuous = why is None
+        if why is not None:
+            log.warning("one sample at a time, by generate: %s", why)
         self._folders: dict[str, pathlib.Path | None] = {BASE: None}
         self._held: str | None = BASE
         self.path: str | pathlib.Path = path
@@ -306,7 +314,10 @@ class Engine:
         if drawing.done.done():  # it was aborted
             return
         if not self.continuous:
-            self._generate(drawing)
+            try:
+                generate_alone(self.model, drawing)
+            except Exception as error:  # of this one: the next may be sampled
+                drawing.fail(error)
             return
         if self._manager is None:
             self._manager = manager_of(self.model, self.tokens)
@@ -334,20 +345,6 @@ class Engine:
         if output is None and not self._manager.is_running():
             error = self._manager.background_thread_status.fatal_error
             raise error or RuntimeError("continuous batching has ended")
-
-    @torch.no_grad()
-    def _generate(self, drawing: Drawing) -> None:
-        """By transformers' generate, alone."""
-        asked = drawing.asked
-        tokens = torch.tensor([asked.tokens], device=self.model.device)
-        self.model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            generation_config=GenerationConfig(do_sample=False, pad_token_id=0),
-            max_new_tokens=asked.max_tokens,
-            logits_processor=LogitsProcessorList([_Alone(drawing)]),
-            stopping_criteria=StoppingCriteriaList([_Ended(drawing)]),
-        )
 
     # ---- weights
 
@@ -479,6 +476,70 @@ def manager_of(model: Any, tokens: int) -> ContinuousBatchingManager:
     return manager
 
 
-def supported(model: Any) -> bool:
-    """Whether continuous batching takes a model's family."""
-    return getattr(model, "_supports_sdpa", False) and hasattr(model, "init_continuous_batching")
+def unsupported(model: Any) -> str | None:
+    """Why continuous batching does not sample from a model; None where it does, as generate."""
+    name = type(model).__name__
+    if not (getattr(model, "_supports_sdpa", False) and hasattr(model, "init_continuous_batching")):
+        return f"continuous batching does not take {name}"
+    size = model.config.get_text_config().vocab_size
+    asked = Asked([(7 * i + 1) % size for i in range(TRIED)], TRIED, temperature=0.0)
+    alone, together = (Drawing(BASE, asked, None) for _ in range(2))
+    try:
+        generate_alone(model, alone)
+    except Exception as error:
+        return f"{name} does not generate: {type(error).__name__}: {error}"
+    try:
+        _generate_together(model, together)
+    except Exception as error:
+        return f"continuous batching fails for {name}: {type(error).__name__}: {error}"
+    most = APART[model.dtype]
+    for here, there, token, other in zip(
+        alone.logprobs, together.logprobs, alone.tokens, together.tokens, strict=False
+    ):
+        if not abs(here - there) <= most:
+            return f"continuous batching of {name} differs from generate by {abs(here - there):.3g}"
+        if token != other:  # two that are as probable
+            break
+    return None
+
+
+def _generate_together(model: Any, drawing: Drawing) -> None:
+    """By continuous batching, which is ended again. Raises what it has ended with."""
+    before, asked, manager = model.config._attn_implementation, drawing.asked, None
+    try:
+        manager = manager_of(model, 4 * PAGE)
+        manager.add_request(
+            asked.tokens,
+            max_new_tokens=asked.max_tokens,
+            eos_token_id=-1,
+            drawing=drawing,
+        )
+        while not drawing.done.done():
+            output = manager.get_result(timeout=LOOK)
+            if output is not None and output.error:
+                raise RuntimeError(output.error)
+            if output is None and not manager.is_running():
+                raise manager.background_thread_status.fatal_error or RuntimeError("it has ended")
+    finally:
+        if manager is not None:
+            manager.stop(block=True, hard_stop=True)
+        if model.config._attn_implementation != before:  # of a cache that was not made
+            model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def generate_alone(model: Any, drawing: Drawing) -> None:
+    """By transformers' generate. Raises what it raises."""
+    asked = drawing.asked
+    tokens = torch.tensor([asked.tokens], device=model.device)
+    model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        # Without -1 the model's own would end it before the drawing does.
+        generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
+        max_new_tokens=asked.max_tokens,
+        logits_processor=LogitsProcessorList([_Alone(drawing)]),
+        stopping_criteria=StoppingCriteriaList([_Ended(drawing)]),
+    )
+    if not drawing.done.done():
+        drawing.fail(RuntimeError("generate has ended before it"))
