@@ -67,6 +67,7 @@ POLL = 0.001, 0.02  # seconds between looks for a result from then on, at least 
 UNWRITTEN = ("full", "locked", "busy", "I/O", "readonly")
 ZSTD = 256  # bytes that are decompressed at a time
 WAITED = 0.02  # of what a result was waited for, until the next look: it comes so much later
+EACH = 0.0004  # seconds between looks of all that wait: hundreds would keep a core busy
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
 NOT_SENT = "all weights are not sent to engines yet, and adapters go as files"
@@ -139,6 +140,7 @@ class Api:
         self.requests, self.keys, self.base, self.limits = requests, keys, base, limits
         self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
         self.exact, self.root = exact, requests.file.parent
+        self._polling = 0  # clients that wait for a result
         self.rollouts = Rollouts(requests, logprobs)
         self.inference = Inference(self, hosts)
 
@@ -424,18 +426,16 @@ class Api:
         name = given.get("request_id") if isinstance(given, dict) else None
         if not isinstance(name, str) or self.requests.owner_of(name) != self.owner:
             raise Refused(404, f"there is no request {name!r:.80}")
-        began, result = time.monotonic(), self.requests.result(name)
+        self._polling += 1
+        try:
+            result = await self._awaited(request, name)
+        finally:
+            self._polling -= 1
         if result is None:
-            result = await asyncio.to_thread(self._soon, name)
-        while result is None:
-            waited = time.monotonic() - began
-            if waited > WAIT or await request.is_disconnected():
-                why = self.requests.blocked(name)
-                state = {"queue_state": "paused_capacity" if why else "active"}
-                state |= {"queue_state_reason": why} if why else {}
-                return JSONResponse({"type": "try_again", "request_id": name, **state})
-            await asyncio.sleep(min(max(POLL[0], WAITED * waited), POLL[1]))
-            result = self.requests.result(name)
+            why = self.requests.blocked(name)
+            state = {"queue_state": "paused_capacity" if why else "active"}
+            state |= {"queue_state_reason": why} if why else {}
+            return JSONResponse({"type": "try_again", "request_id": name, **state})
         if result.expired:
             raise Refused(410, f"the result of {name} is no longer kept")
         if result.error is not None:
@@ -447,6 +447,20 @@ class Api:
         named = self._named(model)
         made = answers.answer(kind, result.body, named=named, protobuf=protobuf)
         return await self._told(name, request, made)
+
+    async def _awaited(self, request: Request, name: str) -> Result | None:
+        """A result, or None where it does not come in time, or its client has gone."""
+        began, result = time.monotonic(), self.requests.result(name)
+        if result is None:
+            result = await asyncio.to_thread(self._soon, name)
+        while result is None:
+            waited = time.monotonic() - began
+            if waited > WAIT or await request.is_disconnected():
+                return None
+            most = max(POLL[1], EACH * self._polling)
+            await asyncio.sleep(min(max(POLL[0], WAITED * waited), most))
+            result = self.requests.result(name)
+        return result
 
     def _soon(self, name: str) -> Result | None:
         """A result that comes at once: asyncio's own clock ticks in milliseconds."""
