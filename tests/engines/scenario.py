@@ -47,8 +47,14 @@ async def _sampled(served, transport, kind, url, names):
         future = ask(served, names[0], 2, params={**DRAWN, "stop": [end]})
         await answering(served, rollouts.all())
         [stopped] = served.result(future)["sequences"]
+        # Under a name of their own, in place: those of one model, and then of the other.
+        renewed = [
+            (await answering(served, endpoint.renew(name, "own", f"v{i}"))).state
+            for i, name in enumerate(names[:2])
+        ]
     facts = endpoint.facts._asdict()
-    return {"facts": facts, "sequences": every, "stopped": stopped, "end": end}
+    told = {"facts": facts, "sequences": every, "stopped": stopped, "end": end}
+    return {**told, "renewed": renewed}
 
 
 def _away(served, model, seq, sequence):

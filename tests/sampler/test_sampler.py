@@ -37,7 +37,8 @@ PROMPTS = [[1, 2, 3], [5, 4, 3, 2, 1, 0, 7], [3] * 20]
 
 def model_of(kind, **more):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SMALL, **more)
+    given = {name: value for name, value in {**SMALL, **more}.items() if value is not None}
+    config = transformers.AutoConfig.for_model(kind, **given)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # larger differences between tokens than those of new weights
         for p in model.parameters():
@@ -101,10 +102,12 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "glm4": {},
 }
-# Those that it does not take, and one that it fails for.
+# Those that it does not take, that it fails for, alone or beside another prompt, and that it
+# computes otherwise.
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
 JAMBA |= {"num_experts": 2, "num_experts_per_tok": 1}
 BY_GENERATE = {"gemma2": {"sliding_window": 8}, "mamba": {}, "jamba": JAMBA}
+BY_GENERATE |= {"doge": {}, "falcon": {"head_dim": None}}
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *BY_GENERATE])

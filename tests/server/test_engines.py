@@ -102,7 +102,7 @@ def test_vllm_samples_with_two_adapters_as_training_scores_them(wide_folder, tmp
     with Served(write_server(tmp_path, wide_folder)) as served:
         told = of_engine(served, transport, Vllm)
     assert told["facts"]["rank"] == 8 and told["facts"]["dtype"] == "float32"
-    assert max(told["away"]) < 1e-5
+    assert max(told["away"]) < 1e-5 and told["renewed"] == ["arrived", "arrived"]
     assert told["stopped"]["stop_reason"] == "stop"
     first = told["sequences"][0][1][0]["tokens"]
     assert told["stopped"]["tokens"] == first[: first.index(told["end"]) + 1]
@@ -111,7 +111,11 @@ def test_vllm_samples_with_two_adapters_as_training_scores_them(wide_folder, tmp
     assert len({str(one[0]["logprobs"]) for one in greedy}) == 3
     assert len(told["sequences"][0][1][0]["topk_logprobs"][0]) == 2
     loads = [key for key in transport.asked if "load_lora_adapter" in key]
-    assert len(loads) == 2 and all('"load_inplace":true' in key for key in loads)
+    assert len(loads) == 4 and all('"load_inplace":true' in key for key in loads)
+    order = ("/pause?mode=wait", "load_lora", "reset_prefix", "update_weight_v", "/resume", "info")
+    at = next(i for i, key in enumerate(transport.asked) if "/pause" in key)
+    for i, part in enumerate(order):
+        assert part in transport.asked[at + i], transport.asked[at : at + 6]
 
 
 def test_adapters_that_vllm_has_swapped_are_found(wide_folder, tmp_path):

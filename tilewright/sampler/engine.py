@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import math
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
@@ -147,7 +148,8 @@ class Engine:
         self.model, self.tokens, self.text = model.eval().requires_grad_(False), tokens, text
         # Losses do not compute the head here, so that it may have an adapter as it is.
         model.adaptable = ("lm_head",)
-        self.longest = min(tokens, getattr(model.config, "max_position_embeddings", tokens))
+        positions = getattr(model.config, "max_position_embeddings", None) or 0
+        self.longest = min(tokens, positions) if positions > 0 else tokens
         why = unsupported(model)
         self.continuous = why is None
         if why is not None:
@@ -482,39 +484,50 @@ def unsupported(model: Any) -> str | None:
     if not (getattr(model, "_supports_sdpa", False) and hasattr(model, "init_continuous_batching")):
         return f"continuous batching does not take {name}"
     size = model.config.get_text_config().vocab_size
-    asked = Asked([(7 * i + 1) % size for i in range(TRIED)], TRIED, temperature=0.0)
-    alone, together = (Drawing(BASE, asked, None) for _ in range(2))
+    tokens = [(7 * i + 1) % size for i in range(TRIED)]
+    asked = [Asked(tokens[:n], TRIED, temperature=0.0) for n in (TRIED, TRIED // 2)]
+    alone, together = ([Drawing(BASE, one, None) for one in asked] for _ in range(2))
     try:
-        generate_alone(model, alone)
+        for drawing in alone:
+            generate_alone(model, drawing)
     except Exception as error:
         return f"{name} does not generate: {type(error).__name__}: {error}"
     try:
         _generate_together(model, together)
     except Exception as error:
         return f"continuous batching fails for {name}: {type(error).__name__}: {error}"
-    most = APART[model.dtype]
-    for here, there, token, other in zip(
-        alone.logprobs, together.logprobs, alone.tokens, together.tokens, strict=False
-    ):
-        if not abs(here - there) <= most:
-            return f"continuous batching of {name} differs from generate by {abs(here - there):.3g}"
-        if token != other:  # two that are as probable
-            break
+    apart = max(map(_apart, alone, together))
+    if not apart <= APART[model.dtype]:
+        return f"continuous batching of {name} differs from generate by {apart:.3g}"
     return None
 
 
-def _generate_together(model: Any, drawing: Drawing) -> None:
+def _apart(one: Drawing, other: Drawing) -> float:
+    """What log-probabilities differ by, until the first token that is another one: two that are as
+    probable.
+    """
+    apart = 0.0
+    each = zip(one.logprobs, other.logprobs, one.tokens, other.tokens, strict=False)
+    for here, there, token, another in each:
+        apart = max(apart, abs(here - there)) if math.isfinite(there) else math.inf
+        if token != another:
+            break
+    return apart
+
+
+def _generate_together(model: Any, drawings: Sequence[Drawing]) -> None:
     """By continuous batching, which is ended again. Raises what it has ended with."""
-    before, asked, manager = model.config._attn_implementation, drawing.asked, None
+    before, manager = model.config._attn_implementation, None
     try:
         manager = manager_of(model, 4 * PAGE)
-        manager.add_request(
-            asked.tokens,
-            max_new_tokens=asked.max_tokens,
-            eos_token_id=-1,
-            drawing=drawing,
-        )
-        while not drawing.done.done():
+        for drawing in drawings:
+            manager.add_request(
+                drawing.asked.tokens,
+                max_new_tokens=drawing.asked.max_tokens,
+                eos_token_id=-1,
+                drawing=drawing,
+            )
+        while not all(drawing.done.done() for drawing in drawings):
             output = manager.get_result(timeout=LOOK)
             if output is not None and output.error:
                 raise RuntimeError(output.error)

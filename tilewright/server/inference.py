@@ -232,6 +232,7 @@ def _told(endpoint: Endpoint) -> dict[str, Any]:
         "pool": endpoint.pool,
         "healthy": facts is not None and endpoint.stale is None,
         "stale": endpoint.stale,
+        "undecided": endpoint.undecided,
         "engine": endpoint.engine.name,
     }
     if facts is None:
