@@ -69,7 +69,7 @@ def test_routes_answer_or_refuse_as_their_rows_say(served):
             assert (answer.status_code == 501) == refused, (call, answer.status_code)
             assert said != {"detail": f"there is no {path}"} and answer.status_code < 502, call
             seen += 1
-    assert seen > 60 and len(known) > 50
+    assert seen > 50 and len(known) > 50
 
 
 def test_losses_are_accepted_or_refused_as_their_rows_say(served):

@@ -108,7 +108,6 @@ def test_the_references_own_file_is_accepted_whole(model_folder, tmp_path):
     wrong |= {"muon_momentum": 0.9, "muon_nesterov": False, "muon_ns_steps": 6}
     wrong |= {"muon_adjust_lr_fn": "original", "load_checkpoint_path": "x"}
     wrong |= {"merge_lora_interval": 1, "reset_optimizer_on_merge": True}
-    wrong |= {"sync_inference_method": "p2p"}
     assert {*wrong} == {*ONE_VALUE}
     with pytest.raises(ConfigError) as error:
         load(str(write_server(tmp_path, model_folder, **wrong)), ["--server.storage_limit=5GB"])
@@ -121,6 +120,11 @@ def test_the_references_own_file_is_accepted_whole(model_folder, tmp_path):
         ({"enable_lora": False}, "server.lora_rank = 8: with enable_lora = false all weights"),
         ({"load_weights_mode": "dcp"}, "load_weights_mode"),
         ({"ckpt_manager": "torch"}, "server.ckpt_manager"),
+        ({"sync_inference_method": "p2p"}, "server.sync_inference_method"),
+        ({"sampler": "vllm"}, "sampler is 'vllm'; it needs the URL of one"),
+        ({"sampler_url": "http://127.0.0.1:1"}, "only vllm and sglang have a URL"),
+        ({"sampler": "vllm", "sampler_url": "x:1"}, "accepted is http://HOST:PORT"),
+        ({"sampler": "sglang", "sampler_url": "http://10.0.0.1:1"}, "not in inference_allowlist"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(str(write_server(tmp_path, model_folder, **changes)), [])

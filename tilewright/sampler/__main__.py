@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilewright.core.follow import follow
 from tilewright.sampler.app import Served, application
-from tilewright.sampler.engine import Engine
+from tilewright.sampler.engine import DTYPES, Engine
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

@@ -8,7 +8,7 @@ import pathlib
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from tilewright._version import __version__
+from tilewright.core.groups import Apart
 from tilewright.sampler.asked import Asked
 from tilewright.sampler.engine import BASE, Engine, Sample, Unknown, Unsampled
 
@@ -71,6 +72,28 @@ class Abort(_Body):
 
 class Pause(_Body):
     mode: str = "retract"
+
+
+class Group(_Body):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class Tensors(_Body):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+
+class Left(_Body):
+    group_name: str
 
 
 class Version(_Body):
@@ -163,6 +186,7 @@ def application(served: Served) -> FastAPI:
     _tell_state(app, served)
     _sample(app, served)
     _change_weights(app, served)
+    _receive(app, served)
     return app
 
 
@@ -290,6 +314,45 @@ class _One(NamedTuple):
     prompt: str | list[int]
     scored: list[int]
     weights: str
+
+
+def _receive(app: FastAPI, served: Served) -> None:
+    """The routes by which all weights are sent, over a process group that the sender has made."""
+    groups: dict[str, Apart] = {}
+
+    @app.post("/init_weights_update_group")
+    async def join(body: Group) -> dict[str, bool]:
+        def joined() -> Apart:
+            address = f"{body.master_address}:{body.master_port}"
+            made = Apart(address, body.rank_offset, body.world_size, body.group_name, body.backend)
+            made.join()
+            return made
+
+        try:
+            groups[body.group_name] = await asyncio.to_thread(joined)
+        except (RuntimeError, ValueError) as error:
+            raise Refused(400, f"group_name {body.group_name!r}: {error}") from error
+        return {"success": True}
+
+    @app.post("/update_weights_from_distributed")
+    async def update(body: Tensors) -> dict[str, bool]:
+        if (group := groups.get(body.group_name)) is None:
+            raise Refused(400, f"there is no group {body.group_name!r}; known are {[*groups]}")
+        if len({len(body.names), len(body.dtypes), len(body.shapes)}) > 1:
+            raise Refused(400, "names, dtypes and shapes: they are of different lengths")
+        tensors = [*zip(body.names, body.dtypes, body.shapes, strict=True)]
+        try:
+            await asyncio.to_thread(served.engine.receive, tensors, group.broadcast)
+        except (Unsampled, RuntimeError) as error:
+            raise Refused(400, str(error)) from error
+        return {"success": True}
+
+    @app.post("/destroy_weights_update_group")
+    async def leave(body: Left) -> dict[str, bool]:
+        if (group := groups.pop(body.group_name, None)) is None:
+            raise Refused(400, f"there is no group {body.group_name!r}")
+        group.close()
+        return {"success": True}
 
 
 def _many(given: Any) -> bool:

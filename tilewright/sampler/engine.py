@@ -34,6 +34,8 @@ LOOK = 0.05  # seconds between looks for what has ended
 TRIED = 6  # tokens by which continuous batching is tried on a model, of a prompt and after it
 # What log-probabilities may differ by then from those of generate.
 APART = collections.defaultdict(lambda: 0.25, {torch.float32: 1e-3, torch.float64: 1e-3})
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+Receive = Callable[[torch.Tensor], None]
 log = logging.getLogger(__name__)
 
 
@@ -159,6 +161,7 @@ class Engine:
         self.path: str | pathlib.Path = path
         self._filled: str | pathlib.Path | None = path
         self._manager: ContinuousBatchingManager | None = None
+        self._sent = False  # whether BASE's weights are no longer those that are read
         self._broken = False  # whether something was not sampled: a thread may be at its end
         self._scales: dict[Any, float] = {}  # of adapters that are off
         self._waiting: collections.deque[Drawing] = collections.deque()
@@ -242,6 +245,33 @@ class Engine:
             with self._changed:
                 self._paused -= 1
                 self._changed.notify_all()
+
+    def receive(self, tensors: Sequence[tuple[str, str, Sequence[int]]], into: Receive) -> None:
+        """Replaces weights of BASE, in a pause of its own.
+
+        Args:
+            tensors: Of each the name, as the model's state_dict has it, the dtype and the shape.
+            into: Fills a tensor.
+
+        Raises:
+            Unsampled: A name, a dtype or a shape is not the model's; nothing is received then.
+        """
+        with self.pausing():
+            self._hold(BASE)
+            own = self.model.state_dict()
+            for name, dtype, shape in tensors:
+                if name not in own or [*own[name].shape] != [*shape] or dtype not in DTYPES:
+                    there = [*own[name].shape] if name in own else None
+                    raise Unsampled(
+                        f"{name}: {dtype} {[*shape]} was sent; the model has {there or 'none'}, and "
+                        f"accepted dtypes are {', '.join(DTYPES)}"
+                    )
+            self._sent = True
+            for name, dtype, shape in tensors:
+                given = torch.empty(*shape, dtype=DTYPES[dtype], device=self.model.device)
+                into(given)
+                own[name].copy_(given)
+            self._forget_prefixes()
 
     def reset_cache(self) -> None:
         """Drops keys and values that are kept for other prompts."""
@@ -392,6 +422,8 @@ class Engine:
         """Reads all weights, if they are not there."""
         if path == self._filled:
             return
+        if path == self.path and self._sent:
+            raise Unsampled("the weights that were sent were replaced by others; send them again")
         self._filled = None
         self._unload()
         other = type(self.model).from_pretrained(path, dtype=self.model.dtype)

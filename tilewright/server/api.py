@@ -35,7 +35,7 @@ from tilewright.server import answers, binary, bodies
 from tilewright.server.answers import PROTOBUF
 from tilewright.server.bodies import Base, Call
 from tilewright.server.datums import Data, check
-from tilewright.server.endpoints import Endpoint, Scored, exported
+from tilewright.server.endpoints import Endpoint, Workers
 from tilewright.server.endpoints import Own as Serves
 from tilewright.server.engines import ENGINES, Engine
 from tilewright.server.fields import Own, load
@@ -70,7 +70,7 @@ WAITED = 0.02  # of what a result was waited for, until the next look: it comes 
 EACH = 0.0004  # seconds between looks of all that wait: hundreds would keep a core busy
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
-NOT_SENT = "all weights are not sent to engines yet, and adapters go as files"
+NO_GROUP = "each sync makes a group of processes of its own, and none is kept"
 # What a client may ask for that is not built, with the sentence of the refusal.
 NOT_OFFERED = {
     "create_custom_loss": "losses of clients are code, which does not run on this server",
@@ -79,11 +79,11 @@ NOT_OFFERED = {
     PUBLISH: "checkpoints are for who has their key alone",
     "join_sampling_session": "a sampler is not shared by several clients yet",
     "retrieve_futures": "results are asked for one by one, by retrieve_future",
-    "set_sync_quantization": NOT_SENT,
+    "set_sync_quantization": "weights are sent as they are",
 }
 # The same of paths without the prefix.
 BARE = {
-    **dict.fromkeys(("connect_inference_endpoint", "disconnect_inference_endpoint"), NOT_SENT),
+    **dict.fromkeys(("connect_inference_endpoint", "disconnect_inference_endpoint"), NO_GROUP),
     **dict.fromkeys(("sleep", "wake_up"), "memory is not shared with an inference engine yet"),
     **dict.fromkeys(
         ("update_dedicated_endpoint", "update_serverless_weights"),
@@ -120,7 +120,8 @@ class Api:
 
     keys: one of which requests must come with.   base: what models are made from, of the kind
     `arch`.   ends: tokens that end a text.   logprobs: as `Rollouts` has it.   hosts: at which
-    engines may be.   exact: whether training computes in float32.
+    engines may be.   exact: whether training computes in float32.   backend: by which all weights
+    are sent.
     """
 
     def __init__(
@@ -136,10 +137,11 @@ class Api:
         logprobs: str,
         hosts: list[str],
         exact: bool,
+        backend: str,
     ):
         self.requests, self.keys, self.base, self.limits = requests, keys, base, limits
         self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
-        self.exact, self.root = exact, requests.file.parent
+        self.exact, self.backend, self.root = exact, backend, requests.file.parent
         self._polling = 0  # clients that wait for a result
         self.rollouts = Rollouts(requests, logprobs)
         self.inference = Inference(self, hosts)
@@ -147,8 +149,10 @@ class Api:
     def endpoint(self, engine: Engine, pool: str | None = None) -> Endpoint:
         """An engine at its address."""
         base, limits = self.base, self.limits
-        own = Serves(base.names, limits.vocabulary, limits.sampled, base.rank, self.exact)
-        return Endpoint(engine, self.root, own, Scored(self.requests), pool)
+        own = Serves(
+            base.names, limits.vocabulary, limits.sampled, base.rank, self.exact, self.backend
+        )
+        return Endpoint(engine, self.root, own, Workers(self.requests), pool)
 
     @property
     def owner(self) -> str:
@@ -397,10 +401,9 @@ class Api:
         engine = min(limits.sampled, self.rollouts.longest)
         sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, engine)
         call = bodies.sample(given, weights, sampling)
-        if call.kind == GENERATE and weights is not None:
-            folder = exported(self.requests.file.parent, weights)
-            if not folder.is_dir():
-                raise Refused(400, f"{weights} holds no weights for sampling")
+        held = weights is None or any(one.takes(weights) for one in self.rollouts.asked)
+        if call.kind == GENERATE and not held:
+            raise Refused(400, f"{weights} holds no weights for sampling")
         answer = self.accept(call)
         count = call.value.get("generate", {}).get("samples") or len(call.value["asked"]["draws"])
         return {
@@ -951,6 +954,7 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
         logprobs=server.sampling_logprobs,
         hosts=server.inference_allowlist,
         exact=not config.train.enable_mixed_precision,
+        backend=server.sync_inference_method.partition("_")[0],
     )
 
 

@@ -9,13 +9,13 @@ import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import httpx
 import numpy as np
 
-from tilewright.server import probe
+from tilewright.server import probe, sending
 from tilewright.server.engines import UNKNOWN, Engine, Facts, Failed, Sampled, Sglang, Vllm, Wanted
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import SAMPLE, Log
@@ -27,6 +27,8 @@ POLL = 0.01  # seconds between looks for what the workers have scored
 OTHERS = 8  # of weights before, which those that were sent are told apart from
 APART = 0.25  # root of the mean square, from which on an engine serves another model
 BASE = "the base"
+STATE = "state.json"  # of everything that is saved
+BUCKET = 512 << 20  # bytes that are sent at a time
 
 
 class Known(NamedTuple):
@@ -49,21 +51,30 @@ class Own(NamedTuple):
     longest: int
     rank: int | None
     exact: bool
+    backend: str
 
 
 class Training(Protocol):
-    """Log-probabilities by the forward pass of training. Raises Failed."""
+    """What the workers are asked for. Methods raise Failed."""
 
-    async def __call__(self, weights: str | None, rows: Sequence[list[int]]) -> np.ndarray: ...
+    async def score(self, weights: str | None, rows: Sequence[list[int]]) -> np.ndarray:
+        """Log-probabilities by the forward pass of training."""
+        ...
+
+    async def send(
+        self, weights: str, target: dict[str, Any], rows: Sequence[list[int]]
+    ) -> tuple[dict[str, int], np.ndarray]:
+        """Sends all weights to an engine: what was sent, and scores under these weights."""
+        ...
 
 
-class Scored:
-    """`Training`, by the workers, which are asked as by a client."""
+class Workers:
+    """`Training`, by requests in the log, as clients make them."""
 
     def __init__(self, requests: Log):
         self.requests = requests
 
-    async def __call__(self, weights: str | None, rows: Sequence[list[int]]) -> np.ndarray:
+    async def score(self, weights: str | None, rows: Sequence[list[int]]) -> np.ndarray:
         asked = {"topk": 0, "draws": [], "temperature": 1.0, "top_k": -1, "top_p": 1.0}
         lengths = [len(row) - 1 for row in rows]
         value = {
@@ -74,17 +85,33 @@ class Scored:
             "ends": [],
             "generated": {"lengths": lengths, "stop_reasons": []},
         }
+        return (await self._done(SAMPLE, value, rows))[1]
+
+    async def send(
+        self, weights: str, target: dict[str, Any], rows: Sequence[list[int]]
+    ) -> tuple[dict[str, int], np.ndarray]:
+        lengths = [len(row) - 1 for row in rows]
+        return await self._done(
+            "send", {"weights": weights, "target": target, "lengths": lengths}, rows
+        )
+
+    async def _done(
+        self, kind: str, value: Any, rows: Sequence[list[int]]
+    ) -> tuple[Any, np.ndarray]:
+        """The value of a result, and the scores of all rows."""
         rest = np.concatenate([np.array(row[1:]) for row in rows])
         body = packed(value, {"tokens": np.array(rows[0][:1]), "sampled": rest})
-        name = self.requests.append("probe", None, SAMPLE, body, owner="")
+        name = self.requests.append("probe", None, kind, body, owner="")
         while (result := self.requests.result(name)) is None:
             state = self.requests.fact("workers") or ""
             if state.startswith("failed"):
                 raise Failed(503, f"the workers have {state}")
             await asyncio.sleep(POLL)
         if result.body is None:
-            raise Failed(503, f"training cannot score {weights or BASE}: {result.error}")
-        return unpacked(result.body)[1]["sampled_logprobs"].astype(np.float64)
+            what = "sent" if kind == "send" else "scored by training"
+            raise Failed(502, f"{value['weights'] or BASE} cannot be {what}: {result.error}")
+        told, arrays = unpacked(result.body)
+        return told, arrays["sampled_logprobs"].astype(np.float64)
 
 
 async def detected(client: httpx.AsyncClient) -> Engine:
@@ -123,10 +150,12 @@ class Endpoint:
         self.stale: str | None = None  # why nothing samples there
         self.running = 0
         self.undecided = 0  # probes
+        self.sent: dict[str, int] = {}  # of all weights, the last time
         self._noise = probe.Noise(0.0, 0.0, 1.0, own.exact)
         self._there: dict[str, str] = {}  # weights by the engine's names, that have arrived
         self._known: list[Known] = []  # the base's first, the newest last
         self._base_proven = False  # since weights were sent last
+        self._reading, self._idle = 0, asyncio.Event()  # samples that are drawn
         self._lock = asyncio.Lock()
 
     @property
@@ -142,11 +171,14 @@ class Endpoint:
     async def registered(self) -> Facts:
         """What the engine is, which is checked the first time. Raises Failed with both values."""
         async with self._lock:
-            if self.facts is None:
-                facts = await self.engine.facts()
-                await self._check(facts)
-                self.facts = facts
-            return self.facts
+            return await self._registered()
+
+    async def _registered(self) -> Facts:
+        if self.facts is None:
+            facts = await self.engine.facts()
+            await self._check(facts)
+            self.facts = facts
+        return self.facts
 
     async def _check(self, facts: Facts) -> None:
         own, rank = self.own, facts.rank
@@ -156,7 +188,7 @@ class Endpoint:
         exact = own.exact and facts.dtype in ("float32", None)
         rows = self._rows(probe.ROWS if exact else probe.MORE, facts.longest)
         given = await self._scores(rows, None)
-        wanted = await self.training(None, rows)
+        wanted = await self.training.score(None, rows)
         noise = probe.Noise.of(given, wanted, exact=exact)
         most, _ = noise.bounds(wanted)
         if not np.isfinite(given).all() or noise.mean > APART or (exact and noise.most > most):
@@ -175,32 +207,42 @@ class Endpoint:
         self.facts = None
 
     async def ready(self, weights: str | None) -> str | None:
-        """The engine's name for weights that have arrived there; None: the base."""
-        if weights is None and self.stale is not None:
-            self.forget()
-        await self.registered()
-        if weights is None:
-            async with self._lock:
-                if not self._base_proven:
-                    await self._prove_base()
-            return None
-        name = known_as(self.root, weights)
+        """The engine's name for weights that have arrived there; None: they are its own."""
         async with self._lock:
-            if name not in self._there:
-                await self._publish(weights, name)
-        return name
+            return await self._ready(weights)
+
+    async def _ready(self, weights: str | None) -> str | None:
+        if weights is None:
+            if self.stale is not None:
+                self.forget()  # the base is looked at again
+            await self._registered()
+            if not self._base_proven:
+                await self._prove_base()
+            return None
+        await self._registered()
+        name = known_as(self.root, weights)
+        if name not in self._there:
+            await self._publish(weights, name)
+        return None if self._is_sent(weights) else name
 
     async def generate(self, wanted: Wanted, weights: str | None) -> list[Sampled]:
         self.running += 1
         try:
-            name = await self.ready(weights)
-            try:
-                return await self.engine.generate(wanted, name)
-            except Failed as failed:
-                if failed.status != UNKNOWN or name is None:
-                    raise
-                self._there.pop(name, None)  # it was started again, and has forgotten them
-                return await self.engine.generate(wanted, await self.ready(weights))
+            for again in (True, False):
+                async with self._lock:
+                    name = await self._ready(weights)
+                    self._reading += 1
+                try:
+                    return await self.engine.generate(wanted, name)
+                except Failed as failed:
+                    if failed.status != UNKNOWN or name is None or not again:
+                        raise
+                    self._there.pop(name, None)  # it was started again, and has forgotten them
+                finally:
+                    self._reading -= 1
+                    if not self._reading:
+                        self._idle.set()
+            raise AssertionError("the second time it returns or raises")
         finally:
             self.running -= 1
 
@@ -213,37 +255,92 @@ class Endpoint:
 
         Raises Failed if the weights have not arrived.
         """
-        await self.registered()
-        engine = self.engine
         async with self._lock:
-            await engine.pause(pause)
-            try:
-                await engine.publish(name, self._folder(weights))
-                if reset:
-                    await engine.reset_cache()
-                await engine.tell_version(version)
-            finally:
-                await engine.resume()
-            # It scores nothing while it is paused. What this server samples waits for the lock.
-            if (told := await engine.version()) != version:
-                self._now_stale(f"its version is {told!r}, and {version!r} was sent")
+            await self._registered()
+            if self._is_sent(weights):
+                return await self._send(weights, version, pause=pause, reset=reset)
+            async with self._paused(pause):
+                await self.engine.publish(name, self._folder(weights))
+                await self._named(version, reset=reset)
+            await self._check_version(version)
             verdict = await self._probed(weights, name)
             self._there[name] = weights
         return verdict
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, how: str) -> AsyncIterator[None]:
+        """Within, the engine draws no samples; it goes on afterwards, also after an error."""
+        await self.engine.pause(how)
+        try:
+            yield
+        finally:
+            await self.engine.resume()
+
+    async def _named(self, version: str, *, reset: bool) -> None:
+        if reset:
+            await self.engine.reset_cache()
+        await self.engine.tell_version(version)
+
+    async def _check_version(self, version: str) -> None:
+        """An engine scores nothing while it is paused: what this server samples waits for the lock
+        until it has.
+        """
+        if (told := await self.engine.version()) != version:
+            self._now_stale(f"its version is {told!r}, and {version!r} was sent")
 
     # ---- weights
 
     async def _publish(self, weights: str, name: str) -> None:
         await self._withdraw_dropped()
         began = time.monotonic()
-        await self.engine.publish(name, self._folder(weights))
-        verdict = await self._probed(weights, name)
-        self._there[name] = weights
+        if self._is_sent(weights):
+            verdict = await self._send(weights, name)
+        else:
+            await self.engine.publish(name, self._folder(weights))
+            verdict = await self._probed(weights, name)
+            self._there[name] = weights
         log.info("%s: has %s, %s, %.3f s", self.url, name, verdict.state, time.monotonic() - began)
+
+    async def _send(
+        self, weights: str, version: str, *, pause: str = "wait", reset: bool = True
+    ) -> probe.Verdict:
+        """All weights, in the place of those that the engine has."""
+        while self._reading:  # with the weights before
+            self._idle.clear()
+            await self._idle.wait()
+        self._there.clear()
+        rows = self._rows(probe.MORE)
+        target = {
+            "url": self.url,
+            "name": f"tilewright-{time.time_ns()}",
+            "backend": self.own.backend,
+            "address": sending.MASTER,
+            "bytes": BUCKET,
+            "size": 1,
+        }
+        async with self._paused(pause):
+            self.sent, wanted = await self.training.send(weights, target, rows)
+            await self._named(version, reset=reset)
+        await self._check_version(version)
+        verdict = await self._judged(weights, None, wanted)
+        self._there[known_as(self.root, weights)] = weights
+        return verdict
+
+    def takes(self, weights: str) -> bool:
+        """Whether there is what the engine needs of weights."""
+        folder = exported(self.root, weights)
+        return self._is_sent(weights) or (
+            folder.is_dir() and (folder.name == "adapter" or self.engine.whole == "folder")
+        )
+
+    def _is_sent(self, weights: str) -> bool:
+        """Whether the workers send them: all weights, to an engine that reads no folders."""
+        whole = self.own.rank is None and (saved(self.root, weights) / STATE).is_file()
+        return whole and self.engine.whole == "sent"
 
     def _folder(self, weights: str) -> pathlib.Path:
         folder = exported(self.root, weights)
-        if folder.name != "adapter" and not self.engine.whole:
+        if folder.name != "adapter" and self.engine.whole is None:
             raise Failed(501, f"all weights are not sent to {self.engine.name} yet; train adapters")
         return folder.resolve()
 
@@ -266,30 +363,38 @@ class Endpoint:
 
     async def _probed(self, weights: str, name: str) -> probe.Verdict:
         """Whether weights have arrived under a name. Raises Failed if not."""
+        wanted = await self.training.score(weights, self._rows(probe.ROWS))
+        return await self._judged(weights, name, wanted)
+
+    async def _judged(self, weights: str, name: str | None, wanted: np.ndarray) -> probe.Verdict:
+        """wanted: training's scores of the rows, or of more of them."""
         own, rows = known_as(self.root, weights), self._rows(probe.ROWS)
         self._base_proven = False
-        wanted = await self.training(weights, rows)
+        first = wanted[: sum(len(row) - 1 for row in rows)]
         before = [known for known in self._known if known.name != own]
         others = {known.name: known.scores for known in before}
         given = await self._scores(rows, name)
-        verdict = probe.judge(given, wanted, others, self._noise)
+        verdict = probe.judge(given, first, others, self._noise)
         if verdict.state == "undecided" and self._is_there(last := before[-1]):
             more = self._rows(probe.MORE)
-            others = {last.name: await self.training(last.weights, more)}
-            given, every = await self._scores(more, name), await self.training(weights, more)
-            verdict = probe.judge(given, every, others, self._noise)
+            others = {last.name: await self.training.score(last.weights, more)}
+            every = wanted
+            if len(wanted) == len(first):
+                every = await self.training.score(weights, more)
+            verdict = probe.judge(await self._scores(more, name), every, others, self._noise)
         if verdict.state == "stale":
             self._now_stale(verdict.says)
+        self._noise = self._noise.seen(given, first)
         self.undecided += verdict.state == "undecided"
         self.stale = None
-        self._known = [before[0], *before[1:][-OTHERS:], Known(own, weights, wanted)]
+        self._known = [before[0], *before[1:][-OTHERS:], Known(own, weights, first)]
         return verdict
 
     def _is_there(self, known: Known) -> bool:
         """Whether weights can be scored once more."""
         if known.weights is None:
             return True
-        there = exported(self.root, known.weights).is_dir()
+        there = (saved(self.root, known.weights) / STATE).is_file()
         return there and known_as(self.root, known.weights) == known.name
 
     def _now_stale(self, why: str) -> None:
@@ -305,14 +410,19 @@ class Endpoint:
         return np.concatenate([np.array(row) for row in await self.engine.score(rows, name)])
 
 
+def saved(root: pathlib.Path, weights: str) -> pathlib.Path:
+    """Where that is which a path has, or a sampler."""
+    return folder_of(root, weights) if "/" in weights else root / "samplers" / weights
+
+
 def known_as(root: pathlib.Path, weights: str) -> str:
     """An engine's name for weights: another one for what was saved again under a path, so that no
     prefix of the former is found in a cache.
     """
-    return f"{weights}@{exported(root, weights).stat().st_mtime_ns}"
+    return f"{weights}@{(saved(root, weights) / STATE).stat().st_mtime_ns}"
 
 
 def exported(root: pathlib.Path, weights: str) -> pathlib.Path:
-    """Where an engine finds what a path has, or a sampler: adapters, or all weights."""
-    own = folder_of(root, weights) if "/" in weights else root / "samplers" / weights
+    """Where an engine finds them: adapters, or all weights."""
+    own = saved(root, weights)
     return own / "adapter" if (own / "adapter").is_dir() else own / "model"

@@ -78,7 +78,9 @@ class Engine:
     """
 
     name: str
-    whole = False  # whether it reads all weights from a folder, too
+    # How all weights reach it: from a "folder", under a name; "sent" to it, in the place of its
+    # own; or not at all.
+    whole: str | None = None
 
     def __init__(self, client: httpx.AsyncClient):
         self.client = client
@@ -157,7 +159,7 @@ PAUSES = {"wait": "retract", "keep": "in_place", "abort": "abort"}
 class Sglang(Engine):
     """SGLang, by /generate."""
 
-    name = "sglang"
+    name, whole = "sglang", "sent"
 
     async def facts(self) -> Facts:
         model, server = await asyncio.gather(
@@ -247,7 +249,7 @@ class Sglang(Engine):
 class Embedded(Sglang):
     """`tilewright.sampler`: SGLang's calls, and all weights from a folder."""
 
-    name, whole = "embedded", True
+    name, whole = "embedded", "folder"
 
 
 def _adapter(name: str | None) -> dict[str, str]:

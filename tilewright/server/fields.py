@@ -96,6 +96,9 @@ class Own(Section):
         description="Log-probabilities of samples: of the forward pass of training, or the "
         "sampler's own.",
     )
+    sync_inference_method: Literal["nccl_broadcast", "gloo_broadcast"] = Field(
+        "nccl_broadcast", description="How all weights are sent to an engine; gloo is for CPUs."
+    )
     nproc_per_node: int = Field(
         0, ge=0, description="Processes that `auto` starts; 0: one a GPU, or one."
     )
@@ -174,7 +177,6 @@ ONE_VALUE: Mapping[str, tuple[Any, str]] = {
     "load_checkpoint_path": ("", "a client loads checkpoints, by load_weights"),
     "merge_lora_interval": (0, _BASE),
     "reset_optimizer_on_merge": (False, _BASE),
-    "sync_inference_method": ("nccl_broadcast", "weights are not sent to engines yet"),
 }
 
 

@@ -1,6 +1,6 @@
 """Engines that clients add, and the weights that these are sent: routes of the JSON dialect.
 
-Adapters go as files, which an engine reads; all weights are not sent yet.
+Adapters go as files, which an engine reads; all weights are sent by the workers.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ class Inference:
         body = bodies.read(Sync, bodies.read_json(data))
         model = self.api.model(checked("model_id", body.model_id))
         if body.quantization is not None:
-            raise Refused(501, "quantization: adapters are sent as they are")
-        if model.about["rank"] is None:
-            raise Refused(501, "all weights are not sent to engines yet; train adapters")
+            raise Refused(501, "quantization: weights are sent as they are")
         asked = [
             one
             for one in self.api.rollouts.endpoints
@@ -157,7 +155,7 @@ class Inference:
             raise Refused(400, "there is no endpoint to send weights to: add_inference_endpoint")
         weights = f"{model.name}@sync"
         value = {**bodies.saving(None, overwrite=True), "sampler": weights, "dense": None}
-        value["inflight"] = False
+        value |= {"inflight": False, "sent": True}
         call = bodies.Call(model.name, None, "save_weights_for_sampler", value)
         saved = await self.api.at_once(request, self.api.accept(call))
         if "error" in (made := json.loads(bytes(saved.body))):
@@ -174,14 +172,17 @@ class Inference:
         told = [await _tried(endpoint, one) for endpoint in asked]
         folder = exported(self.api.root, weights)
         failed = [one["message"] for one in told if not one["success"]]
+        sent = {"bytes": folder_size(folder), "tensors": _count(folder), "buckets": 1}
+        if model.about["rank"] is None:
+            sent = asked[0].sent
         return JSONResponse(
             {
                 "success": not failed,
                 "message": "; ".join(failed) or f"{model.name} is {version}",
                 "transfer_time": time.monotonic() - began,
-                "total_bytes": folder_size(folder),
-                "num_parameters": _count(folder),
-                "num_buckets": 1,
+                "total_bytes": sent.get("bytes", 0),
+                "num_parameters": sent.get("tensors", 0),
+                "num_buckets": sent.get("buckets", 0),
                 "endpoints_synced": told,
             }
         )
@@ -193,7 +194,7 @@ class Inference:
         _, kind, name = parsed(weights)
         if self.api.path(weights) is None:
             raise Refused(404, f"there is no checkpoint {body.model_path}")
-        if kind != "sampler_weights" or not exported(self.api.root, weights).is_dir():
+        if kind != "sampler_weights" or exported(self.api.root, weights).name != "adapter":
             raise Refused(400, f"{body.model_path} holds no weights for sampling")
 
         async def one(endpoint: Endpoint) -> str:
@@ -247,16 +248,12 @@ def _told(endpoint: Endpoint) -> dict[str, Any]:
     return {**own, "server_info": about}
 
 
-def _count(folder: Any) -> int:
-    """The number of parameters in a folder."""
+def _count(folder: pathlib.Path) -> int:
+    """The number of tensors in a folder."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                size = 1
-                for side in opened.get_slice(name).get_shape():
-                    size *= side
-                total += size
+            total += len(opened.keys())
     return total
 
 

@@ -19,7 +19,7 @@ from tilewright.core.files import folder_size
 from tilewright.nn import LoRALinear
 from tilewright.nn.sharded import assign, shard, whole
 from tilewright.nn.weights import Adapted, adapted, is_adapter
-from tilewright.server import losses, passes
+from tilewright.server import losses, passes, sending
 from tilewright.server.datums import Data
 from tilewright.server.frames import Arrays
 from tilewright.server.names import PARTS, folder_of, path_of
@@ -28,6 +28,7 @@ from tilewright.server.refused import Refused
 from tilewright.trainer.bank import Bank, Sole
 from tilewright.trainer.build import of_main
 from tilewright.trainer.checkpoint import checkpoint
+from tilewright.trainer.checkpoint.hf import full_tensors
 from tilewright.trainer.engine import Engine, NotFinite
 from tilewright.trainer.field_tree import ConfigError
 from tilewright.trainer.parallel.gradients import global_norm
@@ -101,7 +102,7 @@ class Settings(NamedTuple):
 
     norms: of gradients by kind of layer.   routers: their statistics.   most: bytes below the
     server's folder; what would be more is not saved.   dtype: of exported weights.   tokenizer: its
-    folder, which exports have.   sampled: whether an engine for sampling reads what samplers have.
+    folder, which exports have.   folders: whether the sampler reads all weights from folders.
     """
 
     norms: bool
@@ -109,7 +110,7 @@ class Settings(NamedTuple):
     most: float
     dtype: torch.dtype | None
     tokenizer: str | None
-    sampled: bool
+    folders: bool
 
 
 class Done(NamedTuple):
@@ -169,7 +170,7 @@ class Models:
         Raises Refused, on every rank, where it cannot be done; the model is as before then, but for
         gradients that are not finite.
         """
-        if kind not in CREATES and kind != "sample":
+        if kind not in CREATES and kind not in APART:
             if model not in self.bank:
                 raise Refused(404, f"there is no model {model}")
             self.bank.take(model)
@@ -377,7 +378,8 @@ class Models:
         held, given = value["sampler"] is not None, value["dense"]
         dense = given is not None or not self.adapters
         dtype = self.settings.dtype if given is None else getattr(torch, given)
-        exports = self.settings.sampled or not held  # else the workers alone read it
+        # All weights that are sent to an engine are read by the workers alone.
+        exports = not held or not dense or (self.settings.folders and not value.get("sent"))
         every = sum(p.numel() for p in self.engine.parts.whole.parameters())
         beside = every * (dtype or torch.float32).itemsize if dense else trained
         self._check_room(trained + (beside if exports else 0))
@@ -525,6 +527,30 @@ class Models:
             given["prompt_logprobs"][: -value["last"]] = np.nan
         return Done(generated, given)
 
+    def send(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """All weights that a sampler has, to an engine, and their scores of tokens, as `sample`'s.
+
+        model: whose request it is.
+        """
+        failed: str | None = None
+        with self._weights(value["weights"]):
+            tensors = full_tensors(self.engine.parts, self.settings.dtype)
+            sent = None
+            if self.mesh.main:
+                try:
+                    sent = sending.send(sending.Target(**value["target"]), tensors)
+                except sending.Unsent as error:
+                    failed = str(error)
+            else:
+                for _ in tensors:
+                    pass
+            if (failed := self.mesh.control.broadcast(failed)) is not None:
+                raise Refused(502, failed, category="server")
+            given = passes.scored(
+                self.engine, arrays, value["lengths"], Asked(0, [], 1.0, -1, 1.0), self.how
+            )
+        return Done({} if sent is None else sent._asdict(), given)
+
     @contextlib.contextmanager
     def _weights(self, source: str | None) -> Iterator[None]:
         """Within, the engine has the weights of a sampler, of a saved path, or the base's."""
@@ -586,8 +612,11 @@ KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "load_weights": Models.load,
     "unload_model": Models.unload,
     "sample": Models.sample,
+    "send": Models.send,
 }
 SAVES = ("save_weights", "save_weights_for_sampler")
+# Those of samplers, which are no models.
+APART = ("sample", "send")
 # Those that make a model, and those that change what it is: they are run again from a checkpoint.
 CREATES = ("create_model", "create_from")
 LOADS = ("create_from", "load_weights")

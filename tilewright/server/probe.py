@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 ROWS, MORE, LENGTH = 4, 32, 16  # rows of the probe, and where these do not tell; tokens of one
-BOUND = 1e-4  # of float32
+BOUND = 1e-4  # of float32, for log-probabilities of the size that they have at first
 CLEAR = 4.0  # times the noise, above which a difference is none of rounding
-PART = 0.02  # of what the weights have changed, below which a rest is none of theirs
+PART = 0.001  # of what the weights have changed, below which a rest is none of theirs
 # What float32 sums differ by, in another order, of log-probabilities of this size.
-ROUNDING = 2.0**-20
+ROUNDING = 2.0**-24
 
 
 def rows(vocabulary: int, longest: int, count: int) -> list[list[int]]:
@@ -42,6 +42,13 @@ class Noise(NamedTuple):
         away = np.abs(given - wanted)
         return cls(_mean(given - wanted), float(away.max()), float(np.abs(wanted).max()), exact)
 
+    def seen(self, given: np.ndarray, wanted: np.ndarray) -> Noise:
+        """With what they differ by under other weights, which have arrived: trained ones may round
+        more.
+        """
+        size = max(1.0, float(np.abs(wanted).max()) / max(self.size, 1e-9))
+        return self._replace(mean=max(self.mean, _mean(given - wanted) / size))
+
     def bounds(self, wanted: np.ndarray) -> tuple[float, float]:
         """The largest difference that is accepted, and its usual size. Both grow with the
         log-probabilities.
@@ -49,8 +56,8 @@ class Noise(NamedTuple):
         size = float(np.abs(wanted).max())
         grown = max(1.0, size / max(self.size, 1e-9))
         floor = ROUNDING * max(1.0, size)
-        most = BOUND if self.exact else 2 * self.most * grown
-        return max(most, floor), max(self.mean * grown, floor)
+        most = BOUND if self.exact else 2 * self.most
+        return max(most * grown, floor), max(self.mean * grown, floor)
 
 
 class Verdict(NamedTuple):

@@ -33,6 +33,7 @@ from tilewright.server.fields import Own, load, size
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Model, Request, Result
 from tilewright.server.models import (
+    APART,
     CHANGES,
     CREATES,
     LOADS,
@@ -88,7 +89,7 @@ def models_of(server: Own, config: Config, mesh: Mesh) -> Models:
         size(server.storage_limit),
         exported["dtype"],
         exported["tokenizer"],
-        server.sampler != "none",
+        server.sampler == "embedded",
     )
     return Models(
         engine,
@@ -312,7 +313,7 @@ class Workers:
                 raise
             log.exception("%s %s", request.kind, request.id)
             why = f"{request.kind} {request.id} has failed: {type(error).__name__}: {error}"
-            if request.kind != "sample":
+            if request.kind not in APART:
                 self._fail(request.model, why)
             return Result(error=why, category="server"), None
         assert done is not None

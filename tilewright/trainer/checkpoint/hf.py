@@ -80,7 +80,7 @@ TOKENIZER_FILES = (
 SHARD = re.compile(r"model(-g\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
-def _full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields Hugging Face names and full tensors on the CPU. Every rank must exhaust it:
     gathering is collective. Parameters that are rows of one tensor are held until all are there.
     """
@@ -142,7 +142,7 @@ def save_weights(
     shards: list[dict[str, int]] = []
     with written_aside(target) if writes else contextlib.nullcontext() as aside:
         stored = shard = None
-        for name, tensor in _full_tensors(parts, dtype):
+        for name, tensor in full_tensors(parts, dtype):
             stored = stored or tensor.dtype
             if aside is None:
                 continue

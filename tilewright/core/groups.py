@@ -1,0 +1,63 @@
+"""Process groups beside the default one, of processes that were started apart: a trainer and the
+engines that it sends weights to.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+LIMIT = 600.0  # seconds of one collective, and of waiting for the others
+
+
+class Apart:
+    """A group that other libraries join as `_new_process_group_helper` of torch has it: SGLang's
+    init_weights_update_group, which is what the prefixes of the store are for.
+
+    Args:
+        address: of rank 0, which listens on the port; "HOST:PORT", for rank 0 with port 0 a free
+            one, see `port`.
+        rank: this process's; rank 0 sends.
+        size: of the group.
+        name: the group's.
+        backend: "gloo", for tensors on a CPU, or "nccl".
+
+    Raises RuntimeError where the others do not come.
+    """
+
+    def __init__(self, address: str, rank: int, size: int, name: str, backend: str):
+        host, _, port = address.rpartition(":")
+        limit = datetime.timedelta(seconds=LIMIT)
+        self.size, self.rank, self.name, self.backend = size, rank, name, backend
+        self._limit = limit
+        self._store = TCPStore(
+            host.strip("[]"), int(port), size, rank == 0, limit, wait_for_workers=False
+        )
+        self.port = self._store.port
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self) -> None:
+        """Waits for the others."""
+        store: dist.Store = self._store
+        device = "cuda" if self.backend == "nccl" else "cpu"
+        for prefix in (self.name, f"{self.name}/", f"{device}/"):
+            store = PrefixStore(prefix, store)
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._limit
+            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        else:
+            self._group = ProcessGroupGloo(store, self.rank, self.size, self._limit)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values into a contiguous tensor of every rank."""
+        assert self._group is not None  # it has joined
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
+
+    def close(self) -> None:
+        self._group = None
