@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def client_of(app, url="http://sampler"):
-    """Of an application or a transport."""
+    """A client of an application or a transport."""
     transport = app if isinstance(app, httpx.AsyncBaseTransport) else httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url=url, timeout=None)
 

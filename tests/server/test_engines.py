@@ -36,7 +36,7 @@ VLLM = pathlib.Path(__file__).parents[1] / "engines/vllm.json"
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
-    """Of heads that vLLM has on a CPU."""
+    """A model whose heads have a width that vLLM has on a CPU."""
     return write_model(tmp_path_factory.mktemp("wide") / "model", {**QWEN3, "head_dim": 32})
 
 
@@ -64,7 +64,7 @@ class Through(httpx.AsyncBaseTransport):
             return httpx.Response(200, json=told["answer"])
         url = str(request.url)
         content = json.dumps(body if told is None else told).encode()
-        given = httpx.Request(request.method, url, content=content, headers=JSON)
+        given = httpx.Request(method=request.method, url=url, content=content, headers=JSON)
         if request.method == "GET":
             given = request
         return await self.inner.handle_async_request(given)

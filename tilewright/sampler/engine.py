@@ -250,7 +250,7 @@ class Engine:
         """Replaces weights of BASE, in a pause of its own.
 
         Args:
-            tensors: Of each the name, as the model's state_dict has it, the dtype and the shape.
+            tensors: The name, as the model's state_dict has it, the dtype and the shape of each.
             into: Fills a tensor.
 
         Raises:

@@ -115,13 +115,22 @@ class Limits(NamedTuple):
     sampled: int
 
 
+class Sampling(NamedTuple):
+    """How samples are made.   logprobs: as `Rollouts` has it.   hosts: at which engines may be.
+    exact: whether training computes in float32.   backend: by which all weights are sent.
+    """
+
+    logprobs: str
+    hosts: list[str]
+    exact: bool
+    backend: str
+
+
 class Api:
     """What the routes share.
 
     keys: one of which requests must come with.   base: what models are made from, of the kind
-    `arch`.   ends: tokens that end a text.   logprobs: as `Rollouts` has it.   hosts: at which
-    engines may be.   exact: whether training computes in float32.   backend: by which all weights
-    are sent.
+    `arch`.   ends: tokens that end a text.
     """
 
     def __init__(
@@ -134,17 +143,14 @@ class Api:
         ends: list[int],
         arch: str,
         tokenizer: str,
-        logprobs: str,
-        hosts: list[str],
-        exact: bool,
-        backend: str,
+        sampling: Sampling,
     ):
         self.requests, self.keys, self.base, self.limits = requests, keys, base, limits
         self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
-        self.exact, self.backend, self.root = exact, backend, requests.file.parent
+        self.sampling, self.root = sampling, requests.file.parent
         self._polling = 0  # clients that wait for a result
-        self.rollouts = Rollouts(requests, logprobs)
-        self.inference = Inference(self, hosts)
+        self.rollouts = Rollouts(requests, sampling.logprobs)
+        self.inference = Inference(self, sampling.hosts)
 
     def endpoint(self, engine: Engine, pool: str | None = None) -> Endpoint:
         """An engine at its address."""
@@ -805,6 +811,17 @@ def _gets(api: Api) -> dict[str, Handler]:
     }
 
 
+def _of_engines(own: Inference) -> dict[str, Handler]:
+    """Routes outside of the prefix, and the one that is also within."""
+    return {
+        "GET /list_inference_endpoints": own.list,
+        "POST /add_inference_endpoint": own.add,
+        "POST /remove_inference_endpoint": own.remove,
+        "POST /sync_inference_weights": own.sync,
+        f"POST {PREFIX}/sync_inference_weights": own.sync,
+    }
+
+
 def _not_offered(name: str, why: str) -> Handler:
     def handler(request: Request, data: bytes) -> Any:
         raise Refused(501, f"{name.rpartition('/')[2]}: {why}", used=False)
@@ -898,12 +915,9 @@ def application(api: Api) -> FastAPI:
             route(method, f"{PREFIX}/{path}", handler)
     for name, why in BARE.items():
         route("POST", f"/{name}", _not_offered(name, why))
-    own = api.inference
-    route("GET", "/list_inference_endpoints", own.list)
-    route("POST", "/add_inference_endpoint", own.add)
-    route("POST", "/remove_inference_endpoint", own.remove)
-    for prefix in ("", PREFIX):
-        route("POST", f"{prefix}/sync_inference_weights", own.sync)
+    for call, handler in _of_engines(api.inference).items():
+        method, _, path = call.partition(" ")
+        route(method, path, handler)
 
     @app.get(f"{PREFIX}/healthz")
     async def alive() -> dict[str, str]:
@@ -951,10 +965,12 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,
         tokenizer=model.tokenizer_path or model.model_path,
-        logprobs=server.sampling_logprobs,
-        hosts=server.inference_allowlist,
-        exact=not config.train.enable_mixed_precision,
-        backend=server.sync_inference_method.partition("_")[0],
+        sampling=Sampling(
+            server.sampling_logprobs,
+            server.inference_allowlist,
+            not config.train.enable_mixed_precision,
+            server.sync_inference_method.partition("_")[0],
+        ),
     )
 
 
