@@ -154,10 +154,9 @@ class Api:
 
     def endpoint(self, engine: Engine, pool: str | None = None) -> Endpoint:
         """An engine at its address."""
-        base, limits = self.base, self.limits
-        own = Serves(
-            base.names, limits.vocabulary, limits.sampled, base.rank, self.exact, self.backend
-        )
+        base, limits, how = self.base, self.limits, self.sampling
+        known = base.names, limits.vocabulary, limits.sampled, base.rank
+        own = Serves(*known, how.exact, how.backend)
         return Endpoint(engine, self.root, own, Workers(self.requests), pool)
 
     @property
