@@ -453,8 +453,11 @@ def test_all_weights_are_sent_and_what_is_missing_is_found(model_folder, tmp_pat
                 "client_of",
                 lambda url: httpx.AsyncClient(transport=Changed(), base_url=url, timeout=None),
             )
-            added = bare(served, "/add_inference_endpoint", {"host": "127.0.0.1", "port": port})
+            given = {"host": "127.0.0.1", "port": port, "group_name": "own", "buffer_size_mb": 1}
+            added = bare(served, "/add_inference_endpoint", given)
             assert added[0] == 200, added
+            transfer = served.api.rollouts.endpoints[0].transfer
+            assert (transfer.name, transfer.bytes, transfer.size) == ("own", 1 << 20, 1)
             model = served.model()
             name = base(served, model.partition(":")[0])
             for i, (missing, state) in enumerate(
@@ -482,6 +485,12 @@ def test_all_weights_are_sent_and_what_is_missing_is_found(model_folder, tmp_pat
             [sequence] = served.result(futures[0])["sequences"]
             want = forward(served, model, 11, PROMPT + sequence["tokens"])[len(PROMPT) - 1 :]
             assert sequence["logprobs"] == pytest.approx(want.tolist(), abs=1e-6)
+            # As after a start of the API: the engine has no base, and what is asked is sent again.
+            served.api.rollouts.endpoints.clear()
+            served.api.inference.restore()
+            future = ask(served, own, 1, params={"temperature": 0.0})
+            asked(served, served.api.rollouts.endpoints)
+            assert served.result(future)["sequences"][0]["tokens"] == sequence["tokens"]
             assert "without adapters" in served.result(futures[1])["error"]
     finally:
         process.kill()
@@ -493,7 +502,7 @@ def test_what_is_sent_must_fit(model_folder, tmp_path):
     process = sglang_of(model_folder, tmp_path)
     try:
         url = process.stdout.readline().strip()
-        target = sending.Target(url, "g", "gloo", "127.0.0.1", 1 << 20, 1)
+        target = sending.Target(url, "g", "gloo", "127.0.0.1", 0, 1 << 20, 1)
         for name, tensor, said in (
             ("none", torch.zeros(3), "none: float32 [3] was sent; the model has none"),
             ("model.norm.weight", torch.zeros(3), "the model has [32]"),

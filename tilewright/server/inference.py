@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from tilewright.core.files import folder_size
 from tilewright.server import bodies
-from tilewright.server.endpoints import Endpoint, detected, exported
+from tilewright.server.endpoints import Endpoint, Transfer, detected, exported
 from tilewright.server.engines import ENGINES, Engine, Failed
 from tilewright.server.hosts import allowed
 from tilewright.server.log import Log, Model
@@ -41,14 +41,27 @@ class Address(bodies.Body):
         return f"http://{host}:{self.port}"
 
 
-class Add(Address):
-    worker_port: int | None = None
-    world_size: int = 1
+class How(bodies.Body):
+    """How all weights are sent; None: as before."""
+
+    master_address: str | None = Field(None, min_length=1, max_length=253)
+    master_port: int | None = Field(None, ge=0, le=65535)
+    group_name: str | None = Field(None, min_length=1, max_length=128)
+    buffer_size_mb: int | None = Field(None, ge=1)
+
+    def of(self, before: Transfer) -> Transfer:
+        size = None if self.buffer_size_mb is None else self.buffer_size_mb << 20
+        given = {"address": self.master_address, "port": self.master_port}
+        given |= {"name": self.group_name, "bytes": size}
+        return before._replace(**{n: v for n, v in given.items() if v is not None})
+
+
+class Add(Address, How):
+    world_size: int = Field(1, ge=1)
     pool: str | None = None
-    sync_weights: bool = False
 
 
-class Sync(bodies.Body):
+class Sync(How):
     model_id: str = "default"
     flush_cache: bool = True
     cache_invalidation_mode: Literal["auto", "flush", "none"] = "auto"
@@ -90,7 +103,9 @@ class Inference:
             url = path.path.removeprefix(ENDPOINT)
             if url != path.path and allowed(url, self.hosts):
                 kind = ENGINES[path.about["engine"]]
-                self.keep(self.api.endpoint(kind(client_of(url)), path.about["pool"]))
+                endpoint = self.api.endpoint(kind(client_of(url)), path.about["pool"])
+                endpoint.transfer = Transfer(**path.about["transfer"])
+                self.keep(endpoint)
 
     async def add(self, request: Request, data: bytes) -> dict[str, Any]:
         body = bodies.read(Add, bodies.read_json(data))
@@ -103,8 +118,10 @@ class Inference:
             await client.aclose()
             why = error if isinstance(error, Failed) else f"{body.url} does not answer: {error!r}"
             raise Refused(400, str(why)) from error
+        endpoint.transfer = body.of(endpoint.transfer)._replace(size=body.world_size)
         self.keep(endpoint)
         about = {"kind": "endpoint", "engine": endpoint.engine.name, "pool": body.pool}
+        about["transfer"] = endpoint.transfer._asdict()
         self.api.requests.remember(ENDPOINT + endpoint.url, "", about)
         return {
             "success": True,
@@ -164,6 +181,7 @@ class Inference:
         reset = body.flush_cache and body.cache_invalidation_mode != "none"
 
         async def one(endpoint: Endpoint) -> str:
+            endpoint.transfer = body.of(endpoint.transfer)
             how = {"pause": PAUSES[body.pause_mode], "reset": reset}
             verdict = await endpoint.renew(weights, model.name, version, **how)
             return f"{version}: {verdict.state}{f', {verdict.says}' if verdict.says else ''}"
@@ -229,7 +247,7 @@ def _told(endpoint: Endpoint) -> dict[str, Any]:
         "host": url.host,
         "port": url.port,
         "worker_port": None,
-        "world_size": 1,
+        "world_size": endpoint.transfer.size,
         "pool": endpoint.pool,
         "healthy": facts is not None and endpoint.stale is None,
         "stale": endpoint.stale,

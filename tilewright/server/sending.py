@@ -12,21 +12,20 @@ import torch
 
 from tilewright.core.groups import Apart
 
-MASTER = "127.0.0.1"  # of the group, where the engine is on this machine
-
 
 class Target(NamedTuple):
     """An engine that receives weights.
 
     url: where it answers.   name: of the group, another one each time.   backend: "gloo" or "nccl".
-    address: of this process, as the engine reaches it.   bytes: of a bucket.   size: of the engine,
-    in processes.
+    address, port: of this process, as the engine reaches it; 0: a free one.   bytes: of a bucket.
+    size: of the engine, in processes.
     """
 
     url: str
     name: str
     backend: str
     address: str
+    port: int
     bytes: int
     size: int
 
@@ -101,7 +100,7 @@ class _Channel:
 
     def __enter__(self) -> _Channel:
         target, size = self.target, 1 + self.target.size
-        group = Apart(f"{target.address}:0", 0, size, target.name, target.backend)
+        group = Apart(f"{target.address}:{target.port}", 0, size, target.name, target.backend)
         body = {
             "master_address": target.address,
             "master_port": group.port,
