@@ -114,9 +114,9 @@ def main():
     penalty = {"kl_penalty_coef": 0.01, "kl_reference_config": reference, "compute_post_kl": True}
     one, rows = rewards("one", 16, **penalty)
     behind = train.AsyncConfig(max_steps_off_policy=1, groups_per_batch=PROMPTS)
-    # Fewer samples settle on one token for all prompts, which has half of the reward.
-    more = {"samples": 32, "tokens": 2, "rate": 1e-2}
-    depends, _ = rewards("depends", 30, depends=True, async_config=behind, **more)
+    # Fewer samples, or a higher rate, settle on one token for all prompts: half of the reward.
+    more = {"samples": 32, "tokens": 2, "rate": 5e-3}
+    depends, _ = rewards("depends", 40, depends=True, async_config=behind, **more)
     with first_weights_alone():
         unsynced, _ = rewards("unsynced", 8)
     told = {
