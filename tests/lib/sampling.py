@@ -69,3 +69,10 @@ def forward(served, model, seq, tokens):
     data = [(np.array(tokens[:-1]), {"target_tokens": np.array(tokens[1:])})]
     future = served.post("forward", raw=pass_body(model, seq, data, forward=True))
     return passed(served.result(future, accept=PROTOBUF))[1]["logprobs"][0]
+
+
+class Gone(httpx.AsyncBaseTransport):
+    """An engine that does not answer."""
+
+    async def handle_async_request(self, request):
+        raise httpx.ConnectError("no")

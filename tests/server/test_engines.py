@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import httpx
 from helpers import until
-from sampling import PROMPT, answering, ask, base, client_of, forward, saved
+from sampling import PROMPT, Gone, answering, ask, base, client_of, forward, saved
 from serving import Served, documents, trained, write_model, write_server
 from training import QWEN3
 
@@ -26,6 +26,7 @@ from tests.engines.scenario import of_engine
 from tilewright.sampler.__main__ import served as sampled_model
 from tilewright.sampler.app import application
 from tilewright.server import inference, probe, sending
+from tilewright.server.api import add_engines
 from tilewright.server.engines import Embedded, Failed, Sglang, Vllm
 from tilewright.server.hosts import allowed
 from tilewright.server.rollouts import Rollouts
@@ -38,13 +39,6 @@ VLLM = pathlib.Path(__file__).parents[1] / "engines/vllm.json"
 def wide_folder(tmp_path_factory):
     """A model whose heads have a width that vLLM has on a CPU."""
     return write_model(tmp_path_factory.mktemp("wide") / "model", {**QWEN3, "head_dim": 32})
-
-
-@pytest.fixture(scope="module")
-def sampler(model_folder):
-    made = sampled_model(str(model_folder), None, "float32", "cpu", 4096)
-    yield application(made)
-    made.engine.close()
 
 
 class Through(httpx.AsyncBaseTransport):
@@ -200,8 +194,7 @@ def test_adapters_that_have_not_arrived_are_found_after_one_step(file, sampler, 
     with Served(file) as served:
         models = [served.model(i) for i in range(2)]
         for i, model in enumerate(models):
-            for seq in (1, 2):
-                trained_once(served, model, seq, i)
+            step(served, model, 0, i)
         names = [saved(served, model, i) for i, model in enumerate(models)]
         endpoint = endpoint_of(served, Through(sampler, fault))
         futures = [ask(served, name) for name in names]
@@ -223,12 +216,10 @@ def test_adapters_that_have_not_arrived_are_found_after_one_step(file, sampler, 
         assert endpoint.stale is not None and right.stale is None
 
 
-def trained_once(served, model, seq, seed):
-    """A pass, or the step after it, at 1e-4."""
-    if seq == 1:
-        served.result(served.passes(model, seq, documents(seed)))
-    else:
-        served.result(served.step(model, seq, learning_rate=1e-4))
+def step(served, model, number, seed):
+    """A pass and a step at a rate of 1e-4, the first of number 0."""
+    served.result(served.passes(model, 2 * number + 1, documents(seed)))
+    served.result(served.step(model, 2 * number + 2, learning_rate=1e-4))
 
 
 def test_the_base_is_looked_at_again_beside_adapters(file, sampler):
@@ -305,9 +296,26 @@ def test_an_engine_that_cannot_serve_the_server_is_refused(file, sampler, tmp_pa
         made.engine.close()
 
 
-class Gone(httpx.AsyncBaseTransport):
-    async def handle_async_request(self, request):
-        raise httpx.ConnectError("no")
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "embedded", "none"])
+def test_the_engine_of_the_configuration_is_asked_when_the_api_starts(model_folder, tmp_path, kind):
+    """Beside those that clients have added, which take the embedded one's place."""
+    url = "http://127.0.0.1:7"
+    remote = {"sampler_url": url} if kind in ("vllm", "sglang") else {}
+    with Served(write_server(tmp_path, model_folder, sampler=kind, **remote)) as served:
+        (served.root / "sampler_url").write_text(f"{url}\n")
+        rollouts = served.api.rollouts
+        rollouts.managed = None
+        add_engines(served.server, served.api)
+        assert [(one.url, one.engine.name) for one in rollouts.asked] == (
+            [] if kind == "none" else [(url, kind)]
+        )
+        assert (rollouts.managed is not None) == (kind == "embedded")
+        other = {"kind": "endpoint", "engine": "sglang", "pool": None, "transfer": {}}
+        served.log.remember("endpoint/http://127.0.0.1:8", "", other)
+        rollouts.endpoints.clear()
+        add_engines(served.server, served.api)
+        own = [url] if remote else []
+        assert [one.url for one in rollouts.asked] == ["http://127.0.0.1:8", *own]
 
 
 def test_hosts_are_names_or_networks():
@@ -414,16 +422,10 @@ def sglang_of(model_folder, tmp_path):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
 
 
-class Changed(httpx.AsyncBaseTransport):
-    """To the address of a sampler, through a function of (path, body) as `Through` has it."""
-
-    def __init__(self, change=lambda path, body: None):
-        self.change, self.inner = change, httpx.AsyncHTTPTransport()
+class Anew(httpx.AsyncBaseTransport):
+    """A connection for each request: the loop of events is another one, too."""
 
     async def handle_async_request(self, request):
-        told = self.change(request.url.path, json.loads(request.content or b"null"))
-        if told is not None:
-            return httpx.Response(200, json=told["answer"])
         async with httpx.AsyncHTTPTransport() as inner:
             answer = await inner.handle_async_request(request)
             return httpx.Response(answer.status_code, content=await answer.aread())
@@ -451,7 +453,7 @@ def test_all_weights_are_sent_and_what_is_missing_is_found(model_folder, tmp_pat
             monkeypatch.setattr(
                 inference,
                 "client_of",
-                lambda url: httpx.AsyncClient(transport=Changed(), base_url=url, timeout=None),
+                lambda url: httpx.AsyncClient(transport=Anew(), base_url=url, timeout=None),
             )
             given = {"host": "127.0.0.1", "port": port, "group_name": "own", "buffer_size_mb": 1}
             added = bare(served, "/add_inference_endpoint", given)
@@ -469,8 +471,7 @@ def test_all_weights_are_sent_and_what_is_missing_is_found(model_folder, tmp_pat
                     ("", "arrived"),
                 )
             ):
-                served.result(served.passes(model, 2 * i + 1, documents(i)))
-                served.result(served.step(model, 2 * i + 2, learning_rate=1e-4))
+                step(served, model, i, i)
                 fault[:] = [missing] if missing else []
                 body = {"model_id": model, "weight_version": f"v{i}"}
                 status, told = bare(served, "/sync_inference_weights", body)
@@ -568,11 +569,7 @@ def test_a_version_a_cache_or_an_error_of_a_sync_is_told(file, sampler, monkeypa
                 ("", "arrived"),
             )
         ):
-            for seq in (1, 2):
-                call = (served.passes, served.step)[seq - 1]
-                more = (documents(i),) if seq == 1 else ()
-                rate = {} if seq == 1 else {"learning_rate": 1e-4}
-                served.result(call(model, 2 * i + seq, *more, **rate))
+            step(served, model, i, i)
             fault[:] = [name] if name else []
             body = {"model_id": model, "weight_version": f"v{i}"}
             status, told = bare(served, "/sync_inference_weights", body)

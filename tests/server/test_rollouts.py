@@ -13,25 +13,16 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 import httpx
-from sampling import PROMPT, ask, base, forward, generate, saved
+from sampling import PROMPT, Gone, ask, base, forward, generate, saved
 from serving import PROTOBUF, Served, documents, trained, write_server
 
 from tilewright.nn import load_adapter
-from tilewright.sampler.__main__ import served as sampled_model
-from tilewright.sampler.app import application
 from tilewright.server import messages_pb2 as wire
 from tilewright.server.engines import Embedded
 from tilewright.server.rollouts import Rollouts
 from tilewright_lab.server_torture.client import Server, processes
 
 pytestmark = pytest.mark.packages
-
-
-@pytest.fixture(scope="module")
-def sampler(model_folder):
-    made = sampled_model(str(model_folder), None, "float32", "cpu", 4096)
-    yield application(made)
-    made.engine.close()
 
 
 def test_samples_have_the_weights_and_the_log_probabilities_of_training(file, sampler):
@@ -264,13 +255,6 @@ def test_samples_are_canceled(file, sampler):
 
         ask(served, name, 4)
         asyncio.run(begun())
-
-
-class Gone(httpx.AsyncBaseTransport):
-    """An engine that does not answer."""
-
-    async def handle_async_request(self, request):
-        raise httpx.ConnectError("no")
 
 
 def test_an_engine_that_has_ended_ends_its_futures_and_no_others(file, sampler, monkeypatch):

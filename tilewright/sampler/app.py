@@ -71,7 +71,7 @@ class Abort(_Body):
 
 
 class Pause(_Body):
-    mode: str = "retract"
+    mode: Literal["retract", "abort", "in_place"] = "retract"
 
 
 class Group(_Body):
@@ -205,7 +205,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 def _tell_state(app: FastAPI, served: Served) -> None:
     """Whether it runs, and what it has."""
-    engine, version = served.engine, {"weight_version": "default"}
+    engine = served.engine
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -220,7 +220,7 @@ def _tell_state(app: FastAPI, served: Served) -> None:
     async def info() -> dict[str, Any]:
         config = engine.model.config.get_text_config()
         about = {"model_path": served.name, "vocab_size": config.vocab_size}
-        return {**about, "is_generation": True, **version}
+        return {**about, "is_generation": True, "weight_version": engine.version}
 
     @app.get("/get_server_info")
     async def server() -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _tell_state(app: FastAPI, served: Served) -> None:
 
     @app.post("/update_weight_version")
     async def name_weights(body: Version) -> dict[str, Any]:
-        version["weight_version"] = body.new_version
+        engine.version = body.new_version
         return {"success": True, **body.model_dump()}
 
 
@@ -345,6 +345,7 @@ def _receive(app: FastAPI, served: Served) -> None:
             await asyncio.to_thread(served.engine.receive, tensors, group.broadcast)
         except (Unsampled, RuntimeError) as error:
             raise Refused(400, str(error)) from error
+        served.engine.version = body.weight_version or served.engine.version
         return {"success": True}
 
     @app.post("/destroy_weights_update_group")

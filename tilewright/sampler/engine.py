@@ -156,6 +156,7 @@ class Engine:
         self.continuous = why is None
         if why is not None:
             log.warning("one sample at a time, by generate: %s", why)
+        self.version = "default"  # what BASE's weights are called by who has sent them
         self._folders: dict[str, pathlib.Path | None] = {BASE: None}
         self._held: str | None = BASE
         self.path: str | pathlib.Path = path
@@ -342,7 +343,7 @@ class Engine:
             return not (others or self._paused or self._closed)
 
     def _begin(self, active: dict[str, Drawing], drawing: Drawing) -> None:
-        asked, name = drawing.asked, f"{next(self._numbers)}"
+        name = f"{next(self._numbers)}"
         if drawing.done.done():  # it was aborted
             return
         if not self.continuous:
@@ -354,13 +355,7 @@ class Engine:
         if self._manager is None:
             self._manager = manager_of(self.model, self.tokens)
         active[name] = drawing
-        self._manager.add_request(
-            asked.tokens,
-            request_id=name,
-            max_new_tokens=asked.max_tokens,
-            eos_token_id=[*asked.ends] or -1,
-            drawing=drawing,
-        )
+        _add(self._manager, drawing, name)
 
     def _look(self, active: dict[str, Drawing]) -> None:
         """Takes out of `active` what has ended."""
@@ -374,9 +369,8 @@ class Engine:
         for name in [name for name, drawing in active.items() if drawing.stopped]:
             self._manager.cancel_request(name)
             del active[name]
-        if output is None and not self._manager.is_running():
-            error = self._manager.background_thread_status.fatal_error
-            raise error or RuntimeError("continuous batching has ended")
+        if output is None:
+            _check_running(self._manager)
 
     # ---- weights
 
@@ -510,6 +504,24 @@ def manager_of(model: Any, tokens: int) -> ContinuousBatchingManager:
     return manager
 
 
+def _add(manager: ContinuousBatchingManager, drawing: Drawing, name: str) -> None:
+    asked = drawing.asked
+    manager.add_request(
+        asked.tokens,
+        request_id=name,
+        max_new_tokens=asked.max_tokens,
+        eos_token_id=[*asked.ends] or -1,
+        drawing=drawing,
+    )
+
+
+def _check_running(manager: ContinuousBatchingManager) -> None:
+    """Raises what its thread has ended with."""
+    if not manager.is_running():
+        error = manager.background_thread_status.fatal_error
+        raise error or RuntimeError("continuous batching has ended")
+
+
 def unsupported(model: Any) -> str | None:
     """Why continuous batching does not sample from a model; None where it does, as generate."""
     name = type(model).__name__
@@ -552,19 +564,14 @@ def _generate_together(model: Any, drawings: Sequence[Drawing]) -> None:
     before, manager = model.config._attn_implementation, None
     try:
         manager = manager_of(model, 4 * PAGE)
-        for drawing in drawings:
-            manager.add_request(
-                drawing.asked.tokens,
-                max_new_tokens=drawing.asked.max_tokens,
-                eos_token_id=-1,
-                drawing=drawing,
-            )
+        for i, drawing in enumerate(drawings):
+            _add(manager, drawing, f"{i}")
         while not all(drawing.done.done() for drawing in drawings):
             output = manager.get_result(timeout=LOOK)
             if output is not None and output.error:
                 raise RuntimeError(output.error)
-            if output is None and not manager.is_running():
-                raise manager.background_thread_status.fatal_error or RuntimeError("it has ended")
+            if output is None:
+                _check_running(manager)
     finally:
         if manager is not None:
             manager.stop(block=True, hard_stop=True)

@@ -406,8 +406,7 @@ class Api:
         engine = min(limits.sampled, self.rollouts.longest)
         sampling = bodies.Sampling(self.ends, limits.vocabulary, limits.longest, engine)
         call = bodies.sample(given, weights, sampling)
-        held = weights is None or any(one.takes(weights) for one in self.rollouts.asked)
-        if call.kind == GENERATE and not held:
+        if call.kind == GENERATE and not self.rollouts.takes(weights):
             raise Refused(400, f"{weights} holds no weights for sampling")
         answer = self.accept(call)
         count = call.value.get("generate", {}).get("samples") or len(call.value["asked"]["draws"])

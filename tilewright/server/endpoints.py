@@ -16,7 +16,17 @@ import httpx
 import numpy as np
 
 from tilewright.server import probe
-from tilewright.server.engines import UNKNOWN, Engine, Facts, Failed, Sampled, Sglang, Vllm, Wanted
+from tilewright.server.engines import (
+    UNKNOWN,
+    Engine,
+    Facts,
+    Failed,
+    Sampled,
+    Sglang,
+    Unanswered,
+    Vllm,
+    Wanted,
+)
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import SAMPLE, Log
 from tilewright.server.names import folder_of
@@ -226,12 +236,13 @@ class Endpoint:
         """The engine has ended: another one may come in its place."""
         self.facts = None
 
-    async def ready(self, weights: str | None) -> str | None:
-        """The engine's name for weights that have arrived there; None: they are its own."""
-        async with self._lock:
-            return await self._ready(weights)
+    def lost(self, error: httpx.TransportError) -> Unanswered:
+        """It does not answer."""
+        self.forget()
+        return Unanswered(self.url, error)
 
     async def _ready(self, weights: str | None) -> str | None:
+        """The engine's name for weights that have arrived there; None: they are its own."""
         if weights is None:
             if self.stale is not None:
                 self.forget()  # the base is looked at again

@@ -71,6 +71,13 @@ class Failed(Exception):
         self.status = status
 
 
+class Unanswered(Failed):
+    """An engine does not answer."""
+
+    def __init__(self, url: str, error: httpx.TransportError):
+        super().__init__(503, f"{url} does not answer: {type(error).__name__} {error}".strip())
+
+
 class Engine:
     """What all of them share. client: with the engine's address.
 
@@ -93,7 +100,7 @@ class Engine:
         raise NotImplementedError
 
     async def tell_version(self, version: str) -> None:
-        raise NotImplementedError
+        await self._asked("/update_weight_version", {"new_version": version})
 
     async def publish(self, name: str, folder: pathlib.Path) -> None:
         """Loads adapters, as PEFT has them, in the place of those of this name."""
@@ -112,6 +119,9 @@ class Engine:
         Each is asked for after its prefix, as samples are: what an engine computes for prompts may
         take another path, past its cache.
         """
+        return [*await asyncio.gather(*(self._row(row, name) for row in rows))]
+
+    async def _row(self, row: list[int], name: str | None) -> list[float]:
         raise NotImplementedError
 
     async def abort(self, request: str) -> None:
@@ -178,9 +188,6 @@ class Sglang(Engine):
     async def version(self) -> str | None:
         return (await self._asked("/get_model_info")).get("weight_version")
 
-    async def tell_version(self, version: str) -> None:
-        await self._asked("/update_weight_version", {"new_version": version})
-
     async def publish(self, name: str, folder: pathlib.Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -215,10 +222,6 @@ class Sglang(Engine):
         }
         given = await self._asked("/generate", body | _adapter(name))
         return [_of_sglang(one) for one in (given if isinstance(given, list) else [given])]
-
-    async def score(self, rows: Sequence[list[int]], name: str | None) -> list[list[float]]:
-        each = await asyncio.gather(*(self._row(row, name) for row in rows))
-        return [*each]
 
     async def _row(self, row: list[int], name: str | None) -> list[float]:
         count = len(row) - 1
@@ -298,9 +301,6 @@ class Vllm(Engine):
     async def version(self) -> str | None:
         return (await self._asked("/weight_info"))["weight_version"]
 
-    async def tell_version(self, version: str) -> None:
-        await self._asked("/update_weight_version", {"new_version": version})
-
     async def publish(self, name: str, folder: pathlib.Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
         await self._asked("/v1/load_lora_adapter", body)
@@ -331,10 +331,6 @@ class Vllm(Engine):
         given = await self._asked("/v1/completions", body)
         each = [_of_vllm(choice, wanted.topk) for choice in given["choices"]]
         return each * wanted.samples if same else each
-
-    async def score(self, rows: Sequence[list[int]], name: str | None) -> list[list[float]]:
-        each = await asyncio.gather(*(self._row(row, name) for row in rows))
-        return [*each]
 
     async def _row(self, row: list[int], name: str | None) -> list[float]:
         # Its prompt_logprobs end the engine on a CPU where the head has an adapter (0.32).

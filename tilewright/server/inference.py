@@ -20,7 +20,7 @@ from safetensors import safe_open
 from tilewright.core.files import folder_size
 from tilewright.server import bodies
 from tilewright.server.endpoints import Endpoint, Transfer, detected, exported
-from tilewright.server.engines import ENGINES, Engine, Failed
+from tilewright.server.engines import ENGINES, Engine, Failed, Unanswered
 from tilewright.server.hosts import allowed
 from tilewright.server.log import Log, Model
 from tilewright.server.names import canonical, checked, parsed
@@ -116,7 +116,7 @@ class Inference:
             facts = await endpoint.registered()
         except (Failed, httpx.TransportError) as error:
             await client.aclose()
-            why = error if isinstance(error, Failed) else f"{body.url} does not answer: {error!r}"
+            why = error if isinstance(error, Failed) else Unanswered(body.url, error)
             raise Refused(400, str(why)) from error
         endpoint.transfer = body.of(endpoint.transfer)._replace(size=body.world_size)
         self.keep(endpoint)
@@ -158,7 +158,7 @@ class Inference:
     # ---- weights
 
     async def sync(self, request: Request, data: bytes) -> Response:
-        """Sends a model's adapters, as they are, under its name to every engine."""
+        """Sends a model as it is to every engine: adapters under its name, or all weights."""
         body = bodies.read(Sync, bodies.read_json(data))
         model = self.api.model(checked("model_id", body.model_id))
         if body.quantization is not None:
@@ -188,11 +188,11 @@ class Inference:
 
         began = time.monotonic()
         told = [await _tried(endpoint, one) for endpoint in asked]
-        folder = exported(self.api.root, weights)
         failed = [one["message"] for one in told if not one["success"]]
-        sent = {"bytes": folder_size(folder), "tensors": _count(folder), "buckets": 1}
-        if model.about["rank"] is None:
-            sent = asked[0].sent
+        sent = asked[0].sent
+        if model.about["rank"] is not None:
+            folder = exported(self.api.root, weights)
+            sent = {"bytes": folder_size(folder), "tensors": _count(folder), "buckets": 1}
         return JSONResponse(
             {
                 "success": not failed,
@@ -234,11 +234,10 @@ async def _tried(endpoint: Endpoint, do: Callable[[Endpoint], Awaitable[str]]) -
     try:
         return {**told, "message": await do(endpoint)}
     except Failed as failed:
-        return {**told, "success": False, "message": str(failed)}
+        why = failed
     except httpx.TransportError as error:
-        endpoint.forget()
-        said = f"{endpoint.url} does not answer: {type(error).__name__} {error}"
-        return {**told, "success": False, "message": said}
+        why = endpoint.lost(error)
+    return {**told, "success": False, "message": str(why)}
 
 
 def _told(endpoint: Endpoint) -> dict[str, Any]:

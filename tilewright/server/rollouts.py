@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 
 from tilewright.server.endpoints import Endpoint
-from tilewright.server.engines import Failed, Sampled, Wanted
+from tilewright.server.engines import Failed, Sampled, Unanswered, Wanted
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Request, Result
 
@@ -21,10 +21,6 @@ log = logging.getLogger("tilewright.server")
 LOOK = 0.02  # seconds between looks for requests
 AGAIN = 0.5  # seconds before an engine that does not answer is asked again
 FAILED = "failed"  # what the fact "sampler" begins with where the launcher has given up
-
-
-class Unanswered(Failed):
-    """An engine does not answer."""
 
 
 class Rollouts:
@@ -58,6 +54,10 @@ class Rollouts:
     def longest(self) -> int:
         """Tokens of a prompt with what follows, that all of them take; 0: there is none."""
         return min((endpoint.longest for endpoint in self.asked), default=0)
+
+    def takes(self, weights: str | None) -> bool:
+        """Whether one of them can have weights; None: the base's."""
+        return weights is None or any(endpoint.takes(weights) for endpoint in self.asked)
 
     async def run(self) -> None:
         """Until it is canceled."""
@@ -150,9 +150,7 @@ class Rollouts:
                 try:
                     return await self._once_more(endpoint, wanted, weights)
                 except httpx.TransportError as error:
-                    endpoint.forget()
-                    said = f"{type(error).__name__} {error}".strip()
-                    why.append(Unanswered(503, f"{endpoint.url} does not answer: {said}"))
+                    why.append(endpoint.lost(error))
                 except Failed as failed:
                     if failed.status < 500:  # of the request: another engine says the same
                         raise
