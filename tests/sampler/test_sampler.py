@@ -343,6 +343,22 @@ def test_it_answers_as_sglang_and_openai_have_it(client, made, folder):
     assert info["vocab_size"] == 97 and server["continuous_batching"]
 
 
+def test_the_version_that_comes_with_weights_is_told(client):
+    """By a group of one process, which sends nothing."""
+    group = {"master_address": "127.0.0.1", "master_port": 0, "rank_offset": 0, "world_size": 1}
+    group |= {"group_name": "alone", "backend": "gloo"}
+    assert client.post("/init_weights_update_group", json=group).status_code == 200
+    none = {"names": [], "dtypes": [], "shapes": [], "group_name": "alone"}
+    for more, told in (({"weight_version": "v1"}, "v1"), ({}, "v1")):
+        answer = client.post("/update_weights_from_distributed", json={**none, **more})
+        assert answer.status_code == 200, answer.json()
+        assert client.get("/get_model_info").json()["weight_version"] == told
+    left = {"group_name": "alone"}
+    assert client.post("/destroy_weights_update_group", json=left).status_code == 200
+    assert "no group" in client.post("/update_weights_from_distributed", json=none).text
+    assert client.post("/pause_generation", json={"mode": "none"}).status_code == 422
+
+
 REFUSALS = {
     "token": ({"input_ids": [97]}, 400, "has the token 97; accepted are 0 to 96"),
     "none": ({}, 400, "one of text and input_ids"),
