@@ -1,22 +1,32 @@
 """Measures rollouts beside what they are made of, on a CPU or a GPU.
 
-    python -m bench rollout --out DIR [--quick]
+    python -m bench rollout --out DIR [--quick] [--vllm PYTHON]
 
     sample    tokens per second of prompts that are sampled at once, beside transformers' generate,
               of one prompt after the other and of all in one padded batch
     switch    the same tokens of two adapters in turns, beside one adapter's
     publish   from a request to save weights to the first token that is sampled with them, beside
               the save alone, by a server and its sampler
+    sync      bytes per second of all weights, in buckets over gloo to a sampler's process, beside
+              the same bytes in broadcasts that a process does nothing but receive; and what the
+              sender's memory grows by, which is to be a tensor and a bucket
+    vllm      with the Python of an environment with vLLM: the same tokens by the sampler's process
+              and by vLLM's, over HTTP, with one thread each (vLLM without compilation)
 
 Each is measured in turns with what it is compared with; the raw file has every round.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,18 +43,28 @@ class Size:
     """How large the measures are.
 
     shape: of the model, by transformers' names.   prompt: tokens of each.   new: of what follows
-    each prompt.   rounds: of each measure.
+    each prompt.   rounds: of each measure.   sent: the shape of the model that is sent, beside
+    `shape`.   bucket: bytes.
     """
 
     shape: dict[str, int]
     prompt: int
     new: tuple[int, ...]
     rounds: int
+    sent: dict[str, int]
+    bucket: int
 
 
 # 16 requests of 8 to 256 new tokens.
-FULL = Size(SERVED.shape, 32, tuple(8 + round(i * 248 / 15) for i in range(16)), 5)
-QUICK = Size({"max_position_embeddings": 64}, 4, (2, 5), 1)
+FULL = Size(
+    SERVED.shape,
+    prompt=32,
+    new=tuple(8 + round(i * 248 / 15) for i in range(16)),
+    rounds=5,
+    sent={"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "head_dim": 64},
+    bucket=64 << 20,
+)
+QUICK = Size({"max_position_embeddings": 64}, 4, (2, 5), 1, {}, 1 << 16)
 
 
 def in_turns(measures: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
@@ -166,13 +186,146 @@ def published(size: Size, base: pathlib.Path, folder: pathlib.Path) -> dict[str,
     }
 
 
-def measured(size: Size, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+# A process that receives the broadcasts of a group, and nothing else.
+RECEIVES = """
+import sys, torch
+from tilewright.core.groups import Apart
+address, rounds, *sizes = sys.argv[1:]
+group = Apart(address, 1, 2, "plain", "gloo")
+group.join()
+given = [torch.empty(int(size)) for size in sizes]
+for _ in range(int(rounds)):
+    for tensor in given:
+        group.broadcast(tensor)
+"""
+
+
+@contextlib.contextmanager
+def sampler(model: pathlib.Path, threads: int | None = None) -> Iterator[str]:
+    """The address of a sampler in a process of its own."""
+    command = [sys.executable, "-m", "tilewright.sampler", "--model", str(model), "--port", "0"]
+    own = {} if threads is None else {"OMP_NUM_THREADS": f"{threads}"}
+    process = subprocess.Popen(
+        [*command, "--dtype", "float32"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **own},
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def synced(size: Size, folder: pathlib.Path) -> dict[str, Any]:
+    import torch
+    from safetensors.torch import load_file
+
+    from bench.host_memory import peak_mib
+    from tilewright.core.groups import Apart
+    from tilewright.server import sending
+    from tilewright_lab.server_torture.client import write_model
+
+    base = write_model(folder / "sent", **{**size.shape, **size.sent})
+    tensors = load_file(base / "model.safetensors")
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    count = size.rounds + 1  # and those before that are not measured
+    sizes = [size.bucket // 4] * (total // size.bucket)
+    sizes += [rest // 4] if (rest := total % size.bucket) else []
+    flat = [torch.zeros(n) for n in sizes]
+    group = Apart("127.0.0.1:0", 0, 2, "plain", "gloo")
+    about = [f"127.0.0.1:{group.port}", f"{count}", *map(str, sizes)]
+    receiver = subprocess.Popen([sys.executable, "-c", RECEIVES, *about])
+    try:
+        group.join()
+        with sampler(base) as url:
+            target = sending.Target("embedded", url, "g", "gloo", "127.0.0.1", 0, size.bucket, 1)
+            channel = sending.opened(target)
+
+            def sync() -> int:
+                # As they are gathered, each is a tensor of its own.
+                given = ((name, t.clone()) for name, t in tensors.items())
+                return sending.send(target, given, channel).bytes
+
+            def plain() -> int:
+                for tensor in flat:
+                    group.broadcast(tensor)
+                return total
+
+            rates = in_turns({"sync": sync, "broadcast": plain}, size.rounds)
+            grown = peak_mib(sync)
+            channel.close()
+    finally:
+        receiver.kill()
+        receiver.wait()
+    largest = max(t.numel() * t.element_size() for t in tensors.values())
+    return {
+        "measure": "sync",
+        "bytes": total,
+        "bucket_bytes": size.bucket,
+        "largest_tensor_bytes": largest,
+        "sync_gb_per_s": statistics.median(rates["sync"]) / 1e9,
+        "broadcast_gb_per_s": statistics.median(rates["broadcast"]) / 1e9,
+        "of_broadcast": statistics.median(
+            a / b for a, b in zip(rates["sync"], rates["broadcast"], strict=True)
+        ),
+        "peak_mib": grown,
+        "samples_bytes_per_s": rates,
+    }
+
+
+def beside_vllm(size: Size, base: pathlib.Path, folder: pathlib.Path, python: str) -> Any:
+    import torch
+
+    from tilewright.server.engines import Embedded, Engine, Vllm, Wanted
+    from tilewright.server.inference import client_of
+    from tilewright_lab.vllm import vllm
+
+    new, draw = size.new, torch.Generator().manual_seed(0)
+    vocabulary = size.shape.get("vocab_size", 97)
+    prompts = torch.randint(1, vocabulary, (len(new), size.prompt), generator=draw).tolist()
+
+    def sampled_by(kind: type[Engine], url: str) -> int:
+        async def all_of_them() -> int:
+            async with client_of(url) as client:
+                engine = kind(client)
+                await engine.facts()
+                each = [
+                    engine.generate(Wanted(f"{i}", p, 1, n, 1.0, -1, 1.0, i, [], [], 0), None)
+                    for i, (p, n) in enumerate(zip(prompts, new, strict=True))
+                ]
+                return sum(len(one.tokens) for [one] in await asyncio.gather(*each))
+
+        return asyncio.run(all_of_them())
+
+    longest = size.prompt + max(new)
+    with (
+        sampler(base, threads=1) as own,
+        vllm(python, base, folder, threads=1, max_model_len=longest) as theirs,
+    ):
+        rates = in_turns(
+            {
+                "embedded": functools.partial(sampled_by, Embedded, own),
+                "vllm": functools.partial(sampled_by, Vllm, theirs),
+            },
+            size.rounds,
+        )
+    return row("vllm", rates, requests=len(new), new_tokens=sum(new))
+
+
+def measured(size: Size, folder: pathlib.Path, vllm: str | None = None) -> Iterator[dict[str, Any]]:
     from tilewright_lab.server_torture.client import write_model
 
     base = write_model(folder / "model", **size.shape)
     yield from sampled(size, base, folder)
     yield published(size, base, folder)
+    yield synced(size, folder)
+    if vllm is not None:
+        yield beside_vllm(size, base, folder, vllm)
 
 
 def main(argv: Sequence[str]) -> int:
-    return in_rows("rollout", __doc__, argv, NEEDED, (FULL, QUICK), measured)
+    vllm = "the Python of an environment with vLLM, which is measured, too"
+    return in_rows("rollout", __doc__, argv, NEEDED, (FULL, QUICK), measured, vllm=vllm)

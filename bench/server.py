@@ -440,22 +440,27 @@ def in_rows(
     argv: Sequence[str],
     needed: Sequence[str],
     sizes: tuple[Any, Any],
-    measured: Callable[[Any, pathlib.Path], Iterator[dict[str, Any]]],
+    measured: Callable[..., Iterator[dict[str, Any]]],
+    **options: str,
 ) -> int:
     """A command that prints each row of a measurement, and writes NAME.json after each.
 
-    sizes: in full, and of --quick.   measured: the rows, by the size and an empty folder.
+    sizes: in full, and of --quick.   measured: the rows, by the size, an empty folder, and what
+    `options` are given, None without.   options: those further ones, with their help.
     """
     parser = commands.parser(name, about)
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help=f"write {name}.json")
     parser.add_argument("--quick", action="store_true", help="small measures, for a test")
+    for option, help in options.items():
+        parser.add_argument(f"--{option}", help=help)
     args = parser.parse_args(argv)
     commands.need(parser, needed)
     size, rows = sizes[args.quick], []
+    given = {option: getattr(args, option) for option in options}
     meta = commands.metadata(name, argv, dataclasses.asdict(size))
     load = {"processors": os.cpu_count(), "at_start": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        for row in measured(size, pathlib.Path(folder)):
+        for row in measured(size, pathlib.Path(folder), **given):
             print(shown(row), flush=True)
             rows.append(row)
             if args.out:

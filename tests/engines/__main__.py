@@ -8,17 +8,10 @@ through it. What vLLM answers goes to vllm.json, which `tests/server/test_engine
 and what was seen to results.json, with commit and date. Fails where that is not as it should be.
 """
 
-import contextlib
 import json
-import os
 import pathlib
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-
-import httpx
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "lib")]
@@ -31,49 +24,9 @@ from tests.engines.exchanges import Recorder  # noqa: E402
 from tests.engines.scenario import of_engine  # noqa: E402
 from tests.lib.sweeps import now  # noqa: E402
 from tilewright.server.engines import Vllm  # noqa: E402
+from tilewright_lab.vllm import vllm  # noqa: E402
 
 SLOTS = 8  # of adapters: more than are sampled from beside the base
-STARTED = 600  # seconds
-ENVIRONMENT = {
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": "",
-}
-
-
-@contextlib.contextmanager
-def vllm(python, model, rank, folder):
-    """Its URL, once it answers. It ends with the block."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = {"--model": model, "--host": "127.0.0.1", "--port": port, "--dtype": "float32"}
-    options |= {"--max-loras": SLOTS, "--max-lora-rank": rank, "--max-model-len": 64}
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--enable-lora"]
-    command += ["--enforce-eager", *(str(part) for pair in options.items() for part in pair)]
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + STARTED
-    with (folder / "vllm.log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **ENVIRONMENT}
-        )
-        try:
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        break
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError((folder / "vllm.log").read_text()[-3000:])
-                time.sleep(1)
-            yield url
-            if process.poll() is not None:
-                raise RuntimeError((folder / "vllm.log").read_text()[-3000:])
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def main(python, clients):
@@ -83,7 +36,8 @@ def main(python, clients):
         write_words(model)
         problems = []
         log = folder / "learned/server.log"
-        with vllm(python, model, 8, folder) as url:
+        slots = {"max_loras": SLOTS, "max_lora_rank": 8, "max_model_len": 64}
+        with vllm(python, model, folder, threads=1, **slots) as url:
             recorder = Recorder(str(model))
             with Served(write_server(folder / "compared", model)) as served:
                 told = of_engine(served, recorder, Vllm, url)

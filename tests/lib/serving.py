@@ -110,7 +110,7 @@ class Served:
         dist.destroy_process_group()
 
     def answer(self):
-        while (request := self.log.next()) is not None:
+        while (request := self.workers.next()) is not None:
             self.workers.answer(request)
 
     def post(self, path, body=None, *, raw=None, **headers):

@@ -1,8 +1,9 @@
-"""Tests specific to logprob_entropy, and to adapters of linear_logprob. Parity with the eager twins
-is in test_contract.py, shards of the vocabulary are in test_cross_entropy.py.
+"""Tests specific to logprob_entropy, and to adapters of the ops on the head. Parity with the eager
+twins is in test_contract.py, shards of the vocabulary are in test_cross_entropy.py.
 """
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers import DEVICE, skip_unless_usable
 from tilewright.bench import contract
 from tilewright.ops import OPS, linear_logprob, logprob_entropy
 
-OP, LINEAR = OPS["logprob_entropy"], OPS["linear_logprob"]
+OP = OPS["logprob_entropy"]
 NAMES = OP.names()
 
 
@@ -51,21 +52,49 @@ def test_inplace_overwrites_the_logits_once(name):
         torch.autograd.grad(logprob.sum(), logits)
 
 
-@pytest.mark.parametrize("name", LINEAR.names())
-def test_a_zero_adapter_is_none_and_a_merged_one_the_same(name):
-    skip_unless_usable(LINEAR, name, torch.float32)
+# What each op on the head needs beside the head.
+OPS_ON_THE_HEAD = {
+    "linear_cross_entropy": {"reduction": "none"},
+    "linear_logprob": {},
+    "linear_policy_loss": {"advantage": torch.ones(7), "old_logprob": torch.full((7,), -3.0)},
+    "linear_preference_loss": {
+        "cu_seqlens": torch.tensor([0, 3, 7]),
+        "ref_logprob": torch.full((2,), -9.0),
+    },
+}
+
+
+def test_every_op_on_the_head_is_held():
+    adapted = {n for n, op in OPS.items() if "lora_B" in inspect.signature(op.public).parameters}
+    assert adapted == {*OPS_ON_THE_HEAD}
+
+
+@pytest.mark.parametrize(
+    "op, name", [(op, name) for op in OPS_ON_THE_HEAD for name in OPS[op].names()]
+)
+def test_a_zero_adapter_is_none_and_a_merged_one_the_same(op, name):
+    skip_unless_usable(OPS[op], name, torch.float32)
     g = torch.Generator().manual_seed(0)
     x, w, a, b = (
         torch.randn(*shape, generator=g).to(DEVICE)
         for shape in ((7, 16), (50, 16), (3, 16), (50, 3))
     )
     y = torch.randint(50, (7,), generator=g).to(DEVICE)
-    call = functools.partial(linear_logprob, target=y, chunk_size=4, implementation=name)
-    plain = call(x, w)
-    for t, p in zip(call(x, w, lora_A=a, lora_B=b * 0), plain, strict=True):
-        assert torch.equal(t, p)
-    merged = call(x, w + 0.5 * b @ a)
-    for t, p in zip(call(x, w, lora_A=a, lora_B=b, lora_scale=0.5), merged, strict=True):
+    more = {n: v.to(DEVICE) if torch.is_tensor(v) else v for n, v in OPS_ON_THE_HEAD[op].items()}
+
+    def call(w, **adapter):
+        fn = functools.partial(OPS[op].public, chunk_size=4, implementation=name)
+        found = fn(x, w, target=y, **more, **adapter)
+        return [found] if torch.is_tensor(found) else [t for t in found if torch.is_tensor(t)]
+
+    plain = call(w)
+    for t, p in zip(call(w, lora_A=a, lora_B=b * 0), plain, strict=True):
+        if name == "torch":  # of F.linear_cross_entropy, which takes no adapter
+            torch.testing.assert_close(t, p)
+        else:
+            assert torch.equal(t, p)
+    merged = call(w + 0.5 * b @ a)
+    for t, p in zip(call(w, lora_A=a, lora_B=b, lora_scale=0.5), merged, strict=True):
         torch.testing.assert_close(t, p, rtol=1e-4, atol=1e-5)
 
 

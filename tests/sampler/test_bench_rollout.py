@@ -17,12 +17,9 @@ def test_each_measure_is_in_the_raw_file_beside_what_it_is_compared_with(tmp_pat
     assert main(["rollout", "--quick", "--out", str(tmp_path)]) == 0
     document = json.loads((tmp_path / "rollout.json").read_text())
     assert {"device", "versions", "date", "commit"} <= {*document["meta"]}
-    sample, switch, publish = document["rows"]
-    assert (sample["measure"], switch["measure"], publish["measure"]) == (
-        "sample",
-        "switch",
-        "publish",
-    )
+    sample, switch, publish, sync = document["rows"]
+    measures = [row["measure"] for row in document["rows"]]
+    assert measures == ["sample", "switch", "publish", "sync"]
     assert sample["new_tokens"] == switch["new_tokens"] == 7
     rates = sample["samples_tokens_per_s"]
     assert [*rates] == ["embedded", "one_by_one", "one_batch"]
@@ -31,3 +28,6 @@ def test_each_measure_is_in_the_raw_file_beside_what_it_is_compared_with(tmp_pat
         assert sample[f"times_{other}"] == pytest.approx(ratio)
     assert [*switch["samples_tokens_per_s"]] == ["two_adapters", "one_adapter"]
     assert 0 < publish["saved_s"] < publish["first_tokens_s"] < math.inf
+    rates = sync["samples_bytes_per_s"]
+    assert sync["of_broadcast"] == pytest.approx(rates["sync"][0] / rates["broadcast"][0])
+    assert sync["bytes"] > sync["largest_tensor_bytes"] > 0

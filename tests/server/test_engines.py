@@ -1,12 +1,9 @@
 """Engines at an address: what they are checked for, whether weights have arrived, who is asked."""
 
 import asyncio
-import concurrent.futures
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,9 +13,23 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 import httpx
-from helpers import until
-from sampling import PROMPT, Gone, answering, ask, base, client_of, forward, saved
-from serving import Served, documents, trained, write_model, write_server
+from sampling import (
+    PROMPT,
+    Anew,
+    Gone,
+    Through,
+    added,
+    answering,
+    ask,
+    bare,
+    base,
+    client_of,
+    forward,
+    sampler_process,
+    saved,
+    step,
+)
+from serving import Served, trained, write_model, write_server
 from training import QWEN3
 
 from tests.engines.exchanges import Replay
@@ -41,32 +52,6 @@ def wide_folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("wide") / "model", {**QWEN3, "head_dim": 32})
 
 
-class Through(httpx.AsyncBaseTransport):
-    """An application whose requests and answers a function may change.
-
-    change: of (path, body) to another one, to an answer's JSON as {"answer": ...}, or to None.
-    """
-
-    def __init__(self, app, change=lambda path, body: None):
-        self.inner, self.change, self.calls = httpx.ASGITransport(app), change, []
-
-    async def handle_async_request(self, request):
-        path, body = request.url.path, json.loads(request.content or b"null")
-        self.calls.append(path)
-        told = self.change(path, body)
-        if told is not None and "answer" in told:
-            return httpx.Response(200, json=told["answer"])
-        url = str(request.url)
-        content = json.dumps(body if told is None else told).encode()
-        given = httpx.Request(method=request.method, url=url, content=content, headers=JSON)
-        if request.method == "GET":
-            given = request
-        return await self.inner.handle_async_request(given)
-
-
-JSON = {"content-type": "application/json"}
-
-
 def asked(served, endpoints, logprobs="trainer"):
     """Does what waits for these engines."""
     asyncio.run(answering(served, Rollouts(served.log, logprobs, endpoints).all()))
@@ -74,21 +59,6 @@ def asked(served, endpoints, logprobs="trainer"):
 
 def endpoint_of(served, transport, url="http://one", kind=Embedded):
     return served.api.endpoint(kind(client_of(transport, url)))
-
-
-def bare(served, path, body=None):
-    """(status, JSON) of a route without the prefix, while the workers answer."""
-    headers = {"x-api-key": served.key}
-
-    def call():
-        if body is None:
-            return served.client.get(path, headers=headers)
-        return served.client.post(path, json=body, headers=headers)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(call)
-        until(lambda: (served.answer(), answer.done())[1])
-        return answer.result().status_code, answer.result().json()
 
 
 # ---- vLLM, by what it has answered
@@ -214,12 +184,6 @@ def test_adapters_that_have_not_arrived_are_found_after_one_step(file, sampler, 
         asked(served, [endpoint, right])
         assert len(served.result(future)["sequences"][0]["tokens"]) == 8
         assert endpoint.stale is not None and right.stale is None
-
-
-def step(served, model, number, seed):
-    """A pass and a step at a rate of 1e-4, the first of number 0."""
-    served.result(served.passes(model, 2 * number + 1, documents(seed)))
-    served.result(served.step(model, 2 * number + 2, learning_rate=1e-4))
 
 
 def test_the_base_is_looked_at_again_beside_adapters(file, sampler):
@@ -369,16 +333,6 @@ class Dies(Through):
         return await super().handle_async_request(request)
 
 
-def added(served, sampler, monkeypatch, change=lambda path, body: None):
-    """The transport of an engine that is added."""
-    transport = Through(sampler, change)
-    monkeypatch.setattr(inference, "client_of", lambda url: client_of(transport, url))
-    told = bare(served, "/add_inference_endpoint", {"host": "127.0.0.1", "port": 1})
-    assert told[0] == 200, told
-    transport.calls.clear()
-    return transport
-
-
 def test_a_model_is_sent_under_its_name_in_order(file, sampler, monkeypatch):
     """Pause, send, reset, version, resume, and then the probe; after a step it is sent again."""
     with Served(file) as served:
@@ -406,7 +360,8 @@ def test_a_model_is_sent_under_its_name_in_order(file, sampler, monkeypatch):
         assert bare(served, "/api/v1/sync_inference_weights", body)[1]["success"]
         assert scored(served, transport, model) != before
         for body, status, said in (
-            ({"model_id": model, "quantization": {}}, 501, "quantization"),
+            ({"model_id": model, "quantization": FP8}, 400, "adapters are sent as they are"),
+            ({"model_id": model, "quantization": {}}, 422, "quant_method: Field required"),
             ({"model_id": model, "pools": ["none"]}, 400, "there is no endpoint"),
             ({"model_id": "none"}, 404, "there is no model none"),
             ({"model_id": model, "pause_mode": "x"}, 422, "pause_mode"),
@@ -415,31 +370,13 @@ def test_a_model_is_sent_under_its_name_in_order(file, sampler, monkeypatch):
             assert answer[0] == status and said in answer[1]["detail"], answer
 
 
-def sglang_of(model_folder, tmp_path):
-    """A sampler in a process of its own, and its address."""
-    command = [sys.executable, "-m", "tilewright.sampler", "--model", str(model_folder)]
-    command += ["--port", "0", "--dtype", "float32", "--cache-tokens", "256"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-
-
-class Anew(httpx.AsyncBaseTransport):
-    """A connection for each request: the loop of events is another one, too."""
-
-    async def handle_async_request(self, request):
-        async with httpx.AsyncHTTPTransport() as inner:
-            answer = await inner.handle_async_request(request)
-            return httpx.Response(answer.status_code, content=await answer.aread())
-
-
 def test_all_weights_are_sent_and_what_is_missing_is_found(model_folder, tmp_path, monkeypatch):
     """Over gloo, in buckets, to a process of its own; after one step at 1e-4 a norm or the
     embedding, which is the head, that is not sent is told, and the next sync mends it.
     """
     whole = {"lora_rank": None, "enable_lora": False, "sync_inference_method": "gloo_broadcast"}
     file = write_server(tmp_path, model_folder, sampler="none", **whole)
-    process = sglang_of(model_folder, tmp_path)
-    try:
-        url = process.stdout.readline().strip()
+    with sampler_process(model_folder) as url:
         port = int(url.rpartition(":")[2])
         fault = []
         send = sending._buckets
@@ -493,17 +430,12 @@ def test_all_weights_are_sent_and_what_is_missing_is_found(model_folder, tmp_pat
             asked(served, served.api.rollouts.endpoints)
             assert served.result(future)["sequences"][0]["tokens"] == sequence["tokens"]
             assert "without adapters" in served.result(futures[1])["error"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_is_sent_must_fit(model_folder, tmp_path):
     """An engine that refuses ends the request, and the workers go on."""
-    process = sglang_of(model_folder, tmp_path)
-    try:
-        url = process.stdout.readline().strip()
-        target = sending.Target(url, "g", "gloo", "127.0.0.1", 0, 1 << 20, 1)
+    with sampler_process(model_folder) as url:
+        target = sending.Target("sglang", url, "g", "gloo", "127.0.0.1", 0, 1 << 20, 1)
         for name, tensor, said in (
             ("none", torch.zeros(3), "none: float32 [3] was sent; the model has none"),
             ("model.norm.weight", torch.zeros(3), "the model has [32]"),
@@ -514,11 +446,11 @@ def test_what_is_sent_must_fit(model_folder, tmp_path):
             with pytest.raises(sending.Unsent, match=re.escape(said)):
                 sending.send(target, given)
             assert next(given, None) is None  # others have gathered them, too
-    finally:
-        process.kill()
-        process.wait()
     with pytest.raises(sending.Unsent, match=r"refused|Connection"):
         sending.send(target, iter([]))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def scored(served, transport, name):

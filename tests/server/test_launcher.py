@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 from helpers import until
+from ranks import ROOT
 from serving import PROTOBUF, Served, documents, pass_body, passed, write_server
 
 from tilewright.server.log import Log
@@ -104,3 +105,10 @@ def test_a_configuration_that_is_wrong_is_refused_whole(model_folder, tmp_path):
         "server.lora_rank = 8: with enable_lora = false all weights train, and nothing reads it",
     ):
         assert said in ended.stderr
+
+
+def test_the_example_of_a_loop_learns():
+    command = [sys.executable, ROOT / "examples/rl_loop.py", "--steps", "10"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    rewards = [float(line.rpartition(" ")[2]) for line in run.stdout.splitlines()]
+    assert len(rewards) == 10 and rewards[0] < 0.1 and rewards[-1] > 0.5

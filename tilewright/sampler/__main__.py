@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import uvicorn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tilewright.core.follow import follow
 from tilewright.sampler.app import Served, application
@@ -42,16 +42,27 @@ def has_words(path: str) -> bool:
     return not folder.is_dir() or any(folder.glob("*token*"))
 
 
+def block_of(path: str) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of FP8 that weights are stored in; None: they are not."""
+    given = getattr(AutoConfig.from_pretrained(path), "quantization_config", None) or {}
+    if given.get("quant_method") != "fp8":
+        return None
+    rows, columns = given.get("weight_block_size") or (128, 128)
+    return rows, columns
+
+
 def served(path: str, tokenizer: str | None, dtype: str, device: str | None, tokens: int) -> Served:
     """Reads a model."""
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    block = block_of(path)  # before transformers drops it
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES.get(dtype, dtype))
     model.to(chosen)
     where = tokenizer or path
     words = AutoTokenizer.from_pretrained(where) if has_words(where) else None
     ends = model.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    engine = Engine(model, path, tokens=tokens, text=None if words is None else words.decode)
+    text = None if words is None else words.decode
+    engine = Engine(model, path, tokens=tokens, text=text, block=block)
     return Served(engine, words, ends, path)
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tilewright._version import __version__
 from tilewright.core.groups import Apart
+from tilewright.core.registry import short
 from tilewright.sampler.asked import Asked
 from tilewright.sampler.engine import BASE, Engine, Sample, Unknown, Unsampled
 
@@ -226,7 +227,8 @@ def _tell_state(app: FastAPI, served: Served) -> None:
     async def server() -> dict[str, Any]:
         return {
             "context_length": engine.longest,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "dtype": short(engine.model.dtype),
+            "quantization": "fp8" if engine.quantized else None,
             "continuous_batching": engine.continuous,
             "enable_lora": True,
             "max_lora_rank": None,
@@ -343,7 +345,7 @@ def _receive(app: FastAPI, served: Served) -> None:
         tensors = [*zip(body.names, body.dtypes, body.shapes, strict=True)]
         try:
             await asyncio.to_thread(served.engine.receive, tensors, group.broadcast)
-        except (Unsampled, RuntimeError) as error:
+        except (Unsampled, RuntimeError, ValueError) as error:
             raise Refused(400, str(error)) from error
         served.engine.version = body.weight_version or served.engine.version
         return {"success": True}

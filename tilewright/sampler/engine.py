@@ -9,7 +9,7 @@ import logging
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from tilewright.nn import ADAPTER_CONFIG, load_adapter, merge_and_unload, reset_adapters
 from tilewright.nn.weights import adapted
+from tilewright.ops import BlockFP8, dequantize_block_fp8
 from tilewright.sampler.asked import Asked, drawn, number
 
 BASE = ""  # the name of the weights that the model begins with
@@ -35,6 +36,10 @@ TRIED = 6  # tokens by which continuous batching is tried on a model, of a promp
 # What log-probabilities may differ by then from those of generate.
 APART = collections.defaultdict(lambda: 0.25, {torch.float32: 1e-3, torch.float64: 1e-3})
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+FP8, SCALES = (
+    "float8_e4m3fn",
+    "_scale_inv",
+)  # of weights in block-FP8, and what their scales' end in
 Receive = Callable[[torch.Tensor], None]
 log = logging.getLogger(__name__)
 
@@ -137,6 +142,8 @@ class Engine:
         path: Where these are read from again.
         tokens: How many tokens the cache has room for, of all samples at a time.
         text: Decodes tokens; None: texts cannot end a sample.
+        block: Rows and columns of the blocks of FP8 that the weights at `path` are stored in, which
+            the model has dequantized; None: they are not.
     """
 
     def __init__(
@@ -146,7 +153,10 @@ class Engine:
         *,
         tokens: int = 32768,
         text: Callable[[list[int]], str] | None = None,
+        block: tuple[int, int] | None = None,
     ):
+        self.block = block
+        self._codes: dict[str, torch.Tensor] = {}  # in FP8, without their scales yet
         self.model, self.tokens, self.text = model.eval().requires_grad_(False), tokens, text
         # Losses do not compute the head here, so that it may have an adapter as it is.
         model.adaptable = ("lm_head",)
@@ -202,6 +212,11 @@ class Engine:
     def names(self) -> list[str]:
         return [name for name in self._folders if name != BASE]
 
+    @property
+    def quantized(self) -> bool:
+        """Whether it computes with weights in FP8; on a CPU transformers dequantizes them."""
+        return any(t.dtype == torch.float8_e4m3fn for t in self.model.state_dict().values())
+
     def submit(
         self, weights: str, each: Sequence[Asked], name: str | None = None
     ) -> list[Future[Sample]]:
@@ -252,27 +267,49 @@ class Engine:
 
         Args:
             tensors: The name, as the model's state_dict has it, the dtype and the shape of each.
+                Weights of a model in block-FP8 may be, each followed by NAME_scale_inv.
             into: Fills a tensor.
 
         Raises:
             Unsampled: A name, a dtype or a shape is not the model's; nothing is received then.
+            ValueError: Scales are not those of their weights.
         """
         with self.pausing():
             self._hold(BASE)
             own = self.model.state_dict()
-            for name, dtype, shape in tensors:
-                if name not in own or [*own[name].shape] != [*shape] or dtype not in DTYPES:
-                    there = [*own[name].shape] if name in own else None
-                    raise Unsampled(
-                        f"{name}: {dtype} {[*shape]} was sent; the model has {there or 'none'}, and "
-                        f"accepted dtypes are {', '.join(DTYPES)}"
-                    )
+            self._check(tensors, own)
             self._sent = True
             for name, dtype, shape in tensors:
-                given = torch.empty(*shape, dtype=DTYPES[dtype], device=self.model.device)
+                given = torch.empty(*shape, dtype=getattr(torch, dtype), device=self.model.device)
                 into(given)
-                own[name].copy_(given)
+                if name not in own:
+                    base = name.removesuffix(SCALES)
+                    stored = {base: self._codes.pop(base), name: given}
+                    q = BlockFP8.from_safetensors(stored, base, block=self.block or (128, 128))
+                    own[base].copy_(dequantize_block_fp8(q, dtype=own[base].dtype))
+                elif dtype == FP8 and own[name].dtype != given.dtype:
+                    self._codes[name] = given  # until its scales come, maybe with the next tensors
+                else:
+                    own[name].copy_(given)
             self._forget_prefixes()
+
+    def _check(
+        self, tensors: Sequence[tuple[str, str, Sequence[int]]], own: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raises Unsampled for what does not fit the model."""
+        dtypes, codes = [*DTYPES, *([] if self.block is None else [FP8])], {*self._codes}
+        for name, dtype, shape in tensors:
+            base = name.removesuffix(SCALES)
+            wanted = [*own[name].shape] if name in own else None
+            if wanted is None and base in codes and self.block is not None:
+                sides = zip(own[base].shape, self.block, strict=True)
+                wanted = [-(-side // one) for side, one in sides]
+            if wanted != [*shape] or dtype not in dtypes:
+                raise Unsampled(
+                    f"{name}: {dtype} {[*shape]} was sent; the model has {wanted or 'none'}, and "
+                    f"accepted dtypes are {', '.join(dtypes)}"
+                )
+            codes |= {name} if dtype == FP8 else set()
 
     def reset_cache(self) -> None:
         """Drops keys and values that are kept for other prompts."""

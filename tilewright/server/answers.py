@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
 from fastapi.responses import JSONResponse, Response
 
 from tilewright.server import binary
-from tilewright.server.datums import cells
+from tilewright.server.datums import ROUTES, cells
 from tilewright.server.frames import unpacked
 from tilewright.server.log import SAMPLES
 
@@ -70,6 +71,13 @@ def _sampled(value: Any, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
             sequence["topk_logprobs"] = [
                 [[*pair] for pair in zip(*row, strict=True)] for row in rows
             ]
+    if ROUTES in arrays:
+        rows, lengths = arrays[ROUTES].astype("<i4"), np.array(value["lengths"])
+        prompt = (len(rows) - lengths.sum()) // len(lengths)
+        each = np.split(rows, np.cumsum(lengths + prompt)[:-1])
+        for sequence, own in zip(answer["sequences"], each, strict=True):
+            # But of the last token, which no forward pass has seen.
+            sequence[ROUTES] = base64.b64encode(own[:-1].tobytes()).decode()
     if "prompt_logprobs" in arrays:
         answer["prompt_logprobs"] = _without_nan(arrays["prompt_logprobs"])
     if "target_logprobs" in arrays:

@@ -34,7 +34,7 @@ from tilewright.core.follow import follow
 from tilewright.server import answers, binary, bodies
 from tilewright.server.answers import PROTOBUF
 from tilewright.server.bodies import Base, Call
-from tilewright.server.datums import Data, check
+from tilewright.server.datums import ROUTES, Data, check
 from tilewright.server.endpoints import Endpoint, Workers
 from tilewright.server.endpoints import Own as Serves
 from tilewright.server.engines import ENGINES, Engine
@@ -58,6 +58,7 @@ from tilewright.server.refused import Refused
 from tilewright.server.rollouts import Rollouts
 from tilewright.trainer.checkpoint import hf
 from tilewright.trainer.config import Config
+from tilewright.trainer.data.routes import Routes
 
 SESSION = "session/"  # before the names of sessions among paths
 WAIT = 40.0  # seconds that retrieve_future waits: published clients read for 45
@@ -70,21 +71,18 @@ WAITED = 0.02  # of what a result was waited for, until the next look: it comes 
 EACH = 0.0004  # seconds between looks of all that wait: hundreds would keep a core busy
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
-NO_GROUP = "each sync makes a group of processes of its own, and none is kept"
+# Of published clients.
+CLIENT = {"use_pyqwest_transport": False, "sample_join_sampling_session": True}
 # What a client may ask for that is not built, with the sentence of the refusal.
 NOT_OFFERED = {
     "create_custom_loss": "losses of clients are code, which does not run on this server",
     "copy_weights": "checkpoints are not copied between accounts",
     "save_weights_external": "weights are saved as PEFT has them, by save_weights_for_sampler",
     PUBLISH: "checkpoints are for who has their key alone",
-    "join_sampling_session": "a sampler is not shared by several clients yet",
     "retrieve_futures": "results are asked for one by one, by retrieve_future",
-    "set_sync_quantization": "weights are sent as they are",
 }
 # The same of paths without the prefix.
 BARE = {
-    **dict.fromkeys(("connect_inference_endpoint", "disconnect_inference_endpoint"), NO_GROUP),
-    **dict.fromkeys(("sleep", "wake_up"), "memory is not shared with an inference engine yet"),
     **dict.fromkeys(
         ("update_dedicated_endpoint", "update_serverless_weights"),
         "weights and credentials are not sent to other hosts",
@@ -104,7 +102,7 @@ class Limits(NamedTuple):
     """What clients may ask for.   vocabulary, longest: tokens that there are, and of one document.
     bytes: of a request.   waiting: requests at a time.   idle: seconds after which a model that
     nobody asks for is unloaded; 0: never.   sampled: tokens of a prompt with what an engine for
-    sampling adds.
+    sampling adds.   routes: what recorded experts look like; None: the model has none.
     """
 
     vocabulary: int
@@ -113,6 +111,7 @@ class Limits(NamedTuple):
     waiting: int
     idle: float
     sampled: int
+    routes: Routes | None
 
 
 class Sampling(NamedTuple):
@@ -149,7 +148,7 @@ class Api:
         self.ends, self.arch, self.tokenizer = ends, arch, tokenizer
         self.sampling, self.root = sampling, requests.file.parent
         self._polling = 0  # clients that wait for a result
-        self.rollouts = Rollouts(requests, sampling.logprobs)
+        self.rollouts = Rollouts(requests, sampling.logprobs, routes=limits.routes)
         self.inference = Inference(self, sampling.hosts)
 
     def endpoint(self, engine: Engine, pool: str | None = None) -> Endpoint:
@@ -158,6 +157,11 @@ class Api:
         known = base.names, limits.vocabulary, limits.sampled, base.rank
         own = Serves(*known, how.exact, how.backend)
         return Endpoint(engine, self.root, own, Workers(self.requests), pool)
+
+    @property
+    def rank(self) -> int | None:
+        """The largest of adapters; None: all weights train."""
+        return self.base.rank
 
     @property
     def owner(self) -> str:
@@ -291,13 +295,15 @@ class Api:
             documents = Data.joined(each)
             check(documents, self.limits.vocabulary, self.limits.longest)
             documents = checked_loss(given.loss, given.options, documents, self.limits.vocabulary)
+            routes = given.routes(self.limits.routes, documents.lengths)
         except Refused as refused:
             if seq is not None:
                 self._used(refused, model, seq, name, data)
             raise
         own = {"divided": self._named(model)} if given.backward else {}
         value = {"loss": given.loss, "options": given.options, **own}
-        return self.accept(Call(model, seq, name, value, documents.arrays()))
+        replayed = {} if routes is None else {ROUTES: routes}
+        return self.accept(Call(model, seq, name, value, {**documents.arrays(), **replayed}))
 
     def create_model(self, request: Request, data: bytes) -> dict[str, Any]:
         call = bodies.create_model(bodies.read_json(data), self.base)
@@ -449,11 +455,24 @@ class Api:
             answer = JSONResponse({"error": result.error, "category": result.category})
             return await self._told(name, request, answer)
         kind, model = self.requests.kind_of(name) or ("", "")
+        if kind == "optim_step" and not await self._sent(model):
+            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})
         assert result.body is not None  # else it would have expired
         protobuf = PROTOBUF in request.headers.get("accept", "")
         named = self._named(model)
         made = answers.answer(kind, result.body, named=named, protobuf=protobuf)
         return await self._told(name, request, made)
+
+    async def _sent(self, model: str) -> bool:
+        """Whether engines have been sent a model after a step, which is waited for, or there was
+        no need.
+        """
+        began = time.monotonic()
+        while self.inference.is_due(model):
+            if time.monotonic() - began > WAIT:
+                return False
+            await asyncio.sleep(POLL[1])
+        return True
 
     async def _awaited(self, request: Request, name: str) -> Result | None:
         """A result, or None where it does not come in time, or its client has gone."""
@@ -565,6 +584,14 @@ class Api:
         except Conflict as error:
             raise Refused(400, str(error)) from error
         return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def join_sampler(self, request: Request, data: bytes) -> dict[str, Any]:
+        """One more client of a sampler, whose samples have numbers of their own."""
+        body = bodies.read(bodies.JoinSampler, bodies.read_json(data))
+        if self.path(body.sampling_session_id) is None:
+            raise Refused(404, f"there is no sampler {body.sampling_session_id}")
+        count = self.requests.joined(body.sampling_session_id)
+        return {"type": "join_sampling_session", "client_counter": count}
 
     def sampler(self, request: Request, data: bytes) -> dict[str, Any]:
         name = request.path_params["name"]
@@ -782,11 +809,12 @@ def _posts(api: Api) -> dict[str, Handler]:
         "load_weights": api.load_weights,
         "weights_info": api.weights_info,
         "create_sampling_session": api.create_sampler,
+        "join_sampling_session": api.join_sampler,
         "asample": api.sample,
         "retrieve_future": api.retrieve,
         "get_info": api.info,
         "save_full_weights_safetensors": api.save_full,
-        "client/config": lambda request, data: {"use_pyqwest_transport": False},
+        "client/config": lambda request, data: dict(CLIENT),
         "client/dynamic_config": lambda request, data: {"sample_cancel_enabled": True},
         "cancel_future": api.cancel,
         "telemetry": lambda request, data: {"status": "accepted"},
@@ -817,6 +845,11 @@ def _of_engines(own: Inference) -> dict[str, Handler]:
         "POST /remove_inference_endpoint": own.remove,
         "POST /sync_inference_weights": own.sync,
         f"POST {PREFIX}/sync_inference_weights": own.sync,
+        f"POST {PREFIX}/set_sync_quantization": own.quantize,
+        "POST /connect_inference_endpoint": own.connect,
+        "POST /disconnect_inference_endpoint": own.disconnect,
+        "POST /sleep": own.sleep,
+        "POST /wake_up": own.wake_up,
     }
 
 
@@ -879,9 +912,10 @@ def application(api: Api) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(api.rollouts.run())
+        tasks = [asyncio.create_task(one.run()) for one in (api.rollouts, api.inference)]
         yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
 
@@ -959,6 +993,7 @@ def api_of(server: Own, config: Config, requests: Log, keys: Keys) -> Api:
             server.max_pending,
             server.idle_session_timeout,
             sampled,
+            Routes.of(shape) if any(map(shape.is_moe, range(shape.num_hidden_layers))) else None,
         ),
         ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         arch=shape.model_type,
@@ -993,6 +1028,7 @@ def main(argv: list[str] | None = None) -> int:
     server, config = load(argv[0], argv[1:-1])
     follow()
     logging.basicConfig(level=server.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each sample
     root = pathlib.Path(config.train.output_dir)
     keys = Keys.read(pathlib.Path(server.api_token_file or root / "api.key"))
     api = api_of(server, config, Log(root, server.log_max_gb), keys)

@@ -55,6 +55,9 @@ class PassRequest:
         """By the route, and not where the message says otherwise."""
         return self._backward and not self._message.forward_only
 
+    def routes(self, routes: Any, lengths: np.ndarray) -> None:
+        """As `bodies.PassRequest`: the messages have no recorded experts."""
+
     @property
     def loss(self) -> str:
         return self._message.loss_fn

@@ -18,6 +18,7 @@ from tilewright.server.log import GENERATE
 from tilewright.server.names import PARTS, canonical, checked, parsed
 from tilewright.server.refused import Refused
 from tilewright.trainer.columns import IGNORE
+from tilewright.trainer.data.routes import Routes
 
 
 class Body(BaseModel):
@@ -82,6 +83,8 @@ def read(kind: type[B], given: Any) -> B:
 # The places of requests, models and samplers in their sequences: the wire's int32.
 Place = Annotated[int, Field(ge=0, lt=1 << 31)]
 First = Annotated[int, Field(ge=1, lt=1 << 31)]
+# And of samples, of which each client of a sampler has a billion.
+Sampled = Annotated[int, Field(ge=0, lt=1 << 63)]
 # What float32 holds, with room for what is made of it.
 Rate = Annotated[float, Field(ge=0, le=1e6)]
 Epsilon = Annotated[float, Field(ge=1e-37, le=1e6)]  # 0: what has no gradient would be NaN
@@ -431,15 +434,49 @@ class PassRequest:
         return self._input.loss_fn_params or self._input.loss_fn_config or {}
 
     def data(self) -> list[Datum]:
-        own = self._input
-        if any(
-            (own.routed_experts, own.routed_expert_logits, *(d.routed_experts for d in own.data))
-        ):
-            raise Refused(501, "routed_experts: recorded routes are not replayed here")
-        return [self._datum(i, datum) for i, datum in enumerate(own.data)]
+        if self._input.routed_expert_logits is not None:
+            raise Refused(
+                501,
+                "routed_expert_logits: experts are weighted by this router's, not by recorded ones",
+            )
+        return [self._datum(i, datum) for i, datum in enumerate(self._input.data)]
 
-    def _datum(self, i: int, datum: DatumBody) -> Datum:
-        given = datum.model_input
+    def routes(self, routes: Routes | None, lengths: np.ndarray) -> np.ndarray | None:
+        """The experts that an engine has recorded of each token, as the column routed_experts of
+        all documents; None: there are none.
+
+        routes: of the model; None: it has no experts.   lengths: of the documents.
+        """
+        own = self._input
+        each, of_data = own.routed_experts, [datum.routed_experts for datum in own.data]
+        if each is None:
+            each = of_data
+        elif any(one is not None for one in of_data) or not isinstance(each, list):
+            raise Refused(422, "routed_experts: it must be a list, or what each datum has")
+        if all(one is None for one in each):
+            return None
+        if routes is None:
+            raise Refused(400, "routed_experts: the model has no experts")
+        if len(each) != len(of_data):
+            raise Refused(
+                422, f"routed_experts has {len(each)} items, and the request {len(of_data)} data"
+            )
+        rows = []
+        for i, (one, datum, length) in enumerate(zip(each, own.data, lengths, strict=True)):
+            tokens = len(self._ids(i, datum.model_input))
+            try:
+                if one is None:
+                    row = np.full((tokens, routes.width), -1, np.int16)
+                else:
+                    row = routes.read(one, tokens)
+            except (TypeError, ValueError) as error:
+                raise Refused(400, f"datum {i}: routed_experts: {error}") from error
+            rows.append(row[:length])
+        return np.concatenate(rows)
+
+    @staticmethod
+    def _ids(i: int, given: ModelInput) -> list[int]:
+        """The tokens of a datum."""
         if given.chunks is not None:
             if odd := [chunk.type for chunk in given.chunks if chunk.type != "encoded_text"]:
                 raise Refused(
@@ -448,6 +485,10 @@ class PassRequest:
             ids = [token for chunk in given.chunks for token in chunk.tokens]
         else:
             ids = given.input_ids or []
+        return ids
+
+    def _datum(self, i: int, datum: DatumBody) -> Datum:
+        ids = self._ids(i, datum.model_input)
         if wrong := [token for token in ids if abs(token) >= 2**31]:
             raise Refused(400, f"datum {i}: model_input has the token {wrong[0]}")
         inputs = {
@@ -513,6 +554,12 @@ def saving(name: str | None, *, overwrite: bool = False, of: SaveWeights | None 
     metadata, seconds = (None, None) if of is None else (of.user_metadata, of.ttl_seconds)
     value = {"name": name, "overwrite": overwrite, "user_metadata": metadata}
     return {**value, "ttl_seconds": seconds}
+
+
+def synced(weights: str) -> Any:
+    """The same, for engines that get a model under its own name."""
+    value = {**saving(None, overwrite=True), "sampler": weights, "dense": None}
+    return {**value, "inflight": False, "sent": True}
 
 
 def save_weights(given: Any) -> Call:
@@ -587,9 +634,13 @@ class CreateSampler(Body):
     model_path: str | None = None
 
 
+class JoinSampler(Body):
+    sampling_session_id: str
+
+
 class Sample(Body):
     sampling_session_id: str
-    seq_id: Place
+    seq_id: Sampled
     num_samples: int = Field(1, ge=1, le=1024)
     prompt: Prompt
     sampling_params: SamplingParams = Field(

@@ -17,6 +17,7 @@ from tilewright.server.refused import Refused
 
 INPUT = "input."  # before the names of inputs among the arrays
 TOKENS, LENGTHS = "tokens", "lengths"
+ROUTES = "routed_experts"  # recorded of each token, among arrays: int16 [tokens, width]
 # dtype of the wire -> numpy's, and by how many bytes an element is stored.
 DTYPES = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8"), "int32": np.dtype("<i4")}
 MOST_ELEMENTS = 1 << 26  # of an array of a request, 8 bytes each

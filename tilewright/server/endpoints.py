@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import pathlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import httpx
@@ -27,7 +28,7 @@ from tilewright.server.engines import (
     Vllm,
     Wanted,
 )
-from tilewright.server.frames import packed, unpacked
+from tilewright.server.frames import Arrays, packed, unpacked
 from tilewright.server.log import SAMPLE, Log
 from tilewright.server.names import folder_of
 
@@ -37,17 +38,21 @@ POLL = 0.01  # seconds between looks for what the workers have scored
 OTHERS = 8  # of weights before, which those that were sent are told apart from
 APART = 0.25  # root of the mean square, from which on an engine serves another model
 BASE = "the base"
+QUANTIZATION = "sync_quantization"  # the fact with which all weights are sent
 STATE = "state.json"  # of everything that is saved
 # What is taken for the noise in 16 bits of an engine that has weights of another time.
 UNKNOWN_NOISE = 0.02, 0.1
 
 
 class Known(NamedTuple):
-    """Weights that an engine has had, and training's scores under them.   name: as `known_as`."""
+    """Weights that an engine has had, and training's scores under them.   name: as `known_as`.
+    more: of all rows, where they were asked for.
+    """
 
     name: str
     weights: str | None
     scores: np.ndarray
+    more: np.ndarray | None = None
 
 
 class Own(NamedTuple):
@@ -87,9 +92,16 @@ class Training(Protocol):
         ...
 
     async def send(
-        self, weights: str, target: dict[str, Any], rows: Sequence[list[int]]
+        self,
+        weights: str,
+        target: dict[str, Any],
+        rows: Sequence[list[int]],
+        quantization: Mapping[str, Any] | None,
     ) -> tuple[dict[str, int], np.ndarray]:
-        """Sends all weights to an engine: what was sent, and scores under these weights."""
+        """Sends all weights to an engine: what was sent, and scores under these weights.
+
+        quantization: as `sending.quantized` has it; None: as it was set for all.
+        """
         ...
 
 
@@ -113,30 +125,41 @@ class Workers:
         return (await self._done(SAMPLE, value, rows))[1]
 
     async def send(
-        self, weights: str, target: dict[str, Any], rows: Sequence[list[int]]
+        self,
+        weights: str,
+        target: dict[str, Any],
+        rows: Sequence[list[int]],
+        quantization: Mapping[str, Any] | None,
     ) -> tuple[dict[str, int], np.ndarray]:
+        how = quantization or json.loads(self.requests.fact(QUANTIZATION) or "null")
         lengths = [len(row) - 1 for row in rows]
-        return await self._done(
-            "send", {"weights": weights, "target": target, "lengths": lengths}, rows
-        )
+        value = {"weights": weights, "target": target, "lengths": lengths, "quantization": how}
+        return await self._done("send", value, rows)
 
     async def _done(
         self, kind: str, value: Any, rows: Sequence[list[int]]
     ) -> tuple[Any, np.ndarray]:
         """The value of a result, and the scores of all rows."""
         rest = np.concatenate([np.array(row[1:]) for row in rows])
-        body = packed(value, {"tokens": np.array(rows[0][:1]), "sampled": rest})
-        name = self.requests.append("probe", None, kind, body, owner="")
+        given = {"tokens": np.array(rows[0][:1]), "sampled": rest}
+        what = "sent" if kind == "send" else "scored by training"
+        why = f"{value['weights'] or BASE} cannot be {what}"
+        told, arrays = await self.asked(kind, value, given, why)
+        return told, arrays["sampled_logprobs"].astype(np.float64)
+
+    async def asked(
+        self, kind: str, value: Any, arrays: Arrays | None = None, why: str = ""
+    ) -> tuple[Any, Arrays]:
+        """The value and the arrays of a result. Raises Failed, which begins with `why`."""
+        name = self.requests.append("probe", None, kind, packed(value, arrays), owner="")
         while (result := self.requests.result(name)) is None:
             state = self.requests.fact("workers") or ""
             if state.startswith("failed"):
                 raise Failed(503, f"the workers have {state}")
             await asyncio.sleep(POLL)
         if result.body is None:
-            what = "sent" if kind == "send" else "scored by training"
-            raise Failed(502, f"{value['weights'] or BASE} cannot be {what}: {result.error}")
-        told, arrays = unpacked(result.body)
-        return told, arrays["sampled_logprobs"].astype(np.float64)
+            raise Failed(502, f"{why or kind}: {result.error}")
+        return unpacked(result.body)
 
 
 async def detected(client: httpx.AsyncClient) -> Engine:
@@ -210,7 +233,14 @@ class Endpoint:
         if own.rank is not None and rank is not None and rank < own.rank:
             takes = f"adapters up to rank {rank}" if rank else "no adapters"
             raise Failed(502, f"{self.url} takes {takes}, and lora_rank is {own.rank}")
-        exact = own.exact and facts.dtype in ("float32", None)
+        if own.rank is None and own.backend not in self.engine.backends:
+            by, is_by = ", ".join(self.engine.backends), f"{own.backend}_broadcast"
+            raise Failed(
+                502,
+                f"{self.url}: {self.engine.name} takes all weights over {by} alone, and "
+                f"sync_inference_method is {is_by}",
+            )
+        exact = own.exact and facts.dtype in ("float32", None) and not facts.quantized
         rows = self._rows(probe.ROWS if exact else probe.MORE, facts.longest)
         given = await self._scores(rows, None)
         wanted = await self.training.score(None, rows)
@@ -278,18 +308,27 @@ class Endpoint:
             self.running -= 1
 
     async def renew(
-        self, weights: str, name: str, version: str, *, pause: str = "wait", reset: bool = True
+        self,
+        weights: str,
+        name: str,
+        version: str,
+        *,
+        pause: str = "wait",
+        reset: bool = True,
+        quantization: Mapping[str, Any] | None = None,
     ) -> probe.Verdict:
         """Replaces what the engine has under a name of its own, from which others sample, too.
 
         pause: as `Engine.pause`.   reset: whether keys and values of prefixes are dropped.
+        quantization: of all weights, as `Training.send` has it.
 
         Raises Failed if the weights have not arrived.
         """
         async with self._lock:
             await self._registered()
             if self._is_sent(weights):
-                return await self._send(weights, version, pause=pause, reset=reset)
+                how = {"pause": pause, "reset": reset, "quantization": quantization}
+                return await self._send(weights, version, **how)
             async with self._paused(pause):
                 await self.engine.publish(name, self._folder(weights))
                 await self._named(version, reset=reset)
@@ -332,8 +371,23 @@ class Endpoint:
             self._there[name] = weights
         log.info("%s: has %s, %s, %.3f s", self.url, name, verdict.state, time.monotonic() - began)
 
+    @property
+    def target(self) -> dict[str, Any]:
+        """Where all weights are sent, as `sending.Target` has it: a group of another name each
+        time.
+        """
+        how = self.transfer
+        own = {"engine": self.engine.name, "url": self.url, "backend": self.own.backend}
+        return {**how._asdict(), **own, "name": f"{how.name}-{time.time_ns()}"}
+
     async def _send(
-        self, weights: str, version: str, *, pause: str = "wait", reset: bool = True
+        self,
+        weights: str,
+        version: str,
+        *,
+        pause: str = "wait",
+        reset: bool = True,
+        quantization: Mapping[str, Any] | None = None,
     ) -> probe.Verdict:
         """All weights, in the place of those that the engine has."""
         while self._reading:  # with the weights before
@@ -341,11 +395,9 @@ class Endpoint:
             await self._idle.wait()
         self._there.clear()
         rows = self._rows(probe.MORE)
-        how = self.transfer
-        target = {**how._asdict(), "url": self.url, "backend": self.own.backend}
-        target["name"] = f"{how.name}-{time.time_ns()}"
         async with self._paused(pause):
-            self.sent, wanted = await self.training.send(weights, target, rows)
+            given = weights, self.target, rows, quantization
+            self.sent, wanted = await self.training.send(*given)
             await self._named(version, reset=reset)
         await self._check_version(version)
         verdict = await self._judged(weights, None, wanted)
@@ -365,10 +417,7 @@ class Endpoint:
         return whole and self.engine.whole == "sent"
 
     def _folder(self, weights: str) -> pathlib.Path:
-        folder = exported(self.root, weights)
-        if folder.name != "adapter" and self.engine.whole is None:
-            raise Failed(501, f"all weights are not sent to {self.engine.name} yet; train adapters")
-        return folder.resolve()
+        return exported(self.root, weights).resolve()
 
     async def _withdraw_dropped(self) -> None:
         """Adapters whose files are gone."""
@@ -401,19 +450,23 @@ class Endpoint:
         others = {known.name: known.scores for known in before}
         given = await self._scores(rows, name)
         verdict = probe.judge(given, first, others, self._noise)
-        if verdict.state == "undecided" and self._is_there(last := before[-1]):
+        every = wanted if len(wanted) > len(first) else None
+        last = before[-1]
+        if verdict.state == "undecided" and (last.more is not None or self._is_there(last)):
             more = self._rows(probe.MORE)
-            others = {last.name: await self.training.score(last.weights, more)}
-            every = wanted
-            if len(wanted) == len(first):
+            then = last.more
+            if then is None:
+                then = await self.training.score(last.weights, more)
+            if every is None:
                 every = await self.training.score(weights, more)
-            verdict = probe.judge(await self._scores(more, name), every, others, self._noise)
+            given_more = await self._scores(more, name)
+            verdict = probe.judge(given_more, every, {last.name: then}, self._noise)
         if verdict.state == "stale":
             self._now_stale(verdict.says)
         self._noise = self._noise.seen(given, first)
         self.undecided += verdict.state == "undecided"
         self.stale = None
-        self._known = [before[0], *before[1:][-OTHERS:], Known(own, weights, first)]
+        self._known = [before[0], *before[1:][-OTHERS:], Known(own, weights, first, every)]
         return verdict
 
     def _is_there(self, known: Known) -> bool:

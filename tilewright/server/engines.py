@@ -22,7 +22,8 @@ class Facts(NamedTuple):
     """What an engine says of itself; None: it does not say.
 
     model: what it serves.   longest: tokens of a prompt with what follows.   dtype: of its weights.
-    rank: the largest of adapters; 0: it takes none.   version: its software's.
+    rank: the largest of adapters; 0: it takes none.   version: its software's.   quantized: how its
+    weights are stored, where that is not in `dtype`.
     """
 
     model: str
@@ -30,6 +31,7 @@ class Facts(NamedTuple):
     dtype: str | None
     rank: int | None
     version: str | None
+    quantized: str | None = None
 
 
 class Wanted(NamedTuple):
@@ -54,13 +56,15 @@ class Wanted(NamedTuple):
 
 class Sampled(NamedTuple):
     """One of them.   logprobs: of each token, at temperature 1.   topk: of each token, the most
-    probable ones with theirs.   reason: "stop" or "length".
+    probable ones with theirs.   reason: "stop" or "length".   routes: the experts of the prompt's
+    and its tokens, as `read_routed_experts` takes them; None: the engine does not return them.
     """
 
     tokens: list[int]
     logprobs: list[float]
     topk: list[list[tuple[int, float]]]
     reason: str
+    routes: Any = None
 
 
 class Failed(Exception):
@@ -85,9 +89,10 @@ class Engine:
     """
 
     name: str
-    # How all weights reach it: from a "folder", under a name; "sent" to it, in the place of its
-    # own; or not at all.
-    whole: str | None = None
+    # How all weights reach it: from a "folder", under a name; or "sent" to it, in the place of its
+    # own, by one of these backends.
+    whole: str
+    backends: tuple[str, ...] = ("gloo", "nccl")
 
     def __init__(self, client: httpx.AsyncClient):
         self.client = client
@@ -170,6 +175,7 @@ class Sglang(Engine):
     """SGLang, by /generate."""
 
     name, whole = "sglang", "sent"
+    _records = False  # whether it was started with --enable-return-routed-experts
 
     async def facts(self) -> Facts:
         model, server = await asyncio.gather(
@@ -177,12 +183,14 @@ class Sglang(Engine):
         )
         rank = server.get("max_lora_rank")
         adapters = server.get("enable_lora") or server.get("lora_paths") or rank
+        self._records = bool(server.get("enable_return_routed_experts"))
         return Facts(
             model["model_path"],
             server.get("context_length") or server.get("max_req_input_len"),
             server.get("dtype"),
             rank if adapters else 0,
             server.get("version"),
+            server.get("quantization"),
         )
 
     async def version(self) -> str | None:
@@ -220,6 +228,7 @@ class Sglang(Engine):
             "return_logprob": True,
             "top_logprobs_num": wanted.topk,
         }
+        body |= {"return_routed_experts": True} if self._records else {}
         given = await self._asked("/generate", body | _adapter(name))
         return [_of_sglang(one) for one in (given if isinstance(given, list) else [given])]
 
@@ -267,6 +276,7 @@ def _of_sglang(given: Any) -> Sampled:
         [pair[0] for pair in about["output_token_logprobs"]],
         [[(pair[1], pair[0]) for pair in row] for row in best],
         about["finish_reason"]["type"],
+        about if about.get("routed_experts") is not None else None,
     )
 
 
@@ -274,10 +284,10 @@ class Vllm(Engine):
     """vLLM, by /v1/completions.
 
     It must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters, and VLLM_SERVER_DEV_MODE=1 for
-    the routes that pause it and reset its cache.
+    the routes that pause it, reset its cache and send it all weights.
     """
 
-    name = "vllm"
+    name, whole, backends = "vllm", "sent", ("nccl",)
 
     def __init__(self, client: httpx.AsyncClient):
         super().__init__(client)
@@ -287,7 +297,7 @@ class Vllm(Engine):
         about, models = await asyncio.gather(self._asked("/version"), self._asked("/v1/models"))
         own = next(one for one in models["data"] if one["parent"] is None)
         self._model = own["id"]
-        dtype = rank = None
+        dtype = rank = quantized = None
         try:
             config = (await self._asked("/server_info", config_format="json"))["vllm_config"]
         except Failed as failed:  # without VLLM_SERVER_DEV_MODE
@@ -295,8 +305,10 @@ class Vllm(Engine):
                 raise
         else:
             dtype = config["model_config"]["dtype"].removeprefix("torch.")
+            quantized = config["model_config"].get("quantization")
             rank = (config.get("lora_config") or {"max_lora_rank": 0})["max_lora_rank"]
-        return Facts(own["root"], own["max_model_len"], dtype, rank, about["version"])
+        known = own["root"], own["max_model_len"], dtype, rank, about["version"]
+        return Facts(*known, quantized)
 
     async def version(self) -> str | None:
         return (await self._asked("/weight_info"))["weight_version"]
@@ -366,7 +378,8 @@ def _of_vllm(choice: Any, topk: int) -> Sampled:
         sorted(((int(t.removeprefix("token_id:")), lp) for t, lp in row.items()), key=_rank)[:topk]
         for row in (scored["top_logprobs"] if topk else ())
     ]
-    return Sampled(choice["token_ids"], scored["token_logprobs"], best, choice["finish_reason"])
+    drawn = choice["token_ids"], scored["token_logprobs"], best, choice["finish_reason"]
+    return Sampled(*drawn, choice.get("routed_experts"))
 
 
 def _rank(pair: tuple[int, float]) -> float:

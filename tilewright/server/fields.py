@@ -99,6 +99,12 @@ class Own(Section):
     sync_inference_method: Literal["nccl_broadcast", "gloo_broadcast"] = Field(
         "nccl_broadcast", description="How all weights are sent to an engine; gloo is for CPUs."
     )
+    sync_every_steps: int = Field(
+        0,
+        ge=0,
+        description="After so many steps of a model, added engines are sent it under its name; 0: on "
+        "request.",
+    )
     nproc_per_node: int = Field(
         0, ge=0, description="Processes that `auto` starts; 0: one a GPU, or one."
     )

@@ -5,28 +5,44 @@ Adapters go as files, which an engine reads; all weights are sent by the workers
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import logging
 import pathlib
+import shutil
+import sqlite3
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import httpx
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from safetensors import safe_open
 
 from tilewright.core.files import folder_size
 from tilewright.server import bodies
-from tilewright.server.endpoints import Endpoint, Transfer, detected, exported
+from tilewright.server.endpoints import (
+    QUANTIZATION,
+    Endpoint,
+    Transfer,
+    Workers,
+    detected,
+    exported,
+    saved,
+)
 from tilewright.server.engines import ENGINES, Engine, Failed, Unanswered
 from tilewright.server.hosts import allowed
-from tilewright.server.log import Log, Model
-from tilewright.server.names import canonical, checked, parsed
+from tilewright.server.log import SYNC, Log, Model
+from tilewright.server.names import canonical, checked, parsed, synced_as
 from tilewright.server.refused import Refused
 from tilewright.server.rollouts import Rollouts
 
+log = logging.getLogger("tilewright.server")
+
+LOOK = 0.02  # seconds between looks for models that are to be sent
 ENDPOINT = "endpoint/"  # before the URLs of engines among paths
 PAUSES = {"retract": "wait", "abort": "abort", "in_place": "keep"}
 
@@ -59,6 +75,26 @@ class How(bodies.Body):
 class Add(Address, How):
     world_size: int = Field(1, ge=1)
     pool: str | None = None
+    sync_weights: bool = False
+
+
+Side = Annotated[int, Field(ge=1)]
+
+
+class Fp8(bodies.Body):
+    """Block-FP8, as `quantization_config` of Hugging Face has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    quant_method: Literal["fp8"]
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic"] = "dynamic"
+    weight_block_size: list[Side] = Field([128, 128], min_length=2, max_length=2)
+    modules_to_not_convert: list[str] | None = None
+
+
+class Quantize(bodies.Body):
+    quantization: Fp8 | None
 
 
 class Sync(How):
@@ -67,8 +103,18 @@ class Sync(How):
     cache_invalidation_mode: Literal["auto", "flush", "none"] = "auto"
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     weight_version: str | None = Field(None, min_length=1, max_length=256)
-    quantization: Any = None
+    quantization: Fp8 | None = None
     pools: list[str] | None = None
+
+
+class Sending(NamedTuple):
+    """How engines are told.   pause: as `Engine.pause`.   reset: whether caches are dropped.
+    quantization: of all weights; None: as it was set.
+    """
+
+    pause: str = "wait"
+    reset: bool = True
+    quantization: Mapping[str, Any] | None = None
 
 
 class Offer(bodies.Body):
@@ -82,6 +128,10 @@ class Serving(Protocol):
     rollouts: Rollouts
     root: pathlib.Path
 
+    @property
+    def owner(self) -> str: ...
+    @property
+    def rank(self) -> int | None: ...  # of adapters; None: all weights train
     def endpoint(self, engine: Engine, pool: str | None = None) -> Endpoint: ...
     def model(self, name: str) -> Model: ...
     def path(self, path: str) -> Any: ...
@@ -94,6 +144,7 @@ class Inference:
 
     def __init__(self, api: Serving, hosts: list[str]):
         self.api, self.hosts = api, hosts
+        self._sending = asyncio.Lock()  # one model at a time
 
     # ---- engines
 
@@ -123,13 +174,30 @@ class Inference:
         about = {"kind": "endpoint", "engine": endpoint.engine.name, "pool": body.pool}
         about["transfer"] = endpoint.transfer._asdict()
         self.api.requests.remember(ENDPOINT + endpoint.url, "", about)
+        synced, said = False, "weights are sent when a client samples from them, or syncs them"
+        if body.sync_weights:
+            synced, said = await self._sync_first(request, endpoint)
         return {
             "success": True,
             "message": f"{endpoint.engine.name} {facts.version}",
             "endpoint": _told(endpoint),
-            "weights_synced": False,
-            "sync_message": "weights are sent when a client samples from them, or syncs them",
+            "weights_synced": synced,
+            "sync_message": said,
         }
+
+    async def _sync_first(self, request: Request, endpoint: Endpoint) -> tuple[bool, str]:
+        """Sends the one model of a key to an engine that it has added, and tells what became of
+        it.
+        """
+        owner, every = self.api.owner, self.api.requests.models()
+        own = [m for m in every if m.owner == owner and m.state == "live"]
+        if len(own) != 1:
+            return False, f"there are {len(own)} models; sync_inference_weights sends one"
+        weights, why = await self._saved(request, own[0])
+        if why is not None:
+            return False, why
+        [told] = await self._sent(own[0], weights, [endpoint], Sending())
+        return told["success"], told["message"]
 
     def keep(self, endpoint: Endpoint) -> None:
         """Adds it, in the place of one at the same address."""
@@ -161,8 +229,9 @@ class Inference:
         """Sends a model as it is to every engine: adapters under its name, or all weights."""
         body = bodies.read(Sync, bodies.read_json(data))
         model = self.api.model(checked("model_id", body.model_id))
-        if body.quantization is not None:
-            raise Refused(501, "quantization: weights are sent as they are")
+        how = Sending(PAUSES[body.pause_mode], body.flush_cache, self._quantization(body))
+        if body.cache_invalidation_mode == "none":
+            how = how._replace(reset=False)
         asked = [
             one
             for one in self.api.rollouts.endpoints
@@ -170,24 +239,13 @@ class Inference:
         ]
         if not asked:
             raise Refused(400, "there is no endpoint to send weights to: add_inference_endpoint")
-        weights = f"{model.name}@sync"
-        value = {**bodies.saving(None, overwrite=True), "sampler": weights, "dense": None}
-        value |= {"inflight": False, "sent": True}
-        call = bodies.Call(model.name, None, "save_weights_for_sampler", value)
-        saved = await self.api.at_once(request, self.api.accept(call))
-        if "error" in (made := json.loads(bytes(saved.body))):
-            return JSONResponse({"success": False, "message": made["error"]})
-        version = body.weight_version or f"{model.name}@{time.time_ns()}"
-        reset = body.flush_cache and body.cache_invalidation_mode != "none"
-
-        async def one(endpoint: Endpoint) -> str:
+        weights, why = await self._saved(request, model)
+        if why is not None:
+            return JSONResponse({"success": False, "message": why})
+        for endpoint in asked:
             endpoint.transfer = body.of(endpoint.transfer)
-            how = {"pause": PAUSES[body.pause_mode], "reset": reset}
-            verdict = await endpoint.renew(weights, model.name, version, **how)
-            return f"{version}: {verdict.state}{f', {verdict.says}' if verdict.says else ''}"
-
         began = time.monotonic()
-        told = [await _tried(endpoint, one) for endpoint in asked]
+        told = await self._sent(model, weights, asked, how, body.weight_version)
         failed = [one["message"] for one in told if not one["success"]]
         sent = asked[0].sent
         if model.about["rank"] is not None:
@@ -196,7 +254,7 @@ class Inference:
         return JSONResponse(
             {
                 "success": not failed,
-                "message": "; ".join(failed) or f"{model.name} is {version}",
+                "message": "; ".join(failed) or told[0]["message"],
                 "transfer_time": time.monotonic() - began,
                 "total_bytes": sent.get("bytes", 0),
                 "num_parameters": sent.get("tensors", 0),
@@ -204,6 +262,130 @@ class Inference:
                 "endpoints_synced": told,
             }
         )
+
+    async def _saved(self, request: Request, model: Model) -> tuple[str, str | None]:
+        """The name of a model's weights as they are now, which are saved; or why they are not."""
+        weights = synced_as(model.name, time.time_ns())
+        call = bodies.Call(model.name, None, "save_weights_for_sampler", bodies.synced(weights))
+        answer = await self.api.at_once(request, self.api.accept(call))
+        return weights, json.loads(bytes(answer.body)).get("error")
+
+    async def _sent(
+        self,
+        model: Model,
+        weights: str,
+        endpoints: list[Endpoint],
+        how: Sending,
+        version: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """What has become of weights at each engine. Those that the model had before are dropped
+        then.
+
+        version: what engines call them.
+        """
+        version = version or weights
+
+        async def one(endpoint: Endpoint) -> str:
+            verdict = await endpoint.renew(weights, model.name, version, **how._asdict())
+            return f"{version}: {verdict.state}{f', {verdict.says}' if verdict.says else ''}"
+
+        async with self._sending:
+            told = [await _tried(endpoint, one) for endpoint in endpoints]
+            await asyncio.to_thread(self._drop_before, model, weights)
+        return told
+
+    def _drop_before(self, model: Model, weights: str) -> None:
+        """Drops what was sent of a model before."""
+        requests = self.api.requests
+        for path in requests.paths(model.owner):
+            if path.path.startswith(synced_as(model.name)) and path.path != weights:
+                shutil.rmtree(saved(self.api.root, path.path), ignore_errors=True)
+                requests.drop(path.path)
+
+    # ---- after steps
+
+    async def run(self) -> None:
+        """Sends models that are due, by `sync_every_steps`, until it is canceled."""
+        while True:
+            with contextlib.suppress(sqlite3.OperationalError):  # of a full disk: later
+                await self.send_due()
+            await asyncio.sleep(LOOK)
+
+    async def send_due(self) -> None:
+        """Sends the models that are due, as the workers have saved them after a step."""
+        requests, endpoints = self.api.requests, self.api.rollouts.endpoints
+        for name, weights in requests.facts(SYNC).items():
+            model = requests.model(name)
+            told = []
+            if model is not None and endpoints:
+                told = await self._sent(model, weights, endpoints, Sending())
+            for one in told:
+                how = log.info if one["success"] else log.error
+                how("%s after a step, %s:%s: %s", name, one["host"], one["port"], one["message"])
+            requests.settle(SYNC + name, weights)
+
+    def is_due(self, model: str) -> bool:
+        """Whether a model is to be sent, or is being sent."""
+        return self.api.requests.fact(SYNC + model) is not None
+
+    # ---- how all weights are sent
+
+    def quantize(self, request: Request, data: bytes) -> dict[str, Any]:
+        """Sets with which quantization all weights are sent from now on; null: as they are."""
+        body = bodies.read(Quantize, bodies.read_json(data))
+        how = self._quantization(body)
+        self.api.requests.tell(QUANTIZATION, json.dumps(how))
+        return {"success": True, "quantization": how}
+
+    def _quantization(self, body: Quantize | Sync) -> dict[str, Any] | None:
+        """Raises Refused where adapters are sent, which have none."""
+        if body.quantization is None:
+            return None
+        self._check_whole("quantization: adapters are sent as they are")
+        return body.quantization.model_dump()
+
+    def _check_whole(self, why: str) -> None:
+        if self.api.rank is not None:
+            raise Refused(400, f"{why}; all weights train with enable_lora: false")
+
+    async def connect(self, request: Request, data: bytes) -> dict[str, Any]:
+        """Makes a group with each engine, which stays between syncs."""
+        body = bodies.read(How, bodies.read_json(data) if data else {})
+        self._check_whole("adapters are read from files, and need no group")
+        asked = [one for one in self.api.rollouts.endpoints if one.engine.whole == "sent"]
+        if not asked:
+            raise Refused(400, "there is no endpoint to connect: add_inference_endpoint")
+        for endpoint in asked:
+            endpoint.transfer = body.of(endpoint.transfer)
+        told = await self._asked("connect", {"targets": [one.target for one in asked]})
+        failed = [why for why in told["connected"].values() if why is not None]
+        urls = [url for url, why in told["connected"].items() if why is None]
+        said = "; ".join(failed) or "groups stay open until disconnect_inference_endpoint"
+        return {"success": not failed, "message": said, "connected_endpoints": urls}
+
+    async def disconnect(self, request: Request, data: bytes) -> dict[str, Any]:
+        _check_empty(data)
+        told = await self._asked("disconnect", {})
+        said = ", ".join(told["disconnected"]) or "there was no group"
+        return {"success": True, "message": said}
+
+    # ---- memory that engines use in turns with training
+
+    async def sleep(self, request: Request, data: bytes) -> dict[str, Any]:
+        """Frees the memory of the workers' GPUs, once what came before is done."""
+        _check_empty(data)
+        return await self._asked("sleep", {})
+
+    async def wake_up(self, request: Request, data: bytes) -> dict[str, Any]:
+        _check_empty(data)
+        return await self._asked("wake_up", {})
+
+    async def _asked(self, kind: str, value: Any) -> Any:
+        """What the workers answer."""
+        try:
+            return (await Workers(self.api.requests).asked(kind, value))[0]
+        except Failed as failed:
+            raise Refused(failed.status, str(failed)) from failed
 
     async def offer(self, request: Request, data: bytes) -> dict[str, Any]:
         """Loads what has a path on every engine, under its own name."""
@@ -225,6 +407,11 @@ class Inference:
             "lora_name": name,
             "message": "; ".join(one["message"] for one in told) or "there is no endpoint",
         }
+
+
+def _check_empty(data: bytes) -> None:
+    """Raises Refused for a body that is no object."""
+    bodies.read(bodies.Body, bodies.read_json(data) if data else {})
 
 
 async def _tried(endpoint: Endpoint, do: Callable[[Endpoint], Awaitable[str]]) -> dict[str, Any]:

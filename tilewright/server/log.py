@@ -60,6 +60,9 @@ AHEAD = 1 << 16  # numbers that a client may be ahead in its sequence
 State = Literal["new", "live", "failed", "ended"]
 # Kinds of requests for samples: which the workers score; and which the engine for sampling begins.
 SAMPLES = SAMPLE, GENERATE = "sample", "generate"
+SYNC = "sync/"  # before models that engines are to be sent, among facts: the names of weights
+CLIENTS = "clients/"  # before samplers that several clients share: how many have joined
+ASLEEP = "asleep"  # the fact that the workers do nothing; "" when they do
 
 
 class Request(NamedTuple):
@@ -198,6 +201,18 @@ class Log:
     def fact(self, name: str) -> str | None:
         rows = self._read("SELECT value FROM facts WHERE name = ?", name)
         return rows[0][0] if rows else None
+
+    def facts(self, prefix: str) -> dict[str, str]:
+        """By the rest of their names."""
+        rows = self._read(
+            "SELECT name, value FROM facts WHERE name >= ? AND name < ?", prefix, f"{prefix}\uffff"
+        )
+        return {name.removeprefix(prefix): value for name, value in rows}
+
+    def settle(self, name: str, value: str) -> None:
+        """Forgets a fact, unless it is another one by now."""
+        with self._lock:
+            self._hints.execute("DELETE FROM facts WHERE name = ? AND value = ?", (name, value))
 
     def tell(self, name: str, value: str) -> None:
         with self._lock:
@@ -345,7 +360,11 @@ class Log:
         return rows[0] if rows else None
 
     def blocked(self, request: str) -> str | None:
-        """Why a request that waits cannot run yet: a number before it is missing."""
+        """Why a request that waits cannot run yet: a number before it is missing, or the workers
+        sleep.
+        """
+        if self.fact(ASLEEP):
+            return "the server sleeps, until POST /wake_up"
         rows = self._read(
             "SELECT m.next, r.seq, EXISTS (SELECT 1 FROM requests o WHERE o.model = r.model AND "
             "o.seq = m.next) FROM requests r JOIN models m ON m.name = r.model WHERE r.id = ? AND "
@@ -463,10 +482,21 @@ class Log:
             db.execute("UPDATE requests SET waits = 0 WHERE number = ?", (row[0],))
         return self._request(row)
 
+    def joined(self, sampler: str) -> int:
+        """The number of one more client of a sampler, which is there. The first has 0."""
+        with self._writing() as db:
+            rows = db.execute(
+                "INSERT INTO facts VALUES (?, '1') ON CONFLICT (name) DO UPDATE SET "
+                "value = CAST(value AS INTEGER) + 1 RETURNING value",
+                (CLIENTS + sampler,),
+            )
+            return int(rows.fetchall()[0][0])
+
     def drop(self, path: str) -> None:
         """Forgets a path."""
         with self._writing() as db:
             db.execute("DELETE FROM paths WHERE path = ?", (path,))
+            db.execute("DELETE FROM facts WHERE name = ?", (CLIENTS + path,))
 
     def user_of(self, path: str) -> str | None:
         """A sampler that has the weights of a path."""
@@ -536,13 +566,16 @@ class Log:
 
     # ---- the workers' side
 
-    def next(self) -> Request | None:
+    def next(self, kind: str | None = None) -> Request | None:
         """The first request to have come of those that may run: of a model that is not failed, with
         the number that its sequence is at, or with none; those of samplers in any order.
+
+        kind: None: of any but what the engine for sampling begins.
         """
+        which = f"r.kind != '{GENERATE}'" if kind is None else f"r.kind = '{kind}'"
         rows = self._read(
             f"SELECT {REQUEST} FROM requests r "
-            f"LEFT JOIN models m ON m.name = r.model WHERE r.waits AND r.kind != '{GENERATE}' AND "
+            f"LEFT JOIN models m ON m.name = r.model WHERE r.waits AND {which} AND "
             "(r.seq IS NULL OR m.name IS NULL OR r.seq = m.next) ORDER BY r.number LIMIT 1"
         )
         return self._request(rows[0]) if rows else None

@@ -20,15 +20,14 @@ from tilewright.nn import LoRALinear
 from tilewright.nn.sharded import assign, shard, whole
 from tilewright.nn.weights import Adapted, adapted, is_adapter
 from tilewright.server import losses, passes, sending
-from tilewright.server.datums import Data
+from tilewright.server.datums import ROUTES, Data
 from tilewright.server.frames import Arrays
 from tilewright.server.names import PARTS, folder_of, path_of
 from tilewright.server.passes import Asked, Packing
 from tilewright.server.refused import Refused
 from tilewright.trainer.bank import Bank, Sole
 from tilewright.trainer.build import of_main
-from tilewright.trainer.checkpoint import checkpoint
-from tilewright.trainer.checkpoint.hf import full_tensors
+from tilewright.trainer.checkpoint import checkpoint, hf
 from tilewright.trainer.engine import Engine, NotFinite
 from tilewright.trainer.field_tree import ConfigError
 from tilewright.trainer.parallel.gradients import global_norm
@@ -162,6 +161,8 @@ class Models:
         # the tokens that they train on.
         self._divisors: dict[str, float] = {}
         self._snapshots: dict[str, Snapshot] = {}
+        self._channels: dict[str, sending.Channel] = {}  # to engines, on the main rank
+        self.asleep = False
         self._saver = checkpoint.Saver(str(root), self.mesh, asynchronous=False)
 
     def run(self, kind: str, model: str, value: Any, arrays: Arrays) -> Done:
@@ -317,6 +318,7 @@ class Models:
                 self.how,
                 backward=backward,
                 routers=self.settings.routers,
+                routes=arrays.get(ROUTES),
             )
         )
 
@@ -528,28 +530,93 @@ class Models:
         return Done(generated, given)
 
     def send(self, model: str, value: Any, arrays: Arrays) -> Done:
-        """All weights that a sampler has, to an engine, and their scores of tokens, as `sample`'s.
+        """All weights that a sampler has, to an engine, and their scores of tokens, as `sample`'s:
+        where they are quantized on the way, of what arrives.
 
         model: whose request it is.
         """
         failed: str | None = None
         with self._weights(value["weights"]):
-            tensors = full_tensors(self.engine.parts, self.settings.dtype)
+            tensors = hf.full_tensors(self.engine.parts, self.settings.dtype)
             sent = None
             if self.mesh.main:
+                target, how = sending.Target(**value["target"]), value["quantization"]
+                own = tensors if how is None else sending.quantized(tensors, how)
                 try:
-                    sent = sending.send(sending.Target(**value["target"]), tensors)
+                    sent = sending.send(target, own, self._channels.get(target.url))
                 except sending.Unsent as error:
                     failed = str(error)
+                    self._channels.pop(target.url, None)
             else:
                 for _ in tensors:
                     pass
             if (failed := self.mesh.control.broadcast(failed)) is not None:
                 raise Refused(502, failed, category="server")
+            if value["quantization"] is not None:
+                self._quantize(value["quantization"])
             given = passes.scored(
                 self.engine, arrays, value["lengths"], Asked(0, [], 1.0, -1, 1.0), self.how
             )
         return Done({} if sent is None else sent._asdict(), given)
+
+    @torch.no_grad()
+    def _quantize(self, how: dict[str, Any]) -> None:
+        """Gives matrices the values that an engine has of them, in block-FP8."""
+        config, dtype = self.engine.parts.whole.config, self.settings.dtype
+        for name, p in self.engine.model.named_parameters():
+            full, names = whole(p.detach()), hf.sources(name, config)
+            parts = hf.split(name, full, config)  # of experts those of this rank
+            own = [
+                sending.rounded(source, part, how, dtype or part.dtype)
+                for source, part in zip(names, parts, strict=False)
+            ]
+            if any(after is not before for after, before in zip(own, parts, strict=True)):
+                assign(p, hf.fuse(name, own, config))
+
+    def connect(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Opens channels to engines, which stay open: by URL why one was not opened."""
+        told: dict[str, str | None] = {}
+        for given in value["targets"] if self.mesh.main else ():
+            target = sending.Target(**given)
+            self._disconnect(target.url)
+            try:
+                self._channels[target.url] = sending.opened(target)
+                told[target.url] = None
+            except sending.Unsent as error:
+                told[target.url] = str(error)
+        return Done({"connected": told})
+
+    def disconnect(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Closes all channels, and tells to which engines."""
+        urls = [*self._channels]
+        for url in urls:
+            self._disconnect(url)
+        return Done({"disconnected": urls})
+
+    def _disconnect(self, url: str) -> None:
+        if (channel := self._channels.pop(url, None)) is not None:
+            with contextlib.suppress(sending.Unsent):  # the engine may have ended
+                channel.close()
+
+    # ---- memory
+
+    def sleep(self, model: str, value: Any, arrays: Arrays) -> Done:
+        """Moves what the device holds to the host, and samplers' weights out of memory."""
+        self._snapshots.clear()
+        self._move(torch.device("cpu"))
+        if self.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.asleep = True
+        return Done({"success": True, "message": "requests wait until POST /wake_up"})
+
+    def wake_up(self, model: str, value: Any, arrays: Arrays) -> Done:
+        self._move(self.mesh.device)
+        self.asleep = False
+        return Done({"success": True, "message": "requests are done"})
+
+    def _move(self, device: torch.device) -> None:
+        self.engine.move(device)
+        self.bank.move(device)
 
     @contextlib.contextmanager
     def _weights(self, source: str | None) -> Iterator[None]:
@@ -600,6 +667,7 @@ def saved_as(kind: str, model: str, value: Any) -> str:
     return path_of(model, "weights" if kind == SAVES[0] else "sampler_weights", value["name"])
 
 
+WAKE_UP = "wake_up"
 KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "create_model": Models.create,
     "create_from": Models.create_from,
@@ -613,10 +681,15 @@ KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "unload_model": Models.unload,
     "sample": Models.sample,
     "send": Models.send,
+    "connect": Models.connect,
+    "disconnect": Models.disconnect,
+    "sleep": Models.sleep,
+    WAKE_UP: Models.wake_up,
 }
 SAVES = ("save_weights", "save_weights_for_sampler")
-# Those of samplers, which are no models.
-APART = ("sample", "send")
+# Those of no model: of samplers, engines and memory.
+MEMORY = ("sleep", WAKE_UP)
+APART = ("sample", "send", "connect", "disconnect", *MEMORY)
 # Those that make a model, and those that change what it is: they are run again from a checkpoint.
 CREATES = ("create_model", "create_from")
 LOADS = ("create_from", "load_weights")

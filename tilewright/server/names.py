@@ -61,3 +61,10 @@ def folder_of(root: pathlib.Path, path: str) -> pathlib.Path:
     if not folder.resolve().is_relative_to(root.resolve()):
         raise Refused(400, f"path is {path!r}: it leads out of the server's folder")
     return folder
+
+
+def synced_as(model: str, number: int | str = "") -> str:
+    """The name of weights of a model that engines get under its own name; without a number what
+    all of them begin with.
+    """
+    return f"{model}@{number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from tilewright.sampler.asked import reached
-from tilewright.server.datums import Data
+from tilewright.server.datums import ROUTES, Data
 from tilewright.server.frames import Arrays
 from tilewright.server.losses import Documents, make
 from tilewright.server.refused import Refused
@@ -19,6 +20,7 @@ from tilewright.trainer.columns import IGNORE
 from tilewright.trainer.data import packing
 from tilewright.trainer.data.batches import collate
 from tilewright.trainer.data.columns.column import Column
+from tilewright.trainer.data.columns.of_tokens import ROUTED_EXPERTS
 from tilewright.trainer.engine import Batch, Engine
 from tilewright.trainer.models.head import TokenLosses
 
@@ -96,16 +98,18 @@ def run(
     *,
     backward: bool,
     routers: bool = True,
+    routes: np.ndarray | None = None,
 ) -> tuple[Any, Arrays]:
     """A pass: its value and arrays as results have them; {} but on the main rank.
 
-    routers: with their statistics.
+    routers: with their statistics.   routes: recorded experts, which are replayed.
 
     Raises Refused, on every rank, where a loss or a log-probability is not finite: no gradient is
     left then, also of the passes before it.
     """
     made = make(loss, options, data)
-    given = spread(engine, made.documents, made.columns, how)
+    documents = _replaying(made.documents, routes)
+    given = spread(engine, documents, {**made.columns, **_column(routes)}, how)
     compute = engine.forward_backward if backward else engine.forward
     sums = compute(given.own, made.loss)
     each = in_order(engine, given, sums.per_token)
@@ -135,6 +139,23 @@ def run(
         engine.zero()
         raise Refused(400, problem)
     return value, arrays
+
+
+def _column(routes: np.ndarray | None) -> dict[str, Column]:
+    if routes is None:
+        return {}
+    return {ROUTES: dataclasses.replace(ROUTED_EXPERTS, width=routes.shape[1])}
+
+
+def _replaying(documents: Documents, routes: np.ndarray | None) -> Documents:
+    """With the routes of each document's tokens, which are one after the other."""
+    if routes is None:
+        return documents
+    each = np.split(routes, np.cumsum([len(ids) for ids, *_ in documents])[:-1])
+    return [
+        (ids, labels, {**own, ROUTES: rows})
+        for (ids, labels, own), rows in zip(documents, each, strict=True)
+    ]
 
 
 def _reported(losses: Mapping[str, float], routers: Mapping[str, float]) -> dict[str, float]:
@@ -184,7 +205,8 @@ def scored(engine: Engine, given: Arrays, lengths: list[int], asked: Asked, how:
 
     Returns what was known, and prompt_logprobs [P], NaN at the first, which follows nothing; with
     topk also topk_ids and topk_logprobs [P, topk], -1 and NaN there; target_logprobs [P - 1, k], 0
-    for none; sampled_logprobs at temperature 1; and with draws these, as `sampled`.
+    for none; sampled_logprobs at temperature 1; and with draws these, as `sampled`. Routes that are
+    known, of the prompt and each sample in turn, are replayed.
     """
     known = {name: array for name, array in given.items() if name not in ("tokens", "targets")}
     tokens, targets = given["tokens"], given.get("targets")
@@ -201,7 +223,9 @@ def scored(engine: Engine, given: Arrays, lengths: list[int], asked: Asked, how:
             after = np.full((len(sample) + 1, targets.shape[1]), -1)
             own["targets"] = np.concatenate((targets, after))
         documents.append((whole, np.append(whole[1:], IGNORE), own))
-    spreads = spread(engine, documents, columns, how)
+    routes = given.get(ROUTES)
+    columns |= _column(routes)
+    spreads = spread(engine, _replaying(documents, routes), columns, how)
     with engine.evaluating():
         outcomes = engine.parts.forward(spreads.own, functools.partial(_scores, asked=asked))
     names = ["logprobs", *(("sampled", "sampled_logprobs") if asked.draws else ())]

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 import httpx
 import numpy as np
 
+from tilewright.server.datums import ROUTES
 from tilewright.server.endpoints import Endpoint
 from tilewright.server.engines import Failed, Sampled, Unanswered, Wanted
 from tilewright.server.frames import packed, unpacked
 from tilewright.server.log import Log, Request, Result
+from tilewright.trainer.data.routes import Routes
 
 log = logging.getLogger("tilewright.server")
 LOOK = 0.02  # seconds between looks for requests
@@ -30,7 +32,8 @@ class Rollouts:
 
     logprobs: "trainer", where the workers score what was sampled, or "engine".   endpoints: the
     engines, of which the least busy one is asked, and where it does not answer the next.   managed:
-    the one that the launcher starts, and starts again, where there is no other.
+    the one that the launcher starts, and starts again, where there is no other.   routes: what
+    recorded experts look like; None: the model has none.
     """
 
     def __init__(
@@ -39,9 +42,10 @@ class Rollouts:
         logprobs: str,
         endpoints: Iterable[Endpoint] = (),
         managed: Endpoint | None = None,
+        routes: Routes | None = None,
     ):
         self.requests, self.logprobs = requests, logprobs
-        self.endpoints, self.managed = [*endpoints], managed
+        self.endpoints, self.managed, self.routes = [*endpoints], managed, routes
         self._begun: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -133,6 +137,16 @@ class Rollouts:
             best = np.array([row for one in each for row in one.topk])
             arrays["topk_sampled_ids"] = best[..., 0].astype(np.int64)
             arrays["topk_sampled_logprobs"] = best[..., 1].astype(np.float32)
+        if self.routes is not None and all(one.routes is not None for one in each):
+            try:
+                rows = [
+                    self.routes.read(one.routes, len(wanted.tokens) + len(one.tokens))
+                    for one in each
+                ]
+            except (TypeError, ValueError) as error:
+                self._refuse(request, f"the engine for sampling: {error}", "server")
+                return
+            arrays[ROUTES] = np.concatenate(rows)
         if self.logprobs == "engine":
             scored = np.concatenate([np.array(one.logprobs) for one in each])
             arrays["sampled_logprobs"] = scored.astype(np.float32)

@@ -31,20 +31,22 @@ from tilewright.core.follow import follow
 from tilewright.server import bodies
 from tilewright.server.fields import Own, load, size
 from tilewright.server.frames import packed, unpacked
-from tilewright.server.log import Log, Model, Request, Result
+from tilewright.server.log import ASLEEP, SYNC, Log, Model, Request, Result
 from tilewright.server.models import (
     APART,
     CHANGES,
     CREATES,
     LOADS,
+    MEMORY,
     SAVES,
+    WAKE_UP,
     About,
     Done,
     Models,
     Settings,
     saved_as,
 )
-from tilewright.server.names import folder_of, path_of
+from tilewright.server.names import folder_of, path_of, synced_as
 from tilewright.server.passes import Packing
 from tilewright.server.refused import Refused
 from tilewright.trainer import build, launch
@@ -172,6 +174,7 @@ class Workers:
         if self.server.enable_self_test:
             self._all({"do": "test"})
         self.recover()
+        requests.tell(ASLEEP, "")
         self._committed(lambda: requests.tell("workers", "ready"))
         last = told = swept = looked = time.monotonic()
         while not self.stopped:
@@ -183,7 +186,7 @@ class Workers:
                 swept = now
                 with contextlib.suppress(sqlite3.OperationalError):  # of a full disk: later
                     self.sweep()
-            if (request := requests.next()) is not None:
+            if (request := self.next()) is not None:
                 self.answer(request)
                 last = told = time.monotonic()
                 continue
@@ -193,6 +196,11 @@ class Workers:
             time.sleep(BRISK if now - last < PATIENCE else SLOW)
         requests.tell("workers", "stopped")
         self._send({"do": "stop"})
+
+    def next(self) -> Request | None:
+        """What is to be done: when the workers sleep, nothing but to wake up."""
+        assert self.requests is not None
+        return self.requests.next(WAKE_UP if self.models.asleep else None)
 
     def sweep(self) -> None:
         """Drops old results, checkpoints whose time is over, and models that nobody uses."""
@@ -244,6 +252,8 @@ class Workers:
             why, saved = done.why, done.saved
             if request.kind == CREATES[0] and not self.server.skip_initial_checkpoint:
                 saved = self._initial(request.model)
+            elif request.kind == "optim_step":
+                saved = self._for_engines(request.model)
         elif request.kind in CREATES:
             state, why = "failed", result.error
         self._committed(
@@ -259,6 +269,8 @@ class Workers:
             result.error or "done",
             time.monotonic() - began,
         )
+        if request.kind in MEMORY and result.error is None:
+            requests.tell(ASLEEP, "yes" if self.models.asleep else "")
         if result.error is None and self._is_due(request):
             self._checkpoint(request.model)
 
@@ -287,6 +299,25 @@ class Workers:
             return {}
         assert done is not None
         return {path: {**about, "initial": True} for path, about in done.saved.items()}
+
+    def _for_engines(self, model: str) -> dict[str, Any]:
+        """Saves a model that engines are to be sent after this step, and tells the API: what the
+        log is to have of it.
+        """
+        every, step = self.server.sync_every_steps, self.models.steps[model]
+        if not every or step % every:
+            return {}
+        assert self.requests is not None
+        weights = synced_as(model, step)
+        header = {"do": "run", "kind": "save_weights_for_sampler", "model": model}
+        try:
+            done = self._all(header, packed(bodies.synced(weights)))
+        except Refused as refused:
+            log.error("%s: step %d is not sent to engines: %s", model, step, refused)
+            return {}
+        assert done is not None
+        self.requests.tell(SYNC + model, weights)
+        return done.saved
 
     def _fail(self, model: str, why: str, *, damaged: bool = False) -> None:
         """Ends a model, and its requests that wait; the others go on. Its last checkpoint becomes

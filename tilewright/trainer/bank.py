@@ -22,7 +22,7 @@ import torch
 
 from tilewright.nn.sharded import shard
 from tilewright.nn.weights import adapted
-from tilewright.trainer.engine import Engine
+from tilewright.trainer.engine import Engine, moved
 from tilewright.trainer.models.head import Shaping
 from tilewright.trainer.plugins import adapters
 
@@ -167,6 +167,13 @@ class Bank:
         else:
             del self._parked[name]
 
+    def move(self, device: torch.device) -> None:
+        """Moves what parked tenants have, see `Engine.move`."""
+        for tenant in (self._first, *self._parked.values()):
+            tenant.values = moved(tenant.values, device)
+            tenant.gradients = moved(tenant.gradients, device)
+            tenant.states = {name: moved(own, device) for name, own in tenant.states.items()}
+
     def _park(self) -> None:
         if self.held is not None:
             self._parked[self.held] = park(self.engine)
@@ -216,3 +223,6 @@ class Sole:
         self.engine.zero()
         self.engine.optimizer.state.clear()
         self.held = None
+
+    def move(self, device: torch.device) -> None:
+        """As `Bank.move`: nothing is parked."""

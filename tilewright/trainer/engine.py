@@ -373,6 +373,14 @@ class Engine:
         self.zero()
         return norm
 
+    def move(self, device: torch.device) -> None:
+        """Moves weights, gradients and the optimizer's states. What computes with them needs them
+        on the mesh's device.
+        """
+        self.parts.move(device)
+        for state in self.optimizer.state.values():
+            state.update(moved(state, device))
+
     def zero(self) -> None:
         """Drops gradients, and their denominators."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -424,6 +432,14 @@ class Engine:
             save_adapter(whole, target, base_model=adapter_of, files=files, task_type=task)
         else:
             hf.save_weights(self.parts, target, tokenizer_path=tokenizer, dtype=dtype)
+
+
+def moved(tensors: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Those of more than a number, on a device: counters stay where their optimizer has them."""
+    return {
+        name: t.to(device) if torch.is_tensor(t) and t.numel() > 1 else t
+        for name, t in tensors.items()
+    }
 
 
 def _problem(total: float, divisor: float, norm: float) -> ValueError | None:

@@ -98,6 +98,11 @@ class Parts:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def move(self, device: torch.device) -> None:
+        """Moves weights and gradients."""
+        self.reshard()
+        self.model.to(device)
+
     # ---- parameters that two ranks hold
 
     def sum_copies(self) -> None:
