@@ -8,8 +8,9 @@
     publish   from a request to save weights to the first token that is sampled with them, beside
               the save alone, by a server and its sampler
     sync      bytes per second of all weights, in buckets over gloo to a sampler's process, beside
-              the same bytes in broadcasts that a process does nothing but receive; and what the
-              sender's memory grows by, which is to be a tensor and a bucket
+              the same tensors, and beside as many bytes in buckets, broadcast to a process that
+              does nothing but receive; and what the sender's memory grows by where each tensor is
+              gathered first: a tensor and a bucket
     vllm      with the Python of an environment with vLLM: the same tokens by the sampler's process
               and by vLLM's, over HTTP, with one thread each (vLLM without compilation)
 
@@ -193,9 +194,9 @@ from tilewright.core.groups import Apart
 address, rounds, *sizes = sys.argv[1:]
 group = Apart(address, 1, 2, "plain", "gloo")
 group.join()
-given = [torch.empty(int(size)) for size in sizes]
+whole = torch.empty(sum(map(int, sizes)))
 for _ in range(int(rounds)):
-    for tensor in given:
+    for tensor in whole.split([*map(int, sizes)]):
         group.broadcast(tensor)
 """
 
@@ -219,58 +220,77 @@ def sampler(model: pathlib.Path, threads: int | None = None) -> Iterator[str]:
         process.wait()
 
 
+@contextlib.contextmanager
+def broadcasts(tensors: Sequence[Any], rounds: int) -> Iterator[Callable[[], int]]:
+    """Sends float32 tensors to a process that does nothing but receive them; so often, and once
+    more before it is measured.
+    """
+    from tilewright.core.groups import Apart
+
+    sizes = [t.numel() for t in tensors]
+    group = Apart("127.0.0.1:0", 0, 2, "plain", "gloo")
+    about = [f"127.0.0.1:{group.port}", f"{rounds + 1}", *map(str, sizes)]
+    receiver = subprocess.Popen([sys.executable, "-c", RECEIVES, *about])
+    try:
+        group.join()
+
+        def send() -> int:
+            for tensor in tensors:
+                group.broadcast(tensor)
+            return 4 * sum(sizes)
+
+        yield send
+    finally:
+        receiver.wait()
+
+
 def synced(size: Size, folder: pathlib.Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
     from bench.host_memory import peak_mib
-    from tilewright.core.groups import Apart
     from tilewright.server import sending
     from tilewright_lab.server_torture.client import write_model
 
     base = write_model(folder / "sent", **{**size.shape, **size.sent})
     tensors = load_file(base / "model.safetensors")
     total = sum(t.numel() * t.element_size() for t in tensors.values())
-    count = size.rounds + 1  # and those before that are not measured
-    sizes = [size.bucket // 4] * (total // size.bucket)
-    sizes += [rest // 4] if (rest := total % size.bucket) else []
-    flat = [torch.zeros(n) for n in sizes]
-    group = Apart("127.0.0.1:0", 0, 2, "plain", "gloo")
-    about = [f"127.0.0.1:{group.port}", f"{count}", *map(str, sizes)]
-    receiver = subprocess.Popen([sys.executable, "-c", RECEIVES, *about])
-    try:
-        group.join()
-        with sampler(base) as url:
-            target = sending.Target("embedded", url, "g", "gloo", "127.0.0.1", 0, size.bucket, 1)
-            channel = sending.opened(target)
+    with contextlib.ExitStack() as ended:
+        url = ended.enter_context(sampler(base))
+        target = sending.Target("embedded", url, "g", "gloo", "127.0.0.1", 0, size.bucket, 1)
+        channel = sending.opened(target)
+        ended.callback(channel.close)
 
-            def sync() -> int:
-                # As they are gathered, each is a tensor of its own.
-                given = ((name, t.clone()) for name, t in tensors.items())
-                return sending.send(target, given, channel).bytes
+        def sync() -> int:
+            return sending.send(target, iter(tensors.items()), channel).bytes
 
-            def plain() -> int:
-                for tensor in flat:
-                    group.broadcast(tensor)
-                return total
+        def gathered() -> int:
+            """As of a model that is sharded: each is a tensor of its own."""
+            given = ((name, t.clone()) for name, t in tensors.items())
+            return sending.send(target, given, channel).bytes
 
-            rates = in_turns({"sync": sync, "broadcast": plain}, size.rounds)
-            grown = peak_mib(sync)
-            channel.close()
-    finally:
-        receiver.kill()
-        receiver.wait()
+        flat = torch.zeros(total // 4)
+        buckets = flat.split(size.bucket // 4)
+        measures = {
+            "sync": sync,
+            "broadcast": ended.enter_context(broadcasts([*tensors.values()], size.rounds)),
+            "buckets": ended.enter_context(broadcasts(buckets, size.rounds)),
+        }
+        rates = in_turns(measures, size.rounds)
+        grown = peak_mib(gathered)
     largest = max(t.numel() * t.element_size() for t in tensors.values())
     return {
         "measure": "sync",
         "bytes": total,
         "bucket_bytes": size.bucket,
         "largest_tensor_bytes": largest,
-        "sync_gb_per_s": statistics.median(rates["sync"]) / 1e9,
-        "broadcast_gb_per_s": statistics.median(rates["broadcast"]) / 1e9,
-        "of_broadcast": statistics.median(
-            a / b for a, b in zip(rates["sync"], rates["broadcast"], strict=True)
-        ),
+        **{f"{n}_gb_per_s": statistics.median(own) / 1e9 for n, own in rates.items()},
+        **{
+            f"of_{n}": statistics.median(
+                a / b for a, b in zip(rates["sync"], rates[n], strict=True)
+            )
+            for n in ("broadcast", "buckets")
+        },
         "peak_mib": grown,
         "samples_bytes_per_s": rates,
     }

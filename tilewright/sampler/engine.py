@@ -280,17 +280,21 @@ class Engine:
             self._check(tensors, own)
             self._sent = True
             for name, dtype, shape in tensors:
-                given = torch.empty(*shape, dtype=getattr(torch, dtype), device=self.model.device)
+                kind, there = getattr(torch, dtype), own.get(name)
+                if there is not None and there.dtype == kind and there.is_contiguous():
+                    into(there)
+                    continue
+                given = torch.empty(*shape, dtype=kind, device=self.model.device)
                 into(given)
-                if name not in own:
+                if there is None:
                     base = name.removesuffix(SCALES)
                     stored = {base: self._codes.pop(base), name: given}
                     q = BlockFP8.from_safetensors(stored, base, block=self.block or (128, 128))
                     own[base].copy_(dequantize_block_fp8(q, dtype=own[base].dtype))
-                elif dtype == FP8 and own[name].dtype != given.dtype:
+                elif dtype == FP8:
                     self._codes[name] = given  # until its scales come, maybe with the next tensors
                 else:
-                    own[name].copy_(given)
+                    there.copy_(given)
             self._forget_prefixes()
 
     def _check(
