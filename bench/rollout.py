@@ -5,8 +5,8 @@
     sample    tokens per second of prompts that are sampled at once, beside transformers' generate,
               of one prompt after the other and of all in one padded batch
     switch    the same tokens of two adapters in turns, beside one adapter's
-    publish   from a request to save weights to the first token that is sampled with them, beside
-              the save alone, by a server and its sampler
+    publish   after a step, from a request to save weights to the first token that is sampled with
+              them, beside the save alone, by a server and its sampler
     sync      bytes per second of all weights, in buckets over gloo to a sampler's process, beside
               the same tensors, and beside as many bytes in buckets, broadcast to a process that
               does nothing but receive; and what the sender's memory grows by where each tensor is
@@ -166,9 +166,15 @@ def published(size: Size, base: pathlib.Path, folder: pathlib.Path) -> dict[str,
         created = {"session_id": session, "model_seq_id": 0, "base_model": str(base)}
         model = client.result(client.post("create_model", created)).value["model_id"]
         chunks = [{"type": "encoded_text", "tokens": [1, 2, 3]}]
+        datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": [2, 3, 4]}}
+        learn = {"data": [datum], "loss_fn": "cross_entropy"}
         for i in range(size.rounds + 1):  # the first starts the sampler
+            own = {"model_id": model, "seq_id": 3 * i + 1, "forward_backward_input": learn}
+            client.result(client.post("forward_backward", own))
+            step = {"model_id": model, "seq_id": 3 * i + 2, "adam_params": {"learning_rate": 1e-4}}
+            client.result(client.post("optim_step", step))
             begin = time.perf_counter()
-            save = {"model_id": model, "seq_id": i + 1, "sampling_session_seq_id": i}
+            save = {"model_id": model, "seq_id": 3 * i + 3, "sampling_session_seq_id": i}
             answer = client.result(client.post("save_weights_for_sampler", save)).value
             between = time.perf_counter()
             asked = {"sampling_session_id": answer["sampling_session_id"], "seq_id": i}

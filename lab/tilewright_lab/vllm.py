@@ -42,7 +42,12 @@ def vllm(
         "dtype": "float32",
         **options,
     }
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command = [
+        str(pathlib.Path(python).absolute()),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--enforce-eager",
+    ]
     for name, value in given.items():
         command += [f"--{name.replace('_', '-')}", f"{value}"]
     if "max_loras" in options:

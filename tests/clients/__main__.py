@@ -76,7 +76,13 @@ def of_script(name, python, file, model):
     """What a script of the clients has seen; None where it has ended otherwise."""
     with Server(file) as server:
         ran = subprocess.run(
-            [python, HERE / name, server.root, model, file.parent / "runs"],
+            [
+                pathlib.Path(python).absolute(),
+                HERE / name,
+                server.root,
+                model,
+                file.parent / "runs",
+            ],
             stdout=subprocess.PIPE,
             text=True,
             cwd=file.parent,

@@ -459,8 +459,9 @@ class Endpoint:
                 then = await self.training.score(last.weights, more)
             if every is None:
                 every = await self.training.score(weights, more)
-            given_more = await self._scores(more, name)
-            verdict = probe.judge(given_more, every, {last.name: then}, self._noise)
+            if probe.tells(every, then, self._noise):
+                given_more = await self._scores(more, name)
+                verdict = probe.judge(given_more, every, {last.name: then}, self._noise)
         if verdict.state == "stale":
             self._now_stale(verdict.says)
         self._noise = self._noise.seen(given, first)

@@ -60,6 +60,11 @@ class Noise(NamedTuple):
         return max(most * grown, floor), max(self.mean * grown, floor)
 
 
+def tells(wanted: np.ndarray, other: np.ndarray, noise: Noise) -> bool:
+    """Whether scores under two weights differ by more than rounding."""
+    return _mean(wanted - other) > CLEAR * noise.bounds(wanted)[1]
+
+
 class Verdict(NamedTuple):
     """state: "arrived", "undecided" or "stale".   says: why it is not the first."""
 
