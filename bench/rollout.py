@@ -275,14 +275,14 @@ def synced(size: Size, folder: pathlib.Path) -> dict[str, Any]:
             given = ((name, t.clone()) for name, t in tensors.items())
             return sending.send(target, given, channel).bytes
 
-        flat = torch.zeros(total // 4)
+        flat, rounds = torch.zeros(total // 4), 4 * size.rounds  # a tenth of a second each
         buckets = flat.split(size.bucket // 4)
         measures = {
             "sync": sync,
-            "broadcast": ended.enter_context(broadcasts([*tensors.values()], size.rounds)),
-            "buckets": ended.enter_context(broadcasts(buckets, size.rounds)),
+            "broadcast": ended.enter_context(broadcasts([*tensors.values()], rounds)),
+            "buckets": ended.enter_context(broadcasts(buckets, rounds)),
         }
-        rates = in_turns(measures, size.rounds)
+        rates = in_turns(measures, rounds)
         grown = peak_mib(gathered)
     largest = max(t.numel() * t.element_size() for t in tensors.values())
     return {
