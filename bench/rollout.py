@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ from typing import Any
 from bench.server import FULL as SERVED
 from bench.server import NEEDED as BY_SERVER
 from bench.server import in_rows
+from tilewright.core import platform
 
 NEEDED = (*BY_SERVER, "httpx")
 
@@ -216,7 +216,7 @@ def sampler(model: pathlib.Path, threads: int | None = None) -> Iterator[str]:
         [*command, "--dtype", "float32"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **own},
+        env=platform.with_variables(**own),
     )
     try:
         assert process.stdout is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import socket
 import subprocess
@@ -11,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 import httpx
+
+from tilewright.core import platform
 
 STARTED = 600  # seconds
 ENVIRONMENT = {
@@ -53,7 +54,7 @@ def vllm(
     if "max_loras" in options:
         command.append("--enable-lora")
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + STARTED
-    own = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": f"{threads}"}
+    own = platform.with_variables(**ENVIRONMENT, OMP_NUM_THREADS=f"{threads}")
     with (folder / "vllm.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=own)
         try:

@@ -36,7 +36,7 @@ def drawn(tokens, seed=0):
 
 
 def logprobs(served, model, data, kind="forward", **more):
-    """Of the documents of a pass, in JSON."""
+    """Those of the documents of a pass, in JSON."""
     own = {"data": data, "loss_fn": "cross_entropy", **more}
     answer = served.result(served.post(kind, {"model_id": model, f"{kind}_input": own}))
     assert "error" not in answer, answer
@@ -66,7 +66,7 @@ def test_recorded_experts_are_replayed_in_a_pass(folder, tmp_path):
         short = logprobs(served, model, [{**data[0], "routed_experts": routes[0][:-1].tolist()}])[0]
         np.testing.assert_allclose(short[:-1], replayed[0][:-1], atol=1e-6)
         assert abs(short[-1] - replayed[0][-1]) > 1e-6
-        # Of labels, whose last token is no input.
+        # Labels, whose last token is no input.
         ids = data[0]["model_input"]["input_ids"]
         shifted = {"model_input": {"input_ids": ids}, "loss_fn_inputs": {"labels": ids}}
         aligned = {

@@ -303,7 +303,7 @@ def test_vllm_takes_all_weights_over_nccl_alone(model_folder, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="NCCL: only on a CUDA device")
 def test_a_group_by_an_id_sends_bytes():
-    """Of one rank: a GPU has room for no other."""
+    """One rank: a GPU has room for no other."""
     group = groups.ById(1)
     assert len(group.id) == 128
     group.join()

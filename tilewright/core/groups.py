@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 LIMIT = 600.0  # seconds of one collective, and of waiting for the others: NCCL's default
 exported: Any = dist  # stores are documented there, and not in its __all__
-nccl: Any = torch.cuda.nccl  # pyright: ignore[reportAttributeAccessIssue] (it is imported there)
+cuda: Any = torch.cuda  # which imports nccl, and does not say so
 
 
 class Apart:
@@ -78,21 +78,21 @@ class ById:
     def __init__(self, size: int):
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             raise RuntimeError("NCCL needs a GPU, and a PyTorch that was built with it")
-        self.size, self.id = size, bytes(nccl.unique_id())
+        self.size, self.id = size, bytes(cuda.nccl.unique_id())
         self._communicator: Any = None
 
     def join(self) -> None:
         """Waits for the others, and sums one number, as vLLM's ranks do first."""
         device = torch.cuda.current_device()
-        self._communicator = nccl.init_rank(self.size, self.id, 0)
+        self._communicator = cuda.nccl.init_rank(self.size, self.id, 0)
         first = [torch.zeros(1, device=device)]
-        nccl.all_reduce(first, comms=[self._communicator])
+        cuda.nccl.all_reduce(first, comms=[self._communicator])
         torch.cuda.synchronize()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """As `Apart.broadcast`, of a tensor on the GPU."""
         own = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        nccl.broadcast([own], comms=[self._communicator])
+        cuda.nccl.broadcast([own], comms=[self._communicator])
         torch.cuda.synchronize()
 
     def close(self) -> None:

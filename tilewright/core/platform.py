@@ -408,6 +408,11 @@ def for_server() -> dict[str, str]:
     return {**os.environ, SERVER: str(os.getpid())}
 
 
+def with_variables(**given: str) -> dict[str, str]:
+    """The environment of a process that is started, with these variables."""
+    return {**os.environ, **given}
+
+
 def launched() -> tuple[int, int, int] | None:
     """(rank, world size, local rank) if torchrun or a similar launcher started this process, else
     None.

@@ -71,7 +71,7 @@ WAITED = 0.02  # of what a result was waited for, until the next look: it comes 
 EACH = 0.0004  # seconds between looks of all that wait: hundreds would keep a core busy
 PREFIX = "/api/v1"
 PUBLISH = "training_runs/{name}/checkpoints/{kind}/{saved}/publish"
-# Of published clients.
+# What published clients are configured by.
 CLIENT = {"use_pyqwest_transport": False, "sample_join_sampling_session": True}
 # What a client may ask for that is not built, with the sentence of the refusal.
 NOT_OFFERED = {
