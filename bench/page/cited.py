@@ -250,11 +250,8 @@ CITED: dict[str, dict[str, Callable[[Results], list[str]]]] = {
         ),
         "| 86 to 93 % | 81 to 100 % | {} to {} % |": _forward("rmsnorm", "silu_mul", "gelu_mul"),
         "| {} to {} %; 79 to 85 %, after a change {} to {} % |": _both("qk_norm_rope"),
-        "| 75 %, after a change {} to {} % |": _forward("logprob_entropy"),
         "| 69 to 85 %, after a change {} to {} % |": _forward("permute"),
         "| 79 %, 5.8 %; after a change {} %, {} % |": _both("causal_conv1d"),
-        "| 54 %, after a change {} % |": lambda r: r.shares("backward", "rmsnorm_gated"),
-        "| 55 %, after a change {} % |": _forward("cross_entropy", only="gemma"),
         "after a change {} %, {} %; {} % | all were": _one_after_another(
             _forward("quantize_block_fp8", only=TURNED),
             _forward("quantize_mxfp8", only=TURNED),
