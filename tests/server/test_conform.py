@@ -85,7 +85,7 @@ def gradients_of_repeated_requests(patch, own):
 
 
 def order_of_arrival(patch, own):
-    def first(kind=None):
+    def first(kinds=()):
         rows = own.log._read(
             "SELECT number, id, model, seq, kind, body, attempts, ran FROM requests WHERE waits "
             "ORDER BY number LIMIT 1"

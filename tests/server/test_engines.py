@@ -38,7 +38,7 @@ from tilewright.sampler.__main__ import served as sampled_model
 from tilewright.sampler.app import application
 from tilewright.server import inference, probe, sending
 from tilewright.server.api import add_engines
-from tilewright.server.engines import Embedded, Failed, Sglang, Vllm
+from tilewright.server.engines import Embedded, Failed, Sglang, Vllm, Wanted
 from tilewright.server.hosts import allowed
 from tilewright.server.rollouts import Rollouts
 
@@ -545,10 +545,21 @@ def test_what_an_engine_refuses_is_told_by_its_name(file, sampler):
         assert answer["category"] == "user" and "texts need a tokenizer" in answer["error"]
 
     async def broken():
-        transport = httpx.MockTransport(lambda request: httpx.Response(500, text="no JSON"))
-        async with client_of(transport) as client:
+        limits = []
+
+        def answer(request):
+            limits.append(request.extensions["timeout"]["read"])
+            return httpx.Response(500, text="no JSON")
+
+        wanted = Wanted("a", PROMPT, 1, 1, 1.0, -1, 1.0, 0, [], [], 0)
+        async with client_of(httpx.MockTransport(answer)) as client:
             with pytest.raises(Failed, match="no JSON") as why:
                 await Vllm(client).version()
             assert why.value.status == 500
+            # A sample takes as long as it takes; an engine that hangs ends all other calls.
+            for kind in (Vllm, Embedded):
+                with pytest.raises(Failed):
+                    await kind(client).generate(wanted, None)
+            assert limits == [600.0, None, None]
 
     asyncio.run(broken())

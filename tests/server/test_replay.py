@@ -104,6 +104,7 @@ def test_what_cannot_be_replayed_is_refused(folder, file, tmp_path):
             ({"routed_experts": [drawn(3).tolist()]}, 400, "are of 3 tokens; accepted are 4 or 5"),
             ({"routed_experts": [whole, whole]}, 422, "has 2 items, and the request 1 data"),
             ({"routed_experts": {}}, 422, "it must be a list"),
+            ({"routed_experts": [[[[10**30]]]]}, 400, "datum 0: routed_experts: "),
             ({"routed_experts": [whole], "routed_expert_logits": [1]}, 501, "routed_expert_logits"),
         ):
             answer = refused(**more)
@@ -119,7 +120,7 @@ def test_samples_bring_their_experts_and_are_scored_with_them(folder, tmp_path):
     first ratio is 1.
     """
     made = sampled_model(str(folder), None, "float32", "cpu", 256)
-    asked = []
+    asked, whole = [], [True]
 
     def change(path, body):
         """The embedded sampler records nothing."""
@@ -138,7 +139,7 @@ def test_samples_bring_their_experts_and_are_scored_with_them(folder, tmp_path):
             for i, one in enumerate(told if records else ()):
                 tokens = len(PROMPT) + len(one["output_ids"]) - 1
                 text = base64.b64encode(drawn(tokens, i).tobytes()).decode()
-                one["meta_info"]["routed_experts"] = text
+                one["meta_info"]["routed_experts"] = text if whole[0] else "AAAA"
             return httpx.Response(answer.status_code, json=told)
 
     try:
@@ -168,5 +169,10 @@ def test_samples_bring_their_experts_and_are_scored_with_them(folder, tmp_path):
                 own = np.array(one["logprobs"], np.float32)
                 np.testing.assert_allclose(own, replayed[len(PROMPT) - 1 :], atol=1e-6)
                 assert np.abs(own - plain[len(PROMPT) - 1 :]).max() > 1e-3
+            whole[0] = False
+            future = ask(served, name, 1, num_samples=2)
+            asyncio.run(answering(served, rollouts.all()))
+            answer = served.result(future)
+            assert answer["category"] == "server" and "routed experts" in answer["error"]
     finally:
         made.engine.close()

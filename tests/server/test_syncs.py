@@ -24,6 +24,7 @@ from sampling import (
     client_of,
     sampler_process,
     saved,
+    step,
 )
 from serving import Served, documents, trained, write_model, write_server
 from training import QWEN3
@@ -33,7 +34,10 @@ from tilewright.core import groups
 from tilewright.core.registry import short
 from tilewright.nn import QuantFormat, quantize_
 from tilewright.server import api, inference, sending
+from tilewright.server.bodies import Call, synced
 from tilewright.server.engines import Vllm
+from tilewright.server.keys import digest
+from tilewright.server.refused import Refused
 from tilewright.trainer.engine import moved
 
 pytestmark = pytest.mark.packages
@@ -57,39 +61,99 @@ def test_engines_are_sent_a_model_after_so_many_steps(model_folder, tmp_path, sa
     with Served(write_server(tmp_path, model_folder, sync_every_steps=2)) as served:
         own, model = served.api.inference, served.model()
 
+        def kept():
+            return [f.name for f in (served.root / "samplers").iterdir()]
+
         def loads(steps):
-            """The adapters that are loaded, after a step each."""
+            """How often adapters are loaded, after a step each."""
             transport.calls.clear()
             for number in steps:
                 served.result(served.passes(model, 2 * number + 1, documents(number)))
                 future = served.step(model, 2 * number + 2, learning_rate=1e-4)
-                served.answer()
-                due = own.is_due(model)
-                assert due == bool(number % 2)
-                assert asyncio.run(served.api._sent(model)) is not due
+                due = bool(number % 2)
+                assert (served.result(future).get("type") == "try_again") == due
+                assert own.is_due(model) == due
                 asyncio.run(answering(served, own.send_due()))
-                assert not own.is_due(model)
-                assert "metrics" in served.result(future)
+                assert not own.is_due(model) and "metrics" in served.result(future)
             return transport.calls.count("/load_lora_adapter")
 
         transport = added(served, sampler, monkeypatch)
         assert loads([0]) == 0 and loads([1]) == 1 and loads([2, 3]) == 1
         [endpoint] = served.api.rollouts.endpoints
-        assert endpoint.stale is None and endpoint._known[-1].weights == f"{model}@4"
-        # What was sent before is dropped.
-        assert [f.name for f in (served.root / "samplers").iterdir()] == [f"{model}@4"]
-        # An engine that has not got it is stale, and training goes on.
+        # What was sent before is dropped, and what engines have is not.
+        [name] = kept()
+        assert endpoint.stale is None and endpoint._known[-1].weights == name
+        paths = [path.path for path in served.log.paths(served.log.model(model).owner)]
+        assert [path for path in paths if "@" in path] == [name]
+        # An engine that has not got it is stale, one that answers otherwise than it should is in
+        # the log, and training goes on.
         transport.change = loads_nothing
         assert loads([4, 5]) == 1
         assert "they are those of" in endpoint.stale
+        assert len(kept()) == 2 and name in kept()
+        transport.change = lambda path, body: {"answer": 3} if path == "/generate" else None
+        assert loads([6, 7]) == 1
+        # Without an engine nothing is kept but the last.
+        served.api.rollouts.endpoints.clear()
+        assert loads([8, 9, 10, 11]) == 0
+        assert len(kept()) == 1 and kept() != [name]
+        # It is nobody's when its model has ended.
+        served.result(served.post("unload_model", {"model_id": model}))
+        served.workers.sweep()
+        assert kept() == []
+
+
+def test_a_newer_model_is_not_dropped_and_an_older_one_not_sent(file, sampler, monkeypatch):
+    with Served(file) as served:
+        own, model = served.api.inference, served.model()
+        transport = added(served, sampler, monkeypatch)
+        sent = []
+        for number in range(2):
+            step(served, model, number, number)
+            weights = f"{model}@{number}"
+            call = Call(model, None, "save_weights_for_sampler", synced(weights))
+            served.log.ask(served.log.model(model), call.kind, call.value)
+            served.answer()
+            sent.append((weights, served.log.path(weights)))
+
+        def send(weights):
+            row, endpoints = served.log.model(model), served.api.rollouts.endpoints
+            doing = own._sent(row, weights, endpoints, inference.Sending())
+            return asyncio.run(answering(served, doing))[0]["message"]
+
+        assert "arrived" in send(sent[0][0])
+        assert served.log.path(sent[1][0]) == sent[1][1]
+        assert "arrived" in send(sent[1][0]) and served.log.path(sent[0][0]) is None
+        transport.calls.clear()
+        assert send(sent[0][0]) == "newer weights are there" and transport.calls == []
+        # A fact that is another one by now stays.
+        served.log.tell("sync/m", "m@2")
+        served.log.settle("sync/m", "m@1")
+        assert served.log.facts("sync/") == {"m": "m@2"}
+
+
+def test_a_result_does_not_wait_for_an_engine_for_ever(file, monkeypatch):
+    with Served(file) as served:
+        own = served.api.inference
+        served.log.tell("sync/m", "m@1")
+        assert own.is_due("m") and not own.is_due("other")
+        monkeypatch.setattr(inference, "LIMIT", -1.0)
+        assert not own.is_due("m")
 
 
 def loads_nothing(path, body):
     return {"answer": {"success": True}} if path == "/load_lora_adapter" else None
 
 
-def test_the_one_model_is_sent_to_an_engine_that_is_added(file, sampler, monkeypatch):
-    with Served(file) as served:
+def test_the_one_model_of_a_key_is_sent_to_an_engine_that_is_added(
+    model_folder, tmp_path, sampler, monkeypatch
+):
+    keys = "".join(f"{name}: {digest('tml-' + name)}\n" for name in ("ann", "bob"))
+    (tmp_path / "keys").write_text(keys)
+    file = write_server(tmp_path, model_folder, api_token_file=str(tmp_path / "keys"))
+    with Served(file, key="tml-bob") as served:
+        served.model()
+        served.key = "tml-ann"
         monkeypatch.setattr(inference, "client_of", lambda url: client_of(Through(sampler), url))
         engine = {"host": "127.0.0.1", "port": 1, "sync_weights": True}
         told = bare(served, "/add_inference_endpoint", engine)[1]
@@ -137,6 +201,10 @@ def test_all_weights_are_sent_in_block_fp8(model_folder, tmp_path, monkeypatch):
         assert status == 200, told
         [endpoint] = served.api.rollouts.endpoints
         assert endpoint.facts.quantized is None and endpoint._noise.exact  # it has dequantized them
+        served.api.rollouts.endpoints.append(endpoint)  # as if there were two
+        status, told = bare(served, "/connect_inference_endpoint", {"master_port": 29600})
+        assert status == 400 and "master_port is 29600, and 2 endpoints" in told["detail"]
+        served.api.rollouts.endpoints.pop()
         told = bare(served, "/connect_inference_endpoint", {"group_name": "stays"})[1]
         assert told["success"] and told["connected_endpoints"] == [url], told
         model = served.model()
@@ -177,6 +245,7 @@ def test_all_weights_are_sent_in_block_fp8(model_folder, tmp_path, monkeypatch):
             ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt"),
             ({**FP8, "weight_block_size": [0, 1]}, "weight_block_size.0"),
             ({**FP8, "quant_method": "awq"}, "quant_method"),
+            ({**FP8, "weight_block_size": [1000, 1000]}, "up to 16384 elements"),
         ):
             status, told = bare(served, "/api/v1/set_sync_quantization", {"quantization": wrong})
             assert status == 422 and said in told["detail"], told
@@ -205,6 +274,34 @@ def test_a_group_whose_engine_has_ended_is_not_used_again(model_folder):
         sending.send(channel.target, iter(tensors), channel)
     with pytest.raises(sending.Unsent):
         channel.close()
+
+
+def test_a_channel_that_has_failed_is_not_kept(model_folder, tmp_path, monkeypatch):
+    closed, target = [], {"engine": "sglang", "url": "http://one", "name": "g", "backend": "gloo"}
+    target |= {"address": "127.0.0.1", "port": 0, "bytes": 1 << 20, "size": 1}
+
+    class Open:
+        close = closed.append
+
+        def __init__(self, given):
+            self.close = lambda: closed.append(self)
+
+    def fails(target, tensors, channel):
+        assert isinstance(channel, Open)
+        raise sending.Unsent("it has ended")
+
+    monkeypatch.setattr(sending, "opened", Open)
+    monkeypatch.setattr(sending, "send", fails)
+    with Served(write_server(tmp_path, model_folder, sampler="none", **WHOLE)) as served:
+        models, model = served.workers.models, served.model()
+        for count in range(2):  # the former one is closed
+            models.connect("", {"targets": [target]}, {})
+            assert len(closed) == count
+        weights = saved(served, model)
+        value = {"weights": weights, "target": target, "lengths": [1], "quantization": None}
+        with pytest.raises(Refused, match="it has ended"):
+            models.send("", value, {})
+        assert models.disconnect("", {}, {}).value == {"disconnected": []}
 
 
 def test_matrices_of_layers_are_quantized_and_no_others():
@@ -329,7 +426,7 @@ def test_a_server_that_sleeps_goes_on_as_it_was(model_folder, tmp_path, monkeypa
             results.append(served.result(served.passes(one, 4, documents(8))))
             name = saved(served, one)
             if sleeps:
-                assert bare(served, "/sleep", {})[1]["success"]
+                assert [bare(served, "/sleep", {})[1]["success"] for _ in range(2)] == [True, True]
                 future = served.step(one, 5)
                 served.answer()
                 monkeypatch.setattr(api, "WAIT", 0.0)
@@ -337,6 +434,7 @@ def test_a_server_that_sleeps_goes_on_as_it_was(model_folder, tmp_path, monkeypa
                 assert told["type"] == "try_again" and told["queue_state"] == "paused_capacity"
                 assert "sleeps" in told["queue_state_reason"]
                 assert bare(served, "/wake_up", {})[1]["success"]
+                assert not served.workers.models.asleep
                 monkeypatch.undo()
             else:
                 future = served.step(one, 5)

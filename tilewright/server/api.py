@@ -439,9 +439,10 @@ class Api:
         name = given.get("request_id") if isinstance(given, dict) else None
         if not isinstance(name, str) or self.requests.owner_of(name) != self.owner:
             raise Refused(404, f"there is no request {name!r:.80}")
+        began = time.monotonic()
         self._polling += 1
         try:
-            result = await self._awaited(request, name)
+            result = await self._awaited(request, name, began)
         finally:
             self._polling -= 1
         if result is None:
@@ -455,7 +456,7 @@ class Api:
             answer = JSONResponse({"error": result.error, "category": result.category})
             return await self._told(name, request, answer)
         kind, model = self.requests.kind_of(name) or ("", "")
-        if kind == "optim_step" and not await self._sent(model):
+        if kind == "optim_step" and not await self._sent(model, began):
             return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})
         assert result.body is not None  # else it would have expired
         protobuf = PROTOBUF in request.headers.get("accept", "")
@@ -463,20 +464,19 @@ class Api:
         made = answers.answer(kind, result.body, named=named, protobuf=protobuf)
         return await self._told(name, request, made)
 
-    async def _sent(self, model: str) -> bool:
+    async def _sent(self, model: str, began: float) -> bool:
         """Whether engines have been sent a model after a step, which is waited for, or there was
         no need.
         """
-        began = time.monotonic()
         while self.inference.is_due(model):
             if time.monotonic() - began > WAIT:
                 return False
             await asyncio.sleep(POLL[1])
         return True
 
-    async def _awaited(self, request: Request, name: str) -> Result | None:
+    async def _awaited(self, request: Request, name: str, began: float) -> Result | None:
         """A result, or None where it does not come in time, or its client has gone."""
-        began, result = time.monotonic(), self.requests.result(name)
+        result = self.requests.result(name)
         if result is None:
             result = await asyncio.to_thread(self._soon, name)
         while result is None:
@@ -916,6 +916,8 @@ def application(api: Api) -> FastAPI:
         yield
         for task in tasks:
             task.cancel()
+        # What has paused an engine makes it go on.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
 

@@ -394,6 +394,7 @@ class Endpoint:
             self._idle.clear()
             await self._idle.wait()
         self._there.clear()
+        self._base_proven = False  # also where only a part arrives
         rows = self._rows(probe.MORE)
         async with self._paused(pause):
             given = weights, self.target, rows, quantization

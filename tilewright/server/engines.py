@@ -16,6 +16,8 @@ import httpx
 
 UNKNOWN = 404  # weights, or a route, that an engine has not
 SEEDS = 1 << 31  # seeds of engines are less
+CONNECT = 10.0  # seconds in which an engine accepts a connection
+LIMIT = 600.0  # seconds of a call that does not sample: weights are large
 
 
 class Facts(NamedTuple):
@@ -145,10 +147,18 @@ class Engine:
         """Drops keys and values of prefixes."""
         raise NotImplementedError
 
-    async def _asked(self, path: str, body: Any = None, **query: str) -> Any:
-        """The JSON, or the text, that a route answers: of GET without a body."""
+    async def _asked(
+        self, path: str, body: Any = None, *, limit: float | None = LIMIT, **query: str
+    ) -> Any:
+        """The JSON, or the text, that a route answers: of GET without a body.
+
+        limit: seconds; None: as long as it takes.
+        """
         method = "GET" if body is None else "POST"
-        answer = await self.client.request(method, path, json=body, params=query)
+        given: dict[str, Any] = {"json": body, "params": query}
+        if limit is not None:
+            given["timeout"] = httpx.Timeout(limit, connect=CONNECT)
+        answer = await self.client.request(method, path, **given)
         told: Any
         try:
             told = answer.json()
@@ -229,7 +239,7 @@ class Sglang(Engine):
             "top_logprobs_num": wanted.topk,
         }
         body |= {"return_routed_experts": True} if self._records else {}
-        given = await self._asked("/generate", body | _adapter(name))
+        given = await self._asked("/generate", body | _adapter(name), limit=None)
         return [_of_sglang(one) for one in (given if isinstance(given, list) else [given])]
 
     async def _row(self, row: list[int], name: str | None) -> list[float]:
@@ -340,7 +350,7 @@ class Vllm(Engine):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        given = await self._asked("/v1/completions", body)
+        given = await self._asked("/v1/completions", body, limit=None)
         each = [_of_vllm(choice, wanted.topk) for choice in given["choices"]]
         return each * wanted.samples if same else each
 

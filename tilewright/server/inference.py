@@ -6,9 +6,9 @@ Adapters go as files, which an engine reads; all weights are sent by the workers
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
+import math
 import pathlib
 import shutil
 import sqlite3
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 import httpx
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from safetensors import safe_open
 
 from tilewright.core.files import folder_size
@@ -33,7 +33,7 @@ from tilewright.server.endpoints import (
     exported,
     saved,
 )
-from tilewright.server.engines import ENGINES, Engine, Failed, Unanswered
+from tilewright.server.engines import CONNECT, ENGINES, Engine, Failed, Unanswered
 from tilewright.server.hosts import allowed
 from tilewright.server.log import SYNC, Log, Model
 from tilewright.server.names import canonical, checked, parsed, synced_as
@@ -43,6 +43,8 @@ from tilewright.server.rollouts import Rollouts
 log = logging.getLogger("tilewright.server")
 
 LOOK = 0.02  # seconds between looks for models that are to be sent
+LATER = 5.0  # and after the log could not be written
+LIMIT = 600.0  # seconds that a step's result waits for engines
 ENDPOINT = "endpoint/"  # before the URLs of engines among paths
 PAUSES = {"retract": "wait", "abort": "abort", "in_place": "keep"}
 
@@ -78,6 +80,7 @@ class Add(Address, How):
     sync_weights: bool = False
 
 
+MOST_OF_BLOCK = 16384  # of `quantize_block_fp8`
 Side = Annotated[int, Field(ge=1)]
 
 
@@ -91,6 +94,13 @@ class Fp8(bodies.Body):
     activation_scheme: Literal["dynamic"] = "dynamic"
     weight_block_size: list[Side] = Field([128, 128], min_length=2, max_length=2)
     modules_to_not_convert: list[str] | None = None
+
+    @field_validator("weight_block_size")
+    @classmethod
+    def _fits(cls, sides: list[int]) -> list[int]:
+        if math.prod(sides) > MOST_OF_BLOCK:
+            raise ValueError(f"accepted are blocks of up to {MOST_OF_BLOCK} elements")
+        return sides
 
 
 class Quantize(bodies.Body):
@@ -145,6 +155,10 @@ class Inference:
     def __init__(self, api: Serving, hosts: list[str]):
         self.api, self.hosts = api, hosts
         self._sending = asyncio.Lock()  # one model at a time
+        # By model: since when results wait; the newest that was sent; the newest that all have.
+        self._due: dict[str, float] = {}
+        self._newest: dict[str, str] = {}
+        self._arrived: dict[str, str] = {}
 
     # ---- engines
 
@@ -193,7 +207,10 @@ class Inference:
         own = [m for m in every if m.owner == owner and m.state == "live"]
         if len(own) != 1:
             return False, f"there are {len(own)} models; sync_inference_weights sends one"
-        weights, why = await self._saved(request, own[0])
+        try:
+            weights, why = await self._saved(request, own[0])
+        except Refused as refused:  # the engine is added
+            return False, str(refused)
         if why is not None:
             return False, why
         [told] = await self._sent(own[0], weights, [endpoint], Sending())
@@ -290,15 +307,23 @@ class Inference:
             return f"{version}: {verdict.state}{f', {verdict.says}' if verdict.says else ''}"
 
         async with self._sending:
-            told = [await _tried(endpoint, one) for endpoint in endpoints]
-            await asyncio.to_thread(self._drop_before, model, weights)
+            if weights < self._newest.get(model.name, weights):  # it has waited for its turn
+                return [_at(one) | {"message": "newer weights are there"} for one in endpoints]
+            self._newest[model.name] = weights
+            told = [*await asyncio.gather(*(_tried(endpoint, one) for endpoint in endpoints))]
+            kept = self._arrived.get(model.name)
+            if all(one["success"] for one in told):
+                kept = self._arrived[model.name] = weights
+            if kept is not None:  # else engines may have any of those before
+                await asyncio.to_thread(self._drop_before, model, weights, kept)
         return told
 
-    def _drop_before(self, model: Model, weights: str) -> None:
-        """Drops what was sent of a model before."""
+    def _drop_before(self, model: Model, weights: str, kept: str) -> None:
+        """Drops what was saved of a model before, to be sent, but for what engines have."""
         requests = self.api.requests
         for path in requests.paths(model.owner):
-            if path.path.startswith(synced_as(model.name)) and path.path != weights:
+            own = path.path.startswith(synced_as(model.name)) and path.path < weights
+            if own and path.path != kept:
                 shutil.rmtree(saved(self.api.root, path.path), ignore_errors=True)
                 requests.drop(path.path)
 
@@ -307,26 +332,38 @@ class Inference:
     async def run(self) -> None:
         """Sends models that are due, by `sync_every_steps`, until it is canceled."""
         while True:
-            with contextlib.suppress(sqlite3.OperationalError):  # of a full disk: later
+            wait = LOOK
+            try:
                 await self.send_due()
-            await asyncio.sleep(LOOK)
+            except sqlite3.OperationalError:  # of a full disk
+                wait = LATER
+            await asyncio.sleep(wait)
 
     async def send_due(self) -> None:
         """Sends the models that are due, as the workers have saved them after a step."""
-        requests, endpoints = self.api.requests, self.api.rollouts.endpoints
+        requests = self.api.requests
         for name, weights in requests.facts(SYNC).items():
-            model = requests.model(name)
-            told = []
-            if model is not None and endpoints:
-                told = await self._sent(model, weights, endpoints, Sending())
-            for one in told:
-                how = log.info if one["success"] else log.error
-                how("%s after a step, %s:%s: %s", name, one["host"], one["port"], one["message"])
+            try:
+                if (model := requests.model(name)) is not None:
+                    await self._send_after_step(model, weights)
+            except Exception:  # of this model: others are sent, and results are not held back
+                log.exception("%s after a step", name)
             requests.settle(SYNC + name, weights)
+            self._due.pop(name, None)
+
+    async def _send_after_step(self, model: Model, weights: str) -> None:
+        for one in await self._sent(model, weights, [*self.api.rollouts.endpoints], Sending()):
+            how, at = log.info if one["success"] else log.error, f"{one['host']}:{one['port']}"
+            how("%s after a step, %s: %s", model.name, at, one["message"])
 
     def is_due(self, model: str) -> bool:
-        """Whether a model is to be sent, or is being sent."""
-        return self.api.requests.fact(SYNC + model) is not None
+        """Whether a model is to be sent, or is being sent, for which its result waits; but not for
+        longer than LIMIT.
+        """
+        if self.api.requests.fact(SYNC + model) is None:
+            return False
+        now = time.monotonic()
+        return now - self._due.setdefault(model, now) < LIMIT
 
     # ---- how all weights are sent
 
@@ -355,6 +392,12 @@ class Inference:
         asked = [one for one in self.api.rollouts.endpoints if one.engine.whole == "sent"]
         if not asked:
             raise Refused(400, "there is no endpoint to connect: add_inference_endpoint")
+        if body.master_port and len(asked) > 1:
+            raise Refused(
+                400,
+                f"master_port is {body.master_port}, and {len(asked)} endpoints have a group each; "
+                "accepted is 0, a free one for each",
+            )
         for endpoint in asked:
             endpoint.transfer = body.of(endpoint.transfer)
         told = await self._asked("connect", {"targets": [one.target for one in asked]})
@@ -416,8 +459,7 @@ def _check_empty(data: bytes) -> None:
 
 async def _tried(endpoint: Endpoint, do: Callable[[Endpoint], Awaitable[str]]) -> dict[str, Any]:
     """What has become of it at an engine. The others go on."""
-    url = httpx.URL(endpoint.url)
-    told = {"host": url.host, "port": url.port, "success": True}
+    told = _at(endpoint)
     try:
         return {**told, "message": await do(endpoint)}
     except Failed as failed:
@@ -425,6 +467,11 @@ async def _tried(endpoint: Endpoint, do: Callable[[Endpoint], Awaitable[str]]) -
     except httpx.TransportError as error:
         why = endpoint.lost(error)
     return {**told, "success": False, "message": str(why)}
+
+
+def _at(endpoint: Endpoint) -> dict[str, Any]:
+    url = httpx.URL(endpoint.url)
+    return {"host": url.host, "port": url.port, "success": True}
 
 
 def _told(endpoint: Endpoint) -> dict[str, Any]:
@@ -462,8 +509,9 @@ def _count(folder: pathlib.Path) -> int:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Without a limit of time: samples may take long. Connections are kept for less than the 5
-    seconds after which uvicorn closes them.
+    """Without a limit of time but to connect: samples may take long. Connections are kept for less
+    than the 5 seconds after which uvicorn closes them.
     """
     limits = httpx.Limits(max_keepalive_connections=100, keepalive_expiry=2.0)
-    return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
+    timeout = httpx.Timeout(None, connect=CONNECT)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits)

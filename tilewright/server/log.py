@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -459,6 +459,15 @@ class Log:
         )  # fmt: skip
         return [path for (path,) in rows]
 
+    def sent_of_ended(self) -> list[str]:
+        """Weights that engines were sent of models that have ended."""
+        rows = self._read(
+            "SELECT path FROM paths WHERE json_extract(about, '$.kind') = 'sent' AND NOT EXISTS "
+            "(SELECT 1 FROM models m WHERE m.state = 'live' AND "
+            "m.name = substr(path, 1, instr(path, '@') - 1)) ORDER BY path"
+        )
+        return [path for (path,) in rows]
+
     def inflight(self, model: str, owner: str) -> str | None:
         """The newest sampler that has a model's weights as they go."""
         rows = self._read(
@@ -566,13 +575,15 @@ class Log:
 
     # ---- the workers' side
 
-    def next(self, kind: str | None = None) -> Request | None:
+    def next(self, kinds: Sequence[str] = ()) -> Request | None:
         """The first request to have come of those that may run: of a model that is not failed, with
         the number that its sequence is at, or with none; those of samplers in any order.
 
-        kind: None: of any but what the engine for sampling begins.
+        kinds: (): any but what the engine for sampling begins.
         """
-        which = f"r.kind != '{GENERATE}'" if kind is None else f"r.kind = '{kind}'"
+        which = f"r.kind != '{GENERATE}'"
+        if kinds:
+            which = f"r.kind IN ({', '.join(map(repr, kinds))})"
         rows = self._read(
             f"SELECT {REQUEST} FROM requests r "
             f"LEFT JOIN models m ON m.name = r.model WHERE r.waits AND {which} AND "

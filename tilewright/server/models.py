@@ -394,7 +394,8 @@ class Models:
             elif exports:
                 self.engine.export(folder / "adapter", adapter_of=self.base)
         if held:
-            own = {"weights": path, "kind": "sampler", "ttl_seconds": value["ttl_seconds"]}
+            kind = "sent" if value.get("sent") else "sampler"
+            own = {"weights": path, "kind": kind, "ttl_seconds": value["ttl_seconds"]}
             own |= {"inflight": model} if value["inflight"] else {}
             return Done({"sampling_session_id": path, **answer}, saved={path: own})
         if dense:
@@ -667,7 +668,6 @@ def saved_as(kind: str, model: str, value: Any) -> str:
     return path_of(model, "weights" if kind == SAVES[0] else "sampler_weights", value["name"])
 
 
-WAKE_UP = "wake_up"
 KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "create_model": Models.create,
     "create_from": Models.create_from,
@@ -684,11 +684,11 @@ KINDS: dict[str, Callable[[Models, str, Any, Arrays], Done]] = {
     "connect": Models.connect,
     "disconnect": Models.disconnect,
     "sleep": Models.sleep,
-    WAKE_UP: Models.wake_up,
+    "wake_up": Models.wake_up,
 }
 SAVES = ("save_weights", "save_weights_for_sampler")
 # Those of no model: of samplers, engines and memory.
-MEMORY = ("sleep", WAKE_UP)
+MEMORY = ("sleep", "wake_up")
 APART = ("sample", "send", "connect", "disconnect", *MEMORY)
 # Those that make a model, and those that change what it is: they are run again from a checkpoint.
 CREATES = ("create_model", "create_from")

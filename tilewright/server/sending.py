@@ -167,7 +167,7 @@ class Channel:
         """Errors are Unsent, with the engine's address."""
         try:
             yield
-        except (Unsent, httpx.HTTPError, RuntimeError) as error:
+        except (Unsent, httpx.HTTPError, RuntimeError, ValueError) as error:
             self._client.close()
             raise Unsent(f"{self.target.url}: {error}") from error
 
@@ -220,6 +220,8 @@ class Channel:
         try:
             given = answer.json()
         except ValueError:
+            given = None
+        if not isinstance(given, dict):
             given = {"message": answer.text}
         if answer.status_code != 200 or given.get("success") is False:
             why = given.get("message") or given.get("error") or given.get("detail") or given

@@ -39,7 +39,6 @@ from tilewright.server.models import (
     LOADS,
     MEMORY,
     SAVES,
-    WAKE_UP,
     About,
     Done,
     Models,
@@ -198,9 +197,9 @@ class Workers:
         self._send({"do": "stop"})
 
     def next(self) -> Request | None:
-        """What is to be done: when the workers sleep, nothing but to wake up."""
+        """What is to be done: when the workers sleep, nothing but to wake up, or sleep on."""
         assert self.requests is not None
-        return self.requests.next(WAKE_UP if self.models.asleep else None)
+        return self.requests.next(MEMORY if self.models.asleep else ())
 
     def sweep(self) -> None:
         """Drops old results, checkpoints whose time is over, and models that nobody uses."""
@@ -211,6 +210,7 @@ class Workers:
         gone = dict.fromkeys(requests.expired(), "its ttl_seconds are over")
         unused = f"nobody has asked it for {seconds:g} s (idle_session_timeout)"
         gone |= dict.fromkeys(requests.idle_samplers(seconds or math.inf), unused)
+        gone |= dict.fromkeys(requests.sent_of_ended(), "its model has ended")
         for path, why in gone.items():
             log.info("%s: %s", path, why)
             shutil.rmtree(self.models.folder(path), ignore_errors=True)
@@ -270,7 +270,8 @@ class Workers:
             time.monotonic() - began,
         )
         if request.kind in MEMORY and result.error is None:
-            requests.tell(ASLEEP, "yes" if self.models.asleep else "")
+            asleep = "yes" if self.models.asleep else ""
+            self._committed(functools.partial(requests.tell, ASLEEP, asleep))
         if result.error is None and self._is_due(request):
             self._checkpoint(request.model)
 
@@ -308,7 +309,7 @@ class Workers:
         if not every or step % every:
             return {}
         assert self.requests is not None
-        weights = synced_as(model, step)
+        weights = synced_as(model, time.time_ns())
         header = {"do": "run", "kind": "save_weights_for_sampler", "model": model}
         try:
             done = self._all(header, packed(bodies.synced(weights)))
@@ -316,7 +317,7 @@ class Workers:
             log.error("%s: step %d is not sent to engines: %s", model, step, refused)
             return {}
         assert done is not None
-        self.requests.tell(SYNC + model, weights)
+        self._committed(functools.partial(self.requests.tell, SYNC + model, weights))
         return done.saved
 
     def _fail(self, model: str, why: str, *, damaged: bool = False) -> None:
