@@ -315,6 +315,21 @@ def test_what_has_begun_ends_before_a_pause_and_what_comes_waits(made):
     assert len(waits.result(60).tokens) == 2
 
 
+def test_a_pause_aborts_where_it_is_asked_to(client, made):
+    """In its other modes what has begun ends first."""
+    asked = Asked(PROMPTS[0], 100)
+    for mode, aborted in (("retract", False), ("abort", True)):
+        [running] = made.engine.submit(BASE, [asked])
+        assert client.post("/pause_generation", json={"mode": mode}).status_code == 200
+        [waiting] = made.engine.submit(BASE, [asked._replace(max_tokens=2)])
+        assert running.done() or not aborted
+        assert not waiting.done()
+        assert client.post("/continue_generation").status_code == 200
+        assert len(waiting.result(60).tokens) == 2
+        ended = running.exception(60)
+        assert isinstance(ended, Unsampled) == aborted, (mode, ended)
+
+
 def test_it_answers_as_sglang_and_openai_have_it(client, made, folder):
     asked = {"input_ids": PROMPTS[0], "return_logprob": True, "top_logprobs_num": 2}
     params = {"max_new_tokens": 5, "n": 2, "sampling_seed": 4}

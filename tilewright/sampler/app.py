@@ -300,7 +300,9 @@ def _change_weights(app: FastAPI, served: Served) -> None:
 
     @app.post("/pause_generation")
     async def pause(body: Pause | None = None) -> dict[str, bool]:
-        """What has begun ends first, in any mode."""
+        """What has begun ends first, or is aborted."""
+        if body is not None and body.mode == "abort":
+            engine.abort(None)
         await asyncio.to_thread(pauses.enter_context, engine.pausing())
         return {"success": True}
 

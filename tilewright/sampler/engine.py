@@ -239,10 +239,10 @@ class Engine:
             self._changed.notify_all()
         return [drawing.done for drawing in drawings]
 
-    def abort(self, name: str) -> None:
-        """Ends what was submitted by this name, and has not ended, with Unsampled."""
+    def abort(self, name: str | None) -> None:
+        """Ends what was submitted by this name, and has not ended, with Unsampled; None: all."""
         with self._changed:
-            own = [d for d in self._every if d.name == name and not d.done.done()]
+            own = [d for d in self._every if name in (None, d.name) and not d.done.done()]
             kept = (d for d in self._waiting if d not in own)
             self._waiting = collections.deque(kept)
         for drawing in own:
