@@ -916,8 +916,7 @@ def application(api: Api) -> FastAPI:
         yield
         for task in tasks:
             task.cancel()
-        # What has paused an engine makes it go on.
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # engines that are paused go on
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
 
