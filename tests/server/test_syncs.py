@@ -103,6 +103,18 @@ def test_engines_are_sent_a_model_after_so_many_steps(model_folder, tmp_path, sa
         assert kept() == []
 
 
+def test_the_api_sends_a_model_by_itself(model_folder, tmp_path, sampler, monkeypatch):
+    """As it is started: its own task does what is due, and the step's result comes then."""
+    with Served(write_server(tmp_path, model_folder, sync_every_steps=1)) as served, served.client:
+        model = served.model()
+        transport = added(served, sampler, monkeypatch)
+        served.result(served.passes(model, 1, documents()))
+        future = served.step(model, 2, learning_rate=1e-4)[1]
+        answer = served.at_once("retrieve_future", future)[1]
+        assert "metrics" in answer and "/load_lora_adapter" in transport.calls
+        assert served.api.rollouts.endpoints[0].stale is None
+
+
 def test_a_newer_model_is_not_dropped_and_an_older_one_not_sent(file, sampler, monkeypatch):
     with Served(file) as served:
         own, model = served.api.inference, served.model()

@@ -15,6 +15,11 @@ exported: Any = dist  # stores are documented there, and not in its __all__
 cuda: Any = torch.cuda  # which imports nccl, and does not say so
 
 
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes where the backend may lack the dtype: FP8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 class Apart:
     """A group that other libraries join as `_new_process_group_helper` of torch has it: SGLang's
     init_weights_update_group, which is what the prefixes of the store are for.
@@ -58,9 +63,7 @@ class Apart:
         assert self._group is not None  # it has joined
         options = exported.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        # gloo has no FP8, of which the bytes are sent.
-        own = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        self._group.broadcast([own], options).wait()
+        self._group.broadcast([_sendable(tensor)], options).wait()
 
     def close(self) -> None:
         self._group = None
@@ -91,8 +94,7 @@ class ById:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """As `Apart.broadcast`, of a tensor on the GPU."""
-        own = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        cuda.nccl.broadcast([own], comms=[self._communicator])
+        cuda.nccl.broadcast([_sendable(tensor)], comms=[self._communicator])
         torch.cuda.synchronize()
 
     def close(self) -> None:

@@ -405,7 +405,7 @@ def server_launcher() -> int | None:
 
 def for_server() -> dict[str, str]:
     """The environment of a server's processes, which this one launches."""
-    return {**os.environ, SERVER: str(os.getpid())}
+    return with_variables(**{SERVER: str(os.getpid())})
 
 
 def with_variables(**given: str) -> dict[str, str]:

@@ -36,10 +36,8 @@ TRIED = 6  # tokens by which continuous batching is tried on a model, of a promp
 # What log-probabilities may differ by then from those of generate.
 APART = collections.defaultdict(lambda: 0.25, {torch.float32: 1e-3, torch.float64: 1e-3})
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-FP8, SCALES = (
-    "float8_e4m3fn",
-    "_scale_inv",
-)  # of weights in block-FP8, and what their scales' end in
+FP8 = "float8_e4m3fn"  # the dtype of weights in block-FP8
+SCALES = "_scale_inv"  # what the names of their scales end in
 Receive = Callable[[torch.Tensor], None]
 log = logging.getLogger(__name__)
 

@@ -469,7 +469,7 @@ class PassRequest:
                     row = np.full((tokens, routes.width), -1, np.int16)
                 else:
                     row = routes.read(one, tokens)
-            except (OverflowError, TypeError, ValueError) as error:
+            except (TypeError, ValueError) as error:
                 raise Refused(400, f"datum {i}: routed_experts: {error}") from error
             rows.append(row[:length])
         return np.concatenate(rows)

@@ -84,6 +84,16 @@ class Transfer(NamedTuple):
     size: int = 1
 
 
+class Sending(NamedTuple):
+    """What is done around weights that are sent.   pause: as `Engine.pause`.   reset: whether keys
+    and values of prefixes are dropped.   quantization: of all weights, as `Training.send` has it.
+    """
+
+    pause: str = "wait"
+    reset: bool = True
+    quantization: Mapping[str, Any] | None = None
+
+
 class Training(Protocol):
     """What the workers are asked for. Methods raise Failed."""
 
@@ -308,30 +318,20 @@ class Endpoint:
             self.running -= 1
 
     async def renew(
-        self,
-        weights: str,
-        name: str,
-        version: str,
-        *,
-        pause: str = "wait",
-        reset: bool = True,
-        quantization: Mapping[str, Any] | None = None,
+        self, weights: str, name: str, version: str, how: Sending | None = None
     ) -> probe.Verdict:
         """Replaces what the engine has under a name of its own, from which others sample, too.
-
-        pause: as `Engine.pause`.   reset: whether keys and values of prefixes are dropped.
-        quantization: of all weights, as `Training.send` has it.
 
         Raises Failed if the weights have not arrived.
         """
         async with self._lock:
             await self._registered()
+            how = how or Sending()
             if self._is_sent(weights):
-                how = {"pause": pause, "reset": reset, "quantization": quantization}
-                return await self._send(weights, version, **how)
-            async with self._paused(pause):
+                return await self._send(weights, version, how)
+            async with self._paused(how.pause):
                 await self.engine.publish(name, self._folder(weights))
-                await self._named(version, reset=reset)
+                await self._named(version, reset=how.reset)
             await self._check_version(version)
             verdict = await self._probed(weights, name)
             self._there[name] = weights
@@ -364,14 +364,13 @@ class Endpoint:
         await self._withdraw_dropped()
         began = time.monotonic()
         if self._is_sent(weights):
-            verdict = await self._send(weights, name)
+            verdict = await self._send(weights, name, Sending())
         else:
             await self.engine.publish(name, self._folder(weights))
             verdict = await self._probed(weights, name)
             self._there[name] = weights
         log.info("%s: has %s, %s, %.3f s", self.url, name, verdict.state, time.monotonic() - began)
 
-    @property
     def target(self) -> dict[str, Any]:
         """Where all weights are sent, as `sending.Target` has it: a group of another name each
         time.
@@ -380,15 +379,7 @@ class Endpoint:
         own = {"engine": self.engine.name, "url": self.url, "backend": self.own.backend}
         return {**how._asdict(), **own, "name": f"{how.name}-{time.time_ns()}"}
 
-    async def _send(
-        self,
-        weights: str,
-        version: str,
-        *,
-        pause: str = "wait",
-        reset: bool = True,
-        quantization: Mapping[str, Any] | None = None,
-    ) -> probe.Verdict:
+    async def _send(self, weights: str, version: str, how: Sending) -> probe.Verdict:
         """All weights, in the place of those that the engine has."""
         while self._reading:  # with the weights before
             self._idle.clear()
@@ -396,10 +387,10 @@ class Endpoint:
         self._there.clear()
         self._base_proven = False  # also where only a part arrives
         rows = self._rows(probe.MORE)
-        async with self._paused(pause):
-            given = weights, self.target, rows, quantization
+        async with self._paused(how.pause):
+            given = weights, self.target(), rows, how.quantization
             self.sent, wanted = await self.training.send(*given)
-            await self._named(version, reset=reset)
+            await self._named(version, reset=how.reset)
         await self._check_version(version)
         verdict = await self._judged(weights, None, wanted)
         self._there[known_as(self.root, weights)] = weights

@@ -13,8 +13,8 @@ import pathlib
 import shutil
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, Protocol
 
 import httpx
 from fastapi import Request
@@ -27,6 +27,7 @@ from tilewright.server import bodies
 from tilewright.server.endpoints import (
     QUANTIZATION,
     Endpoint,
+    Sending,
     Transfer,
     Workers,
     detected,
@@ -115,16 +116,6 @@ class Sync(How):
     weight_version: str | None = Field(None, min_length=1, max_length=256)
     quantization: Fp8 | None = None
     pools: list[str] | None = None
-
-
-class Sending(NamedTuple):
-    """How engines are told.   pause: as `Engine.pause`.   reset: whether caches are dropped.
-    quantization: of all weights; None: as it was set.
-    """
-
-    pause: str = "wait"
-    reset: bool = True
-    quantization: Mapping[str, Any] | None = None
 
 
 class Offer(bodies.Body):
@@ -303,7 +294,7 @@ class Inference:
         version = version or weights
 
         async def one(endpoint: Endpoint) -> str:
-            verdict = await endpoint.renew(weights, model.name, version, **how._asdict())
+            verdict = await endpoint.renew(weights, model.name, version, how)
             return f"{version}: {verdict.state}{f', {verdict.says}' if verdict.says else ''}"
 
         async with self._sending:
@@ -400,7 +391,7 @@ class Inference:
             )
         for endpoint in asked:
             endpoint.transfer = body.of(endpoint.transfer)
-        told = await self._asked("connect", {"targets": [one.target for one in asked]})
+        told = await self._asked("connect", {"targets": [one.target() for one in asked]})
         failed = [why for why in told["connected"].values() if why is not None]
         urls = [url for url, why in told["connected"].items() if why is None]
         said = "; ".join(failed) or "groups stay open until disconnect_inference_endpoint"

@@ -143,7 +143,7 @@ class Rollouts:
                     self.routes.read(one.routes, len(wanted.tokens) + len(one.tokens))
                     for one in each
                 ]
-            except (OverflowError, TypeError, ValueError) as error:
+            except (TypeError, ValueError) as error:
                 self._refuse(request, f"the engine for sampling: {error}", "server")
                 return
             arrays[ROUTES] = np.concatenate(rows)

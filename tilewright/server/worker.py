@@ -292,14 +292,20 @@ class Workers:
         """Saves a model as it begins: what the log is to have of it. Clients may save under its
         name.
         """
-        header = {"do": "run", "kind": "save_weights", "model": model}
+        saved = self._saved(model, SAVES[0], bodies.saving(INITIAL, overwrite=True), INITIAL)
+        return {path: {**about, "initial": True} for path, about in saved.items()}
+
+    def _saved(self, model: str, kind: str, value: Any, name: str) -> dict[str, Any]:
+        """Saves a model where no client asked for it: what the log is to have of it; {}: it was
+        refused.
+        """
         try:
-            done = self._all(header, packed(bodies.saving(INITIAL, overwrite=True)))
+            done = self._all({"do": "run", "kind": kind, "model": model}, packed(value))
         except Refused as refused:
-            log.warning("%s: not saved as %s: %s", model, INITIAL, refused)
+            log.warning("%s: not saved as %s: %s", model, name, refused)
             return {}
         assert done is not None
-        return {path: {**about, "initial": True} for path, about in done.saved.items()}
+        return done.saved
 
     def _for_engines(self, model: str) -> dict[str, Any]:
         """Saves a model that engines are to be sent after this step, and tells the API: what the
@@ -310,15 +316,9 @@ class Workers:
             return {}
         assert self.requests is not None
         weights = synced_as(model, time.time_ns())
-        header = {"do": "run", "kind": "save_weights_for_sampler", "model": model}
-        try:
-            done = self._all(header, packed(bodies.synced(weights)))
-        except Refused as refused:
-            log.error("%s: step %d is not sent to engines: %s", model, step, refused)
-            return {}
-        assert done is not None
-        self._committed(functools.partial(self.requests.tell, SYNC + model, weights))
-        return done.saved
+        if saved := self._saved(model, SAVES[1], bodies.synced(weights), weights):
+            self._committed(functools.partial(self.requests.tell, SYNC + model, weights))
+        return saved
 
     def _fail(self, model: str, why: str, *, damaged: bool = False) -> None:
         """Ends a model, and its requests that wait; the others go on. Its last checkpoint becomes

@@ -32,12 +32,16 @@ def is_nested(given: Any) -> bool:
 
 def nested(values: Any, what: str) -> np.ndarray:
     """Lists of lists, Python's or an Arrow array, as an array. Raises ValueError for lists of
-    several lengths, and for a null; TypeError or ValueError for values of several types.
+    several lengths, a null, and a number beyond 64 bits; TypeError or ValueError for values of
+    several types.
 
     what: they are, in errors.
     """
     if isinstance(values, list):
-        values = pa.array(values)
+        try:
+            values = pa.array(values)
+        except OverflowError as error:
+            raise ValueError(f"a number in {what} is beyond 64 bits: {error}") from error
     shape: list[int] = [len(values)]
     while is_list(values.type):
         lengths = pc.unique(pc.list_value_length(values)).to_pylist()
