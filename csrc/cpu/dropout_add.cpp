@@ -20,28 +20,13 @@ struct Mask {
   uint64_t first, width, skip;  // of a part: its block j is block first + j + j / width * skip of the whole
 };
 
-// Random bits of so many blocks of four elements of the whole, in order.
-inline void draw_row(const Mask& mask, uint64_t block, int64_t blocks, uint32_t* words) {
-  const uint64_t seed = mask.seed;
-  const uint32_t word2 = mask.c2, word3 = mask.c3;
-  TW_SIMD
-  for (int64_t b = 0; b < blocks; ++b) {
-    uint32_t c0, c1, c2 = word2, c3 = word3;
-    philox_block(seed, block + uint64_t(b), c0, c1, c2, c3);
-    words[4 * b] = c0;
-    words[4 * b + 1] = c1;
-    words[4 * b + 2] = c2;
-    words[4 * b + 3] = c3;
-  }
-}
-
 // Random bits of elements 4 * block to 4 * block + n - 1; `words` has room for whole blocks.
 inline void draw(const Mask& mask, uint64_t block, int64_t n, uint32_t* words) {
   const uint64_t end = block + uint64_t(n + 3) / 4;
   while (block < end) {
     const uint64_t row = mask.skip == 0 ? 0 : block / mask.width;
     const uint64_t next = mask.skip == 0 ? end : std::min(end, (row + 1) * mask.width);
-    draw_row(mask, mask.first + block + row * mask.skip, int64_t(next - block), words);
+    philox_row(mask.seed, mask.first + block + row * mask.skip, mask.c2, mask.c3, int64_t(next - block), words);
     words += 4 * (next - block);
     block = next;
   }

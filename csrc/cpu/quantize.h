@@ -2,6 +2,10 @@
 // tilewright/ops/quant/quantize.py.
 #pragma once
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 
 #include "cpu/common.h"
@@ -66,22 +70,64 @@ TW_INLINE void philox_block(uint64_t key, uint64_t block, uint32_t& c0, uint32_t
   }
 }
 
+// The words of so many blocks, in order.
+inline void philox_row(uint64_t key, uint64_t block, uint32_t word2, uint32_t word3, int64_t blocks, uint32_t* words) {
+  int64_t b = 0;
+#ifdef __AVX2__
+  // A word in each lane of 64 bits, where the product of two is one instruction, and what it leaves above a word is not
+  // read. Compilers see neither: their loops take three times as long. Two vectors hide each other's latency.
+  const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
+  for (; b + 8 <= blocks; b += 8) {
+    __m256i c0[2], c1[2], c2[2], c3[2];
+    for (int j = 0; j < 2; ++j) {
+      const int64_t first = int64_t(block + uint64_t(b + 4 * j));
+      c0[j] = _mm256_add_epi64(_mm256_set1_epi64x(first), _mm256_set_epi64x(3, 2, 1, 0));
+      c1[j] = _mm256_srli_epi64(c0[j], 32);
+      c2[j] = _mm256_set1_epi64x(word2);
+      c3[j] = _mm256_set1_epi64x(word3);
+    }
+    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const __m256i key0 = _mm256_set1_epi64x(k0), key1 = _mm256_set1_epi64x(k1);
+      for (int j = 0; j < 2; ++j) {
+        const __m256i p = _mm256_mul_epu32(c0[j], m0), q = _mm256_mul_epu32(c2[j], m1);
+        c0[j] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(q, 32), c1[j]), key0);
+        c1[j] = q;
+        c2[j] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p, 32), c3[j]), key1);
+        c3[j] = p;
+      }
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    for (int j = 0; j < 2; ++j) {
+      const __m256i x = _mm256_blend_epi32(c0[j], _mm256_slli_epi64(c1[j], 32), 0xAA);
+      const __m256i y = _mm256_blend_epi32(c2[j], _mm256_slli_epi64(c3[j], 32), 0xAA);
+      const __m256i even = _mm256_unpacklo_epi64(x, y), odd = _mm256_unpackhi_epi64(x, y);
+      __m256i* const to = reinterpret_cast<__m256i*>(words + 4 * (b + 4 * j));
+      _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+      _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+    }
+  }
+#endif
+  TW_SIMD
+  for (int64_t i = b; i < blocks; ++i) {
+    uint32_t c0, c1, c2 = word2, c3 = word3;
+    philox_block(key, block + uint64_t(i), c0, c1, c2, c3);
+    words[4 * i] = c0;
+    words[4 * i + 1] = c1;
+    words[4 * i + 2] = c2;
+    words[4 * i + 3] = c3;
+  }
+}
+
 // Random bits of elements first to first + n - 1.
 inline void philox(uint64_t key, uint64_t first, int64_t n, std::vector<uint32_t>& words, uint32_t*& found) {
   const uint64_t block = first >> 2;
   const int64_t blocks = int64_t(((first + uint64_t(n) + 3) >> 2) - block);
   if (int64_t(words.size()) < 4 * blocks) words.resize(size_t(4 * blocks));
-  uint32_t* const w = words.data();
-  TW_SIMD
-  for (int64_t b = 0; b < blocks; ++b) {
-    uint32_t c0, c1, c2 = 0, c3 = 0;
-    philox_block(key, block + uint64_t(b), c0, c1, c2, c3);
-    w[4 * b] = c0;
-    w[4 * b + 1] = c1;
-    w[4 * b + 2] = c2;
-    w[4 * b + 3] = c3;
-  }
-  found = w + (first & 3);
+  philox_row(key, block, 0, 0, blocks, words.data());
+  found = words.data() + (first & 3);
 }
 
 // The largest magnitude as bits, whose order is that of the magnitudes: a NaN is above all numbers, and propagates.

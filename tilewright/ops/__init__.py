@@ -67,7 +67,7 @@ from tilewright.ops.moe.route import route
 from tilewright.ops.norm.layernorm import add_layernorm, layernorm
 from tilewright.ops.norm.rmsnorm import add_rmsnorm, rmsnorm
 from tilewright.ops.norm.rmsnorm_gated import rmsnorm_gated
-from tilewright.ops.optim.adamw import adamw_
+from tilewright.ops.optim.adamw import StochasticRounding, adamw_
 from tilewright.ops.optim.newton_schulz import newton_schulz
 from tilewright.ops.quant.aqn import AQN, aqn_noise, aqn_schedule
 from tilewright.ops.quant.block_fp8 import BlockFP8, dequantize_block_fp8, quantize_block_fp8
@@ -173,6 +173,7 @@ __all__ = [
     "RobustDPO",
     "SampledTokens",
     "SimPO",
+    "StochasticRounding",
     "adamw_",
     "add_layernorm",
     "add_rmsnorm",

@@ -9,8 +9,17 @@ import torch
 from tilewright.core.library import declare
 
 
+class Rounding(NamedTuple):
+    """Stochastic rounding.   places: int64 [tensors, 4], see `StochasticRounding`."""
+
+    places: torch.Tensor
+    seed: int
+
+
 class Step(NamedTuple):
-    """The numbers of a step; step: its own, from 1, or a tensor [] of it on the params' device."""
+    """The numbers of a step; step: its own, from 1, or a tensor [] of it on the params' device.
+    clip: what multiplies gradients, a tensor [] there, or None.
+    """
 
     lr: float
     beta1: float
@@ -18,6 +27,7 @@ class Step(NamedTuple):
     eps: float
     weight_decay: float
     step: torch.Tensor | float
+    clip: torch.Tensor | None
 
     def corrected(self) -> tuple[Any, Any]:
         """lr / (1 - beta1^step) and (1 - beta2^step)^-1/2, in double precision; tensors if the step
@@ -34,6 +44,8 @@ def update(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     compensations: list[torch.Tensor],
+    copies: list[torch.Tensor],
+    rounding: Rounding | None,
     numbers: Step,
 ) -> None:
-    """Contiguous tensors; there may be no compensations."""
+    """Contiguous tensors; there may be no compensations and no copies."""
