@@ -187,6 +187,40 @@ def moments(model, optimizer, ranks):
     return whole(ranks, named)
 
 
+def rounded(config, ranks, steps=3):
+    """Weights and states after steps whose gradients follow from the weights, element by element:
+    the same under every layout.
+    """
+    engine = engine_of(config, ranks)
+    for step in range(steps):
+        for p in engine.parameters:
+            if p.requires_grad:
+                grad = (p.detach().float() * (100 + step)).sin()
+                p.grad = grad.to(getattr(p, "grad_dtype", None) or p.dtype)
+        engine.optimizer.step()
+    found = weights(engine.model, ranks) | moments(engine.model, engine.optimizer, ranks)
+    return {name: t for name, t in found.items() if not name.endswith(".step")}
+
+
+def replicas(config, ranks, bins):
+    """Whether every rank has the same bits as its replica after all steps, and the last loss."""
+    engine, t = engine_of(config, ranks), config.train
+    for i in range(t.max_steps):
+        batches = micro_batches(config, ranks, bins[i % 4 :] + bins[: i % 4])
+        sums = engine.forward_backward(batches, language_modeling)
+        engine.optim_step(max_norm=t.max_grad_norm)
+    own = [sharded.shard(p) for p in engine.parameters]
+    own += [sharded.shard(s) for p in engine.parameters for s in engine.optimizer.state[p].values()]
+    every = [None] * ranks.size
+    dist.all_gather_object(every, [t.clone() for t in own])
+    half = ranks.size // 2
+    same = [
+        all(torch.equal(a, b) for a, b in zip(every[i], every[i + half], strict=True))
+        for i in range(half)
+    ]
+    return {"same": all(same), "loss": sums.mean, "weights": weights(engine.model, ranks)}
+
+
 def save(folder, engine, state):
     saver = checkpoint.Saver(str(folder), engine.mesh, False)
     return engine.save(saver, 1, state)
@@ -348,6 +382,10 @@ def main(folder):
             torch.compile = functools.partial(torch.compile, backend="eager")
         if name == "placements":
             found = placements()
+        elif name.startswith("rounds"):
+            found = rounded(config, ranks)
+        elif name.startswith("replicas"):
+            found = replicas(config, ranks, bins)
         elif name.startswith("overflow"):
             found = overflow(config, ranks, bins)
         elif name.startswith("train"):

@@ -5,6 +5,7 @@ import torch
 from tilewright.trainer import build, evaluate, memory_plan, teacher
 from tilewright.trainer.data.types.dataset_type import Prompts
 from tilewright.trainer.losses.loss import loss_of
+from tilewright.trainer.parallel import precision
 
 
 def loss_of_run(config):
@@ -12,14 +13,19 @@ def loss_of_run(config):
 
 
 def parts_of(config, shape, ranks, ops):
-    c = config
-    return build.build_model(c.model, c.lora, shape, c.data, c.train, ranks, ops)
+    c, dtypes = config, dtypes_of(config)
+    return build.build_model(c.model, c.lora, shape, c.data, c.train, ranks, ops, dtypes)
+
+
+def dtypes_of(config):
+    return precision.resolved(config.precision, config.train, config.train)
 
 
 def built(config, shape, ranks, ops):
     """An engine."""
     parts = parts_of(config, shape, ranks, ops)
-    return build.engine_around(parts, config.train, ranks, config.lora.lora_plus_scale)
+    plus, dtypes = config.lora.lora_plus_scale, dtypes_of(config)
+    return build.engine_around(parts, config.train, ranks, plus, dtypes)
 
 
 def preparing(config, ranks, vocab=97, loss=None):

@@ -292,6 +292,18 @@ def on_shards(
 # ---- pipelines
 
 
+def keep_reduced_gradients_in_float32(root: torch.nn.Module) -> None:
+    """FSDP2 leaves the gradients of parameters in bfloat16 as it has reduced them, in float32.
+    Their `grad_dtype` must be that.   root: materialized.
+    """
+    state: Any = cast(Any, root)._get_fsdp_state()
+    state._lazy_init()
+    for module in root.modules():
+        own: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        for group in own._fsdp_param_groups if own is not None else ():
+            group._orig_dtype = torch.float32
+
+
 def known_stage() -> type:
     """PipelineStage for stages whose shapes are given, not tried out.
 

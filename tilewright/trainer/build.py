@@ -49,11 +49,12 @@ from tilewright.trainer.models.moe import freeze_router
 from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_request
 from tilewright.trainer.optim.optim import build_optimizer
 from tilewright.trainer.optim.per_step import at_step
-from tilewright.trainer.optim.row import OPTIMIZERS
+from tilewright.trainer.optim.row import OPTIMIZERS, Half
 from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.fields import Compute, Width
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.precision import FULL, Dtypes, halve, is_half, resolved
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.plugins.run import Built
 from tilewright.trainer.reference import Reference
@@ -156,17 +157,24 @@ def as_stored(model: Model, shape: ModelConfig, mesh: Mesh | None) -> ModelConfi
 
 
 def build_model(
-    model: Model, lora: Lora, shape: ModelConfig, data: Width, train: Train, mesh: Mesh, ops: Ops
+    model: Model,
+    lora: Lora,
+    shape: ModelConfig,
+    data: Width,
+    train: Train,
+    mesh: Mesh,
+    ops: Ops,
+    dtypes: Dtypes = FULL,
 ) -> Parts:
     """The model with its weights and adapters, sharded over the mesh."""
-    parts = unfilled(model, lora, shape, data, train, mesh, ops, train.init_device)
+    parts = unfilled(model, lora, shape, data, train, mesh, ops, train.init_device, dtypes)
     if model.model_path is None:
         init_weights(parts.model, train.seed)
     else:
         read_weights(parts, model, shape, train)
         mesh.control.agree(_not_finite(parts.model, model.model_path))
     adapters.reset(parts, adapters.generator(train.seed, 0))
-    sections = {"model": model, "lora": lora, "data": data, "train": train}
+    sections = {"model": model, "lora": lora, "data": data, "train": train, "dtypes": dtypes}
     return apply_layouts(parts, sections, mesh, filled=True)
 
 
@@ -202,6 +210,7 @@ def unfilled(
     mesh: Mesh,
     ops: Ops,
     init_device: str | torch.device,
+    dtypes: Dtypes = FULL,
 ) -> Parts:
     """The model, sharded over the mesh, with memory for its weights and without their values."""
     # A quantized model is never in full precision: its layers are filled one at a time.
@@ -212,9 +221,11 @@ def unfilled(
         freeze_router(made)
     if lora.enable_lora:
         adapters.add(made, lora, model)
+    if dtypes.half:
+        halve(made)
     if not meta and torch.device(init_device).type != mesh.device.type:
         made.to(mesh.device)
-    sections = {"model": model, "lora": lora, "data": data, "train": train}
+    sections = {"model": model, "lora": lora, "data": data, "train": train, "dtypes": dtypes}
     parts = apply_layouts(Parts(made), sections, mesh, filled=False)
     if meta:
         for root in parts.roots:
@@ -223,19 +234,28 @@ def unfilled(
     return parts
 
 
-def computing(parts: Parts, train: Compute, mesh: Mesh) -> Parts:
+def computing(parts: Parts, train: Compute, mesh: Mesh, dtypes: Dtypes = FULL) -> Parts:
     """Parts that compute as a run's: on its device, in its precision."""
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
-    # bfloat16.
+    # bfloat16. Weights in bfloat16 need neither.
     half = train.enable_mixed_precision and train.data_parallel_mode != "fsdp2"
+    half = half and not is_half(parts.model)
     parts.autocast, parts.device = torch.bfloat16 if half else None, mesh.device
+    if dtypes.half and dtypes.gradients == torch.float32:
+        parts.sum_in_float32()
     return parts
 
 
-def engine_around(parts: Parts, train: Train, mesh: Mesh, lora_plus_scale: float) -> Engine:
-    computing(parts, train, mesh)
+def engine_around(
+    parts: Parts, train: Train, mesh: Mesh, lora_plus_scale: float, dtypes: Dtypes = FULL
+) -> Engine:
+    """dtypes: those that the parts were made with."""
+    computing(parts, train, mesh, dtypes)
+    half = None
+    if dtypes.half:
+        half = Half(dtypes.states, dtypes.master, train.seed if dtypes.stochastic else None)
     parts.model.shaping = Shaping(at_step(train.loss_temperature, 0), at_step(train.z_loss, 0))
-    optimizer = build_optimizer(parts.model, train, parts.whole, lora_plus_scale)
+    optimizer = build_optimizer(parts.model, train, parts.whole, lora_plus_scale, half)
     return Engine(parts, optimizer, mesh)
 
 
@@ -483,6 +503,7 @@ def identity(
     shape: ModelConfig,
     batches: Batches,
     origin: str | None = None,
+    dtypes: Dtypes = FULL,
 ) -> dict[str, dict[str, Any]]:
     """A checkpoint's compatibility keys, by kind: its position counts bins of these data, its
     moments are of these parameter groups, its adapters of these weights.
@@ -495,6 +516,7 @@ def identity(
         "optimizer": {
             **kept(train, Resume.OTHER_STATES, unread=False),
             **kept(lora, Resume.OTHER_STATES, unread=False),
+            "precision": dtypes.recorded(),
             **({"states": version} if version > 1 else {}),
         },
         "data": {
@@ -569,7 +591,10 @@ def build(
     weights = functools.partial(
         weights_read, m.model_path, p.reference_path, kind not in ("none", "column")
     )
-    model = functools.partial(build_model, data=d, train=t, mesh=mesh, ops=ops)
+    dtypes = resolved(config.precision, t, t)
+    if mesh.main:
+        log.info("precision: %s", dtypes.told())
+    model = functools.partial(build_model, data=d, train=t, mesh=mesh, ops=ops, dtypes=dtypes)
     second = functools.partial(second_model, m, p, t, shape, mesh)
     sets, read = [batches.bins, *held.values(), *last.values()], kind == "precomputed"
     computed = functools.partial(precomputed, m, lora, d, t, p, mesh, ops, sets)
@@ -583,7 +608,7 @@ def build(
         gc.collect()
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()
-    engine = engine_around(model(m, lora, shape), t, mesh, lora.lora_plus_scale)
+    engine = engine_around(model(m, lora, shape), t, mesh, lora.lora_plus_scale, dtypes)
     if read and compared is None:
         agreed(things | weights(engine.parts, None))
         compared = computed(engine.parts)
@@ -597,7 +622,7 @@ def build(
         batches,
         held,
         last,
-        identity(m, lora, d, t, shape, batches, engine.parts.origin),
+        identity(m, lora, d, t, shape, batches, engine.parts.origin, dtypes),
         MadeOf(things | weights(engine.parts, parts)),
         names_of_ops(ops, engine, t),
         export_as,

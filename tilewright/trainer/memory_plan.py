@@ -52,6 +52,7 @@ from tilewright.trainer.parallel.fields import Batching, Compute, Parallel
 from tilewright.trainer.parallel.mesh import Layout, Mesh, build, layout_of, padding
 from tilewright.trainer.parallel.offload import offload_activations
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.precision import resolved
 from tilewright.trainer.parallel.row import LAYOUTS
 from tilewright.trainer.parallel.stages import Stage, ranks_of_stages
 from tilewright.trainer.reference import Reference
@@ -144,12 +145,13 @@ class Planner:
         # Compiled code saves less or as much; tracing it needs real tensors.
         eager = t.model_copy(update={"enable_compile": False, "enable_activation_offload": False})
         on = {"data": c.data, "train": eager, "mesh": mesh, "ops": ops}
-        model = functools.partial(unfilled, **on, init_device=mesh.device)
+        dtypes = resolved(c.precision, t, t)
+        model = functools.partial(unfilled, **on, init_device=mesh.device, dtypes=dtypes)
         second = functools.partial(second_model, m, p, eager, shape, mesh, model)
 
         def made() -> Engine:
             parts = model(m, lora, shape)
-            engine = engine_around(parts, eager, mesh, lora.lora_plus_scale)
+            engine = engine_around(parts, eager, mesh, lora.lora_plus_scale, dtypes)
             engine.reference = reference(kind, m, p, parts, second)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9

@@ -70,6 +70,7 @@ from tilewright.trainer.models.lora_fields import Lora
 from tilewright.trainer.optim.fields import Optim
 from tilewright.trainer.parallel.mesh import Group, Mesh, checkpoint_group
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.precision import FULL
 from tilewright.trainer.section import Resume, unrecorded
 
 __all__ = [
@@ -142,7 +143,8 @@ def contents(
     if not optimizers:  # of one without states, DCP's function would make some, of a step
         weights, moments = get_model_state_dict(model), None
     else:
-        weights, moments = get_state_dict(model, optimizers)
+        with _gradients_of_any_dtype(model):
+            weights, moments = get_state_dict(model, optimizers)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # Adapters, and what is trained beside them.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -515,13 +517,14 @@ def restore(
     # Names of tied weights, and of weights that are not the checkpoint's, are left out.
     some = StateDictOptions(strict=False)
     if states:
-        set_state_dict(
-            parts.model,
-            optimizer,
-            model_state_dict=tensors["model"],
-            optim_state_dict={**moments, **tensors["optimizer"]},
-            options=some,
-        )
+        with _gradients_of_any_dtype(parts.model):
+            set_state_dict(
+                parts.model,
+                optimizer,
+                model_state_dict=tensors["model"],
+                optim_state_dict={**moments, **tensors["optimizer"]},
+                options=some,
+            )
     else:
         set_model_state_dict(parts.model, tensors["model"], options=some)
     parts.merged = state.get("merged", False)
@@ -597,6 +600,20 @@ def _check_reference(folder: pathlib.Path, state: dict[str, Any], reference: Ref
 _ANEW = "To start anew from its weights, set model.model_path to its hf folder"
 
 
+@contextlib.contextmanager
+def _gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
+    """DCP makes the states of a new optimizer by a step with gradients of the parameters' dtype."""
+    summed = [p for p in model.parameters() if p.grad_dtype not in (None, p.dtype)]
+    kinds = [p.grad_dtype for p in summed]
+    for p in summed:
+        p.grad_dtype = None
+    try:
+        yield
+    finally:
+        for p, kind in zip(summed, kinds, strict=True):
+            p.grad_dtype = kind
+
+
 # What checkpoints of earlier versions have not recorded, since there was no such field, by kind: a
 # run had what is the default now.
 ADDED: dict[str, dict[str, Any]] = {
@@ -608,6 +625,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "optimizer": {
         **unrecorded(Optim, Resume.OTHER_STATES),
         **unrecorded(Lora, Resume.OTHER_STATES),
+        "precision": FULL.recorded(),
     },
 }
 

@@ -34,6 +34,7 @@ from tilewright.trainer.optim.row import OPTIMIZERS, SCHEDULES
 from tilewright.trainer.optim.schedules import too_short
 from tilewright.trainer.options import with_options, wrong_options, wrong_options_of
 from tilewright.trainer.parallel.fields import Batching, of_compute, of_layouts, of_pipelines
+from tilewright.trainer.parallel.precision import of_moments, of_precision
 from tilewright.trainer.parallel.row import LAYOUTS
 from tilewright.trainer.section import Check, Stated
 
@@ -129,6 +130,8 @@ CHECKS: tuple[Check, ...] = (
     of_layouts,
     of_pipelines,
     of_compute,
+    of_precision,
+    of_moments,
     of_checkpoints,
     of_evaluation,
     of_best,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationInfo, model_validator
@@ -36,6 +37,7 @@ from tilewright.trainer.losses.preference_fields import Preference
 from tilewright.trainer.losses.reward_fields import Reward
 from tilewright.trainer.models.fields import Model
 from tilewright.trainer.models.lora_fields import Lora
+from tilewright.trainer.parallel.precision import Precision
 from tilewright.trainer.section import Section, problems
 
 
@@ -44,10 +46,22 @@ class Config(Section):
     data: Data = Field(..., description="On what.")
     train: Train = Field(..., description="How.")
     lora: Lora = Field(Lora(), description="Adapters.")
+    precision: Precision = Field(Precision(), description="Dtypes.")
     preference: Preference = Field(Preference(), description="Preferences.")
     policy: Policy = Field(Policy(), description="Policies.")
     distillation: Distillation = Field(Distillation(), description="A teacher's distributions.")
     reward: Reward = Field(Reward(), description="Reward models.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_fp32(cls, given: Any) -> Any:
+        """precision.type: fp32 is train.enable_mixed_precision: false, which need not be said."""
+        of = {n: given.get(n) for n in ("precision", "train")} if isinstance(given, dict) else {}
+        if not all(isinstance(section, dict) for section in of.values()) or not of:
+            return given
+        if of["precision"].get("type") == "fp32" and "enable_mixed_precision" not in of["train"]:
+            return {**given, "train": {**of["train"], "enable_mixed_precision": False}}
+        return given
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Config:

@@ -26,6 +26,7 @@ class TensorParallel:
     size: int = 1
     rank: int = 0
     name: str = ""
+    sums: torch.dtype | None = None  # the dtype of sums over ranks; None: what is summed has it
 
     @property
     def heads(self) -> int:
@@ -46,11 +47,13 @@ class TensorParallel:
         """All ranks' shards [B, S / size, ...] -> [B, S, ...]. The gradient on each rank is its
         part of a sum.
         """
-        return x if self.size == 1 else _Gather.apply(x, self.size, self.name, None)
+        return x if self.size == 1 else _Gather.apply(x, self.size, self.name, None, self.sums)
 
     def gather_for_all(self, x: torch.Tensor) -> torch.Tensor:
         """`gather` for a computation that every rank repeats: each has the whole gradient."""
-        return x if self.size == 1 else _Gather.apply(x, self.size, self.name, self.rank)
+        if self.size == 1:
+            return x
+        return _Gather.apply(x, self.size, self.name, self.rank, self.sums)
 
     def own(self, t: torch.Tensor) -> torch.Tensor:
         """This rank's part of a vector that every rank has whole."""
@@ -58,7 +61,7 @@ class TensorParallel:
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sums [B, S, ...] over ranks -> this rank's shard [B, S / size, ...]."""
-        return x if self.size == 1 else _ReduceScatter.apply(x, self.size, self.name)
+        return x if self.size == 1 else _ReduceScatter.apply(x, self.size, self.name, self.sums)
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, without a gradient."""
@@ -88,26 +91,26 @@ class _Gather(torch.autograd.Function):
     """rank: None, or of one whose gradient is whole."""
 
     @staticmethod
-    def forward(ctx, x, size, name, rank):
-        ctx.size, ctx.name, ctx.rank = size, name, rank
+    def forward(ctx, x, size, name, rank, sums):
+        ctx.size, ctx.name, ctx.rank, ctx.sums = size, name, rank, sums
         return _all_gather(x, size, name)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.rank is None:
-            return _reduce_scatter(grad, ctx.size, ctx.name), None, None, None
-        return grad.chunk(ctx.size, 1)[ctx.rank].contiguous(), None, None, None
+            return _reduce_scatter(grad, ctx.size, ctx.name, ctx.sums), None, None, None, None
+        return grad.chunk(ctx.size, 1)[ctx.rank].contiguous(), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, size, name):
+    def forward(ctx, x, size, name, sums):
         ctx.size, ctx.name = size, name
-        return _reduce_scatter(x, size, name)
+        return _reduce_scatter(x, size, name, sums)
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_gather(grad, ctx.size, ctx.name), None, None
+        return _all_gather(grad, ctx.size, ctx.name), None, None, None
 
 
 def _all_gather(x, size, name):
@@ -116,9 +119,9 @@ def _all_gather(x, size, name):
     return parts.transpose(0, 1).flatten(1, 2)
 
 
-def _reduce_scatter(x, size, name):
-    parts = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-    return torch_names.reduce_scatter(parts.contiguous(), size, name)
+def _reduce_scatter(x, size, name, sums):
+    parts = x.to(sums or x.dtype).unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+    return torch_names.reduce_scatter(parts.contiguous(), size, name).to(x.dtype)
 
 
 def dim_of(placement: Placement) -> int:

@@ -1,20 +1,129 @@
 """AdamW: PyTorch's, with states in the parameters' dtype, and `ops.adamw_`, with states in one of
-their own.
+their own, and of parameters in bfloat16.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from tilewright import ops as tw
 from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.muon import DTYPES, Muon, Settings
 from tilewright.trainer.optim.optim import ADAM
-from tilewright.trainer.optim.row import OPTIMIZERS, Optimizer
+from tilewright.trainer.optim.places import Piece
+from tilewright.trainer.optim.row import OPTIMIZERS, Half, Optimizer
 
 AdamW = on_shards(torch.optim.AdamW, shard)
+STATES = "exp_avg", "exp_avg_sq"
+
+
+class Piecewise(NamedTuple):
+    """Flat tensors of a step, and where they are in the model's matrices."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    copies: list[torch.Tensor]
+    places: list[tuple[int, int, int, int]]
+
+
+class HalfAdamW(torch.optim.Optimizer):
+    """AdamW of parameters in bfloat16, by `ops.adamw_`: with a master in float32 or without,
+    rounded to nearest or stochastically.
+
+    pieces: of the shard of each parameter; see `places.pieces`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        eps: float,
+        half: Half,
+        pieces: Mapping[nn.Parameter, list[Piece]],
+    ):
+        self.half, self.pieces = half, pieces
+        self._places: dict[tuple, torch.Tensor] = {}
+        super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise ValueError("closure must be None: a step reads the gradients that are there")
+        together: dict[tuple, list[nn.Parameter]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self._state(p)
+                    state["step"] += 1
+                    numbers = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
+                    key = int(state["step"]), *numbers, p.dtype, p.grad.dtype
+                    together.setdefault(key, []).append(p)
+        for (step, lr, weight_decay, betas, eps, *_), trained in together.items():
+            t = self._piecewise(trained)
+            rounding = None
+            if self.half.seed is not None and t.params:
+                key = (*map(id, trained), t.params[0].device)
+                if key not in self._places:
+                    self._places[key] = torch.tensor(t.places).to(t.params[0].device)
+                rounding = tw.StochasticRounding(self.half.seed, self._places[key])
+            tw.adamw_(
+                *t[:4],
+                step=step,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                copies=t.copies or None,
+                rounding=rounding,
+            )
+
+    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())  # on the CPU, where reading it waits for nothing
+            for name in STATES:
+                state[name] = torch.zeros_like(p, dtype=self.half.states)
+            if self.half.master and p.dtype.itemsize == 2:
+                state["master"] = p.detach().to(torch.float32)
+        return state
+
+    def _piecewise(self, trained: list[nn.Parameter]) -> Piecewise:
+        t = Piecewise([], [], [], [], [], [])
+        for p in trained:
+            state = self.state[p]
+            assert p.grad is not None
+            params = state.get("master", p)
+            tensors = params, p.grad, *(state[name] for name in STATES)
+            tensors += (p,) if params is not p else ()
+            flat = [
+                shard(one).view(-1) if i != 1 else shard(one).reshape(-1)
+                for i, one in enumerate(tensors)
+            ]
+            for piece in self.pieces[p]:
+                for to, one in zip(t, flat, strict=False):
+                    to.append(one[piece.begin : piece.end])
+                t.places.append(piece.place)
+        return t
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch casts states to the parameters' dtype; here they have their own, and keep all
+        digits.
+        """
+        super().load_state_dict(state_dict)
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        own = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(saved, own, strict=True):
+            given = state_dict["state"].get(i, {})
+            for name in given.keys() & {*STATES, "master"}:
+                dtype = torch.float32 if name == "master" else self.half.states
+                self.state[p][name] = given[name].to(device=p.device, dtype=dtype)
 
 
 def adamw(
@@ -42,5 +151,21 @@ def anyprecision_adamw(
     return Muon(groups, Settings((adam_beta1, adam_beta2), adam_epsilon, states))
 
 
-OPTIMIZERS.add("adamw", Optimizer(adamw, ADAM))
-OPTIMIZERS.add("anyprecision_adamw", Optimizer(anyprecision_adamw, (*ADAM, "optimizer_dtype")))
+def half_adamw(
+    groups: list[dict[str, Any]],
+    half: Half,
+    pieces: Mapping[nn.Parameter, list[Piece]],
+    *,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_epsilon: float,
+    **_: Any,
+) -> torch.optim.Optimizer:
+    return HalfAdamW(groups, (adam_beta1, adam_beta2), adam_epsilon, half, pieces)
+
+
+OPTIMIZERS.add("adamw", Optimizer(adamw, ADAM, of_half=half_adamw))
+OPTIMIZERS.add(
+    "anyprecision_adamw",
+    Optimizer(anyprecision_adamw, (*ADAM, "optimizer_dtype"), of_half=half_adamw),
+)

@@ -160,19 +160,6 @@ def of_optimizer(optim: Optim, lora: Lora) -> Iterator[Stated]:
     for name in ("lr_warmup_ratio", "lr_warmup_steps", "lr_decay_style", "weight_decay"):
         given = getattr(optim, name) != Optim.model_fields[name].default
         yield given, row.ignores.get(name), name, "optimizer"
-    in_dtype = _optimizers("optimizer_dtype")
-    why = (
-        "must be at most 0.996: a state in bfloat16 that loses less than 1 / 256 in a step rounds "
-        "to where it was; fp32 keeps it"
-    )
-    for name, readers in (
-        ("adam_beta1", in_dtype),
-        ("adam_beta2", in_dtype),
-        ("muon_momentum", ["muon"]),
-    ):
-        rounded = optim.optimizer in readers and optim.optimizer_dtype == "bf16"
-        lost = rounded and not getattr(optim, name) <= 1 - 2**-8
-        yield lost, why, name, "optimizer_dtype"
     norm = optim.max_grad_norm
     why = "on the way to 0 clipping would become total, and at 0 end; end it above"
     yield isinstance(norm, PerStep) and not norm > 0, why, "max_grad_norm"

@@ -12,7 +12,8 @@ from torch import nn
 from tilewright.nn.weights import is_adapter
 from tilewright.trainer.optim.fields import Optim
 from tilewright.trainer.optim.per_step import at_step
-from tilewright.trainer.optim.row import OPTIMIZERS
+from tilewright.trainer.optim.places import pieces
+from tilewright.trainer.optim.row import OPTIMIZERS, Half
 from tilewright.trainer.options import given_options
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -120,11 +121,15 @@ def parameter_groups(
 
 
 def build_optimizer(
-    model: nn.Module, optim: Optim, whole: nn.Module | None = None, plus: float = 1.0
+    model: nn.Module,
+    optim: Optim,
+    whole: nn.Module | None = None,
+    plus: float = 1.0,
+    half: Half | None = None,
 ) -> torch.optim.Optimizer:
     """Each group starts at its peak learning rate.
 
-    whole: see `parameter_groups`.   plus: see `rate_factors`.
+    whole: see `parameter_groups`.   plus: see `rate_factors`.   half: of parameters in bfloat16.
     """
     row = OPTIMIZERS[optim.optimizer]
     apart = row.apart(model)
@@ -144,7 +149,11 @@ def build_optimizer(
     values |= given_options(row.options, optim.optimizer_args)
     if row.merged is not None:
         values["merged"] = row.merged(model)
-    return row.build([g for g in groups if g["params"]], apart, **values)
+    filled = [g for g in groups if g["params"]]
+    if half is not None:
+        assert row.of_half is not None  # a rule of the configuration
+        return row.of_half(filled, half, pieces(model), **values)
+    return row.build(filled, apart, **values)
 
 
 def peaks(optimizer: torch.optim.Optimizer) -> list[float]:

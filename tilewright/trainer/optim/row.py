@@ -13,6 +13,18 @@ from torch import nn
 from tilewright.trainer.tables import Table
 
 
+class Half(NamedTuple):
+    """How an optimizer writes parameters in bfloat16.
+
+    states: the dtype of moments.   master: whether it has the parameters in float32.
+    seed: of stochastic rounding; None: to nearest.
+    """
+
+    states: torch.dtype
+    master: bool
+    seed: int | None
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """A row of OPTIMIZERS.
@@ -29,6 +41,8 @@ class Optimizer:
     version: the version of the states, which checkpoints have unless it is 1.
     needs_whole: why it cannot train parameters that are sharded, or None.
     ignores: fields of the section `train` that every other optimizer reads, with the reason.
+    of_half: (parameter groups, `Half`, the pieces of each parameter's shard, and by keyword the
+        values of `fields`) -> the optimizer of parameters in bfloat16; None: it has none.
     """
 
     build: Callable[..., torch.optim.Optimizer]
@@ -40,6 +54,7 @@ class Optimizer:
     version: int = 1
     needs_whole: str | None = None
     ignores: Mapping[str, str] = field(default_factory=dict)
+    of_half: Callable[..., torch.optim.Optimizer] | None = None
 
 
 class Position(NamedTuple):

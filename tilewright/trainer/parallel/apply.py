@@ -12,7 +12,7 @@ from tilewright.trainer.section import part
 
 
 def apply_layouts(parts: Parts, sections: Mapping[str, Any], mesh: Mesh, *, filled: bool) -> Parts:
-    """sections: model, lora, data and train, by name."""
+    """sections: model, lora, data, train and dtypes, by name."""
     rows = map(LAYOUTS.__getitem__, LAYOUTS.names())  # those of entry points too
     for layout in sorted(rows, key=lambda row: row.order):
         read = [part(sections.values(), kind) for kind in layout.sections]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.trainer.parallel.fields import Parallel
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.precision import Dtypes
 from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
 
-def wrap(parts: Parts, mesh: Mesh, train: Parallel) -> None:
+def wrap(parts: Parts, mesh: Mesh, train: Parallel, dtypes: Dtypes) -> None:
+    if dtypes.half and dtypes.gradients == torch.float32:
+        # DDP's buckets have the parameters' dtype.
+        parts.average = mesh.params.group
+        return
     # The buffers are frozen weights, the same on all ranks.
     parts.wrapped = DistributedDataParallel(
         parts.model,
@@ -21,8 +27,8 @@ def wrap(parts: Parts, mesh: Mesh, train: Parallel) -> None:
     )
 
 
-def _applies(mesh: Mesh, train: Parallel) -> bool:
+def _applies(mesh: Mesh, train: Parallel, dtypes: Dtypes) -> bool:
     return train.data_parallel_mode == "ddp" and mesh.params.size > 1
 
 
-LAYOUTS.add("ddp", Layout(70, _applies, wrap, (Parallel,), filled=True))
+LAYOUTS.add("ddp", Layout(70, _applies, wrap, (Parallel, Dtypes), filled=True))

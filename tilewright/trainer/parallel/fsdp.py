@@ -24,6 +24,7 @@ from tilewright.trainer.models.shared import PLAIN
 from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
+from tilewright.trainer.parallel.precision import Dtypes
 from tilewright.trainer.parallel.row import LAYOUTS, Axis, Layout
 from tilewright.trainer.parallel.tensor_parallel import check_shards, fsdp_placement, register
 
@@ -80,7 +81,9 @@ def _shard_experts(
         experts.set_force_sum_reduction_for_comms(True)
 
 
-def shard_parameters(parts: Parts, mesh: Mesh, train: Compute, names: Model) -> None:
+def shard_parameters(
+    parts: Parts, mesh: Mesh, train: Compute, names: Model, dtypes: Dtypes
+) -> None:
     # A block ends in a matrix product, whose result is a view where torch flattens its input. What
     # follows adds it out of place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -90,7 +93,7 @@ def shard_parameters(parts: Parts, mesh: Mesh, train: Compute, names: Model) -> 
     # Activations have the weights' dtype from the embedding on. Any other floating-point input
     # would be float32 and stay so.
     policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+        param_dtype=half, reduce_dtype=dtypes.gradients if half else None, cast_forward_inputs=False
     )
     options: dict[str, Any] = {"mesh": mesh.shards, "mp_policy": policy}
     options["ignored_params"] = {p for n, p in model.named_parameters() if n.endswith(PLAIN)}
@@ -170,9 +173,9 @@ LAYOUTS.add(
     "fsdp2",
     Layout(
         60,
-        lambda mesh, train, names: train.data_parallel_mode == "fsdp2",
+        lambda mesh, train, names, dtypes: train.data_parallel_mode == "fsdp2",
         shard_parameters,
-        (Compute, Model),
+        (Compute, Model, Dtypes),
         axes=(Axis("replicate", 20, None), Axis("shard", 30, None)),
     ),
 )

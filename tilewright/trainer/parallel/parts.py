@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from tilewright.core import torch_names
 from tilewright.ops.attention.prefixes import prefixes_of
 from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
@@ -33,6 +34,8 @@ class Parts:
         autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
         origin: identifies the weights that were read from a folder; None: they were drawn.
         merged: whether adapters have been merged into the weights since.
+        average: the ranks over which gradients are averaged after the last backward, where neither
+            FSDP2 nor DDP does it; or None.
     """
 
     def __init__(self, model: Transformer):
@@ -43,6 +46,7 @@ class Parts:
         self.autocast: torch.dtype | None = None
         self.origin: str | None = None
         self.merged = False
+        self.average: dist.ProcessGroup | None = None
 
     # ---- forward and backward of micro-batches
 
@@ -90,6 +94,19 @@ class Parts:
                 yield
         else:
             yield
+            if self.average is not None and last:
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        dist.all_reduce(p.grad.div_(self.average.size()), group=self.average)
+
+    def sum_in_float32(self) -> None:
+        """Gradients of parameters in bfloat16 are summed in float32, and stay so."""
+        for p in self.model.parameters():
+            if p.requires_grad:
+                p.grad_dtype = torch.float32
+        for root in self.roots:
+            if isinstance(root, FSDPModule):
+                torch_names.keep_reduced_gradients_in_float32(root)
 
     def reshard(self) -> None:
         """Frees gathered parameters."""

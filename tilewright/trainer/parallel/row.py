@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from tilewright.trainer.section import Section
 from tilewright.trainer.tables import Table
 
 
@@ -41,7 +40,7 @@ class Layout:
         50, offload 55, FSDP2 60, DDP 70.
     applies: (mesh, *sections) -> whether it is wanted.
     apply: (parts, mesh, *sections) changes the parts in place, or returns others.
-    sections: which of model, lora, data and train both read, by class.
+    sections: which of model, lora, data, train and dtypes both read, by class.
     filled: applied after weights have their values, and not before.
     axes: axes that it adds to the mesh.
     options: the pydantic model of `train.layout_args` under the row's name, in which every option
@@ -51,7 +50,7 @@ class Layout:
     order: int = 0
     applies: Callable[..., bool] = lambda *_: False
     apply: Callable[..., Any] = lambda *_: None
-    sections: tuple[type[Section], ...] = ()
+    sections: tuple[type, ...] = ()
     filled: bool = False
     axes: tuple[Axis, ...] = ()
     options: type[BaseModel] | None = None

@@ -24,6 +24,7 @@ computes it for the whole sequence, and keeps its shard of the result.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,7 @@ from tilewright.nn.sharded import local
 from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.shared import PLAIN, RepeatedAttention, TensorParallel, dim_of
+from tilewright.trainer.parallel.precision import Dtypes
 from tilewright.trainer.parallel.row import LAYOUTS, Axis, Layout
 
 # Modules whose matrices are sharded by rows, and by columns.
@@ -124,9 +126,9 @@ def undivided(model: Transformer, size: int) -> str | None:
     return next((b.self_attn.undivided for b in model.model.blocks if b.self_attn.undivided), None)
 
 
-def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
-    """Shards a model that is built on meta over the ranks of a mesh (tp,)."""
-    tp = TensorParallel.of(mesh)
+def shard_matrices(model: Transformer, mesh: DeviceMesh, sums: torch.dtype | None = None) -> None:
+    """Shards a model that is built on meta over the ranks of a mesh (tp,).   sums: their dtype."""
+    tp = dataclasses.replace(TensorParallel.of(mesh), sums=sums)
     check(model.config, tp.size)
     shares = undivided(model, tp.size) is None
     for path, module in model.named_modules():
@@ -150,7 +152,9 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh) -> None:
         elif biased and projection in BY_COLUMNS:
             module.__class__ = RowParallelLinear
         if hasattr(module, "tp"):
-            cast(Any, module).tp = RepeatedAttention.of(mesh) if whole else tp
+            cast(Any, module).tp = (
+                dataclasses.replace(RepeatedAttention.of(mesh), sums=sums) if whole else tp
+            )
 
 
 def _placement(model: nn.Module, path: str, name: str) -> Placement:
@@ -210,8 +214,11 @@ LAYOUTS.add(
     "tensor",
     Layout(
         20,
-        lambda mesh: mesh.tensor is not None,
-        lambda parts, mesh: shard_matrices(parts.model, cast(DeviceMesh, mesh.tensor)),
+        lambda mesh, dtypes: mesh.tensor is not None,
+        lambda parts, mesh, dtypes: shard_matrices(
+            parts.model, cast(DeviceMesh, mesh.tensor), dtypes.tensor_sums
+        ),
+        (Dtypes,),
         axes=(Axis("tp", 60, "tensor_parallel_size"),),
     ),
 )
