@@ -112,6 +112,7 @@ def most_allocated(config: Any, ranks: Any) -> int:
     from tilewright.trainer.checkpoint import hf
     from tilewright.trainer.losses.language_modeling import language_modeling
     from tilewright.trainer.losses.loss import loss_of
+    from tilewright.trainer.parallel.precision import resolved
 
     draw = torch.Generator().manual_seed(0)
     _count_all_threads()
@@ -122,8 +123,9 @@ def most_allocated(config: Any, ranks: Any) -> int:
         model, lora, t = config.model, config.lora, config.train
         shape = hf.shape_of(model)
         ops = choose_ops(model, shape, ranks, compute_dtype(t))
-        parts = build_model(model, lora, shape, config.data, t, ranks, ops)
-        engine = engine_around(parts, t, ranks, lora.lora_plus_scale)
+        dtypes = resolved(config.precision, t, t)
+        parts = build_model(model, lora, shape, config.data, t, ranks, ops, dtypes)
+        engine = engine_around(parts, t, ranks, lora.lora_plus_scale, dtypes)
         loss = loss_of(t.loss, dict(config), t.loss_args)
         columns = columns_of(t, loss, shape, share_prefix=False)
         batch = memory_plan.full_batch(config.data, t.micro_batch_size, columns, ranks, False)

@@ -159,7 +159,7 @@ double value_of(const char* name, const Tensor& t) {
 }
 
 void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors compensations,
-            Tensors copies, std::optional<Tensor> places, std::optional<int64_t> seed, double lr, double beta1,
+            Tensors copies, std::optional<Tensor> places, int64_t seed, double lr, double beta1,
             double beta2, double eps, double weight_decay, std::optional<Tensor> counter, std::optional<double> number,
             std::optional<Tensor> clip) {
   STD_TORCH_CHECK(counter.has_value() || number.value_or(0) >= 1, "tilewright: step must be a tensor or at least 1");
@@ -177,7 +177,7 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
                   float(1 / std::sqrt(1 - std::pow(beta2, step))),
                   float(eps),
                   clip.has_value() ? float(value_of("clip", *clip)) : 1.0f,
-                  uint64_t(seed.value_or(0)),
+                  uint64_t(seed),
                   uint32_t(int64_t(step))};
   const Place* place = nullptr;
   if (places.has_value()) {
@@ -257,7 +257,7 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def(
       "adamw_cpp_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] compensations, Tensor(e!)[] copies, Tensor? places, int? seed, float lr, float beta1, float beta2, "
+      "Tensor(d!)[] compensations, Tensor(e!)[] copies, Tensor? places, int seed, float lr, float beta1, float beta2, "
       "float eps, float weight_decay, Tensor? step, float? step_number, Tensor? clip) -> ()");
 }
 

@@ -428,6 +428,11 @@ ROWS = [
 
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
+    "precision.type": "test_precision.py::test_a_run_trains_as_in_float32",
+    "precision.master_weights": "test_precision.py::test_a_run_trains_as_in_float32",
+    "precision.fp32_grad_acc": "test_precision.py::test_what_a_type_resolves_to",
+    "precision.stochastic_rounding": "test_precision.py::test_a_run_trains_as_in_float32",
+    "precision.tensor_parallel_reduce_dtype": "test_precision.py::test_sums_of_a_layer_have_a_dtype",
     "data.datasets.weight": "test_mixing.py::test_a_run_is_given_the_mixture",
     "train.enable_profiling": "test_trainer.py::test_a_profile_is_written_when_asked_for",
     "train.do_test": "test_evaluation.py::test_a_test_split_is_evaluated_once_after_the_last_step",

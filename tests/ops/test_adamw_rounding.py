@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import DEVICE, skip_unless_usable
 
-from tilewright.kernels.optim.operators import Rounding
 from tilewright.ops import StochasticRounding, adamw_
 from tilewright.ops.optim.adamw import ADAMW, STREAM, random_bits, rounded
 from tilewright.ops.quant.quantize import philox_words
@@ -138,7 +137,7 @@ def test_the_counter_is_as_documented():
     """Elements beyond 2^32 have other bits, too."""
     first, matrix, number = 2**36 + 5, 11, 9
     like = torch.empty(20)
-    bits = random_bits(like, Rounding(torch.tensor([[matrix, first, 20, 20]]), 5), 0, number)
+    bits = random_bits(like, torch.tensor([matrix, first, 20, 20]), 5, number)
     for i in (0, 3, 19):
         block, half = divmod(first + i, 8)
         counter = (block & 0xFFFFFFFF, (block >> 32) + STREAM, matrix, number)
@@ -239,8 +238,8 @@ def test_copies_are_the_parameters_rounded(name, random):
     assert torch.equal(p[0], plain[0]) and torch.equal(m[0], plain[2])  # not rounded
     if random:
         n = w[0].numel()
-        places = torch.tensor([[0, 0, n, n]], device=DEVICE)
-        bits = random_bits(w[0], Rounding(places, 7), 0, 2)
+        place = torch.tensor([0, 0, n, n], device=DEVICE)
+        bits = random_bits(w[0], place, 7, 2)
         assert torch.equal(w[0], rounded(p[0], bits).to(BF16))
     elif not (name == "triton" and DEVICE == "cpu"):  # the interpreter truncates
         assert torch.equal(w[0], p[0].to(BF16))

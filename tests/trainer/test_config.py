@@ -100,7 +100,7 @@ def errors(call, *arguments):
 PATHS = {
     path.rpartition(".")[2]: path.replace("datasets.", "datasets.0.")
     for path in LEAVES
-    if not path.startswith("data.test_datasets.")
+    if not path.startswith(("data.test_datasets.", "precision."))
 }
 
 

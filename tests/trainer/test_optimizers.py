@@ -455,4 +455,5 @@ def test_fields_that_early_checkpoints_have_not_recorded_are_the_default():
     shared = {"moe_shared_lora": False, "moe_hybrid_shared_lora": False}
     assert ADDED["model"]["lora"] == {"rslora": False, "use_dora": False, **shared}
     later = {"optimizer_args": {}, "layerwise_lr_bound": 1.0, "lora_plus_scale": 1.0}
+    later["precision"] = "torch.float32"
     assert ADDED["optimizer"] == later

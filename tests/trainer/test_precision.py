@@ -6,6 +6,7 @@ import distributed_worker
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("pydantic")
 pytest.importorskip("datasets")
@@ -14,6 +15,7 @@ from ranks import fsdp2, run_modes
 from training import (
     MOE,
     QWEN3,
+    fake_group,
     make_bins,
     resumed_equals_never_stopped,
     rows,
@@ -22,11 +24,16 @@ from training import (
 )
 from whole import dtypes_of, planned
 
+from tilewright.core import torch_names
 from tilewright.trainer.config import ConfigError, load
 from tilewright.trainer.config.config import resolved
 from tilewright.trainer.losses.language_modeling import language_modeling
+from tilewright.trainer.models.model import Transformer
+from tilewright.trainer.models.model_config import ModelConfig
+from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.stored import QKV
 from tilewright.trainer.parallel.mesh import Mesh, join
+from tilewright.trainer.parallel.tensor_parallel import shard_matrices
 
 pytestmark = pytest.mark.packages
 F32, BF16 = torch.float32, torch.bfloat16
@@ -261,11 +268,16 @@ def alike(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("mode", [m for m in ALIKE if m != "rounds_alone"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, mode",
+    [
+        (shape, mode)
+        for shape in SHAPES
+        for mode in ALIKE
+        if mode != "rounds_alone" and ("experts" not in mode or shape == "moe")
+    ],
+)
 def test_the_same_gradients_give_the_same_bits(alike, shape, mode):
-    if "experts" in mode and shape == "dense":
-        pytest.skip("the model has no experts")
     wanted, found = alike[shape, "rounds_alone"], dict(alike[shape, mode])
     if "tensor" in mode or "projections" in mode:
         for name in [n for n in wanted if "qkv_proj" in n]:
@@ -285,6 +297,33 @@ def test_replicas_have_the_same_bits_after_100_steps(tmp_path):
     run_modes(4, tmp_path, {"replicas": fsdp2(data_parallel_replicate_size=2)})
     found = torch.load(tmp_path / "replicas.pt")
     assert found["same"] and found["loss"] < 4
+
+
+def test_sums_of_a_layer_have_a_dtype(tmp_path, monkeypatch):
+    """What tensor parallelism adds over processes, forward and backward."""
+    kinds = []
+
+    def add(x, size, name):
+        kinds.append(x.dtype)
+        return x.chunk(size)[0]
+
+    monkeypatch.setattr(torch_names, "reduce_scatter", add)
+    monkeypatch.setattr(torch_names, "all_gather", lambda x, size, name: torch.cat([x] * size))
+    manual = ["--precision.type=manual", "--train.tensor_parallel_size=2"]
+    manual += ["--model.merge_qkv=false", "--train.data_parallel_mode=fsdp2"]
+    path = write_config(tmp_path, SHAPES["dense"], **MIXED)
+    for given, wanted in (([], BF16), (["--precision.tensor_parallel_reduce_dtype=fp32"], F32)):
+        sums = dtypes_of(load(path, [*manual, *given])).tensor_sums
+        with fake_group(2), torch.device("meta"):
+            model = Transformer(ModelConfig.from_hf(SHAPES["dense"]), Ops.resolve(), False)
+            shard_matrices(model, init_device_mesh("cpu", (2,)), sums)
+        tp = model.model.blocks[0].self_attn.tp
+        kinds.clear()
+        x = torch.ones(1, 4, 8, dtype=BF16, requires_grad=True)
+        out = tp.reduce_scatter(tp.gather(x))
+        assert out.dtype == BF16
+        out.sum().backward()
+        assert kinds == [wanted] * 2 and x.grad.dtype == BF16
 
 
 # ---- memory

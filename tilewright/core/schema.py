@@ -145,6 +145,7 @@ class _Structure(_Leaf):
         return self.structure(*values), end
 
 
+@functools.cache
 def _options(annotation: Any) -> tuple:
     """The members of a union, or the annotation."""
     is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)

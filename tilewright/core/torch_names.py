@@ -299,9 +299,9 @@ def keep_reduced_gradients_in_float32(root: torch.nn.Module) -> None:
     state: Any = cast(Any, root)._get_fsdp_state()
     state._lazy_init()
     for module in root.modules():
-        own: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in own._fsdp_param_groups if own is not None else ():
-            group._orig_dtype = torch.float32
+        if hasattr(module, "_get_fsdp_state"):
+            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+                group._orig_dtype = torch.float32
 
 
 def known_stage() -> type:

@@ -46,6 +46,7 @@ from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.optim.per_step import PerStep
 from tilewright.trainer.parallel.fields import Width
 from tilewright.trainer.parallel.mesh import Mesh
+from tilewright.trainer.parallel.precision import FULL, Dtypes, resolved
 from tilewright.trainer.scoring import Rewarded, Score, batches_of, rewards, scores
 
 PROGRAM = "python -m tilewright.trainer.evaluate"
@@ -150,7 +151,9 @@ def scorer_of(config: Config, mesh: Mesh, *, whole: bool = False) -> Scorer:
         loss,
         t.eval_micro_batch_size or t.micro_batch_size,
         sets(d, t, loss, columns, prepared, whole),
-        functools.partial(filled_engine, m, config.lora, shape, d, t, mesh),
+        functools.partial(
+            filled_engine, m, config.lora, shape, d, t, mesh, resolved(config.precision, t, t)
+        ),
     )
 
 
@@ -233,7 +236,13 @@ def check_weights(model: Model, train: Checkpointing) -> None:
 
 
 def filled_engine(
-    model: Model, lora: Lora, shape: ModelConfig, data: Width, train: Train, mesh: Mesh
+    model: Model,
+    lora: Lora,
+    shape: ModelConfig,
+    data: Width,
+    train: Train,
+    mesh: Mesh,
+    dtypes: Dtypes = FULL,
 ) -> Engine:
     """An engine with the model folder's weights or a checkpoint's. Raises as `check_weights`."""
     check_weights(model, train)
@@ -246,8 +255,8 @@ def filled_engine(
                 f"{missing[0]} to give rewards; train one with train.loss = reward"
             )
     ops = build.choose_ops(model, shape, mesh, build.compute_dtype(train))
-    parts = build.build_model(model, lora, shape, data, train, mesh, ops)
-    engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale)
+    parts = build.build_model(model, lora, shape, data, train, mesh, ops, dtypes)
+    engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale, dtypes)
     if path is not None:
         folders = earlier(train.output_dir, path)
         if not folders:

@@ -24,6 +24,7 @@ from tilewright.trainer.data.batches import Bins
 from tilewright.trainer.engine import Engine
 from tilewright.trainer.evaluate import filled_engine
 from tilewright.trainer.parallel.mesh import Mesh, join
+from tilewright.trainer.parallel.precision import resolved
 from tilewright.trainer.scoring import Score, batches_of, scores
 
 # An optional package, which the type checker does not know.
@@ -63,7 +64,8 @@ class LanguageModel(Base):
         model, data, train = config.model, config.data, config.train
         mesh: Mesh = join(train)
         shape = build.shape_of_run(model, "language_model", mesh)
-        engine = filled_engine(model, config.lora, shape, data, train, mesh)
+        dtypes = resolved(config.precision, train, train)
+        engine = filled_engine(model, config.lora, shape, data, train, mesh, dtypes)
         size = train.eval_micro_batch_size or train.micro_batch_size
         return cls(engine, data, size, build.tokenizer_of(model))
 

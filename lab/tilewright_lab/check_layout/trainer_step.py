@@ -21,6 +21,7 @@ from tilewright.trainer.data.batches import collate
 from tilewright.trainer.losses.loss import LOSSES
 from tilewright.trainer.parallel import mesh
 from tilewright.trainer.parallel.mesh import padding
+from tilewright.trainer.parallel.precision import resolved
 from tilewright_lab.check_layout.step import Step
 
 __all__ = ["trainer_step"]
@@ -85,8 +86,9 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
     shape = shape_of_run(config.model, "language_model", ranks)
     ops = choose_ops(config.model, shape, ranks, compute_dtype(config.train))
     c = config
-    parts = build_model(c.model, c.lora, shape, c.data, c.train, ranks, ops)
-    engine = engine_around(parts, c.train, ranks, c.lora.lora_plus_scale)
+    dtypes = resolved(c.precision, c.train, c.train)
+    parts = build_model(c.model, c.lora, shape, c.data, c.train, ranks, ops, dtypes)
+    engine = engine_around(parts, c.train, ranks, c.lora.lora_plus_scale, dtypes)
     batches = _batches(config, ranks, shape.vocab_size)
     latest: dict[str, Any] = {}
 

@@ -284,7 +284,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def update(params, grads, exp_avgs, exp_avg_sqs, compensations, copies, rounding, numbers):
+def update(params, grads, exp_avgs, exp_avg_sqs, compensations, copies, places, seed, numbers):
     device, sizes = params[0].device, tuple(p.numel() for p in params)
     if not any(sizes):
         return
@@ -300,11 +300,11 @@ def update(params, grads, exp_avgs, exp_avg_sqs, compensations, copies, rounding
         (tiles.shape[1],),
         addresses,
         tiles,
-        None if rounding is None else rounding.places,
+        places,
         step if on_device else None,
         numbers.clip,
         *examples,
-        0 if rounding is None else rounding.seed,
+        seed,
         0 if on_device else int(step),
         len(params),
         tiles.shape[1],

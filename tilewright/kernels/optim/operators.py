@@ -9,13 +9,6 @@ import torch
 from tilewright.core.library import declare
 
 
-class Rounding(NamedTuple):
-    """Stochastic rounding.   places: int64 [tensors, 4], see `StochasticRounding`."""
-
-    places: torch.Tensor
-    seed: int
-
-
 class Step(NamedTuple):
     """The numbers of a step; step: its own, from 1, or a tensor [] of it on the params' device.
     clip: what multiplies gradients, a tensor [] there, or None.
@@ -45,7 +38,12 @@ def update(
     exp_avg_sqs: list[torch.Tensor],
     compensations: list[torch.Tensor],
     copies: list[torch.Tensor],
-    rounding: Rounding | None,
+    places: torch.Tensor | None,
+    seed: int,
     numbers: Step,
 ) -> None:
-    """Contiguous tensors; there may be no compensations and no copies."""
+    """Contiguous tensors; there may be no compensations and no copies.
+
+    places, seed: of stochastic rounding, see `StochasticRounding`.   places: int64 [tensors, 4], or
+    None without it.
+    """

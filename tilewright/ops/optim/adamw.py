@@ -8,7 +8,6 @@ Stored in bfloat16, p, m and v may be rounded stochastically, by random bits of 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -21,7 +20,7 @@ from tilewright.core.library import from_kernels
 from tilewright.core.registry import Case, Cost, Goal, Judged, Op, in_cpp, in_triton
 from tilewright.core.schema import PLAIN
 from tilewright.core.takes import FLOAT, takes
-from tilewright.kernels.optim.operators import Rounding, Step, update
+from tilewright.kernels.optim.operators import Step, update
 from tilewright.ops import cases
 from tilewright.ops.quant import quantize
 
@@ -34,7 +33,6 @@ STREAM = 1 << 28
 FACTORS = {"parameter": 1, "exp_avg": 0x9E37, "exp_avg_sq": 0x58F1}
 
 
-@dataclasses.dataclass(frozen=True)
 class StochasticRounding:
     """How `adamw_` rounds what it stores in bfloat16: x to one of its two neighbors there, to the
     one of larger magnitude with the probability of x's distance from the other, in steps of 2^-16.
@@ -56,8 +54,8 @@ class StochasticRounding:
             matrix i. The values are not checked.
     """
 
-    seed: int
-    places: torch.Tensor | None = None
+    def __init__(self, seed: int, places: torch.Tensor | None = None):
+        self.seed, self.places = seed, places
 
 
 # Wide: torch.optim.AdamW's states and options.
@@ -161,14 +159,14 @@ def adamw_(
             _check_apart(tensors)
         run = ADAMW.pick(implementation, p[0])
         with torch.no_grad():
-            run(*tensors, _placed(rounding, p), numbers)
+            run(*tensors, *_placed(rounding, p), numbers)
     return changed
 
 
 def _placed(rounding, params):
-    """The operator's argument, with a place for each tensor."""
+    """The operator's arguments: a place for each tensor, and the seed."""
     if rounding is None:
-        return None
+        return None, 0
     checks.number("rounding.seed", rounding.seed, 0, 2**63 - 1, "an int from 0 to 2^63 - 1")
     places = rounding.places
     if places is None:
@@ -180,7 +178,7 @@ def _placed(rounding, params):
             f"{places.dtype} {list(places.shape)}"
         )
     checks.same_device(**{"params[0]": params[0], "rounding.places": places})
-    return Rounding(places.contiguous(), rounding.seed)
+    return places.contiguous(), rounding.seed
 
 
 @functools.lru_cache(maxsize=64)
@@ -286,7 +284,9 @@ def _check(name, i, t, like, p, first):
 # ---- the definition
 
 
-def adamw_eager_(params, grads, exp_avgs, exp_avg_sqs, compensations, copies, rounding, numbers):
+def adamw_eager_(
+    params, grads, exp_avgs, exp_avg_sqs, compensations, copies, places, seed, numbers
+):
     lr, beta1, beta2, eps, weight_decay, step, clip = numbers
     size, root = numbers.corrected()
     for i, (p, g, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
@@ -304,7 +304,7 @@ def adamw_eager_(params, grads, exp_avgs, exp_avg_sqs, compensations, copies, ro
             compensations[i].copy_(old - new.to(p.dtype).to(acc) + change)
         written = [(m, a, "exp_avg"), (v, b, "exp_avg_sq"), (p, new, "parameter")]
         written += [(copy, new, "parameter") for copy in copies[i : i + 1]]
-        random = None if rounding is None else random_bits(p, rounding, i, step)
+        random = None if places is None else random_bits(p, places[i], seed, step)
         for to, value, what in written:
             if random is not None and to.dtype == torch.bfloat16:
                 value = rounded(value, random * FACTORS[what] & 0xFFFF)
@@ -321,16 +321,16 @@ def rounded(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
 
 
 def random_bits(
-    like: torch.Tensor, rounding: Rounding, tensor: int, step: int | float | torch.Tensor
+    like: torch.Tensor, place: torch.Tensor, seed: int, step: int | float | torch.Tensor
 ) -> torch.Tensor:
-    """u, int64, for each element of a tensor; see `StochasticRounding`."""
-    matrix, first, width, pitch = rounding.places[tensor].unbind()
+    """u, int64, for each element of a tensor in this place; see `StochasticRounding`."""
+    matrix, first, width, pitch = place.unbind()
     at = torch.arange(like.numel(), device=like.device)
     at = first + at // width * pitch + at % width
     block = at >> 3
     step = torch.as_tensor(step, device=like.device).to(torch.int64)
     counter = block & 0xFFFFFFFF, (block >> 32) + STREAM, matrix, step
-    words = torch.stack(quantize.philox_words(rounding.seed, counter), -1)
+    words = torch.stack(quantize.philox_words(seed, counter), -1)
     word = words.gather(-1, (at >> 1 & 3)[:, None]).squeeze(-1)
     return (word >> (at & 1) * 16 & 0xFFFF).view(like.shape)
 
@@ -480,10 +480,10 @@ ADAMW = Op(
             "copied", [(37,), (8, 24)], clip=0.3, copied=True, rounding=StochasticRounding(2**40)
         ),
         *(
-            _case(f"{name}{suffix}", _layers("qwen3-30b-a3b", n), tags, **options)
-            for name, n, tags in (
-                ("qwen3-30b-a3b_6_layers", 6, cases.CUDA),
-                ("qwen3-30b-a3b", 1, cases.CPU),
+            _case(f"{name}{suffix}", shapes, tags, **options)
+            for name, shapes, tags in (
+                ("qwen3-30b-a3b_6_layers", _layers("qwen3-30b-a3b", 6), cases.CUDA),
+                ("qwen3-30b-a3b", _layers("qwen3-30b-a3b", 1), cases.CPU),
             )
             for suffix, options in (
                 ("", {}),

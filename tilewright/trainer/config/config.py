@@ -56,11 +56,9 @@ class Config(Section):
     @classmethod
     def _of_fp32(cls, given: Any) -> Any:
         """precision.type: fp32 is train.enable_mixed_precision: false, which need not be said."""
-        of = {n: given.get(n) for n in ("precision", "train")} if isinstance(given, dict) else {}
-        if not all(isinstance(section, dict) for section in of.values()) or not of:
-            return given
-        if of["precision"].get("type") == "fp32" and "enable_mixed_precision" not in of["train"]:
-            return {**given, "train": {**of["train"], "enable_mixed_precision": False}}
+        match given:
+            case {"precision": {"type": "fp32"}, "train": dict(train)}:
+                return {**given, "train": {"enable_mixed_precision": False, **train}}
         return given
 
     @model_validator(mode="after")

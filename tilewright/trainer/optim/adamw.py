@@ -107,7 +107,7 @@ class HalfAdamW(torch.optim.Optimizer):
                 for i, one in enumerate(tensors)
             ]
             for piece in self.pieces[p]:
-                for to, one in zip(t, flat, strict=False):
+                for to, one in zip(t[:5], flat, strict=False):
                     to.append(one[piece.begin : piece.end])
                 t.places.append(piece.place)
         return t

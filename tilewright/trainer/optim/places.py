@@ -55,7 +55,7 @@ def _merged(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
     merged = {}
     for path, module in model.named_modules():
         if isinstance(module, Attention) and module.merge_qkv:
-            widths = dict(zip(QKV, module.widths, strict=True))
+            widths: dict[str, int] = dict(zip(QKV, module.widths, strict=True))
             at = f"{path}.qkv_proj"
             inner = module.get_submodule("qkv_proj")
             layer = inner.base if isinstance(inner, LoRALinear) else inner
