@@ -84,6 +84,10 @@ COMMANDS = {
         "bench.rollout",
         "time samples beside transformers' generate, and how soon new weights are sampled",
     ),
+    "optim": (
+        "bench.optim",
+        "time steps of AdamW beside torch's and torchao's, in float32 and bfloat16",
+    ),
     "ops": ("bench.page.ops", "write the table of docs/ops.md from the ops' docstrings"),
     "report": ("bench.page.build", "write docs/performance.md from committed raw results"),
 }

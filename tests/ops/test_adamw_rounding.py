@@ -169,6 +169,25 @@ def test_the_mean_over_seeds_is_the_value(name):
     assert mean[0] == 1  # exact values stay
 
 
+@pytest.mark.packages
+def test_torchaos_rounding_has_the_same_mean_and_the_same_neighbors():
+    """Of the same values, over 4,096 draws each."""
+    other = pytest.importorskip("torchao.optim.quant_utils")._fp32_to_bf16_sr
+    values = draw((64,), scale=3.0)
+    many = values.repeat(4096)
+    n = many.numel()
+    ours = rounded(many, random_bits(many, torch.tensor([0, 0, n, n], device=DEVICE), 5, 1))
+    torch.manual_seed(0)
+    theirs = other(many).float()
+    unit = 2.0 ** (torch.frexp(values).exponent - 8)
+    for found in (ours, theirs):
+        mean = found.view(4096, 64).double().mean(0)
+        assert ((mean - values).abs() <= 4.5 * unit / 2 / 4096**0.5).all()
+    both = [t.view(4096, 64) for t in (ours, theirs)]
+    for least_or_most in (torch.amin, torch.amax):
+        assert torch.equal(*(least_or_most(t, 0) for t in both))
+
+
 def test_rounding_of_every_kind_of_number():
     big, tiny = torch.finfo(BF16).max, torch.finfo(F32).smallest_normal
     inf, nan = math.inf, math.nan

@@ -506,3 +506,31 @@ def test_a_loss_that_reads_columns_has_a_plan(tmp_path):
     plain = planned(full_config(tmp_path), 1)
     # It keeps no gradient of the head from its forward pass, and has a column of small numbers.
     assert found.total == pytest.approx(plain.total, rel=0.02)
+
+
+# ---- ZeRO-1
+
+
+def test_gradients_wait_whole_for_the_last_micro_batch_and_states_are_sharded(tmp_path):
+    """What others call ZeRO-1, by bytes that two ranks' allocators count: with several
+    micro-batches each holds whole gradients, and half of the states.
+    """
+    shape = {**QWEN3, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+    path = write_config(tmp_path, shape, data__sample_packing_sequence_len=16)
+    fsdp2 = ["--train.data_parallel_mode=fsdp2", "--train.enable_full_shard=false"]
+    modes = {
+        "memory_one": [path, *fsdp2],
+        "memory_two": [path, *fsdp2, "--train.gradient_accumulation_steps=2"],
+        "memory_sgd": [
+            path,
+            *fsdp2,
+            "--train.optimizer=sgd",
+            "--train.gradient_accumulation_steps=2",
+        ],
+    }
+    run_modes(2, tmp_path, modes)
+    one, two, sgd = (int((tmp_path / f"{mode}_0").read_text()) for mode in modes)
+    weights = sum(p.numel() * 4 for p in engine_of(load(path)).parameters)
+    # Without accumulation a layer's gradients are reduced while others are computed.
+    assert 0.5 * weights < two - one < weights
+    assert two - sgd == pytest.approx(weights, rel=0.1)  # two moments, a half of each
