@@ -32,6 +32,7 @@ from tilewright.trainer.models.model import Transformer
 from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.stored import QKV
+from tilewright.trainer.optim.places import pieces
 from tilewright.trainer.parallel.mesh import Mesh, join
 from tilewright.trainer.parallel.tensor_parallel import shard_matrices
 
@@ -297,6 +298,19 @@ def test_replicas_have_the_same_bits_after_100_steps(tmp_path):
     run_modes(4, tmp_path, {"replicas": fsdp2(data_parallel_replicate_size=2)})
     found = torch.load(tmp_path / "replicas.pt")
     assert found["same"] and found["loss"] < 4
+
+
+def test_adapters_of_merged_projections_have_the_bits_of_their_own(tmp_path):
+    """And all of them are in bfloat16, as the frozen weights are."""
+    lora = {"lora__enable_lora": True, "lora__lora_rank": 4}
+    path = write_config(tmp_path, **MIXED, precision__type="bf16SR", **lora)
+    found = []
+    for merged in ("true", "false"):
+        config = load(path, [f"--model.merge_qkv={merged}"])
+        model = distributed_worker.engine_of(config, Mesh()).model
+        found.append({piece.place for own in pieces(model).values() for piece in own})
+        assert {p.dtype for p in model.parameters()} == {BF16}
+    assert found[0] == found[1] and len(found[0]) == 2 * 2 * (3 + 1 + 2)
 
 
 def test_sums_of_a_layer_have_a_dtype(tmp_path, monkeypatch):

@@ -230,8 +230,10 @@ def test_what_no_run_here_changes_is_not_in_the_identity(world):
         changed = config.model_copy(update={section: part})
         assert identity_of(changed, shape, data) == identity_of(config, shape, data), path
     # A revision of the weights is known by their checksums, a teacher's entries by the bins that
-    # they make; options are those of an optimizer that reads some, which none of these does.
-    names = "model.revision", "train.optimizer_args", "distillation.top_k"
+    # they make; options are those of an optimizer that reads some, which none of these does; a
+    # precision by what it resolves to.
+    names = "model.revision", "train.optimizer_args", "distillation.top_k", "precision.type"
+    names += ("precision.master_weights",)
     known = {free.pop(n) for n in names}
     assert known == {"refused"} and {*free.values()} == {"free"}
 

@@ -56,7 +56,6 @@ def _merged(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
     for path, module in model.named_modules():
         if isinstance(module, Attention) and module.merge_qkv:
             widths: dict[str, int] = dict(zip(QKV, module.widths, strict=True))
-            at = f"{path}.qkv_proj"
             inner = module.get_submodule("qkv_proj")
             layer = inner.base if isinstance(inner, LoRALinear) else inner
             for name, p in layer.named_parameters(recurse=False):
@@ -65,7 +64,7 @@ def _merged(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
                 for name, p in inner.named_parameters(recurse=False):
                     own = {part: stop - start for part, (start, stop) in inner.slices.items()}
                     ranks = dict.fromkeys(own, inner.rank)
-                    merged[p] = _split(f"{at}.{{}}.{name}", ranks if name == "lora_A" else own)
+                    merged[p] = _split(f"{path}.{{}}.{name}", ranks if name == "lora_A" else own)
     return merged
 
 
