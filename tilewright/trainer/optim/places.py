@@ -40,14 +40,12 @@ def pieces(model: nn.Module) -> dict[nn.Parameter, list[Piece]]:
     Projections that the model merges only if it is asked to are matrices of their own. Merged gates
     and stacks of experts are always one tensor, whose elements are numbered as they are.
     """
-    parts, tied = _merged(model), getattr(getattr(model, "config", None), "tied", False)
-    every = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            # The copy of a tied head on a pipeline's last stage must stay the embedding's.
-            name = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
-            every[p] = _joined(_pieces(p, parts.get(p) or [Matrix(name, range(_rows(p)))]))
-    return every
+    parts = _merged(model)
+    return {
+        p: _joined(_pieces(p, parts.get(p) or [Matrix(name, range(_rows(p)))]))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def _merged(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
