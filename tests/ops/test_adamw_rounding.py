@@ -171,7 +171,7 @@ def test_the_mean_over_seeds_is_the_value(name):
 
 @pytest.mark.packages
 def test_torchaos_rounding_has_the_same_mean_and_the_same_neighbors():
-    """Of the same values, over 4,096 draws each."""
+    """4,096 draws each, of the same values."""
     other = pytest.importorskip("torchao.optim.quant_utils")._fp32_to_bf16_sr
     values = draw((64,), scale=3.0)
     many = values.repeat(4096)

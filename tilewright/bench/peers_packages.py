@@ -171,9 +171,8 @@ def torch_adamw(**how):
     """torch.optim's AdamW. how: fused=True or foreach=True."""
 
     def adamw_(params, grads, exp_avgs, exp_avg_sqs, compensations=None, *, step, betas=(0.9, 0.999),
-               eps=1e-8, weight_decay=0.01, lr, clip_factor=None, copies=None, rounding=None):  # fmt: skip
-        own = {"compensations": compensations, "clip_factor": clip_factor, "copies": copies}
-        own["rounding"] = rounding
+               eps=1e-8, weight_decay=0.01, lr, **others):  # fmt: skip
+        own = {"compensations": compensations, **others}
         only("torch", own, **dict.fromkeys(own))
         if params and exp_avgs[0].dtype != params[0].dtype:
             raise Unsupported("torch.optim.AdamW's states have the parameters' dtype")
