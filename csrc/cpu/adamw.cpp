@@ -58,40 +58,40 @@ TW_INLINE float upper(uint32_t two) { return bits<float>(two & 0xFFFF0000u); }
 // The first moment, from the nearer end: next to a large difference, the other one would lose its digits.
 TW_INLINE float first_moment(float m, float g, float rate1) { return (rate1 > 0 ? m : g) + rate1 * (g - m); }
 
+// The new moments of an element, and what is added to its parameter, in float32.
+struct Moved {
+  float change, m, v;
+};
+TW_INLINE Moved moved(const Numbers& f, float p, float g, float m, float v) {
+  g *= f.clip;
+  const float a = first_moment(m, g, f.rate1), b = f.beta2 * v + f.rise2 * g * g;
+  return {f.decay * p - f.size * a / (std::sqrt(b) * f.root + f.eps), a, b};
+}
+
 template <class P, class G, class S>
 void update(const Numbers& f, P* p, const G* g, S* m, S* v, P* c, int64_t n) {
   if (c == nullptr) {
     TW_SIMD
     for (int64_t i = 0; i < n; ++i) {
-      const float grad = load(g[i]) * f.clip, old = load(p[i]);
-      const float a = first_moment(load(m[i]), grad, f.rate1), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
-      store(m + i, a);
-      store(v + i, b);
-      store(p + i, old + (f.decay * old - f.size * a / (std::sqrt(b) * f.root + f.eps)));
+      const float old = load(p[i]);
+      const Moved to = moved(f, old, load(g[i]), load(m[i]), load(v[i]));
+      store(m + i, to.m);
+      store(v + i, to.v);
+      store(p + i, old + to.change);
     }
     return;
   }
   TW_SIMD
   for (int64_t i = 0; i < n; ++i) {
-    const float grad = load(g[i]) * f.clip, old = load(p[i]);
-    const float a = first_moment(load(m[i]), grad, f.rate1), b = f.beta2 * load(v[i]) + f.rise2 * grad * grad;
-    store(m + i, a);
-    store(v + i, b);
-    const float change = f.decay * old - f.size * a / (std::sqrt(b) * f.root + f.eps) + load(c[i]);
+    const float old = load(p[i]);
+    const Moved to = moved(f, old, load(g[i]), load(m[i]), load(v[i]));
+    store(m + i, to.m);
+    store(v + i, to.v);
+    const float change = to.change + load(c[i]);
     const float next = round_to(old + change, p);
     store(p + i, next);
     store(c + i, old - next + change);
   }
-}
-
-// The new values of an element, in float32.
-struct Values {
-  float p, m, v;
-};
-TW_INLINE Values moved(const Numbers& f, float p, float g, float m, float v) {
-  g *= f.clip;
-  const float a = first_moment(m, g, f.rate1), b = f.beta2 * v + f.rise2 * g * g;
-  return {p + (f.decay * p - f.size * a / (std::sqrt(b) * f.root + f.eps)), a, b};
 }
 
 TW_INLINE void store_pair(bf16* p, int64_t i, float even, float odd, uint32_t random, uint32_t factor) {
@@ -109,9 +109,9 @@ void update_random(const Numbers& f, const uint16_t* random, P* p, const G* g, S
     TW_SIMD
     for (int64_t i = 0; i < n / 2; ++i) {
       const uint32_t u = pair(random, i), p2 = pair(p, i), g2 = pair(g, i), m2 = pair(m, i), v2 = pair(v, i);
-      const Values even = moved(f, lower(p2), lower(g2), lower(m2), lower(v2));
-      const Values odd = moved(f, upper(p2), upper(g2), upper(m2), upper(v2));
-      store_pair(p, i, even.p, odd.p, u, 1);
+      const Moved even = moved(f, lower(p2), lower(g2), lower(m2), lower(v2));
+      const Moved odd = moved(f, upper(p2), upper(g2), upper(m2), upper(v2));
+      store_pair(p, i, lower(p2) + even.change, upper(p2) + odd.change, u, 1);
       store_pair(m, i, even.m, odd.m, u, EXP_AVG);
       store_pair(v, i, even.v, odd.v, u, EXP_AVG_SQ);
     }
@@ -119,9 +119,10 @@ void update_random(const Numbers& f, const uint16_t* random, P* p, const G* g, S
   }
   TW_SIMD
   for (int64_t i = begin; i < n; ++i) {
-    const Values to = moved(f, load(p[i]), load(g[i]), load(m[i]), load(v[i]));
+    const float old = load(p[i]);
+    const Moved to = moved(f, old, load(g[i]), load(m[i]), load(v[i]));
     const uint32_t u = random[i];
-    store_random(p + i, to.p, u);
+    store_random(p + i, old + to.change, u);
     store_random(m + i, to.m, u * EXP_AVG);
     store_random(v + i, to.v, u * EXP_AVG_SQ);
   }

@@ -147,18 +147,9 @@ TW_INLINE Interval seen(const Shape& n, int64_t position, int64_t key, int64_t k
 
 // The random bits of a query and a block's keys: words[j] those of key + j. key: a multiple of 4.
 inline void draw(const Shape& n, int64_t line, int64_t head, int64_t key, Interval of, uint32_t* words) {
-  const uint64_t seed = n.seed, block = uint64_t(uint32_t(line)) << 32 | uint32_t(key / 4);
-  const uint32_t word2 = uint32_t(head) + n.first_head, word3 = n.draw | STREAM;
-  const int64_t end = (of.high + 3) / 4;
-  TW_SIMD
-  for (int64_t i = of.low / 4; i < end; ++i) {
-    uint32_t c0, c1, c2 = word2, c3 = word3;
-    philox_block(seed, block + uint64_t(i), c0, c1, c2, c3);
-    words[4 * i] = c0;
-    words[4 * i + 1] = c1;
-    words[4 * i + 2] = c2;
-    words[4 * i + 3] = c3;
-  }
+  const uint64_t block = uint64_t(uint32_t(line)) << 32 | uint32_t(key / 4);
+  const int64_t first = of.low / 4, blocks = (of.high + 3) / 4 - first;
+  philox_row(n.seed, block + uint64_t(first), uint32_t(head) + n.first_head, n.draw | STREAM, blocks, words + 4 * first);
 }
 
 // ---- rows of logits

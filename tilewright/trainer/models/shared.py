@@ -39,9 +39,9 @@ class TensorParallel:
         return self.rank
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> TensorParallel:
+    def of(cls, mesh: DeviceMesh, sums: torch.dtype | None = None) -> TensorParallel:
         group = mesh.get_group()
-        return cls(group, mesh.size(), mesh.get_local_rank(), group.group_name)
+        return cls(group, mesh.size(), mesh.get_local_rank(), group.group_name, sums)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' shards [B, S / size, ...] -> [B, S, ...]. The gradient on each rank is its

@@ -24,7 +24,6 @@ computes it for the whole sequence, and keeps its shard of the result.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, cast
 
 import torch
@@ -128,7 +127,7 @@ def undivided(model: Transformer, size: int) -> str | None:
 
 def shard_matrices(model: Transformer, mesh: DeviceMesh, sums: torch.dtype | None = None) -> None:
     """Shards a model that is built on meta over the ranks of a mesh (tp,).   sums: their dtype."""
-    tp = dataclasses.replace(TensorParallel.of(mesh), sums=sums)
+    tp = TensorParallel.of(mesh, sums)
     check(model.config, tp.size)
     shares = undivided(model, tp.size) is None
     for path, module in model.named_modules():
@@ -152,9 +151,7 @@ def shard_matrices(model: Transformer, mesh: DeviceMesh, sums: torch.dtype | Non
         elif biased and projection in BY_COLUMNS:
             module.__class__ = RowParallelLinear
         if hasattr(module, "tp"):
-            cast(Any, module).tp = (
-                dataclasses.replace(RepeatedAttention.of(mesh), sums=sums) if whole else tp
-            )
+            cast(Any, module).tp = RepeatedAttention.of(mesh, sums) if whole else tp
 
 
 def _placement(model: nn.Module, path: str, name: str) -> Placement:
