@@ -15,6 +15,7 @@ from tilewright.core.torch_names import on_shards
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.muon import DTYPES, Muon, Settings
 from tilewright.trainer.optim.optim import ADAM
+from tilewright.trainer.optim.own_states import WithOwnStates, adamw_calls
 from tilewright.trainer.optim.places import Piece
 from tilewright.trainer.optim.row import OPTIMIZERS, Half, Optimizer
 
@@ -33,7 +34,7 @@ class Piecewise(NamedTuple):
     places: list[tuple[int, int, int, int]]
 
 
-class HalfAdamW(torch.optim.Optimizer):
+class HalfAdamW(WithOwnStates):
     """AdamW of parameters in bfloat16, by `ops.adamw_`: with a master in float32 or without,
     rounded to nearest or stochastically.
 
@@ -49,42 +50,25 @@ class HalfAdamW(torch.optim.Optimizer):
         pieces: Mapping[nn.Parameter, list[Piece]],
     ):
         self.half, self.pieces = half, pieces
+        self.states = {**dict.fromkeys(STATES, half.states), "master": torch.float32}
         self._places: dict[tuple, torch.Tensor] = {}
         super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0, "betas": betas, "eps": eps})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise ValueError("closure must be None: a step reads the gradients that are there")
-        together: dict[tuple, list[nn.Parameter]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self._state(p)
-                    state["step"] += 1
-                    numbers = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
-                    key = int(state["step"]), *numbers, p.dtype, p.grad.dtype
-                    together.setdefault(key, []).append(p)
-        for (step, lr, weight_decay, betas, eps, *_), trained in together.items():
-            t = self._piecewise(trained)
+        counted = ((p, group, self._counted(p)) for p, group in self.trained(closure))
+        for numbers, parameters in adamw_calls(counted):
+            t = self._piecewise(parameters)
             rounding = None
             if self.half.seed is not None and t.params:
-                key = (*map(id, trained), t.params[0].device)
+                key = (*map(id, parameters), t.params[0].device)
                 if key not in self._places:
                     self._places[key] = torch.tensor(t.places).to(t.params[0].device)
                 rounding = tw.StochasticRounding(self.half.seed, self._places[key])
-            tw.adamw_(
-                *t[:4],
-                step=step,
-                lr=lr,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                copies=t.copies or None,
-                rounding=rounding,
-            )
+            tw.adamw_(*t[:4], **numbers, copies=t.copies or None, rounding=rounding)
 
-    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+    def _counted(self, p: nn.Parameter) -> torch.Tensor:
+        """The number of this step, with the parameter's states there."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())  # on the CPU, where reading it waits for nothing
@@ -92,7 +76,8 @@ class HalfAdamW(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(p, dtype=self.half.states)
             if self.half.master and p.dtype.itemsize == 2:
                 state["master"] = p.detach().to(torch.float32)
-        return state
+        state["step"] += 1
+        return state["step"]
 
     def _piecewise(self, trained: list[nn.Parameter]) -> Piecewise:
         t = Piecewise([], [], [], [], [], [])
@@ -111,19 +96,6 @@ class HalfAdamW(torch.optim.Optimizer):
                     to.append(one[piece.begin : piece.end])
                 t.places.append(piece.place)
         return t
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts states to the parameters' dtype; here they have their own, and keep all
-        digits.
-        """
-        super().load_state_dict(state_dict)
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        own = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(saved, own, strict=True):
-            given = state_dict["state"].get(i, {})
-            for name in given.keys() & {*STATES, "master"}:
-                dtype = torch.float32 if name == "master" else self.half.states
-                self.state[p][name] = given[name].to(device=p.device, dtype=dtype)
 
 
 def adamw(

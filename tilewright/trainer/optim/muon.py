@@ -15,6 +15,7 @@ from torch import nn
 from tilewright import ops as tw
 from tilewright.nn.sharded import shard
 from tilewright.trainer.optim.matrices import Parts, alike, compute_whole, matrices
+from tilewright.trainer.optim.own_states import WithOwnStates, adamw_calls
 from tilewright.trainer.optim.row import OPTIMIZERS, Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -41,7 +42,7 @@ class Settings:
     adjust: str = "original"
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(WithOwnStates):
     """Muon for the parameters in `matrices`, AdamW for all others (all, if it is empty).
 
     Muon's step of a matrix p with gradient g: m <- momentum m + (1 - momentum) g; u = the
@@ -59,50 +60,37 @@ class Muon(torch.optim.Optimizer):
         matrices: Mapping[nn.Parameter, Parts] | None = None,
     ):
         self.settings, self.matrices = settings, dict(matrices or {})
+        self.states = dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), settings.states)
         defaults = {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
         super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise ValueError("closure must be None: a step reads the gradients that are there")
-        every = [(p, group) for group in self.param_groups for p in group["params"]]
-        trained = [(p, group) for p, group in every if p.grad is not None]
+        trained = [*self.trained(closure)]
         self._adamw([(p, group) for p, group in trained if p not in self.matrices])
         self._muon([(p, group) for p, group in trained if p in self.matrices])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts states to the parameters' dtype; here they have their own."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
-                state[name] = state[name].to(self.settings.states)
-
     def _adamw(self, trained: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
-        together: dict[tuple, list[list[torch.Tensor]]] = {}
-        for p, group in trained:
-            assert p.grad is not None
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.zeros(())  # on the CPU, where reading it waits for nothing
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name] = torch.zeros_like(p, dtype=self.settings.states)
-                if p.dtype.itemsize == 2:
-                    state["compensation"] = torch.zeros_like(p)
-            state["step"] += 1
-            tensors = [p, p.grad, *(v for name, v in state.items() if name != "step")]
-            numbers = (group[name] for name in ("lr", "weight_decay", "betas", "eps"))
-            key = int(state["step"]), *numbers, p.dtype, p.grad.dtype
-            together.setdefault(key, []).append([shard(t) for t in tensors])
-        for (step, lr, weight_decay, betas, eps, *_), rows in together.items():
-            tw.adamw_(
-                *map(list, zip(*rows, strict=True)),
-                step=step,
-                lr=lr,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-            )
+        counted = ((p, group, self._counted(p)) for p, group in trained)
+        for numbers, parameters in adamw_calls(counted):
+            rows = []
+            for p in parameters:
+                assert p.grad is not None
+                states = (v for name, v in self.state[p].items() if name != "step")
+                rows.append([shard(t) for t in (p, p.grad, *states)])
+            tw.adamw_(*map(list, zip(*rows, strict=True)), **numbers)
+
+    def _counted(self, p: nn.Parameter) -> torch.Tensor:
+        """The number of this step of AdamW, with the parameter's states there."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())  # on the CPU, where reading it waits for nothing
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, dtype=self.settings.states)
+            if p.dtype.itemsize == 2:
+                state["compensation"] = torch.zeros_like(p)
+        state["step"] += 1
+        return state["step"]
 
     def _muon(self, trained: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         if not trained:
