@@ -125,7 +125,7 @@ def most_allocated(config: Any, ranks: Any) -> int:
         ops = choose_ops(model, shape, ranks, compute_dtype(t))
         dtypes = resolved(config.precision, t, t)
         parts = build_model(model, lora, shape, config.data, t, ranks, ops, dtypes)
-        engine = engine_around(parts, t, ranks, lora.lora_plus_scale, dtypes)
+        engine = engine_around(parts, t, ranks, lora.lora_plus_scale)
         loss = loss_of(t.loss, dict(config), t.loss_args)
         columns = columns_of(t, loss, shape, share_prefix=False)
         batch = memory_plan.full_batch(config.data, t.micro_batch_size, columns, ranks, False)

@@ -24,8 +24,7 @@ def dtypes_of(config):
 def built(config, shape, ranks, ops):
     """An engine."""
     parts = parts_of(config, shape, ranks, ops)
-    plus, dtypes = config.lora.lora_plus_scale, dtypes_of(config)
-    return build.engine_around(parts, config.train, ranks, plus, dtypes)
+    return build.engine_around(parts, config.train, ranks, config.lora.lora_plus_scale)
 
 
 def preparing(config, ranks, vocab=97, loss=None):

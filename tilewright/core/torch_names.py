@@ -300,7 +300,9 @@ def keep_reduced_gradients_in_float32(root: torch.nn.Module) -> None:
     state._lazy_init()
     for module in root.modules():
         if hasattr(module, "_get_fsdp_state"):
-            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+            own: Any = cast(Any, module)._get_fsdp_state()
+            one = getattr(own, "_fsdp_param_group", None)  # as earlier versions have it
+            for group in getattr(own, "_fsdp_param_groups", [one] if one is not None else []):
                 group._orig_dtype = torch.float32
 
 

@@ -54,7 +54,7 @@ from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.fields import Compute, Width
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.parallel.precision import FULL, Dtypes, halve, is_half, resolved
+from tilewright.trainer.parallel.precision import FULL, Dtypes, halve, resolved
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.plugins.run import Built
 from tilewright.trainer.reference import Reference
@@ -227,6 +227,7 @@ def unfilled(
         made.to(mesh.device)
     sections = {"model": model, "lora": lora, "data": data, "train": train, "dtypes": dtypes}
     parts = apply_layouts(Parts(made), sections, mesh, filled=False)
+    parts.dtypes = dtypes
     if meta:
         for root in parts.roots:
             root.to_empty(device=mesh.device)
@@ -234,24 +235,21 @@ def unfilled(
     return parts
 
 
-def computing(parts: Parts, train: Compute, mesh: Mesh, dtypes: Dtypes = FULL) -> Parts:
+def computing(parts: Parts, train: Compute, mesh: Mesh) -> Parts:
     """Parts that compute as a run's: on its device, in its precision."""
     # FSDP2 casts by itself; the other modes keep float32 weights and run matrix products in
     # bfloat16. Weights in bfloat16 need neither.
     half = train.enable_mixed_precision and train.data_parallel_mode != "fsdp2"
-    half = half and not is_half(parts.model)
+    half = half and not parts.dtypes.half
     parts.autocast, parts.device = torch.bfloat16 if half else None, mesh.device
-    if dtypes.half and dtypes.gradients == torch.float32:
-        parts.sum_in_float32()
     return parts
 
 
-def engine_around(
-    parts: Parts, train: Train, mesh: Mesh, lora_plus_scale: float, dtypes: Dtypes = FULL
-) -> Engine:
-    """dtypes: those that the parts were made with."""
-    computing(parts, train, mesh, dtypes)
-    half = None
+def engine_around(parts: Parts, train: Train, mesh: Mesh, lora_plus_scale: float) -> Engine:
+    computing(parts, train, mesh)
+    dtypes, half = parts.dtypes, None
+    if dtypes.wide_gradients:
+        parts.sum_in_float32()
     if dtypes.half:
         half = Half(dtypes.states, dtypes.master, train.seed if dtypes.stochastic else None)
     parts.model.shaping = Shaping(at_step(train.loss_temperature, 0), at_step(train.z_loss, 0))
@@ -608,7 +606,7 @@ def build(
         gc.collect()
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()
-    engine = engine_around(model(m, lora, shape), t, mesh, lora.lora_plus_scale, dtypes)
+    engine = engine_around(model(m, lora, shape), t, mesh, lora.lora_plus_scale)
     if read and compared is None:
         agreed(things | weights(engine.parts, None))
         compared = computed(engine.parts)

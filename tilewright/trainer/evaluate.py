@@ -256,7 +256,7 @@ def filled_engine(
             )
     ops = build.choose_ops(model, shape, mesh, build.compute_dtype(train))
     parts = build.build_model(model, lora, shape, data, train, mesh, ops, dtypes)
-    engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale, dtypes)
+    engine = build.engine_around(parts, train, mesh, lora.lora_plus_scale)
     if path is not None:
         folders = earlier(train.output_dir, path)
         if not folders:

@@ -151,7 +151,7 @@ class Planner:
 
         def made() -> Engine:
             parts = model(m, lora, shape)
-            engine = engine_around(parts, eager, mesh, lora.lora_plus_scale, dtypes)
+            engine = engine_around(parts, eager, mesh, lora.lora_plus_scale)
             engine.reference = reference(kind, m, p, parts, second)
             if t.enable_activation_offload:
                 limit = t.activation_gpu_limit * 1e9

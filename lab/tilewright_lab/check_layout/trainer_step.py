@@ -88,7 +88,7 @@ def _step(config: Any, rank: int, world_size: int) -> Step:
     c = config
     dtypes = resolved(c.precision, c.train, c.train)
     parts = build_model(c.model, c.lora, shape, c.data, c.train, ranks, ops, dtypes)
-    engine = engine_around(parts, c.train, ranks, c.lora.lora_plus_scale, dtypes)
+    engine = engine_around(parts, c.train, ranks, c.lora.lora_plus_scale)
     batches = _batches(config, ranks, shape.vocab_size)
     latest: dict[str, Any] = {}
 

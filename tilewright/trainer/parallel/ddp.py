@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.trainer.parallel.fields import Parallel
@@ -13,7 +12,7 @@ from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
 
 def wrap(parts: Parts, mesh: Mesh, train: Parallel, dtypes: Dtypes) -> None:
-    if dtypes.half and dtypes.gradients == torch.float32:
+    if dtypes.wide_gradients:
         # DDP's buckets have the parameters' dtype.
         parts.average = mesh.params.group
         return

@@ -18,6 +18,7 @@ from tilewright.trainer.models.head import LossFunction
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
 from tilewright.trainer.parallel.mesh import Group
+from tilewright.trainer.parallel.precision import FULL
 
 Weights = Iterator[tuple[str, torch.Tensor, torch.dtype]]  # name, full, dtype
 
@@ -34,6 +35,7 @@ class Parts:
         autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
         origin: identifies the weights that were read from a folder; None: they were drawn.
         merged: whether adapters have been merged into the weights since.
+        dtypes: those that it was made with.
         average: the ranks over which gradients are averaged after the last backward, where neither
             FSDP2 nor DDP does it; or None.
     """
@@ -46,6 +48,7 @@ class Parts:
         self.autocast: torch.dtype | None = None
         self.origin: str | None = None
         self.merged = False
+        self.dtypes = FULL
         self.average: dist.ProcessGroup | None = None
 
     # ---- forward and backward of micro-batches

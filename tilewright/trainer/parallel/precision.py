@@ -8,15 +8,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from tilewright.core.registry import short
 from tilewright.trainer.models.lora_fields import Lora
 from tilewright.trainer.models.shared import PLAIN
 from tilewright.trainer.optim.fields import Optim
+from tilewright.trainer.optim.muon import DTYPES
 from tilewright.trainer.optim.row import OPTIMIZERS
 from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
 MANUAL = Needs("type", ["manual"], "every other type sets it")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Precision(Section):
@@ -77,6 +78,11 @@ class Dtypes(NamedTuple):
         """Whether parameters are in bfloat16."""
         return self.parameters == torch.bfloat16
 
+    @property
+    def wide_gradients(self) -> bool:
+        """Whether gradients are in float32 and their parameters are not."""
+        return self.half and self.gradients == torch.float32
+
     def recorded(self) -> str:
         """What a checkpoint has recorded: weights and states of another kind are others."""
         if not self.half:
@@ -85,11 +91,10 @@ class Dtypes(NamedTuple):
 
     def told(self) -> str:
         """One line."""
-        name = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-        parts = [f"{what} {name[getattr(self, what)]}" for what in self._fields[:4]]
+        parts = [f"{what} {short(getattr(self, what))}" for what in self._fields[:4]]
         parts += ["master weights float32"] * self.master
         if self.tensor_sums is not None:
-            parts.append(f"tensor-parallel sums {name[self.tensor_sums]}")
+            parts.append(f"tensor-parallel sums {short(self.tensor_sums)}")
         return ", ".join(parts + ["stochastic rounding"] * self.stochastic)
 
 
@@ -143,11 +148,11 @@ def of_moments(optim: Optim, precision: Precision, train: Compute) -> Iterator[S
         "to where it was; fp32 keeps it"
     )
     nearest = dtypes.states == torch.bfloat16 and not dtypes.stochastic
-    given = "optimizer_dtype" in OPTIMIZERS[optim.optimizer].fields
-    for name, able in (("adam_beta1", True), ("adam_beta2", True), ("muon_momentum", False)):
-        read = able or name in OPTIMIZERS[optim.optimizer].fields
-        lost = nearest and read and not getattr(optim, name) <= 1 - 2**-8
-        yield lost, why, name, "optimizer_dtype" if given else "precision.type"
+    fields = OPTIMIZERS[optim.optimizer].fields
+    other = "optimizer_dtype" if "optimizer_dtype" in fields else "precision.type"
+    for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+        lost = nearest and name in fields and not getattr(optim, name) <= 1 - 2**-8
+        yield lost, why, name, other
 
 
 def halve(model: nn.Module) -> None:
@@ -155,9 +160,3 @@ def halve(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.is_floating_point() and not name.endswith(PLAIN):
             p.data = p.data.to(torch.bfloat16)
-
-
-def is_half(model: nn.Module) -> bool:
-    """Whether a model's parameters are in bfloat16."""
-    named = model.named_parameters()
-    return any(p.dtype == torch.bfloat16 for name, p in named if not name.endswith(PLAIN))
