@@ -113,7 +113,10 @@ def several_steps(config, ranks, bins, steps=None, calls=1, evaluates=True):
     engine, t = engine_of(config, ranks), config.train
     found = {"loss": [], "norm": [], "router": []}
 
-    hook = engine.optimizer.register_step_pre_hook(lambda *_: found.update(grads=gradients(engine)))
+    # Copies: DDP's are views of its buckets, which the next step overwrites.
+    hook = engine.optimizer.register_step_pre_hook(
+        lambda *_: found.update(grads={n: g.clone() for n, g in gradients(engine).items()})
+    )
     for i in range(min(4, t.max_steps) if steps is None else steps):
         adapters.before_step(engine.parts, config.lora, t.seed, i)
         batches = micro_batches(config, ranks, bins[i:] + bins[:i])

@@ -1,6 +1,7 @@
 """The section precision: dtypes of parameters, gradients, moments; bits that no layout changes."""
 
 import logging
+import re
 
 import distributed_worker
 import pytest
@@ -22,7 +23,7 @@ from training import (
     run,
     write_config,
 )
-from whole import dtypes_of, planned
+from whole import dtypes_of, planned, scored
 
 from tilewright.core import torch_names
 from tilewright.trainer.config import ConfigError, load
@@ -215,6 +216,45 @@ def test_many_small_gradients_are_summed_in_float32(tmp_path, kind, mode):
         away = (all64[name].double() - wanted).norm() / wanted.norm()
         # A micro-batch's own gradient is rounded to bfloat16, by 2^-9 at most.
         assert away < 1e-6 if exact else away > 1e-3
+
+
+RANKS = {"train_ddp": ["--train.data_parallel_mode=ddp"], "train_fsdp2": fsdp2()}
+
+
+@pytest.mark.parametrize("kind", TYPES[:2])
+def test_ranks_train_as_one_process_with_their_batches(tmp_path, kind):
+    """Gradients are averaged over ranks, and summed over the calls of a step."""
+    options = {"train__max_steps": 2, "train__gradient_accumulation_steps": 2, **MIXED}
+    path = write_config(tmp_path, **options, precision__type=kind)
+    torch.save(make_bins(), tmp_path / "bins.pt")
+    modes = {mode + end: given for mode, given in RANKS.items() for end in ("", "_calls")}
+    run_modes(2, tmp_path, modes)
+    alone = load(path, ["--train.micro_batch_size=2"])
+    _, wanted = distributed_worker.several_steps(alone, Mesh(), make_bins())
+    for mode in modes:
+        found = torch.load(tmp_path / f"{mode}.pt")
+        torch.testing.assert_close(found["loss"], wanted["loss"], rtol=1e-3, atol=0)
+        torch.testing.assert_close(found["norm"], wanted["norm"], rtol=1e-2, atol=0)
+        for name, grad in wanted["grads"].items():
+            away = (found["grads"][name].float() - grad.float()).norm() / grad.float().norm()
+            assert away < 0.03, (mode, name)
+
+
+def test_evaluate_computes_as_the_run_did(tmp_path, capsys):
+    """The loss of a checkpoint is the one that its run has reported."""
+    held = {"data__val_set_size": 6, "train__max_steps": 2, "precision__type": "bf16SR"}
+    path = write_config(tmp_path, **MIXED, **held, train__save_steps=2)
+    run(path)
+    reported = [r["eval_loss"] for r in rows(tmp_path) if "eval_loss" in r][-1]
+    config = load(path, ["--train.load_checkpoint_path=auto"], training=False)
+    ranks = join(config.train)
+    try:
+        capsys.readouterr()
+        scored(config, ranks)
+    finally:
+        torch.distributed.destroy_process_group()
+    [loss] = re.findall(r"^held_out: .*\bloss=(\S+)", capsys.readouterr().out, re.M)
+    assert float(loss) == pytest.approx(reported, rel=2e-6)  # it prints six digits
 
 
 # ---- the same bits under every layout
