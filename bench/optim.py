@@ -2,7 +2,7 @@
 
     python -m bench optim --out DIR [--quick]
 
-Each round times every way once, in turns, over one tensor of --quick 1e6 or 1e8 parameters:
+Each round times every way once, in turns, over one tensor of 1e8 parameters (--quick: 1e6):
 
     float32         `adamw_`, and torch.optim.AdamW(fused=True)
     bf16 states     `adamw_` with parameters in float32 and moments in bfloat16
