@@ -120,8 +120,8 @@ def test_a_policys_gradient_is_computed_in_forward(case, lora):
     assert {*told} == {formula}
     assert made.count("forward") == 2 and made.count("backward") == 4  # two steps
     for name, error in worst(found["forward"], found["backward"]).items():
-        # TRL adds up an estimate of the KL in which terms cancel.
-        assert error <= (1e-5 if case == "beta" else 2 * SLACK), name
+        # TRL adds up an estimate of the KL, 1.8e6 here, from exponentials of float32 differences.
+        assert error <= (1e-4 if case == "beta" else 2 * SLACK), name
     if case not in ("on_policy", "cispo"):
         assert found["forward"]["metric clip_ratio/region_mean"] > 0
 

@@ -610,7 +610,9 @@ def test_a_key_of_another_configuration_is_refused_with_its_sentence(least):
     [said] = errors(least, "--model.lnc", "2")
     assert said.endswith("NxDT's lnc: refused: logical cores of Neuron's; a GPU is one device")
     [said] = errors(least, "--train.zero1", "true")
-    assert "NxDT's zero1: not yet: sharded states alone" in said
+    assert said.endswith("`train.data_parallel_mode: fsdp2`, `train.enable_full_shard: false`")
+    [said] = errors(least, "--train.neuron_rt_exec_timeout", "9")
+    assert "NxDT's neuron_rt_exec_timeout: not yet: a field" in said
 
 
 @pytest.mark.parametrize(

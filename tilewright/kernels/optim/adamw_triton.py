@@ -370,6 +370,7 @@ def gate() -> list[KernelSpec]:
             ("fp32", "fp32", False, True, True, None, False, None, None),
             ("fp32", "fp32", False, True, False, "fp32", False, None, None),
             ("bf16", "bf16", True, True, False, "i64", False, None, None),
+            ("bf16", "bf16", False, True, False, None, False, None, None),
             ("bf16", "bf16", False, True, False, None, True, None, None),
             ("bf16", "bf16", False, True, False, "fp32", True, "fp32", None),
             ("fp32", "fp32", False, True, False, None, True, None, "bf16"),

@@ -494,6 +494,13 @@ ADAMW = Op(
         _case("big", [(7,), (2**18 + 1, 8192)], cases.BIG, half=True),
     ),
     atol=_atol,
-    judged=Judged(together=_with_compensations),
+    # Rounded stochastically, a result is either neighbor.
+    judged=Judged(
+        together=_with_compensations,
+        detects={
+            torch.float32: {"out 3": 0.025},
+            torch.bfloat16: {"out 0": 0.025, "out 1": 0.025, "out 2": 0.025},
+        },
+    ),
     goals=(Goal(cases.HOPPER, "forward", "over torch-fused", at_least=1.0),),
 )
