@@ -117,6 +117,7 @@ LORA = {"lora__enable_lora": True, "lora__lora_rank": 2}
 QLORA = {**LORA, "lora__enable_qlora": True, "lora__quant_format": "nf4"} | {
     "lora__quant_group_size": 64
 }
+RECIPE = {"precision__recipe": "mxfp8"}
 RECOMPUTE = {"train__enable_gradient_checkpointing": True}
 TEXT = {"data__datasets": "@text", "model__tokenizer_path": "@tokenizer"}
 EVAL = {"data__val_set_size": 4}
@@ -297,6 +298,11 @@ ROWS = [
     row("train.eval_max_batches", 1, "loaders", **EVAL),
     row("train.eval_micro_batch_size", 2, "loaders", **EVAL),
     row("train.enable_mixed_precision", True, "losses"),
+    row("precision.recipe", "block_fp8", "losses"),
+    row("precision.exclude", ["o_proj"], "losses", **RECIPE),
+    row("precision.experts", False, "losses", **MOE, **RECIPE),
+    row("precision.hadamard", True, "losses", **RECIPE, precision__exclude=["down_proj"]),
+    row("precision.implementation", "eager", "ops", **RECIPE),
     row("train.enable_gradient_checkpointing", True, "attentions"),
     row("train.enable_reentrant", True, "recomputed", **RECOMPUTE),
     row("train.recompute_modules", ["mlp"], "recomputed", **RECOMPUTE),

@@ -68,21 +68,48 @@ def close(found, expected):
 
 @EVERY_NAME
 @pytest.mark.parametrize("recipe", ["block_fp8", "mxfp8"])
-def test_each_expert_is_a_linear_layer_of_its_own(name, recipe):
-    """No scale covers rows of two experts, in any of the three products."""
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_each_expert_is_a_linear_layer_of_its_own(name, recipe, hadamard):
+    """No scale or transform covers rows of two experts, in any of the three products."""
     usable(name, recipe)
-    x, weight, offsets, dy = inputs()
-    y, dx, dw = products(x, weight, offsets, dy, name, recipe=recipe)
+    x, weight, offsets, dy = inputs(COUNTS[:3], 64, 160) if hadamard else inputs()
+    options = {"recipe": recipe, "hadamard": hadamard}
+    y, dx, dw = products(x, weight, offsets, dy, name, **options)
     begin = 0
     for e, end in enumerate(offsets.tolist()):
         own = [t.detach().requires_grad_() for t in (x[begin:end], weight[e])]
-        expected = low_precision_linear(*own, recipe=recipe, implementation="eager")
+        expected = low_precision_linear(*own, **options, implementation="eager")
         close(y[begin:end], expected)
         of_x, of_w = torch.autograd.grad(expected, own, dy[begin:end])
         close(dx[begin:end], of_x)
         close(dw[e], of_w)
         begin = end
     assert not y[begin:].any() and not dx[begin:].any() and len(y) - begin == TAIL
+
+
+@pytest.mark.parametrize("options", [{"recipe": "mxfp8", "hadamard": True}, {"recipe": "nvfp4"}])
+def test_further_derivatives_of_the_definition_are_a_linear_layers(options):
+    """The second one, and a tangent; of a single expert, whose scales are then the layer's."""
+    x, weight, offsets, dy = inputs((45,), 32, 64, tail=0)
+    dy.requires_grad_()
+    # nvfp4 draws numbers for places: the transposed gradient, which x's derivative has, differs.
+    leaves = (dy, weight, x) if options["recipe"] == "mxfp8" else (dy, weight)
+    tangents = x.detach().cos(), weight.detach().sin()
+    options = {**options, "implementation": "eager"}
+
+    def grouped(x, weight):
+        return low_precision_grouped_gemm(x, weight, offsets, **options)
+
+    def one(x, weight):
+        return low_precision_linear(x, weight[0], **options)
+
+    def derivatives(call):
+        gradients = torch.autograd.grad(call(x, weight), (x, weight), dy, create_graph=True)
+        yield from torch.autograd.grad(gradients, leaves, tangents)
+        yield torch.func.jvp(call, (x, weight), tangents)[1]
+
+    for result, expected in zip(derivatives(grouped), derivatives(one), strict=True):
+        close(result, expected)
 
 
 @EVERY_NAME
@@ -214,6 +241,25 @@ def test_what_is_not_finite_is_named(name, recipe):
             products(*leaves, *given[2:], name, recipe=recipe)
 
 
+@EVERY_NAME
+@EVERY_RECIPE
+def test_of_unchecked_values_that_are_not_finite_no_result_is(name, recipe):
+    """Those of another expert and of the tail are as ever, but for nvfp4's one scale."""
+    usable(name, recipe)
+    for i, at, value in ((0, (1, 2), "nan"), (1, (0, 1, 2), "inf"), (3, (1, 2), "nan")):
+        given = [t.detach().clone() for t in inputs((3, 2), 32, 32, tail=1)]
+        given[i][at] = float(value)
+        leaves = [t.requires_grad_() for t in given[:2]]
+        options = {"recipe": recipe, "hadamard": recipe != "nvfp4", "check_finite": False}
+        y, dx, dw = products(*leaves, *given[2:], name, **options)
+        rows = {0: (y[1], dw[0, :, 2]), 1: (y[:3, 1], dx[:3, 2]), 3: (dx[1], dw[0, 2])}[i]
+        assert not any(t.isfinite().any() for t in rows)
+        others = {0: (y[3:], dw[1]), 1: (y[3:], dx[3:]), 3: (dx[3:], dw[1])}[i]
+        if recipe != "nvfp4":
+            assert all(t.isfinite().all() for t in others)
+            assert not y[5:].any() and not dx[5:].any()
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -221,6 +267,23 @@ def test_what_is_not_finite_is_named(name, recipe):
         ({"weight": torch.ones(2, 8, 15)}, "weight must have shape [E, N, K], where K = 16"),
         ({"recipe": "fp8"}, "recipe must be one of ['block_fp8', 'mxfp8', 'nvfp4'], got 'fp8'"),
         ({"seed": 3}, "seed must be 0 with recipe 'block_fp8', which rounds to nearest, got 3"),
+        (
+            {"hadamard": True},
+            "x must have shape [R, K] with K % 32 == 0 or not hadamard, where ",
+        ),
+        (
+            {"hadamard": True, "x": torch.ones(6, 32), "weight": torch.ones(2, 8, 32)},
+            "weight must have shape [E, N, K] with N % 32 == 0 or not hadamard, where ",
+        ),
+        (
+            {
+                "hadamard": True,
+                "recipe": "nvfp4",
+                "x": torch.ones(6, 0),
+                "weight": torch.ones(2, 0, 0),
+            },
+            "hadamard must be False with recipe 'nvfp4'",
+        ),
     ],
 )
 def test_errors_name_the_argument_its_value_and_what_is_accepted(changes, message):

@@ -3,6 +3,7 @@ here again, what is saved, seeds, errors, and training. Parity with the eager tw
 test_contract.py.
 """
 
+import functools
 import importlib
 import re
 from types import SimpleNamespace
@@ -13,7 +14,15 @@ import torch
 from helpers import DEVICE, skip_unless_usable
 
 from tilewright.core import platform
-from tilewright.ops import OPS, dequantize_mxfp8, low_precision_linear, quantize_mxfp8
+from tilewright.ops import (
+    OPS,
+    dequantize_block_fp8,
+    dequantize_mxfp8,
+    hadamard,
+    low_precision_linear,
+    quantize_block_fp8,
+    quantize_mxfp8,
+)
 from tilewright.ops.quant import low_precision_linear as dense
 from tilewright.ops.quant.low_precision_linear import LOW_PRECISION_LINEAR, RECIPES, Request
 from tilewright.ops.quant.nvfp4 import QUANTIZE_NVFP4, dequantize_nvfp4, quantize_nvfp4
@@ -151,6 +160,74 @@ def test_nvfp4_transforms_what_the_weights_gradient_multiplies(name):
     assert torch.equal(values(w.mT, square=True), square.mT)
 
 
+def of_transform(t, recipe, square=False):
+    """The values of t's transform along its rows, rounded, in float64."""
+    missing = -t.shape[1] % 32
+    wide = hadamard(torch.nn.functional.pad(t.detach().float(), (0, missing)), 32, seed=0)
+    if recipe == "mxfp8":
+        return dequantize_mxfp8(quantize_mxfp8(wide)).double()
+    block = (128, 128) if square else (1, 128)
+    return dequantize_block_fp8(quantize_block_fp8(wide, block=block)).double()
+
+
+@EVERY_NAME
+@pytest.mark.parametrize("recipe", ROUNDINGS)
+def test_with_hadamard_each_product_rounds_the_transforms_of_both_factors(recipe, name):
+    """In float32, whatever the dtype; T is no multiple of 32."""
+    dtype = torch.bfloat16 if name != "triton" or DEVICE == "cuda" else torch.float16
+    usable(name, recipe, dtype)
+    x, w, bias, dy = inputs(N=160, K=192)
+    # Results that float16 has; w, and so its gradient, stays float32.
+    x, dy = (x.detach() * 0.01).to(dtype).requires_grad_(), (dy * 0.01).to(dtype)
+    y, dx, dw, _ = products(x, w, bias, dy, name, recipe=recipe, hadamard=True)
+
+    def near(result, expected):
+        result, expected = numpy(result), numpy(expected)
+        bound = torch.finfo(dtype).eps / 2 * np.abs(expected) + 1e-5 * np.abs(expected).mean()
+        assert (np.abs(result - expected) <= bound).all()
+
+    rows = functools.partial(of_transform, recipe=recipe)
+    of_weight = functools.partial(rows, square=True)
+    near(y, rows(x) @ of_weight(w).mT + bias)
+    near(dx, rows(dy) @ of_weight(w.mT).mT)
+    close(dw, numpy(rows(dy.mT) @ rows(x.mT).mT), 1e-5)
+    exact = numpy(dy).T @ numpy(x)
+    assert np.linalg.norm(numpy(dw) - exact) < 0.06 * np.linalg.norm(exact), "it cancels"
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("recipe", ROUNDINGS)
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("eager", "gluon")])
+def test_every_implementation_rounds_transforms_to_the_same_bits(name, recipe, square):
+    dtype = torch.bfloat16 if name != "triton" or DEVICE == "cuda" else torch.float16
+    skip_unless_usable(OPS["hadamard"], name, dtype)
+    options = dense.Options(recipe, 0, True, hadamard=True)
+    t = randn(70, 160, seed=0, dtype=dtype)
+    rounded, expected = (
+        dense.Rounding(by, options, "t", square=square).both(t, transpose=True)
+        for by in (name, "eager")
+    )
+    assert rounded[1].data.shape == (160, 96)
+    for r, e in zip(rounded, expected, strict=True):
+        assert r[2:] == e[2:] and all(map(torch.equal, r[:2], e[:2]))
+
+
+def test_a_transform_averages_the_rounding_of_an_outlier():
+    """One that lies between two codes. block_fp8 rounds a block's largest element exactly, and is
+    better without.
+    """
+    x, w = randn(64, 256, seed=0), randn(96, 256, seed=1)
+    x[:, 5] = 17 * 64  # codes are of 16 and 18
+    exact = numpy(x.double() @ w.double().mT)
+
+    def error(recipe, transform):
+        y = low_precision_linear(x, w, recipe=recipe, hadamard=transform)
+        return np.linalg.norm(numpy(y) - exact) / np.linalg.norm(exact)
+
+    assert error("mxfp8", True) < 0.6 * error("mxfp8", False)
+    assert error("block_fp8", False) < error("block_fp8", True) < 0.06
+
+
 def test_stochastic_gradients_are_right_on_average():
     x, w, bias, dy = inputs(T=32, N=32, K=16)
     rounded = dequantize_nvfp4(quantize_nvfp4(w.detach(), square=True))
@@ -189,16 +266,35 @@ def test_saved_are_the_weight_and_the_codes_of_x(name, recipe):
         assert saved(x, w) == 0
 
 
-@EVERY_NAME
-@EVERY_RECIPE
-def test_only_what_is_asked_for_is_computed(name, recipe):
-    """With the same bits again."""
+@pytest.mark.parametrize("recipe", ROUNDINGS)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "eager"])
+def test_saved_codes_of_a_transform_have_whole_blocks_of_rows(name, recipe):
     usable(name, recipe)
-    x, w, bias, dy = inputs(T=20, N=24, K=28)
-    whole, *every = products(x, w, bias, dy, name, recipe=recipe)
+    x, w, _, _ = inputs(T=45, N=32, K=64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        low_precision_linear(x, w, recipe=recipe, hadamard=True, implementation=name)
+    scales = 64 * 2 if recipe == "mxfp8" else 64 * 4
+    assert sum(t.nbytes for t in kept if t.data_ptr() != w.data_ptr()) == 64 * 64 + scales
+
+
+EVERY_OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{"recipe": r} for r in RECIPES] + [{"recipe": r, "hadamard": True} for r in ROUNDINGS],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+
+
+@EVERY_NAME
+@EVERY_OPTIONS
+def test_only_what_is_asked_for_is_computed(name, options):
+    """With the same bits again."""
+    usable(name, options["recipe"])
+    x, w, bias, dy = inputs(20, *((32, 32) if "hadamard" in options else (24, 28)))
+    whole, *every = products(x, w, bias, dy, name, **options)
     for i in range(3):
         leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, w, bias))]
-        y = low_precision_linear(*leaves, recipe=recipe, implementation=name)
+        y = low_precision_linear(*leaves, **options, implementation=name)
         assert torch.equal(y, whole)
         assert torch.equal(torch.autograd.grad(y, leaves[i], dy)[0], every[i])
 
@@ -289,6 +385,24 @@ def test_what_is_not_finite_is_named(name, recipe, value):
             products(*leaves, tensors[3], name, recipe=recipe)
 
 
+@EVERY_NAME
+@EVERY_OPTIONS
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_of_unchecked_values_that_are_not_finite_no_result_is(name, options, value):
+    """y, dx, dw, as in float32: a row or a column of each product."""
+    usable(name, options["recipe"])
+    given = inputs(T=4, N=32, K=32)
+    for i in (0, 1, 3):
+        tensors = [t.detach().clone() for t in given]
+        tensors[i][1, 2] = value
+        leaves = [t.requires_grad_() for t in tensors[:3]]
+        y, dx, dw, _ = products(*leaves, tensors[3], name, check_finite=False, **options)
+        rows = {0: (y[1], dw[:, 2]), 1: (y[:, 1], dx[:, 2]), 3: (dx[1], dw[2])}[i]
+        assert not any(t.isfinite().any() for t in rows)
+        exact = {0: dx, 1: dw, 3: y}[i]  # to which the tensor adds nothing
+        assert exact.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -299,12 +413,28 @@ def test_what_is_not_finite_is_named(name, recipe, value):
         ({"recipe": "fp8"}, "recipe must be one of ['block_fp8', 'mxfp8', 'nvfp4'], got 'fp8'"),
         ({"recipe": "nvfp4", "seed": -1}, "seed must be an int in [0, 2**63), got -1"),
         ({"recipe": "mxfp8", "seed": 3}, "seed must be 0 with recipe 'mxfp8', which rounds to n"),
+        ({"hadamard": 1}, "hadamard must be a bool, got 1"),
+        ({"check_finite": None}, "check_finite must be a bool, got None"),
+        (
+            {"hadamard": True},
+            "x must have shape [..., K] with K % 32 == 0 or not hadamard, where hadamard = True",
+        ),
+        (
+            {"hadamard": True, "x": torch.ones(4, 64), "w": torch.ones(8, 64)},
+            "w must have shape [N, K] with N % 32 == 0 or not hadamard, where hadamard = True",
+        ),
+        (
+            {"hadamard": True, "recipe": "nvfp4", "x": torch.ones(4, 0), "w": torch.ones(0, 0)},
+            "hadamard must be False with recipe 'nvfp4', which has a transform of its own of what "
+            "dw sums over, got True (block_fp8 and mxfp8 take it)",
+        ),
     ],
 )
 def test_errors_name_the_argument_its_value_and_what_is_accepted(changes, message):
     x, w, bias, _ = (t.detach().cpu() for t in inputs(4, 8, 16))
+    given = {"x": x, "w": w, "bias": None if "x" in changes else bias, **changes}
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        low_precision_linear(**{"x": x, "w": w, "bias": bias, **changes})
+        low_precision_linear(**given)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
@@ -343,12 +473,14 @@ def test_a_call_says_which_gpu_it_is_for(name, monkeypatch):
 # ---- derivatives
 
 
-def test_torch_func_and_forward_mode_of_the_definition():
-    """A tangent is that of the rounded factors."""
-    x, w, bias, dy = (t.detach() for t in inputs(T=8, N=12, K=40))
+@pytest.mark.parametrize("transform", [False, True])
+def test_torch_func_and_forward_mode_of_the_definition(transform):
+    """A tangent is that of the rounded factors, and so is a second derivative."""
+    x, w, bias, dy = (t.detach() for t in inputs(8, *((32, 64) if transform else (12, 40))))
+    options = {"recipe": "mxfp8", "hadamard": transform, "implementation": "eager"}
 
     def call(x, w):
-        return low_precision_linear(x, w, bias, recipe="mxfp8", implementation="eager")
+        return low_precision_linear(x, w, bias, **options)
 
     leaves = [t.clone().requires_grad_() for t in (x, w)]
     expected = torch.autograd.grad(call(*leaves), leaves, dy)
@@ -356,26 +488,41 @@ def test_torch_func_and_forward_mode_of_the_definition():
     assert all(map(torch.equal, found, expected))
 
     def rounded(t):
-        return dequantize_mxfp8(quantize_mxfp8(t))
+        if not transform:
+            return dequantize_mxfp8(quantize_mxfp8(t))
+        values = dequantize_mxfp8(quantize_mxfp8(hadamard(t, 32, seed=0)))
+        return hadamard(values, 32, seed=0, inverse=True)
+
+    def near(result, expected):
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=atol)
 
     _, tangent = torch.func.jvp(call, (x, w), (x.cos(), w.sin()))
-    torch.testing.assert_close(tangent, x.cos() @ rounded(w).mT + rounded(x) @ w.sin().mT)
+    near(tangent, x.cos() @ rounded(w).mT + rounded(x) @ w.sin().mT)
+    (dx,) = torch.autograd.grad(call(*leaves), leaves[0], dy, create_graph=True)
+    (of_w,) = torch.autograd.grad(dx, leaves[1], x.cos())
+    near(of_w, rounded(dy).mT @ x.cos())
 
 
-@EVERY_RECIPE
+@pytest.mark.parametrize(
+    "options",
+    [{"recipe": r} for r in RECIPES]
+    + [{"recipe": "block_fp8", "hadamard": True, "check_finite": False}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "triton"])
-def test_a_layer_that_learns_compiles_as_one_graph(name, recipe):
+def test_a_layer_that_learns_compiles_as_one_graph(name, options):
     """The smallest case, which tests of all ops take, has a frozen weight."""
-    usable(name, recipe)
+    usable(name, options["recipe"])
     torch._dynamo.reset()
-    given = inputs(T=20, N=24, K=40)
+    given = inputs(20, *((32, 64) if "hadamard" in options else (24, 40)))
 
     def call(x, w, bias):
-        return low_precision_linear(x, w, bias, recipe=recipe, implementation=name)
+        return low_precision_linear(x, w, bias, **options, implementation=name)
 
     y = torch.compile(call, fullgraph=True, backend="aot_eager")(*given[:3])
     found = y, *torch.autograd.grad(y, given[:3], given[3])
-    assert all(map(torch.equal, found, products(*given, name, recipe=recipe)))
+    assert all(map(torch.equal, found, products(*given, name, **options)))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "eager"])

@@ -331,7 +331,6 @@ SOURCES = {
         "0.1 %": "the limit of what is seen, in words",
     },
     "docs/tested.md": {
-        "25 minutes": "of one run, on the machine and the day that its sentence names",
         "80 GB": "the name of the device",
         "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
     },

@@ -50,11 +50,12 @@ from tilewright.trainer.models.ops_choice import Numerics, Ops, attention_reques
 from tilewright.trainer.optim.optim import build_optimizer
 from tilewright.trainer.optim.per_step import at_step
 from tilewright.trainer.optim.row import OPTIMIZERS, Half
+from tilewright.trainer.parallel import low_precision
 from tilewright.trainer.parallel.apply import apply_layouts
 from tilewright.trainer.parallel.fields import Compute, Width
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
-from tilewright.trainer.parallel.precision import FULL, Dtypes, halve, resolved
+from tilewright.trainer.parallel.precision import FULL, Dtypes, Precision, halve, resolved
 from tilewright.trainer.plugins import adapters, dropout
 from tilewright.trainer.plugins.run import Built
 from tilewright.trainer.reference import Reference
@@ -389,10 +390,11 @@ def second_model(
     return computing(made(model, Lora(), other), train, mesh)
 
 
-def described(model: Model, shape: ModelConfig, mesh: Mesh, ops: Ops) -> Parts:
+def described(model: Model, shape: ModelConfig, mesh: Mesh, ops: Ops, dtypes: Dtypes) -> Parts:
     """A model whose weights stay in their files, which say its origin."""
     with torch.device("meta"):
         parts = Parts(Transformer(shape, ops, model.merge_qkv))
+    parts.dtypes = dtypes
 
     def origin() -> str | None:
         assert model.model_path is not None  # of a reference that is no policy
@@ -446,6 +448,7 @@ def precomputed(
         "cast_by": "fsdp2" if train.data_parallel_mode == "fsdp2" else "autocast",
         "merge_qkv": model.merge_qkv,
         "quantized": format if lora.enable_qlora and own else None,
+        **({} if parts.dtypes.recipe is None else {"recipe": parts.dtypes.recipe}),
     }
     root = data.dataset_prepared_path
     folder = precompute.folder_of(root, preference.reference_cache, fingerprint)
@@ -590,8 +593,7 @@ def build(
         weights_read, m.model_path, p.reference_path, kind not in ("none", "column")
     )
     dtypes = resolved(config.precision, t, t)
-    if mesh.main:
-        log.info("precision: %s", dtypes.told())
+    rounding = low_precision_ops(config.precision, t, dtypes, shape, mesh)
     model = functools.partial(build_model, data=d, train=t, mesh=mesh, ops=ops, dtypes=dtypes)
     second = functools.partial(second_model, m, p, t, shape, mesh)
     sets, read = [batches.bins, *held.values(), *last.values()], kind == "precomputed"
@@ -600,7 +602,7 @@ def build(
     if read and not begins_as_policy(m, p):
         # A model for what is not there yet alone, before there is a policy, and gone before it: two
         # are never in memory.
-        known = second(lambda its, _, shape: described(its, shape, mesh, ops))
+        known = second(lambda its, _, shape: described(its, shape, mesh, ops, dtypes))
         agreed(things | weights(known, known))
         compared = computed(known, functools.partial(second, model))
         gc.collect()
@@ -622,9 +624,26 @@ def build(
         last,
         identity(m, lora, d, t, shape, batches, engine.parts.origin, dtypes),
         MadeOf(things | weights(engine.parts, parts)),
-        names_of_ops(ops, engine, t),
+        names_of_ops(ops, engine, t) | rounding,
         export_as,
     )
+
+
+def low_precision_ops(
+    precision: Precision, train: Compute, dtypes: Dtypes, shape: ModelConfig, mesh: Mesh
+) -> dict[str, str]:
+    """The implementation of each op of a recipe. The run tells its precision.
+
+    Raises ValueError for an implementation that cannot run here.
+    """
+    check_experts(precision, "precision", shape, "experts")
+    experts = any(map(shape.is_moe, range(shape.num_hidden_layers)))
+    dtype = compute_dtype(train)
+    names = low_precision.operations(dtypes.recipe, mesh.device, dtype, experts)
+    if mesh.main:
+        by = f" ({', '.join(sorted({*names.values()}))})" if names else ""
+        log.info("precision: %s%s", dtypes.told(), by)
+    return names
 
 
 def names_of_ops(ops: Ops, engine: Engine, train: Train) -> dict[str, str]:

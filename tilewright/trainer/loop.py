@@ -23,6 +23,7 @@ from tilewright.trainer.data.contents import digest
 from tilewright.trainer.engine import NotFinite, reproducible
 from tilewright.trainer.interrupts import Interrupts, Stopped
 from tilewright.trainer.losses.preference_fields import kind_of_reference
+from tilewright.trainer.not_finite import first_layer
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.plan import Plan
 from tilewright.trainer.plugins import writable
@@ -78,7 +79,9 @@ def loop(run: Run, interrupts: Interrupts) -> None:
             try:
                 step.norm = engine.optim_step(plan.factor(number - 1), plan.max_norm(number - 1))
             except NotFinite as error:
-                run.give_up(f"step {number}: the {error}, so the step was not taken")
+                where = first_layer(engine, step.batches, run.loss)
+                first_at = "" if where is None else f" (first in the output of {where})"
+                run.give_up(f"step {number}: the {error}{first_at}, so the step was not taken")
             run.done, step.tokens = number, run.batches.tokens - before
             run.owes = plan.evaluates(number)
             for callback in run.callbacks:

@@ -151,9 +151,9 @@ def _total(part_ptr, given_ptr, most_ptr, total_ptr, n, LEAST: tl.constexpr, BLO
     most = tl.max(bits, 0).to(tl.float32, bitcast=True)
     if given_ptr is None:
         total = tl.where(most > 0.0, tl.maximum(tl.div_rn(most, 2688.0), LEAST), 1.0)
-    else:  # keeps a non-finite x visible
+    else:
         total = tl.load(given_ptr)
-        total = tl.where(most < float("inf"), total, total * most)
+    total = tl.where(most < float("inf"), total, total * most)  # keeps a non-finite x visible
     tl.store(most_ptr, most)
     tl.store(total_ptr, total)
 

@@ -21,6 +21,8 @@ synchronization for sizes.) Not in the table of ops: the implementations of the 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +103,7 @@ def ep_moe_mlp(
     recompute: bool = False,
     kept: list | None = None,
     deepep: DeepEP | None = None,
+    experts: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """`moe_mlp` with the experts sharded over a process group. Every rank of it must call this,
     with its own tokens.
@@ -132,6 +135,8 @@ def ep_moe_mlp(
             recomputation reads, so that the routing is the same, no sizes are sent again, and the
             host does not wait. (Ignored by DeepEP.)
         deepep: DeepEP's options; None: its defaults. Read with dispatch="deepep" only.
+        experts: computes this rank's experts in place of `moe_mlp`, whose arguments it takes but
+            for `noise` and `implementation`. Unsupported with dispatch="eager".
 
     Returns:
         [T, H] in x's dtype.
@@ -158,6 +163,8 @@ def ep_moe_mlp(
     E = gate_up_proj.shape[0] * dist.get_world_size(group)
     index = checked_index(expert_index, E)
     weight = expert_weight.to(torch.promote_types(x.dtype, torch.float32))
+    if dispatch == "eager" and experts is not None:
+        raise ValueError("experts must be None with dispatch='eager', which computes by definition")
     if dispatch == "eager":
         return ep_moe_mlp_eager(
             x, gate_up_proj, down_proj, index, weight, group, Biases(gate_up_bias, down_bias), gate
@@ -168,9 +175,11 @@ def ep_moe_mlp(
     )
     pair_expert, slots, position = _pairs(local_index, pairs, gate_up_proj.shape[0])
 
-    def experts(received, local_weight):
+    compute = experts or functools.partial(moe_mlp, implementation=implementation)
+
+    def computed(received, local_weight):
         rows, of_pairs = _Spread.apply(received, local_weight, slots, position)
-        rows = moe_mlp(
+        rows = compute(
             rows,
             gate_up_proj,
             down_proj,
@@ -179,16 +188,15 @@ def ep_moe_mlp(
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             gate=gate,
-            implementation=implementation,
         )
         return _Collect.apply(rows, slots, position)
 
     if recompute and torch.is_grad_enabled():
         results = checkpoint(
-            experts, received, local_weight, use_reentrant=False, preserve_rng_state=False
+            computed, received, local_weight, use_reentrant=False, preserve_rng_state=False
         )
     else:
-        results = experts(received, local_weight)
+        results = computed(received, local_weight)
     return Return.apply(results, route)
 
 

@@ -6,8 +6,8 @@
 
 R = rows, E = experts, K = columns of x, N = columns of y. Rows are sorted by expert, and expert e's
 end at offsets[e]. Before they are rounded, rows are copied to where each expert's begin at a
-multiple of 128, with zeros between: no block of a scale has rows of two experts. P >= R is the
-number of these places, which does not depend on the values of offsets.
+multiple of 128, with zeros between: no block of a scale, and none of a transform, has rows of two
+experts. P >= R is the number of these places, which does not depend on the values of offsets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from tilewright.ops import cases
 from tilewright.ops.moe.grouped_gemm import contiguous_offsets
 from tilewright.ops.quant import quantize
 from tilewright.ops.quant.fp8_linear import no_fp8
-from tilewright.ops.quant.hadamard import hadamard_eager
 from tilewright.ops.quant.low_precision_linear import (
     RECIPES,
     REQUESTS,
-    TRANSFORM,
     Factor,
     Needs,
     Options,
@@ -42,6 +40,7 @@ from tilewright.ops.quant.low_precision_linear import (
     requested,
     through,
     triton_refuses,
+    unrounded,
     untuned,
     values,
 )
@@ -53,11 +52,15 @@ BLOCK = 128  # rows of an expert begin at a multiple of it; a multiple of every 
 @takes(
     "R < 2**31",
     "E >= 1",
+    "x: K % 32 == 0 or not hadamard",
+    "weight: N % 32 == 0 or not hadamard",
     x="float [R, K]",
     weight="x | float32 [E, N, K]",
     offsets="int32 [E]",
     recipe=RECIPES,
     seed=quantize.SEED,
+    hadamard="bool",
+    check_finite="bool",
 )
 def low_precision_grouped_gemm(
     x: torch.Tensor,
@@ -66,14 +69,17 @@ def low_precision_grouped_gemm(
     *,
     recipe: str = "block_fp8",
     seed: int = 0,
+    hadamard: bool = False,
+    check_finite: bool = True,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """`grouped_gemm` for training in FP8 or FP4:
     y[r] = Q(weight[e]) @ Q(x)[r] for offsets[e - 1] <= r < offsets[e], and 0 from offsets[-1] on;
     the gradients of x and weight are products in FP8 or FP4 too.
 
-    Q rounds as in `low_precision_linear` with the same recipe, each expert's rows and each expert's
-    weight in blocks of their own. With nvfp4 the scale of a tensor is one for all experts.
+    Q rounds as in `low_precision_linear` with the same recipe and hadamard, each expert's rows and
+    each expert's weight in blocks of their own. With nvfp4 the scale of a tensor is one for all
+    experts. With hadamard N and K must be multiples of 32.
 
     Differentiable in x and weight, once (eager: any number of times, and in x alone by torch.func),
     ignoring roundings; the gradient of an expert without rows is 0. Saved for backward: x^T in
@@ -84,14 +90,20 @@ def low_precision_grouped_gemm(
     once; FP8 tensor cores of compute capability 9.0 sum 128 products with fewer bits.
 
     Args:
-        x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite, as are weight and dy
-            (not checked on CUDA), but for the rows from offsets[-1] on, which are not read.
+        x: [R, K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite, as are weight, dy and
+            their transforms (see check_finite), but for the rows from offsets[-1] on, which are not
+            read.
         weight: [E, N, K] in x's dtype or float32, from which it is rounded directly; E > 0.
         offsets: [E] int32 on x's device: the end of each expert's rows, non-decreasing, within 0
             and R.
         recipe: "block_fp8", "mxfp8" or "nvfp4".
         seed: with nvfp4, the seed of the stochastic rounding and of the transform's signs, as in
             `low_precision_linear`; other recipes take 0.
+        hadamard: transforms what is rounded, with block_fp8 and mxfp8, as in
+            `low_precision_linear`; nvfp4 takes False.
+        check_finite: on a CPU, raises ValueError for an infinity or a NaN in x, weight or dy. With
+            False, and on CUDA, values are not checked, with results as in `low_precision_linear`;
+            with nvfp4 the tail and the gradient of an expert without rows may be NaN too.
         implementation: "auto", or one of triton, cpp, eager. triton has block_fp8 from compute
             capability 9.0 on, and mxfp8 and nvfp4 from 10.0 on.
 
@@ -100,7 +112,8 @@ def low_precision_grouped_gemm(
 
     Raises:
         TypeError, ValueError: Invalid arguments (the values of offsets are not checked on CUDA:
-            they are clamped to the rules); on a CPU, x, weight or the gradient of y is not finite.
+            they are clamped to the rules); on a CPU with check_finite, x, weight or the gradient of
+            y is not finite.
         ImplementationUnavailable: A named implementation that cannot run here, or does not have
             this recipe here.
 
@@ -114,10 +127,11 @@ def low_precision_grouped_gemm(
     products (arXiv:2412.19437, section 3.3).
     """
     quantize.on_device("x", x)
-    request = requested(x, recipe, seed)
+    request = requested(x, recipe, seed, hadamard)
     offsets = contiguous_offsets(offsets, x.shape[0])
     run = LOW_PRECISION_GROUPED_GEMM.pick(implementation, x, request)
-    options = Options(recipe, seed, torch.is_grad_enabled() and weight.requires_grad)
+    keep = torch.is_grad_enabled() and weight.requires_grad
+    options = Options(recipe, seed, keep, hadamard, check_finite)
     return run(x, weight, offsets, options)
 
 
@@ -255,7 +269,7 @@ class _WithTangents(_Grouped):
         dx = torch.zeros_like(x) if dx is None else dx
         dw = torch.zeros_like(weight) if dw is None else dw
         x, weight = _forward_factors(x, weight, placed, ctx.options)
-        dx, dw = placed.spread(dx).to(x.dtype), dw.to(x.dtype)
+        dx, dw = (unrounded(t, ctx.options, x.dtype) for t in (placed.spread(dx), dw))
         tangent = _by_expert(dx, weight, placed.ends) + _by_expert(x, dw, placed.ends)
         return placed.collect(tangent)
 
@@ -274,19 +288,15 @@ def _gradients_eager(x, weight, dy, placed, options):
     acc, of_x = dy.dtype, x.dtype
     x, dy = placed.spread(x), placed.spread(dy)
     dys = Rounding("eager", options, "the gradient of y", random=True).both(dy, transpose=True)
-    _, x_turned = Rounding("eager", options, "x").both(x, transpose=True)
-    _, w_turned = Rounding("eager", options, "weight", square=True).both(weight, transpose=True)
+    x_turned = Rounding("eager", options, "x").turned(x)
+    w_turned = Rounding("eager", options, "weight", square=True).turned(weight)
 
-    def straight(t, factor):
-        return through(t.to(acc), values(factor, options.recipe, "eager", acc))
-
-    def transformed(t):
-        if options.recipe != "nvfp4":
-            return t.mT
-        return hadamard_eager(t.mT.to(acc).contiguous(), TRANSFORM, options.seed, False)
+    def straight(t, factor, tokens=False):
+        exact = unrounded(t, options, acc, tokens=tokens)
+        return through(exact, values(factor, options.recipe, "eager", acc))
 
     dx = _by_expert(straight(dy, dys[0]), straight(weight.mT, w_turned), placed.ends)
-    factors = straight(transformed(dy), dys[1]), straight(transformed(x), x_turned)
+    factors = straight(dy.mT, dys[1], True), straight(x.mT, x_turned, True)
     dw = _sums_by_expert(*factors, placed.ends)
     return placed.collect(dx).to(of_x), dw.to(weight.dtype)
 
@@ -384,8 +394,7 @@ class _Fused:
         del dy_placed
         dx = dw = None
         if needs.dx:
-            rounding = Rounding(self.rounds, options, "weight", square=True)
-            _, w_turned = rounding.both(weight, transpose=True)
+            w_turned = Rounding(self.rounds, options, "weight", square=True).turned(weight)
             dx = self.rows(factor, w_turned, placed, options, dy.dtype)
         if dy_turned is not None:
             x_turned = Factor(turned.data, turned.scale, turned.total, 1, dy_turned.columns)
@@ -484,7 +493,7 @@ def _case(recipe, name, counts, N, K, tail=0, tags=cases.CONTRACT, **given):
         ends = torch.tensor(counts).cumsum(0)
         offsets = ends.to(device, torch.int32)
         arguments = {"x": x.requires_grad_(), "weight": weight, "offsets": offsets}
-        more = {"seed": given["seed"]} if "seed" in given else {}
+        more = {name: given[name] for name in ("seed", "hadamard") if name in given}
         return {**arguments, "recipe": recipe, **more}
 
     def cost(itemsize):
@@ -529,6 +538,10 @@ LOW_PRECISION_GROUPED_GEMM = Op(
         _case("nvfp4", "two_blocks", (40, 15), 40, 48, seed=3),
         *(_case(recipe, "float32_weight", (10, 15), 48, 40, wide=True) for recipe in RECIPES),
         _case("block_fp8", "no_rows", (0, 0, 0), 8, 16),
+        *(
+            _case(recipe, "hadamard", (45, 3), 32, 32, tail=5, hadamard=True)
+            for recipe in ("block_fp8", "mxfp8")
+        ),
         # An eighth of the experts: the float64 reference of all needs 50 GiB.
         *(
             _case(

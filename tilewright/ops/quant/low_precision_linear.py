@@ -8,6 +8,9 @@ T = rows of x, K = its columns, N = rows of w. Q rounds a matrix with scales for
 dimension that its product sums over, so that a tensor of two products is rounded twice, from the
 same values: once as it is, once transposed. Both have the same values for a weight in square
 blocks.
+
+With `hadamard`, Q transforms the matrix along that dimension before it rounds (hadamard.py). The
+transform cancels in the product, and the two roundings of a weight share no values.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from tilewright.ops import cases
 from tilewright.ops.quant import aqn, fp8, quantize
 from tilewright.ops.quant.block_fp8 import DEQUANTIZE_BLOCK_FP8, QUANTIZE_BLOCK_FP8
 from tilewright.ops.quant.fp8_linear import Straight, no_fp8
-from tilewright.ops.quant.hadamard import hadamard_eager
+from tilewright.ops.quant.hadamard import HADAMARD, hadamard_eager
 from tilewright.ops.quant.mxfp8 import DEQUANTIZE_MXFP8, QUANTIZE_MXFP8
 from tilewright.ops.quant.nvfp4 import DEQUANTIZE_NVFP4, QUANTIZE_NVFP4
 
 RECIPES = ("block_fp8", "mxfp8", "nvfp4")
 TRANSFORM = 16  # elements of NVFP4's Hadamard transform
+SPREAD = 32  # elements of the transform of `hadamard`
 # Stochastic rounding of the transposed gradient draws other numbers than that of the gradient.
 OTHER_KEY = 2**62
 
@@ -62,22 +66,31 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def requested(x: torch.Tensor, recipe: str, seed: int) -> Request:
-    """Raises ValueError for a seed that the recipe has no use for."""
+def requested(x: torch.Tensor, recipe: str, seed: int, hadamard: bool = False) -> Request:
+    """Raises ValueError for a seed or a transform that the recipe has no use for."""
     if seed and recipe != "nvfp4":
         raise ValueError(
             f"seed must be 0 with recipe {recipe!r}, which rounds to nearest, got {seed}"
+        )
+    if hadamard and recipe == "nvfp4":
+        raise ValueError(
+            "hadamard must be False with recipe 'nvfp4', which has a transform of its own of what "
+            "dw sums over, got True (block_fp8 and mxfp8 take it)"
         )
     return Request(recipe=recipe, capability=capability(x.device) if x.is_cuda else None)
 
 
 @checks.autocast("products", "x", "w", "bias")
 @takes(
+    "x: K % 32 == 0 or not hadamard",
+    "w: N % 32 == 0 or not hadamard",
     x="float [..., K]",
     w="x | float32 [N, K]",
     bias="w [N]",
     recipe=RECIPES,
     seed=quantize.SEED,
+    hadamard="bool",
+    check_finite="bool",
 )
 def low_precision_linear(
     x: torch.Tensor,
@@ -86,6 +99,8 @@ def low_precision_linear(
     *,
     recipe: str = "block_fp8",
     seed: int = 0,
+    hadamard: bool = False,
+    check_finite: bool = True,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """A linear layer for training in block-scaled FP8, MXFP8 or NVFP4: y = Q(x) Q(w)^T + bias, dx =
@@ -105,26 +120,41 @@ def low_precision_linear(
       random signs first, which cancels in the product. Training in FP4 commonly keeps some layers,
       such as the last ones, in a wider format.
 
-    T, N and K may have any value: incomplete blocks are padded with zeros. FP8 products are fast
-    where T, N and K are multiples of 16, FP4 products where they are multiples of 32.
+    With hadamard, both factors of each product go through `hadamard(t, 32, seed=0)` along the
+    dimension that the product sums over, in float32, before they are rounded: y = Q(H(x)) Q(H(w))^T
+    and so on. H cancels in the product, and spreads an outlier, and the error of its rounding, over
+    32 elements. Errors in E4M3 are relative to each element, so that they seldom are smaller for
+    it, and larger where block_fp8 would round the outlier, its block's largest element, exactly. w
+    is then rounded anew for dx with block_fp8 too: forward and backward see other weights.
+
+    T, N and K may have any value, with hadamard N and K multiples of 32: incomplete blocks are
+    padded with zeros. FP8 products are fast where T, N and K are multiples of 16, FP4 products
+    where they are multiples of 32.
 
     Differentiable in x, w and bias, once (eager: any number of times, and in x alone by
     torch.func). Gradients ignore roundings: the derivative of a rounding counts as 1. That of bias
     is the sum of dy in float32, unrounded. Saved for backward: x^T in codes and scales, 1.03 bytes
-    per element of x (nvfp4: 0.56) instead of x's two in 16 bits, if w requires a gradient; and w
-    itself, which is rounded again in backward, rather than a copy in codes beside it (eager: x and
-    w). Deterministic. Sums accumulate in float32 and are rounded once, with bias; FP8 tensor cores
-    of compute capability 9.0 sum 128 products with fewer bits.
+    per element of x (nvfp4: 0.56) instead of x's two in 16 bits, if w requires a gradient (T
+    rounded up to a multiple of 16 with nvfp4, and of 32 with hadamard); and w itself, which is
+    rounded again in backward, rather than a copy in codes beside it (eager: x and w). With hadamard
+    each rounding also takes a copy in float32, for as long as it lasts. Deterministic. Sums
+    accumulate in float32 and are rounded once, with bias; FP8 tensor cores of compute capability
+    9.0 sum 128 products with fewer bits.
 
     Args:
-        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite, as are w and dy (not
-            checked on CUDA, where results are then not finite).
+        x: [..., K] fp32 | bf16 | fp16 (fp64 with eager), any strides; finite, as are w, dy and
+            their transforms (see check_finite).
         w: [N, K] in x's dtype or float32, from which it is rounded directly.
         bias: [N] in w's dtype, or None.
         recipe: "block_fp8", "mxfp8" or "nvfp4".
         seed: with nvfp4, the seed of the stochastic rounding and of the transform's signs, 0 to
             2^63 - 1. Steps and layers with the same seed draw the same numbers: pass a different
             one to each. Other recipes round to nearest, and take 0.
+        hadamard: transforms what is rounded, with block_fp8 and mxfp8; nvfp4 has its own transform,
+            and takes False.
+        check_finite: on a CPU, raises ValueError for an infinity or a NaN in x, w or dy. With
+            False, and on CUDA, values are not checked: rows and columns of y, dx and dw with terms
+            of such a value's scale, in nvfp4 all, are infinite or NaN.
         implementation: "auto", or one of triton, cpp, eager. triton has block_fp8 from compute
             capability 9.0 on, and mxfp8 and nvfp4 from 10.0 on.
 
@@ -132,7 +162,8 @@ def low_precision_linear(
         [..., N] in x's dtype. Gradients have the dtypes of x, w and bias.
 
     Raises:
-        TypeError, ValueError: Invalid arguments; on a CPU, x, w or the gradient of y is not finite.
+        TypeError, ValueError: Invalid arguments; on a CPU with check_finite, x, w or the gradient
+            of y is not finite.
         ImplementationUnavailable: A named implementation that cannot run here, or does not have
             this recipe here.
 
@@ -145,12 +176,14 @@ def low_precision_linear(
         ([[1.0, 2.0, 4.0, 7.0]], [1.0, 2.0, 4.0, 7.0])
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3 (block_fp8); OCP Microscaling Formats 1.0
-    (mxfp8); NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149 (nvfp4).
+    (mxfp8); NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149 (nvfp4);
+    the transform: as `hadamard`.
     """
     quantize.on_device("x", x)
-    run = LOW_PRECISION_LINEAR.pick(implementation, x, requested(x, recipe, seed))
+    run = LOW_PRECISION_LINEAR.pick(implementation, x, requested(x, recipe, seed, hadamard))
     # Nothing is kept of x where no gradient of w follows.
-    options = Options(recipe, seed, torch.is_grad_enabled() and w.requires_grad)
+    keep = torch.is_grad_enabled() and w.requires_grad
+    options = Options(recipe, seed, keep, hadamard, check_finite)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return run(rows, w, bias, options).view(*x.shape[:-1], w.shape[0])
 
@@ -159,11 +192,13 @@ def low_precision_linear(
 
 
 class Options(NamedTuple):
-    """recipe, seed: as given.   keep: w's gradient may follow."""
+    """recipe, seed, hadamard, check_finite: as given.   keep: w's gradient may follow."""
 
     recipe: str
     seed: int
     keep: bool
+    hadamard: bool = False
+    check_finite: bool = True
 
 
 class Factor(NamedTuple):
@@ -196,6 +231,8 @@ class Rounding(NamedTuple):
 
     def both(self, t: torch.Tensor, *, transpose: bool) -> tuple[Factor, Factor | None]:
         """t [R, C], and its transpose for a product that sums over rows; or t [B, R, C]."""
+        if self.options.hadamard:
+            return self._spread(t), self.turned(t) if transpose else None
         if self.options.recipe != "nvfp4":
             return self._fp8(t, transpose)
         key = self.options.seed if self.random else None
@@ -203,6 +240,20 @@ class Rounding(NamedTuple):
             return self._nvfp4(t, NVFP4Options(True, key, 0, None, transpose))
         rounded, _ = self._nvfp4(t, NVFP4Options(False, key, 0, None, False))
         return rounded, self._transformed(t, key) if transpose else None
+
+    def turned(self, t: torch.Tensor) -> Factor:
+        """The second of `both`, without the first one's rounding where they are two."""
+        if self.options.hadamard:
+            return self._spread(quantize.pad_to(t, -2, SPREAD).mT)
+        _, turned = self.both(t, transpose=True)
+        assert turned is not None
+        return turned
+
+    def _spread(self, t: torch.Tensor) -> Factor:
+        """t transformed along its columns, in float32 so that all dtypes are rounded once."""
+        t = t.contiguous().float()
+        wide = HADAMARD.pick(self.by, t)(t, SPREAD, 0, False)
+        return self._fp8(wide, False)[0]
 
     def _transformed(self, t: torch.Tensor, key: int | None) -> Factor:
         key = None if key is None else key ^ OTHER_KEY
@@ -212,7 +263,7 @@ class Rounding(NamedTuple):
     def _nvfp4(self, t: torch.Tensor, given: NVFP4Options) -> tuple[Factor, Factor | None]:
         """Rounds t with its present strides; an implementation copies t if it has to."""
         run = QUANTIZE_NVFP4.pick(self.by, t)
-        total, codes = run(t if t.dim() == 3 else t[None], None, given, self.what)
+        total, codes = run(t if t.dim() == 3 else t[None], None, given, self._checked())
         return _factors(t, codes, total, 1, given.transpose)
 
     def _fp8(self, t: torch.Tensor, transpose: bool) -> tuple[Factor, Factor | None]:
@@ -222,8 +273,12 @@ class Rounding(NamedTuple):
             rows = 128 if self.square else 1
             op, given = QUANTIZE_BLOCK_FP8, FP8(rows, 128, False, None, transpose)
         codes = op.pick(self.by, t)(_matrices(t), given)
-        codes = codes._replace(scale=quantize.finite(codes.scale, self.what))
+        codes = codes._replace(scale=quantize.finite(codes.scale, self._checked()))
         return _factors(t, codes, None, given.rows, transpose)
+
+    def _checked(self) -> str | None:
+        """The name under which values are checked."""
+        return self.what if self.options.check_finite else None
 
 
 def _matrices(t: torch.Tensor) -> torch.Tensor:
@@ -295,7 +350,8 @@ class _WithTangents(_Linear):
         dx = torch.zeros_like(x) if dx is None else dx
         dw = torch.zeros_like(w) if dw is None else dw
         x, w = _forward_factors(x, w, ctx.options)
-        return dx.to(w.dtype) @ w.mT + x @ dw.to(x.dtype).mT
+        dx, dw = (unrounded(t, ctx.options, w.dtype) for t in (dx, dw))
+        return dx @ w.mT + x @ dw.mT
 
 
 def _forward_factors(x, w, options):
@@ -313,24 +369,33 @@ def through(t: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     return rounded if torch.compiler.is_dynamo_compiling() else Straight.apply(t, rounded)
 
 
+def unrounded(
+    t: torch.Tensor, options: Options, dtype: torch.dtype, *, tokens: bool = False
+) -> torch.Tensor:
+    """What a factor rounds: t, or its transform.   tokens: dw sums over t's columns."""
+    t = t.to(dtype)
+    if options.hadamard:
+        size, seed = SPREAD, 0
+    elif tokens and options.recipe == "nvfp4":
+        size, seed = TRANSFORM, options.seed
+    else:
+        return t
+    return hadamard_eager(quantize.pad_to(t, -1, size).contiguous(), size, seed, False)
+
+
 def _gradients_eager(x, w, dy, options):
     """dx and dw; to autograd, a rounded tensor is the tensor itself."""
     acc = dy.dtype
     dys = Rounding("eager", options, "the gradient of y", random=True).both(dy, transpose=True)
-    _, x_turned = Rounding("eager", options, "x").both(x, transpose=True)
-    _, w_turned = Rounding("eager", options, "w", square=True).both(w, transpose=True)
+    x_turned = Rounding("eager", options, "x").turned(x)
+    w_turned = Rounding("eager", options, "w", square=True).turned(w)
 
-    def straight(t, factor):
-        return through(t.to(acc), values(factor, options.recipe, "eager", acc))
-
-    def transformed(t):
-        if options.recipe != "nvfp4":
-            return t.mT
-        wide = quantize.pad_to(t.mT.to(acc), -1, TRANSFORM)
-        return hadamard_eager(wide, TRANSFORM, options.seed, False)
+    def straight(t, factor, tokens=False):
+        exact = unrounded(t, options, acc, tokens=tokens)
+        return through(exact, values(factor, options.recipe, "eager", acc))
 
     dx = straight(dy, dys[0]) @ straight(w.mT, w_turned).mT
-    dw = straight(transformed(dy), dys[1]) @ straight(transformed(x), x_turned).mT
+    dw = straight(dy.mT, dys[1], tokens=True) @ straight(x.mT, x_turned, tokens=True).mT
     return dx.to(x.dtype), dw.to(w.dtype)
 
 
@@ -388,8 +453,9 @@ def product(
         return Result(y, data, scale, x.new_empty((), dtype=torch.float32))
     mx = options.recipe == "mxfp8"
     scales, span = (torch.uint8, fp8.MX_BLOCK) if mx else (torch.float32, 128)
-    data = x.new_empty((K, T), dtype=torch.uint8)
-    return Result(y, data, x.new_empty((K, -(-T // span)), dtype=scales), None)
+    wide = -(-T // SPREAD) * SPREAD if options.hadamard else T
+    data = x.new_empty((K, wide), dtype=torch.uint8)
+    return Result(y, data, x.new_empty((K, -(-wide // span)), dtype=scales), None)
 
 
 @declare
@@ -437,7 +503,7 @@ class _Fused:
         dy_factor, dy_turned = rounding.both(dy, transpose=needs.dw)
         dx = dw = None
         if needs.dx:
-            _, w_turned = Rounding(self.rounds, options, "w", square=True).both(w, transpose=True)
+            w_turned = Rounding(self.rounds, options, "w", square=True).turned(w)
             dx = self.multiply(dy_factor, w_turned, None, options, dy.dtype)
         if dy_turned is not None:
             x_turned = Factor(turned.data, turned.scale, turned.total, 1, dy_turned.columns)
@@ -550,7 +616,10 @@ def _case(recipe, name, *shape, lead=None, bias=False, tags=cases.CONTRACT, **gi
         }
         if bias:
             arguments["bias"] = cases.randn(N, **w_new)
-        return {**arguments, "recipe": recipe, **({"seed": seed} if seed else {})}
+        more = {"seed": seed} if seed else {}
+        if given.get("hadamard"):
+            more["hadamard"] = True
+        return {**arguments, "recipe": recipe, **more}
 
     def cost(itemsize):
         forward = itemsize * (T * N + T * K + N * K)
@@ -618,6 +687,8 @@ LOW_PRECISION_LINEAR = Op(
         *(_case(recipe, "float32_weight", 20, 48, 64, bias=True, wide=True) for recipe in RECIPES),
         *(_case(recipe, "no_rows", 0, 8, 16, bias=True) for recipe in RECIPES),
         _case("block_fp8", "no_columns", 3, 8, 0, bias=True),
+        _case("block_fp8", "hadamard", 45, 64, 32, bias=True, hadamard=True),
+        _case("mxfp8", "hadamard", 33, 32, 64, hadamard=True),
         _case("nvfp4", "no_outputs", 3, 0, 16),
         *_timed(),
     ),

@@ -258,7 +258,7 @@ def largest_eager(x, hadamard, hadamard_seed):
 def scale_eager(most, given):
     """The scale of a tensor by its largest magnitude, or what is given, for a finite one."""
     if given is None:
-        return torch.where(most > 0, quantize.quotient(most, 2688.0).clamp_min(LEAST), 1.0)
+        return torch.where(most == 0, 1.0, quantize.quotient(most, 2688.0).clamp_min(LEAST))
     return given * torch.where(most.isfinite(), 1.0, most)  # keeps a non-finite x visible
 
 
@@ -289,7 +289,8 @@ def _fused_scale(operator):
 def _whole(codes_of, scale_of, readable=lambda x, transpose: x.contiguous()):
     """Composes the public function's two steps: the tensor's scale, then codes and block scales.
 
-    scale_of: (x, the scale that is given or None, options, x's name in errors) -> the scale.
+    scale_of: (x, the scale that is given or None, options, x's name in errors, or None where x is
+        not checked) -> the scale.
     readable: (x [B, R, C] of any strides, whether it is transposed) -> x as both steps take it.
     """
 

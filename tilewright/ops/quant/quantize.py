@@ -199,9 +199,11 @@ _checked_scales = _checked.define(
 )
 
 
-def finite(scales: torch.Tensor, name: str = "x") -> torch.Tensor:
-    """The scales, checked on a CPU; unchecked on CUDA, where a check would synchronize."""
-    return scales if scales.is_cuda else _checked_scales(scales, name)
+def finite(scales: torch.Tensor, name: str | None = "x") -> torch.Tensor:
+    """The scales, checked on a CPU; unchecked on CUDA, where a check would synchronize, and for a
+    tensor without a name.
+    """
+    return scales if scales.is_cuda or name is None else _checked_scales(scales, name)
 
 
 def wrapped(codes: Codes, shape: tuple[int, ...], wrap: Callable[..., Any]) -> Any:

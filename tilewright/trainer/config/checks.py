@@ -34,7 +34,7 @@ from tilewright.trainer.optim.row import OPTIMIZERS, SCHEDULES
 from tilewright.trainer.optim.schedules import too_short
 from tilewright.trainer.options import with_options, wrong_options, wrong_options_of
 from tilewright.trainer.parallel.fields import Batching, of_compute, of_layouts, of_pipelines
-from tilewright.trainer.parallel.precision import of_moments, of_precision
+from tilewright.trainer.parallel.precision import of_moments, of_precision, of_recipe
 from tilewright.trainer.parallel.row import LAYOUTS
 from tilewright.trainer.section import Check, Stated
 
@@ -131,6 +131,7 @@ CHECKS: tuple[Check, ...] = (
     of_pipelines,
     of_compute,
     of_precision,
+    of_recipe,
     of_moments,
     of_checkpoints,
     of_evaluation,

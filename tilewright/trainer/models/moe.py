@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ class Experts(nn.Module):
         self.gate = _gate_of(config)
         self.ops, self.recompute = ops, False
         self.noise: AQN | None = None
+        # Computes in place of `ops.moe_mlp`, without quantized weights.
+        self.compute: Callable[..., torch.Tensor] | None = None
         self.group: dist.ProcessGroup | None = None
 
     def spread(self, group: dist.ProcessGroup, dispatch: str, deepep: DeepEP) -> None:
@@ -65,6 +69,7 @@ class Experts(nn.Module):
                 recompute=self.recompute,
                 kept=kept,
                 deepep=self.deepep,
+                experts=self.compute,
             )
         compute = Recomputed(self._compute) if self.recompute else self._compute
         return compute(x_TH, index_TK, weight_TK)
@@ -96,15 +101,8 @@ class Experts(nn.Module):
                 noise=self.noise if self.training else None,
                 implementation=self.ops.moe_mlp,
             )
-        return tw.moe_mlp(
-            x_TH,
-            gate_up,
-            down,
-            index_TK,
-            weight_TK,
-            **self._options(),
-            implementation=self.ops.moe_mlp,
-        )
+        compute = self.compute or partial(tw.moe_mlp, implementation=self.ops.moe_mlp)
+        return compute(x_TH, gate_up, down, index_TK, weight_TK, **self._options())
 
 
 def _gate_of(config: ModelConfig) -> Gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
@@ -18,10 +19,12 @@ from tilewright.trainer.models.moe import MoE
 from tilewright.trainer.models.positions import Sequence
 from tilewright.trainer.models.recompute import inner
 from tilewright.trainer.parallel.fields import Compute
+from tilewright.trainer.parallel.low_precision import products_of
 from tilewright.trainer.parallel.mesh import Mesh
 from tilewright.trainer.parallel.parts import Parts
 from tilewright.trainer.parallel.row import LAYOUTS, Layout
 
+SEEDS = r".*\.seed$"  # of stochastic rounding (`Products.seed`)
 log = logging.getLogger("tilewright")
 
 
@@ -51,6 +54,7 @@ def compile_layers(
     experts_alone = recomputes and train.moe_checkpoint_method == "moe_act"
     in_parts = dropout.drops or (recomputes and train.recompute_modules is not None)
     compiled: dict[tuple[type, str], Compiled] = {}
+    seeded = any(own.recipe == "nvfp4" for own in products_of(model).values())
     for block in model.model.blocks:
         attention, mlp = block.self_attn, block.mlp
         # Tokens sent to other ranks wait for them, and experts that are recomputed alone have their
@@ -72,7 +76,7 @@ def compile_layers(
         for module, name in parts:
             kind = (type(mlp if module is block else module), name)
             if kind not in compiled:
-                compiled[kind] = Compiled(getattr(type(module), name))
+                compiled[kind] = Compiled(getattr(type(module), name), SEEDS * seeded)
             setattr(module, name, functools.partial(compiled[kind], module))
 
 
@@ -81,9 +85,17 @@ class Compiled:
 
     Dynamo caches compiled code per code object, up to a limit for all that share it: this method
     gets its own copy of the code.
+
+    changing: a regular expression of sources of ints that differ between modules and steps;
+        compiled code specializes on every other one of a module.
     """
 
-    def __init__(self, method: Callable):
+    def __init__(self, method: Callable, changing: str = ""):
+        self.changes: Callable = contextlib.nullcontext
+        if changing:
+            sources = ",".join(filter(None, (torch.compiler.config.dynamic_sources, changing)))
+            patch = torch.compiler.config.patch
+            self.changes = functools.partial(patch, dynamic_sources=sources)
         self.name, code = method.__qualname__, method.__code__.replace()
         self.plain = types.FunctionType(
             code, method.__globals__, method.__name__, method.__defaults__, method.__closure__
@@ -96,7 +108,8 @@ class Compiled:
         for t in _tensors(args):  # x [B, S, H], cos [S, D], attended [B, heads, S, D]; ids [B, S]
             dynamo.maybe_mark_dynamic(t, t.dim() - (2 if t.is_floating_point() else 1))
         try:
-            return self.run(*args)
+            with self.changes():
+                return self.run(*args)
         except dynamo.exc.FailOnRecompileLimitHit as error:
             log.warning(
                 "train.enable_compile: %s has been compiled %d times and runs uncompiled from "

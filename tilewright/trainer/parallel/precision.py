@@ -1,4 +1,6 @@
-"""The section precision: which dtypes parameters, gradients and the optimizer have."""
+"""The section precision: the dtypes of parameters, gradients and the optimizer, and the rounding of
+products.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from tilewright.core.registry import short
+from tilewright.trainer.models.fields import Model
 from tilewright.trainer.models.lora_fields import Lora
 from tilewright.trainer.models.shared import PLAIN
 from tilewright.trainer.optim.fields import Optim
@@ -18,11 +21,40 @@ from tilewright.trainer.parallel.fields import Compute
 from tilewright.trainer.section import Needs, Resume, Section, Stated, field
 
 MANUAL = Needs("type", ["manual"], "every other type sets it")
+ROUNDS = Needs("recipe", but="none", why="no product is in low precision")
 
 
 class Precision(Section):
-    """Which dtypes parameters, gradients and the optimizer have."""
+    """Which dtypes parameters, gradients and the optimizer have, and how products are rounded."""
 
+    recipe: Literal["none", "block_fp8", "mxfp8", "nvfp4"] = field("none", Resume.ROUNDING)
+    """Rounds both operands of all three products of a layer (its result, and the gradients of its
+    input and weight): block_fp8, E4M3 with a scale for 128 (weights: 128 x 128); mxfp8, E4M3 with a
+    power of two for 32; nvfp4, E2M1 with an E4M3 scale for 16, gradients rounded stochastically.
+    Weights, gradients and sums keep the dtypes that `type` gives them; see
+    `ops.low_precision_linear`. The head, embeddings, routers, norms and attention are not rounded.
+    """
+    exclude: list[str] | None = field(None, Resume.ROUNDING, ROUNDS)
+    """Projections that are not rounded: a name (o_proj), a run of names (layers.0.mlp), a pattern
+    of the whole path with * or ?, or after "re:" a regular expression. null: with nvfp4 the last
+    15 % of the layers, rounded up, else none.
+    """
+    experts: bool = field(True, Resume.ROUNDING, ROUNDS)
+    """Round the products of experts too; false: they stay as model.moe_implementation computes
+    them.
+    """
+    hadamard: bool = field(
+        False,
+        Resume.ROUNDING,
+        Needs("recipe", ["block_fp8", "mxfp8"], "nvfp4 has a transform of its own, which it needs"),
+    )
+    """Transform both operands by blocks of 32 along what a product sums over, which cancels in it:
+    an outlier is spread over its block. Widths must be multiples of 32.
+    """
+    implementation: str = field("auto", Resume.ROUNDING, ROUNDS)
+    """Products of the recipe: auto, or a name of `tilewright explain low_precision_linear`; eager
+    is the definition, which emulates a recipe on any device.
+    """
     type: (
         Literal["mixed_precision", "mixed_precisionSR", "bf16SR", "fp32", "autocast", "manual"]
         | None
@@ -55,6 +87,21 @@ class Precision(Section):
     """
 
 
+class Recipe(NamedTuple):
+    """How products are rounded: the fields of the section."""
+
+    name: str
+    exclude: tuple[str, ...] | None = None
+    experts: bool = True
+    hadamard: bool = False
+    implementation: str = "auto"
+
+    def told(self) -> str:
+        but = "" if self.experts else " but those of experts"
+        transformed = " of transformed operands" if self.hadamard else ""
+        return f"products of layers{but} in {self.name}{transformed}"
+
+
 class Dtypes(NamedTuple):
     """What a configuration's precision resolves to.
 
@@ -63,6 +110,7 @@ class Dtypes(NamedTuple):
     products: of matrix products.   states: of moments.
     master: whether the optimizer has parameters in float32.   stochastic: whether it rounds so.
     tensor_sums: of tensor parallelism's sums over processes; None: that of activations.
+    recipe: of products in low precision; None: there are none.
     """
 
     parameters: torch.dtype
@@ -72,6 +120,7 @@ class Dtypes(NamedTuple):
     master: bool
     stochastic: bool
     tensor_sums: torch.dtype | None = None
+    recipe: Recipe | None = None
 
     @property
     def half(self) -> bool:
@@ -95,13 +144,26 @@ class Dtypes(NamedTuple):
         parts += ["master weights float32"] * self.master
         if self.tensor_sums is not None:
             parts.append(f"tensor-parallel sums {short(self.tensor_sums)}")
-        return ", ".join(parts + ["stochastic rounding"] * self.stochastic)
+        parts += ["stochastic rounding"] * self.stochastic
+        return ", ".join(parts + ([] if self.recipe is None else [self.recipe.told()]))
 
 
 FULL = Dtypes(torch.float32, torch.float32, torch.bfloat16, torch.float32, False, False)
 
 
+def recipe_of(precision: Precision) -> Recipe | None:
+    if precision.recipe == "none":
+        return None
+    exclude = None if precision.exclude is None else tuple(precision.exclude)
+    how = precision.experts, precision.hadamard, precision.implementation
+    return Recipe(precision.recipe, exclude, *how)
+
+
 def resolved(precision: Precision, train: Compute, optim: Optim) -> Dtypes:
+    return _of_type(precision, train, optim)._replace(recipe=recipe_of(precision))
+
+
+def _of_type(precision: Precision, train: Compute, optim: Optim) -> Dtypes:
     F, B = torch.float32, torch.bfloat16
     given = "optimizer_dtype" in OPTIMIZERS[optim.optimizer].fields
     states = DTYPES[optim.optimizer_dtype] if given else F
@@ -138,6 +200,22 @@ def of_precision(
     yield unable, why, "train.optimizer", "type"
     why = "adapters of quantized weights are trained in float32"
     yield half and lora.enable_qlora, why, "type", "lora.enable_qlora"
+
+
+def of_recipe(precision: Precision, model: Model, lora: Lora) -> Iterator[Stated]:
+    """A recipe computes with weights that are trained, in its own implementations."""
+    on = precision.recipe != "none"
+    why = (
+        "adapters are trained on a frozen base, whose weights have no gradient to round; "
+        "lora.quant_format keeps it in few bits"
+    )
+    yield on and lora.enable_lora, why, "recipe", "lora.enable_lora"
+    why = "its products do not claim that a row's bits do not depend on the batch"
+    yield on and model.batch_invariant, why, "recipe", "model.batch_invariant"
+    named = model.moe_implementation not in (None, "auto")
+    why = "the recipe computes experts; precision.implementation names how, or precision.experts: false"
+    both = on and precision.experts and named
+    yield both, why, "model.moe_implementation", "recipe", "experts"
 
 
 def of_moments(optim: Optim, precision: Precision, train: Compute) -> Iterator[Stated]:
