@@ -108,6 +108,7 @@ APART = (
     {"model.activation_native", "model.config_path"},
     {"model.batch_invariant", "model.config_path"},
     {"train.ffn_dropout", "model.config_path"},
+    {"precision.recipe", "model.moe_implementation"},
     {"data.test_datasets", "data.datasets"},
     {"data.skip_prepare_dataset", "data.dataset_prepared_path"},
 )
@@ -301,7 +302,6 @@ ROWS = [
     row("precision.recipe", "block_fp8", "losses"),
     row("precision.exclude", ["o_proj"], "losses", **RECIPE),
     row("precision.experts", False, "losses", **MOE, **RECIPE),
-    row("precision.hadamard", True, "losses", **RECIPE, precision__exclude=["down_proj"]),
     row("precision.implementation", "eager", "ops", **RECIPE),
     row("train.enable_gradient_checkpointing", True, "attentions"),
     row("train.enable_reentrant", True, "recomputed", **RECOMPUTE),
@@ -434,6 +434,7 @@ ROWS = [
 
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
+    "precision.hadamard": "test_low_precision.py::test_a_transform_changes_what_is_rounded",
     "precision.type": "test_precision.py::test_a_run_trains_as_in_float32",
     "precision.master_weights": "test_precision.py::test_a_run_trains_as_in_float32",
     "precision.fp32_grad_acc": "test_precision.py::test_what_a_type_resolves_to",

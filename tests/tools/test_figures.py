@@ -207,6 +207,7 @@ OPTIMIZER_STEPS = {
     "0.33 %": lambda: 100 * optimizer_step("accelerate", "loss_difference"),
     "70 %": norms_apart,
 }
+LAST_LAYERS = ("tilewright/trainer/models/low_precision.py", "LAST = 0.15")
 LARGE = ("tilewright/trainer/data/prepare.py", "LARGE = 64 << 20")
 OF_2026_11_26 = "bench/results/training-preference-amd-epyc-2026-11-26/README.md"
 CUSTOM = "a shape or an exponent, no quantity"
@@ -274,7 +275,14 @@ SOURCES = {
     },
     "docs/trainer/context_parallel.md": {"2 x": CUSTOM},
     "docs/trainer/failures.md": {"30 seconds": "torchrun's own limit"},
-    "docs/trainer/fields.md": {"64 MiB": LARGE, "2 x": CUSTOM, "10%": CUSTOM},
+    "docs/trainer/fields.md": {
+        "64 MiB": LARGE,
+        "2 x": CUSTOM,
+        "10%": CUSTOM,
+        "15 %": LAST_LAYERS,
+        "128 x": "the format's block",
+    },
+    "docs/trainer/precision.md": {"15 %": LAST_LAYERS},
     "docs/trainer/measured.md": {
         "11.9 s": lambda: dpo("trainer", "median_s"),
         "19.2 s": lambda: dpo("trl", "median_s"),

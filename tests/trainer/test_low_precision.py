@@ -202,6 +202,26 @@ def unrounded(call):
     return {"y": x @ w.T, "dx": dy @ w, "dw": dw}
 
 
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("shape", [QWEN3, MOE], ids=["dense", "experts"])
+def test_a_transform_changes_what_is_rounded(tmp_path, shape, recipe):
+    """Gradients are others, and as near to those of products that are not rounded."""
+    wide = {**shape, "intermediate_size": 64, "moe_intermediate_size": 32}
+    grads = {}
+    for kind, given in (
+        ("dense", {}),
+        ("plain", {"recipe": recipe}),
+        ("transformed", {"recipe": recipe, "hadamard": True}),
+    ):
+        fields = {f"precision__{name}": value for name, value in given.items()}
+        engine = engine_of(load(write_config(tmp_path / kind, wide, **fields)))
+        engine.forward_backward([collate(make_bins()[:2], 8)], language_modeling)
+        grads[kind] = distributed_worker.gradients(engine)
+    rounding = apart(grads["plain"], grads["dense"])
+    assert 0.5 * rounding < apart(grads["transformed"], grads["dense"]) < 2 * rounding
+    assert apart(grads["transformed"], grads["plain"]) > 0.5 * rounding
+
+
 # ---- a step, in every layout
 
 HALF = {"train__lr": 1e-3, "train__max_steps": 3, "train__enable_mixed_precision": True}
