@@ -8,7 +8,7 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -94,7 +94,7 @@ class Compiled:
         self.changes: Callable = contextlib.nullcontext
         if changing:
             sources = ",".join(filter(None, (torch.compiler.config.dynamic_sources, changing)))
-            patch = torch.compiler.config.patch
+            patch = cast(Any, torch.compiler.config).patch
             self.changes = functools.partial(patch, dynamic_sources=sources)
         self.name, code = method.__qualname__, method.__code__.replace()
         self.plain = types.FunctionType(
