@@ -434,6 +434,7 @@ ROWS = [
 
 # Fields whose effect needs another machine or the network: the test that covers them.
 HELD = {
+    "train.sparse_head": "test_sparse_head.py::test_ranks_train_as_without",
     "precision.hadamard": "test_low_precision.py::test_a_transform_changes_what_is_rounded",
     "precision.type": "test_precision.py::test_a_run_trains_as_in_float32",
     "precision.master_weights": "test_precision.py::test_a_run_trains_as_in_float32",

@@ -243,6 +243,7 @@ def computing(parts: Parts, train: Compute, mesh: Mesh) -> Parts:
     half = train.enable_mixed_precision and train.data_parallel_mode != "fsdp2"
     half = half and not parts.dtypes.half
     parts.autocast, parts.device = torch.bfloat16 if half else None, mesh.device
+    parts.sparse_head = train.sparse_head
     return parts
 
 

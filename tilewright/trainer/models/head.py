@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from tilewright.trainer.models.model_config import ModelConfig
 from tilewright.trainer.models.ops_choice import Ops
 from tilewright.trainer.models.shared import TensorParallel
 
+LABELED = 128  # the number of rows that a head computes is a multiple of it
 SCORED = 1024  # tokens whose logits are in memory at a time: a multiple of the blocks of rows
 
 
@@ -95,6 +97,7 @@ class Around(NamedTuple):
     sequence: the groups over whose ranks the tokens of a sequence are sharded.
     everywhere: the ranks whose losses are added.
     padding: the padding token; None: there is none.
+    labeled: see `labeled_rows`.
     """
 
     ops: Ops
@@ -104,6 +107,7 @@ class Around(NamedTuple):
     everywhere: dist.ProcessGroup | None = None
     adapted: AdaptedHead | None = None
     padding: int | None = None
+    labeled: torch.Tensor | None = None
 
     def adapter(self, *, repeated: bool) -> Adapter | None:
         """repeated: as in `LoRALinear.factors`."""
@@ -167,6 +171,10 @@ class TokenLosses(OfSequence):
             hidden = hidden / shaping.loss_temperature
         super().__init__(around.sequence, around.everywhere)
         self._operands, self._labels, self._ops = (hidden, weight), labels, around.ops
+        self._whole, self._labeled = hidden, around.labeled
+        if self._labeled is not None:
+            self._operands, self._labels = (self._own(hidden), weight), self._own(labels)
+            self._tokens = labels.shape
         self._group, self._z_loss, self._adapter = around.tp.group, shaping.z_loss, adapter
         self._scored: torch.Tensor | None = None  # negative log-probabilities of `statistics`
 
@@ -195,15 +203,16 @@ class TokenLosses(OfSequence):
         result = tw.linear_policy_loss(
             x,
             weight,
-            tw.SampledTokens(self._labels, **tokens),
+            tw.SampledTokens(self._labels, **{name: self._own(t) for name, t in tokens.items()}),
             loss,
             tw.HeadOptions(
                 **self._adapted(x), fp32_logits=numerics.lm_head_fp32, group=self._group
             ),
             implementation=self._ops.linear_cross_entropy,
         )
-        self.computed = -result.logprob
-        return result.loss, result.logprob
+        logprob = self._spread(result.logprob)
+        self.computed = -logprob
+        return result.loss, logprob
 
     @torch.no_grad()
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -231,27 +240,30 @@ class TokenLosses(OfSequence):
                 fp32_logits=numerics.lm_head_fp32,
                 group=self._group,
             )
+        hit = (best == labels) & (labels != IGNORE)
+        logprob, entropy, hit = (self._spread(t) for t in (logprob, entropy, hit))
         self._scored = -logprob
-        return logprob, entropy, (best == labels) & (labels != IGNORE)
+        return logprob, entropy, hit
 
     def listed(self, ids: torch.Tensor, temperature: float = 1.0) -> Listed:
         """Log-probabilities of the tokens ids [B, S, k], -1 for none, of all others together, and
         of labels, at a temperature; differentiable. The logits of a chunk of tokens are in memory
         at a time.
         """
+        ids, (x, _) = self._own(ids), self._operands
         tokens = ids.shape[:2]
-        head, how, pad = self._in_rows(temperature)
+        head, how, pad = self._in_rows(x, temperature)
         given = (t.flatten(0, 1) for t in (ids, self._labels[..., None]))
         ids, labels = (F.pad(t, (0, 0, 0, pad), value=-1) for t in given)
         of_rows = listed(head, ids, labels[:, 0], how)
-        return Listed(*(t[: tokens.numel()].unflatten(0, tokens) for t in of_rows))
+        return Listed(*(self._spread(t[: tokens.numel()].unflatten(0, tokens)) for t in of_rows))
 
     def most_probable(self, k: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens [B, S, k] that are most probable at a temperature, and their
         log-probabilities, in order; without gradients.
         """
-        tokens = self._labels.shape
-        head, how, _ = self._in_rows(temperature)
+        tokens = self._whole.shape[:2]
+        head, how, _ = self._in_rows(self._whole, temperature)
         of_rows = most_probable(head, k, how)
         ids, logprobs = (t[: tokens.numel()].unflatten(0, tokens) for t in of_rows)
         return ids, logprobs
@@ -261,7 +273,7 @@ class TokenLosses(OfSequence):
         """The logits [n, V] of the tokens at which a mask [B, S] is true, float32, on every rank
         that has rows of the weight.
         """
-        own = self._logits(self._operands[0][chosen][None])[0].float()
+        own = self._logits(self._whole[chosen][None])[0].float()
         if self._group is None:
             return own
         parts = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -275,13 +287,26 @@ class TokenLosses(OfSequence):
         """The adapter as arguments of ops."""
         return {} if self._adapter is None else self._adapter.arguments(like)
 
-    def _in_rows(self, temperature: float) -> tuple[Products, How, int]:
-        """The head of hidden states [T, H], how its logits are computed, and the number of rows
-        that are padding: with `batch_invariant` all products have as many rows as those of
+    def _own(self, t: torch.Tensor) -> torch.Tensor:
+        """What the head computes of a tensor [B, S, ...]: all of it, or the rows with a label
+        [1, n, ...].
+        """
+        return t if self._labeled is None else t.flatten(0, 1)[self._labeled][None]
+
+    def _spread(self, t: torch.Tensor) -> torch.Tensor:
+        """The inverse, with zeros elsewhere."""
+        if self._labeled is None:
+            return t
+        rows = t.new_zeros(self._tokens.numel(), *t.shape[2:])
+        return rows.index_copy(0, self._labeled, t[0]).unflatten(0, self._tokens)
+
+    def _in_rows(self, hidden: torch.Tensor, temperature: float) -> tuple[Products, How, int]:
+        """The head of hidden states as rows [T, H], how its logits are computed, and the number of
+        rows that are padding: with `batch_invariant` all products have as many rows as those of
         `linear_in_row_blocks`.
         """
         numerics = self._ops.numerics
-        hidden, weight = in_autocast(*self._operands)
+        hidden, weight = in_autocast(hidden, self._operands[1])
         x = hidden.flatten(0, 1)
         block = ROWS if numerics.batch_invariant else None
         pad = -len(x) % (block or 1)
@@ -299,6 +324,10 @@ class TokenLosses(OfSequence):
         """reduction: as in `ops.cross_entropy`; "mean" is not made of `statistics`."""
         if self._scored is not None and not torch.is_grad_enabled() and reduction != "mean":
             return self._scored.sum() if reduction == "sum" else self._scored
+        reduced = self._reduced(reduction)
+        return self._spread(reduced) if reduction == "none" else reduced
+
+    def _reduced(self, reduction: str) -> torch.Tensor:
         numerics = self._ops.numerics
         if numerics.batch_invariant:
             return tw.cross_entropy(
@@ -320,6 +349,17 @@ class TokenLosses(OfSequence):
             group=self._group,
             implementation=self._ops.linear_cross_entropy,
         )
+
+
+def labeled_rows(labels: torch.Tensor) -> torch.Tensor | None:
+    """The places, int64 [n], of the tokens of labels [B, S], on a CPU, that have one; and of enough
+    others that n is a multiple of LABELED, so that few sizes occur. None for all tokens.
+    """
+    ignored = (labels.numpy() == IGNORE).ravel()
+    n = math.ceil(max(1, len(ignored) - ignored.sum()) / LABELED) * LABELED
+    if n >= len(ignored):
+        return None
+    return torch.from_numpy(np.sort(np.argsort(ignored, kind="stable")[:n]))
 
 
 # (what the head gives losses, the batch's tensors by name) -> (sum, denominator, *further sums)

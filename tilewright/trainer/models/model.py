@@ -40,7 +40,7 @@ from tilewright.trainer.models.reward_head import REWARD
 from tilewright.trainer.models.shared import TensorParallel
 
 # Items of a batch that no loss reads.
-OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks")
+OF_SEQUENCE = ("cu_seqlens", "ends", "prefixes", "routed_experts", "real", "masks", "labeled")
 HEADS: dict[str, Head] = {"language_model": LANGUAGE_MODEL, "reward": REWARD}
 
 
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
             batch["position_ids"] = sequence.position_ids
             batch |= {"input_ids": input_ids, "labels": labels}
             return self.outcome(hidden, loss, batch)._replace(reports=reports)
-        values = self.values(hidden, labels)
+        values = self.values(hidden, labels, batch.get("labeled"))
         if not isinstance(values, TokenLosses):
             raise ValueError("labels: a reward model has no loss of its own; give `loss` too")
         return values.reduced("mean")
@@ -229,17 +229,21 @@ class Transformer(nn.Module):
         """A loss of the final hidden states, this rank's shard; without reports. It does not get
         what of a batch `sequence` alone reads.
         """
-        per_token = self.values(hidden, batch["labels"])
+        per_token = self.values(hidden, batch["labels"], batch.get("labeled"))
         seen = {name: t for name, t in batch.items() if name not in OF_SEQUENCE}
         total, denominator, *more = loss(per_token, seen)
         values = None if per_token.computed is None else per_token.computed.detach()
         denominator, *more = (torch.as_tensor(t, device=total.device) for t in (denominator, *more))
         return Outcome(total, denominator, values, more=tuple(t.detach() for t in more))
 
-    def values(self, hidden: torch.Tensor, labels: torch.Tensor) -> OfSequence:
-        """What the head gives losses.   hidden: this rank's shard of the final hidden states."""
+    def values(
+        self, hidden: torch.Tensor, labels: torch.Tensor, labeled: torch.Tensor | None = None
+    ) -> OfSequence:
+        """What the head gives losses.   hidden: this rank's shard of the final hidden states.
+        labeled: see `head.labeled_rows`.
+        """
         weight, around = self._around()
-        return self.head.values(hidden, weight, labels, around)
+        return self.head.values(hidden, weight, labels, around._replace(labeled=labeled))
 
     def _around(self) -> tuple[torch.Tensor, Around]:
         """The head's weight, and what it computes with."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tilewright.core import platform
 from tilewright.core.torch_names import no_zero_bubble
-from tilewright.trainer.losses.fields import Objective
+from tilewright.trainer.losses.fields import NO_TOKENS, Objective, scored
 from tilewright.trainer.losses.preference.row import PREFERENCES
 from tilewright.trainer.losses.preference_fields import Preference
 from tilewright.trainer.models.fields import Model
@@ -235,6 +235,10 @@ class Compute(Parallel):
         0.0, Resume.COST, Needs("enable_activation_offload", [True], "nothing is offloaded"), ge=0
     )
     """GB (10^9 bytes) of it that stay on the GPU: the last layers'."""
+    sparse_head: bool = field(False, Resume.ROUNDING)
+    """Tokens without a label (prompts, padding) leave before the head: its products have as many
+    rows as there are labels, rounded up to 128.
+    """
     enable_compile: bool = field(False, Resume.ROUNDING)
     """torch.compile the layers."""
     init_device: Literal["auto", "cpu", "cuda", "meta", "npu"] = field(
@@ -280,8 +284,11 @@ class Compute(Parallel):
     """Start although the plan of memory does not fit into the device."""
 
 
-def of_compute(compute: Compute, model: Model, preference: Preference) -> Iterator[Stated]:
+def of_compute(
+    compute: Compute, model: Model, preference: Preference, objective: Objective
+) -> Iterator[Stated]:
     """It can be computed on this machine."""
+    yield compute.sparse_head and scored(objective), NO_TOKENS, "sparse_head", "train.loss"
     modules = compute.recompute_modules
     apart = compute.moe_checkpoint_method and modules is not None and "mlp" not in modules
     why = "without mlp the experts are not recomputed"

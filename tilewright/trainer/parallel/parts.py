@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilewright.core import torch_names
 from tilewright.ops.attention.prefixes import prefixes_of
-from tilewright.trainer.models.head import LossFunction
+from tilewright.trainer.models.head import LossFunction, labeled_rows
 from tilewright.trainer.models.model import Outcome, Transformer
 from tilewright.trainer.parallel import exchange
 from tilewright.trainer.parallel.mesh import Group
@@ -32,6 +32,7 @@ class Parts:
         roots: the modules that run by themselves, each a root of FSDP2.
         wrapped: what is called: the model, or DDP around it.
         device: to which micro-batches are moved, one at a time.
+        sparse_head: whether tokens without a label leave before the head.
         autocast: the dtype of matrix products where FSDP2 does not cast by itself, or None.
         origin: identifies the weights that were read from a folder; None: they were drawn.
         merged: whether adapters have been merged into the weights since.
@@ -46,6 +47,7 @@ class Parts:
         self.wrapped: nn.Module = model
         self.device = torch.device("cpu")
         self.autocast: torch.dtype | None = None
+        self.sparse_head = False
         self.origin: str | None = None
         self.merged = False
         self.dtypes = FULL
@@ -70,6 +72,8 @@ class Parts:
 
     def moved(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A micro-batch on the device."""
+        rows = labeled_rows(batch["labels"]) if self.sparse_head and "labels" in batch else None
+        batch = batch if rows is None else {**batch, "labeled": rows}
         moved = {
             k: v.to(self.device, non_blocking=True) if torch.is_tensor(v) else v
             for k, v in batch.items()
