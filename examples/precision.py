@@ -6,7 +6,7 @@
 Prints a table, and writes it as table.md beside the curves, loss.png. An interrupted call goes on
 where it ended. Needs tokenizers, transformers, pydantic, datasets and matplotlib.
 
-- loss: nats per token on the held-out play after the last step.
+- loss: nats per token on a part of the held-out play after the last step.
 - cosine: of the gradient of the first step and that of float32.
 - bytes: of parameters, gradients and the optimizer, per parameter.
 - computed by: the implementation of products in FP8 and FP4. `cpp` and `eager` multiply the rounded
@@ -59,6 +59,7 @@ class Size:
 
     shape: dict[str, int]
     steps: int
+    evaluated: int  # bins of the held-out play
     precisions: dict[str, dict[str, Any]]
 
 
@@ -71,9 +72,10 @@ SMALL = Size(
         "num_key_value_heads": 1,
     },
     100,
+    16,
     PRECISIONS,
 )
-WHOLE = Size({}, 300, PRECISIONS | SLOW)
+WHOLE = Size({}, 300, 64, PRECISIONS | SLOW)
 
 
 def configuration(out: pathlib.Path, name: str, size: Size) -> pathlib.Path:
@@ -83,11 +85,16 @@ def configuration(out: pathlib.Path, name: str, size: Size) -> pathlib.Path:
     tree["model"] = {"config_path": str(out / "model"), "tokenizer_path": str(out / "model")}
     tree["model"]["foundation"] = size.shape
     tree["data"]["dataset_prepared_path"] = str(out / "prepared")
+    for part in ("datasets", "test_datasets"):
+        for one in tree["data"][part]:
+            one["path"] = str(ROOT / one["path"])
     tree["precision"] = size.precisions[name]
     tree["train"] |= {
         "output_dir": str(folder),
         "max_steps": size.steps,
         "enable_mixed_precision": name != "float32",
+        "eval_on_start": False,
+        "eval_max_batches": size.evaluated,
         "save_steps": 100,
         "save_hf_weights": False,
         "save_total_limit": 1,
@@ -128,12 +135,23 @@ def first_step(folder: pathlib.Path) -> tuple[torch.Tensor, float, str]:
         torch.distributed.destroy_process_group()
 
 
+def trained(folder: pathlib.Path) -> None:
+    from tilewright.trainer import train
+    from tilewright.trainer.config import load
+    from tilewright.trainer.parallel.mesh import join
+
+    config = load(str(folder / "config.yaml"))
+    try:
+        train.train(config, join(config.train))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def row_of(folder: pathlib.Path, name: str, gradient: torch.Tensor) -> dict[str, Any]:
     """Trains. gradient: float32's, of the first step."""
     own, per_parameter, by = first_step(folder)
     cosine = torch.nn.functional.cosine_similarity(own.double(), gradient.double(), 0)
-    command = [sys.executable, "-m", "tilewright.trainer.train", str(folder / "config.yaml")]
-    subprocess.run(command, cwd=ROOT, check=True)
+    trained(folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "precision": name,
