@@ -13,6 +13,9 @@ mark on a CPU, in its whole life. MFU is the trainer's: `mfu` counts attention a
 in a bin, `mfu_documents` within the documents that there are. A provider differs if a loss, or the
 norm of the first step's gradients, is further from the trainer's than rounding explains.
 
+With --precision the trainer runs in each of these too; how far its losses are from those of
+products in bfloat16 is told, and not judged.
+
 With --profile only the trainer runs, and step_kernels.json lists the kernels of its steps.
 
 With --curve the trainer trains SmolLM2-135M's shape on seven plays instead, on the device and, if
@@ -49,6 +52,11 @@ from tilewright.core import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROVIDERS = ("trainer", "transformers", "accelerate", "liger")
+# The trainer's section, of --precision.
+PRECISIONS = {
+    **{recipe: {"recipe": recipe} for recipe in ("block_fp8", "mxfp8", "nvfp4")},
+    **{kind: {"type": kind} for kind in ("mixed_precisionSR", "bf16SR")},
+}
 SHAPES = {
     "llama-3.2-1b": Shape(8192, 16, 2048, 8192, 32, 8, 128256, rope_theta=500000.0),
     "smollm2-135m": Shape(8192, 30),
@@ -120,9 +128,9 @@ def write_inputs(job: Job) -> None:
             file.writelines(json.dumps({"input_ids": d.tolist()}) + "\n" for d in step)
 
 
-def configuration(job: Job, **data: Any) -> dict[str, Any]:
-    """The trainer's. It is stopped after its last step that counts, since it would write a
-    checkpoint after the last one of all.
+def configuration(job: Job, precision: str | None = None, **data: Any) -> dict[str, Any]:
+    """The trainer's, with an entry of PRECISIONS. It is stopped after its last step that counts,
+    since it would write a checkpoint after the last one of all.
     """
     attention = {} if job.attention is None else {"attn_implementation": job.attention}
     return {
@@ -136,7 +144,7 @@ def configuration(job: Job, **data: Any) -> dict[str, Any]:
             **data,
         },
         "train": {
-            "output_dir": str(job.path("trainer")),
+            "output_dir": str(job.path(provider_of(precision))),
             "data_parallel_mode": "none",
             "max_steps": 10 * job.steps,
             **OPTIMIZER,
@@ -146,7 +154,12 @@ def configuration(job: Job, **data: Any) -> dict[str, Any]:
             "save_hf_weights": False,
             "log_format": "structured",
         },
+        "precision": PRECISIONS.get(precision or "", {}),
     }
+
+
+def provider_of(precision: str | None) -> str:
+    return "trainer" if precision is None else f"trainer-{precision}"
 
 
 def flops(job: Job) -> tuple[float, float]:
@@ -232,8 +245,8 @@ def _child(asked: dict[str, Any]) -> None:
 def command(job: Job, provider: str) -> list[str]:
     environment = ["HF_HUB_OFFLINE=1", *(["CUDA_VISIBLE_DEVICES="] if job.device == "cpu" else [])]
     python = ["env", *environment, sys.executable, "-m"]
-    if provider == "trainer":
-        return [*python, "tilewright.trainer.train", str(job.path("trainer.yaml"))]
+    if provider.startswith("trainer"):
+        return [*python, "tilewright.trainer.train", str(job.path(f"{provider}.yaml"))]
     asked = json.dumps({"provider": provider, "job": dataclasses.asdict(job)})
     return [*python, "bench.end_to_end_steps", asked]
 
@@ -319,7 +332,9 @@ def largest_difference(values: Sequence[float], expected: Sequence[float]) -> fl
 
 
 def compare(row: dict[str, Any], ours: dict[str, Any] | None) -> None:
-    """Adds a provider's largest differences from the trainer's row, and judges them."""
+    """Adds a provider's largest differences from the trainer's row, and judges them, unless it is
+    the trainer in another precision.
+    """
     if not (ours and ours.get("losses") and row.get("losses")):
         return
     norms = row["grad_norms"], ours["grad_norms"]
@@ -329,6 +344,8 @@ def compare(row: dict[str, Any], ours: dict[str, Any] | None) -> None:
         "grad_norm_difference": largest_difference(*norms),
     }
     row |= differences
+    if row.get("provider", "").startswith("trainer-"):
+        return
     for (name, apart), allowed in zip(differences.items(), AGREEMENT[row["dtype"]], strict=False):
         if row["status"] == "ok" and not apart <= allowed:
             row["status"] = "differs"
@@ -336,7 +353,7 @@ def compare(row: dict[str, Any], ours: dict[str, Any] | None) -> None:
 
 
 def shown(row: dict[str, Any]) -> str:
-    head = f"{row['case']} {row['dtype']} {row['provider']:<12} {row['status']:<11}"
+    head = f"{row['case']} {row['dtype']} {row['provider']:<17} {row['status']:<11}"
     if "median_ms" in row:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         head += (
@@ -366,7 +383,9 @@ def measure(
     write_inputs(job)
     work = flops(job)
     peak = next((peak for name, peak in PEAK.items() if name in device_name), None)
-    store.write_json(job.path("trainer.yaml"), configuration(job))  # JSON is YAML
+    for precision in (None, *PRECISIONS):
+        file = job.path(f"{provider_of(precision)}.yaml")
+        store.write_json(file, configuration(job, precision))  # JSON is YAML
     ours = None
     for provider in providers:
         row: dict[str, Any] = {"case": case, "dtype": job.dtype, "provider": provider}
@@ -462,7 +481,8 @@ def _measured(args: argparse.Namespace, meta: dict[str, Any]) -> Iterator[dict[s
             yield row
             return
         case, limits = f"{args.shape}_{shape.tokens}_tokens", (args.seconds, args.budget)
-        for row in measure(job, case, args.providers, args.skip, limits, meta["device"]):
+        providers = (*args.providers, *map(provider_of, args.precision))
+        for row in measure(job, case, providers, args.skip, limits, meta["device"]):
             print(shown(row), flush=True)
             yield row
 
@@ -474,6 +494,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; float32 on a CPU")
     parser.add_argument(
         "--providers", type=names(), metavar="NAME,...", help=f"default: {','.join(PROVIDERS)}"
+    )
+    parser.add_argument(
+        "--precision",
+        type=names(),
+        metavar="NAME,...",
+        help=f"all, or some of {', '.join(PRECISIONS)}",
     )
     parser.add_argument(
         "--tokens",
@@ -516,12 +542,17 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     args.providers = chosen(parser, "--providers", args.providers, PROVIDERS)
+    given: list[str] = args.precision or []
+    every = tuple(PRECISIONS)
+    args.precision = every if "all" in given else chosen(parser, "--precision", given, every)
     if args.tokens and args.tokens % 128:  # else the trainer would pad
         parser.error("argument --tokens: must be a multiple of 128")
     has_device(parser, args.device)
     commands.need(parser)
     args.shape = args.shape or ("smollm2-135m" if args.curve else "llama-3.2-1b")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    if args.precision and args.dtype != "bfloat16":
+        parser.error("argument --precision: needs --dtype bfloat16, of products in it")
     if args.profile and args.curve:
         parser.error("argument --profile: not with --curve")
     if args.profile and (args.steps or step_kernels.AFTER + 2) < step_kernels.AFTER + 2:

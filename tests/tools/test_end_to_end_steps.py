@@ -51,6 +51,24 @@ def test_all_train_the_same(document):
         assert r["loss_difference"] < 1e-5 and r["grad_norm_difference"] < 1e-4
 
 
+def test_the_trainer_runs_in_each_precision(tmp_path):
+    """The runs differ by rounding, which is told."""
+    options = ["--shape", "tiny", "--steps", "3", "--skip", "1", "--out", str(tmp_path)]
+    options += ["--providers", "trainer", "--dtype", "bfloat16", "--precision", "block_fp8,bf16SR"]
+    assert main(["end-to-end", "--device", "cpu", *options]) == 0
+    ours, *others = json.loads((tmp_path / "end_to_end.json").read_text())["rows"]
+    assert [r["provider"] for r in others] == ["trainer-block_fp8", "trainer-bf16SR"]
+    for r in others:
+        assert r["status"] == "ok" and 0 < r["loss_difference"] < 0.01, r["reason"]
+        assert len(r["samples_ms"]) == 2 and r["losses"] != ours["losses"]
+
+
+def test_precisions_are_of_products_in_bfloat16(capsys):
+    with pytest.raises(SystemExit):
+        main(["end-to-end", "--device", "cpu", "--precision", "all"])
+    assert "--precision: needs --dtype bfloat16" in capsys.readouterr().err
+
+
 def row(**values):
     return {"dtype": "bfloat16", "status": "ok", "reason": None, "grad_norms": [1.0]} | values
 
