@@ -66,7 +66,7 @@ SCORES = words(
     train.eval_max_batches train.enable_mixed_precision train.router_replay
     train.load_checkpoint_path train.seed lora.enable_qlora lora.quant_format
     lora.quant_group_size lora.exclude_modules preference.max_prompt_len
-    preference.truncation_mode
+    preference.truncation_mode precision.recipe precision.exclude precision.experts
     """
 )
 SEEN = words(
@@ -100,6 +100,7 @@ HELD = {path: test for path, test in fields.HELD.items() if path not in BY_PATH}
     "train.test_max_batches": "test_evaluate.py::test_a_run_s_limits_of_batches_are_those_of_evaluate",
     "train.accept_changes": "test_resume.py::test_a_run_goes_on_with_what_it_was_made_of",
     "train.allow_other_base": "test_evaluate.py::test_adapters_over_other_weights_are_refused",
+    "precision.implementation": "test_low_precision.py::test_evaluation_computes_as_training_does",
     "distillation.top_k": "test_distillation.py::test_a_teacher_writes_what_transformers_says",
 }
 # Fields of training, its checkpoints and logs, and costs: a configuration to train with has them.
