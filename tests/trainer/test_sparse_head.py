@@ -102,7 +102,7 @@ def test_losses_and_gradients_are_those_of_all_rows(what, invariant, monkeypatch
 
 
 def test_scores_are_those_of_all_rows():
-    """Of an evaluation; and what asks for every token gets it."""
+    """An evaluation reads them; and what asks for every token gets it."""
     labels, g = labels_of(0.3), torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(B, S, H, generator=g), torch.randn(V, H, generator=g) / 4
     some, every = (
