@@ -1,6 +1,6 @@
 """Trains one small model on real text in each precision, and compares them.
 
-    python examples/precision.py            # 2 M parameters, 100 steps: minutes on two cores
+    python examples/precision.py            # 2 M parameters, 80 steps: minutes on two cores
     python examples/precision.py --whole    # 10 M parameters, 300 steps: about an hour
 
 Prints a table, and writes it as table.md beside the curves, loss.png. An interrupted call goes on
@@ -71,7 +71,7 @@ SMALL = Size(
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
     },
-    100,
+    80,
     16,
     PRECISIONS,
 )
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--whole", action="store_true", help="10 M parameters and 300 steps")
-    parser.add_argument("--steps", type=int, help="default: 100, or 300")
+    parser.add_argument("--steps", type=int, help="default: 80, or 300")
     parser.add_argument("--only", nargs="*", help="precisions, by their names")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "outputs/precision")
     given = parser.parse_args(arguments)
