@@ -49,12 +49,13 @@ from bench.llama import DTYPES, SEED, Shape, of_transformers
 from tilewright.bench import run, store, timing
 from tilewright.bench.options import at_least, chosen, has_device, names
 from tilewright.core import platform
+from tilewright.ops.quant.low_precision_linear import RECIPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROVIDERS = ("trainer", "transformers", "accelerate", "liger")
 # The trainer's section, of --precision.
 PRECISIONS = {
-    **{recipe: {"recipe": recipe} for recipe in ("block_fp8", "mxfp8", "nvfp4")},
+    **{recipe: {"recipe": recipe} for recipe in RECIPES},
     **{kind: {"type": kind} for kind in ("mixed_precisionSR", "bf16SR")},
 }
 SHAPES = {

@@ -1,7 +1,7 @@
 """Trains one small model on real text in each precision, and compares them.
 
     python examples/precision.py            # 2 M parameters, 80 steps: minutes on two cores
-    python examples/precision.py --whole    # 10 M parameters, 300 steps: about an hour
+    python examples/precision.py --whole    # 10 M parameters, 300 steps, and a low learning rate
 
 Prints a table, and writes it as table.md beside the curves, loss.png. An interrupted call goes on
 where it ended. Needs tokenizers, transformers, pydantic, datasets and matplotlib.
@@ -29,9 +29,9 @@ import torch
 import yaml
 
 from tilewright.core import platform
+from tilewright.ops.quant.low_precision_linear import RECIPES
 
 ROOT = demo.ROOT
-RECIPES = ("block_fp8", "mxfp8", "nvfp4")
 # Parameters in bfloat16, written to nearest: an update below 1/512 of a weight is lost.
 NEAREST = {"type": "manual"}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 # At a rate at which rounding to nearest loses most updates.
 SLOW = {
-    "float32, slow": PRECISIONS["bfloat16 products"],
+    "float32 parameters, slow": PRECISIONS["bfloat16 products"],
     "bf16SR, slow": PRECISIONS["bf16SR"],
     "bfloat16 to nearest, slow": NEAREST,
 }
@@ -173,7 +173,7 @@ def commit() -> str:
 
 
 def table(rows: list[dict[str, Any]], size: Size) -> str:
-    """Losses are beside those of products in bfloat16, the slow ones beside those of float32."""
+    """Losses are beside those of products in bfloat16, the slow ones beside float32."""
     by_name = {row["precision"]: row for row in rows}
     lines = [
         f"{size.steps} steps; {rows[0]['device']}, torch {rows[0]['torch']}",
@@ -183,7 +183,7 @@ def table(rows: list[dict[str, Any]], size: Size) -> str:
     ]
     for row in rows:
         slow = row["precision"].endswith("slow")
-        base = by_name.get("float32, slow" if slow else "bfloat16 products", row)["loss"]
+        base = by_name.get("float32 parameters, slow" if slow else "bfloat16 products", row)["loss"]
         lines.append(
             f"| {row['precision']} | {row['loss']:.4f} | {100 * (row['loss'] / base - 1):+.2f} % | "
             f"{row['cosine']:.4f} | {row['bytes']:.1f} | {row['by']} | {row['tilewright']}, "

@@ -118,6 +118,10 @@ def schedule(**changes):
     ).train
 
 
+# What a configuration needs that is loaded and never run.
+LEAST = ["--train.output_dir=-", '--data.datasets=[{"path": "dummy"}]', "--model.config_path=-"]
+
+
 def make_bins():
     """Eight bins of uneven documents; one has no valid label, another only one."""
     rng = np.random.default_rng(7)

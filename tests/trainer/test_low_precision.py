@@ -12,6 +12,7 @@ pytest.importorskip("datasets")
 
 from ranks import fsdp2, run_modes
 from training import (
+    LEAST,
     MOE,
     QWEN3,
     engine_of,
@@ -36,7 +37,6 @@ from tilewright.trainer.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.packages
 RECIPES = ("block_fp8", "mxfp8", "nvfp4")
-LEAST = ["--train.output_dir=-", '--data.datasets=[{"path": "dummy"}]', "--model.config_path=-"]
 PROJECTIONS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
@@ -174,7 +174,7 @@ def test_both_operands_of_all_three_products_are_rounded(tmp_path, monkeypatch, 
 
 
 def by_definition(call, recipe):
-    """y, dx and dw: nvfp4's by the twin, with the same random numbers."""
+    """y, dx and dw: nvfp4's, and those of experts, by the twin, with the same random numbers."""
     offsets = call["rest"][0]
     x, w, dy = call["x"], call["w"], call["dy"]
     if recipe == "nvfp4" or w.dim() == 3:
@@ -345,9 +345,8 @@ def test_seeds_are_of_a_step_and_a_layer(tmp_path, monkeypatch):
     every = [seed for step in seeds for seed in step.values()]
     assert len({*every}) == len(every) == 3 * 6 and all(0 <= s < 2**63 - 1 for s in every)
     assert not any(seed % 2 for seed in every)  # experts take the next one too
-    own = [0] * 6
     assert seeds[2]["model.layers.1.mlp.experts"] == seed_of(
-        load(write_config(tmp_path)).train.seed, 2, own[1:], "model.layers.1.mlp.experts"
+        load(write_config(tmp_path)).train.seed, 2, [0] * 5, "model.layers.1.mlp.experts"
     )
 
 
@@ -391,7 +390,7 @@ def test_evaluation_computes_as_training_does(tmp_path):
 # ---- values that are not finite
 
 
-@pytest.mark.parametrize("recipe", ["none", *RECIPES])
+@pytest.mark.parametrize("recipe", ["none", *RECIPES, "compiled"])
 def test_the_layer_that_is_not_finite_is_named(tmp_path, monkeypatch, recipe):
     """By forward passes of every recipe, and of none; compiled code is left for it."""
     plain = Engine.optim_step
@@ -405,7 +404,11 @@ def test_the_layer_that_is_not_finite_is_named(tmp_path, monkeypatch, recipe):
         return done
 
     monkeypatch.setattr(Engine, "optim_step", spoiled)
-    given = {} if recipe == "none" else {"precision__recipe": recipe, "precision__exclude": []}
+    given = {"precision__recipe": recipe, "precision__exclude": []}
+    if recipe == "compiled":  # graphs, without what a compiler takes
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+        given = {"train__enable_compile": True}
+    given = {} if recipe == "none" else given
     path = write_config(tmp_path, **HALF, **given)
     with pytest.raises(
         ValueError, match=r"the loss is nan.*model\.layers\.1\.mlp\.down_proj"

@@ -14,6 +14,7 @@ pytest.importorskip("datasets")
 
 from ranks import fsdp2, run_modes
 from training import (
+    LEAST,
     MOE,
     QWEN3,
     fake_group,
@@ -39,7 +40,6 @@ from tilewright.trainer.parallel.tensor_parallel import shard_matrices
 
 pytestmark = pytest.mark.packages
 F32, BF16 = torch.float32, torch.bfloat16
-LEAST = ["--train.output_dir=-", '--data.datasets=[{"path": "dummy"}]', "--model.config_path=-"]
 TYPES = ("mixed_precisionSR", "bf16SR", "manual")
 MIXED = {"train__enable_mixed_precision": True}
 MANUAL = {

@@ -23,7 +23,6 @@ from tilewright.ops.moe.experts import SWIGLU
 from tilewright.ops.moe.moe_fused import add_bias
 from tilewright.trainer.models.moe import Experts
 
-TRANSFORM = 32  # columns that are transformed together, of both operands
 # The share of layers, from the last one on, that NVFP4 leaves in bfloat16: of 62 layers of the
 # model of arXiv:2509.25149 ten, most of them at its end.
 LAST = 0.15

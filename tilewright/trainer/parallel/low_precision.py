@@ -11,9 +11,13 @@ from tilewright.core.registry import ImplementationUnavailable
 from tilewright.nn import Linear
 from tilewright.nn.sharded import local
 from tilewright.ops.moe.low_precision_grouped_gemm import LOW_PRECISION_GROUPED_GEMM
-from tilewright.ops.quant.low_precision_linear import LOW_PRECISION_LINEAR, Request, capability
+from tilewright.ops.quant.low_precision_linear import (
+    LOW_PRECISION_LINEAR,
+    SPREAD,
+    Request,
+    capability,
+)
 from tilewright.trainer.models.low_precision import (
-    TRANSFORM,
     LowPrecisionLinear,
     Products,
     chosen,
@@ -101,13 +105,13 @@ def convert(parts: Parts, recipe: Recipe) -> None:
 
 
 def _check_widths(path: str, module: nn.Module) -> None:
-    for name, p in module.named_parameters():
-        for n in local(p).shape[-2:] if p.dim() > 1 and not name.endswith("bias") else ():
-            if n % TRANSFORM:
-                raise ValueError(
-                    f"precision.hadamard = True: {path} has a width of {n} on a process, which is "
-                    f"not a multiple of {TRANSFORM}"
-                )
+    weights = [local(p) for name, p in module.named_parameters() if not name.endswith("bias")]
+    for n in (n for weight in weights for n in weight.shape[-2:]):
+        if n % SPREAD:
+            raise ValueError(
+                f"precision.hadamard = True: {path} has a width of {n} on a process, which is not "
+                f"a multiple of {SPREAD}"
+            )
 
 
 def products_of(model: nn.Module) -> dict[str, Products]:
